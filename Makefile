@@ -1,0 +1,57 @@
+# make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
+# make test   set up .venv, run all tests
+# make check  what CI runs: lint, types, imports, test
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/.installed
+MODEL ?=
+PORT ?=
+
+.PHONY: env run test lint types imports check bench-cpu constraints clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+run: env
+	@$(BIN)/expertmesh demo $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT))
+
+# Flow tests measure time, so they have the machine to themselves.
+test: env
+	$(BIN)/pytest -q -n 2 --ignore=tests/flow
+	$(BIN)/pytest -q tests/flow
+
+lint: env
+	$(BIN)/ruff check .
+
+types: env
+	$(BIN)/mypy
+
+imports: env
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+bench-cpu: env
+	$(BIN)/python -m loadgen.bench_cpu
+
+# Exact versions of what the extras need now, without the local tag of a torch build.
+constraints:
+	rm -rf .cache/constraints && $(PYTHON) -m venv .cache/constraints
+	.cache/constraints/bin/pip install --quiet $(TORCH)
+	.cache/constraints/bin/pip install --quiet -e '.[dev]'
+	.cache/constraints/bin/pip freeze --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > constraints.txt
+	rm -rf .cache/constraints
+
+clean:
+	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

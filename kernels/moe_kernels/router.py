@@ -1,0 +1,96 @@
+"""Router logits in, the chosen experts and their weights out: one function for all families, driven by flags.
+
+Legend: T rows, E experts, K chosen per row, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_kernels.arguments import check_route
+
+Score = Literal["softmax", "sigmoid"]
+Order = Literal["score_first", "choose_first"]
+GroupScore = Literal["max", "top2_sum"]
+
+_RENORM_EPS = 1e-20
+"""Keeps a row whose sigmoid scores all vanish from dividing by 0; too small to change any other sum in float32."""
+
+
+def route(
+    logits_TE: Tensor,
+    *,
+    top_k: int,
+    score: Score = "softmax",
+    order: Order = "score_first",
+    renormalise: bool = False,
+    correction_bias_E: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: GroupScore = "max",
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose ``top_k`` experts per row and weigh them, in float32 whatever the logits' dtype.
+
+    ``score_first``: s = score(logits); the K largest s + bias are chosen, their weight is s, without the bias.
+    ``choose_first``: the K largest logits + bias are chosen, their weight is score over those K logits alone.
+    With ``groups`` > 1 the experts lie in equal runs; only the ``top_groups`` runs with the largest group score (the
+    largest choice value of a run, or the sum of its two largest) can be chosen from. Then ``renormalise`` divides
+    a row's weights by their sum, and ``scale`` multiplies them.
+
+    Equal values go to the lowest expert id, so the choice is the same on every device and for every batch.
+
+    Args:
+        logits_TE: any floating dtype.
+        correction_bias_E: added for the choice only (DeepSeek-V3).
+
+    Returns:
+        ``ids_TK`` int64, largest choice value first, and ``weights_TK`` float32.
+
+    Raises:
+        ArgumentError: a shape does not fit, or fewer than ``top_k`` experts can be chosen from.
+
+    Example: logits ``[[0, ln 2, 0, ln 4]]`` have softmax ``[1/8, 2/8, 1/8, 4/8]``. ``top_k=2`` gives ids
+    ``[[3, 1]]`` and weights ``[[0.5, 0.25]]``; with ``renormalise`` ``[[2/3, 1/3]]``. ``top_k=3`` appends expert 0,
+    not 2: they tie.
+    """
+    check_route(logits_TE, top_k, correction_bias_E, groups, top_groups)
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE if order == "choose_first" else _score(logits_TE, score)
+    choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
+    if top_groups < groups:
+        choice_TE = _keep_groups(choice_TE, groups, top_groups, group_score)
+    ids_TK = _largest(choice_TE, top_k)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if order == "choose_first":
+        weights_TK = _score(weights_TK, score)
+    if renormalise:
+        weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + _RENORM_EPS)
+    return ids_TK, weights_TK if scale == 1.0 else weights_TK * scale
+
+
+def _score(logits: Tensor, score: Score) -> Tensor:
+    return torch.softmax(logits, dim=-1) if score == "softmax" else torch.sigmoid(logits)
+
+
+def _keep_groups(choice_TE: Tensor, groups: int, top_groups: int, group_score: GroupScore) -> Tensor:
+    """``choice_TE`` with -inf outside the best groups of each row."""
+    choice_TGS = choice_TE.view(choice_TE.shape[0], groups, -1)
+    if group_score == "max" or choice_TGS.shape[2] == 1:
+        score_TG = choice_TGS.amax(dim=2)
+    else:
+        score_TG = choice_TGS.topk(2, dim=2).values.sum(dim=2)
+    kept_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter_(1, _largest(score_TG, top_groups), True)
+    return choice_TGS.masked_fill(~kept_TG.unsqueeze(2), -torch.inf).flatten(1)
+
+
+def _largest(values_TE: Tensor, k: int) -> Tensor:
+    """Indices of the k largest values of each row, largest first, equal values by index.
+
+    ``topk`` leaves the order of equal values open. For the few experts of a row a stable sort costs as little.
+    """
+    order_TE: Tensor = values_TE.sort(dim=1, descending=True, stable=True).indices
+    return order_TE[:, :k]

@@ -1,0 +1,284 @@
+"""What the way through REST and Redis costs: the same engine driven in-process and through the whole server.
+
+``python -m loadgen.bench_cpu`` makes a checkpoint whose decode step takes 15 to 25 ms at 32 streams here, then
+alternates rounds of both sides on the same cores and prints throughput, their ratio, and the CPU time of every hop.
+The in-process side runs in a process of its own, with the same settings and no server beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from loadgen.client import StreamResult, stream_completion
+
+STREAMS = 32
+PROMPT_TOKENS = 32
+STEP_RANGE_MS = (15.0, 25.0)
+STEP_TARGET_MS = 20.0
+VOCAB = 4096
+BASE_LAYERS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One side's round: generated tokens, wall seconds, and CPU seconds by process."""
+
+    tokens: int
+    wall_s: float
+    cpu_s: dict[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+
+def shape(layers: int) -> dict[str, Any]:
+    """What the benchmark's checkpoint changes in the demo model's config: wider, with two of 16 experts per token."""
+    return {
+        "hidden_size": 384,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts_per_tok": 2,
+    }
+
+
+def write_checkpoint(cache: Path, layers: int) -> Path:
+    """A checkpoint of ``layers`` layers with the demo model's tokenizer, made where ``cache`` has none yet."""
+    import torch
+    from safetensors.torch import save_file
+
+    from services.demo.checkpoint import make_demo_model
+    from services.demo.weights import make_weights
+
+    folder, demo = cache / f"layers-{layers}", cache / "demo"
+    if (folder / "model.safetensors").exists():
+        return folder
+    if not demo.exists():
+        make_demo_model(demo)
+    shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    config = json.loads((demo / "config.json").read_text()) | shape(layers)
+    (folder / "config.json").write_text(json.dumps(config))
+    text = torch.randint(0, VOCAB, (100_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    save_file(make_weights(config, text, torch.float32, seed=0), folder / "model.safetensors")
+    return folder
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def engine_flags(model: Path) -> list[str]:
+    return ["--model", str(model), "--dtype", "float32", "--max-num-seqs", str(STREAMS), "--kv-blocks", "1024"]
+
+
+def drive_in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str, float]:
+    """Run ``STREAMS`` sequences at a time through the engine alone; tokens, wall seconds and the median step in ms."""
+    from services.attention.build import build
+    from services.config import load_settings
+    from services.messages import GenerateRequest, SamplingParams
+
+    engine = build(load_settings(engine_flags(model)), clock=lambda: time.time_ns() // 1_000_000).engine
+    waiting = [
+        GenerateRequest(
+            id=str(i),
+            attempt=1,
+            token_ids=prompt,
+            prompt_len=len(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            deadline_ms=2**62,
+            priority=5,
+            tenant="bench",
+            reply_to="",
+        )
+        for i, prompt in enumerate(prompts(STREAMS * per_stream, seed=1))
+    ]
+    waiting.reverse()
+    for _ in range(STREAMS):
+        engine.add(waiting.pop())
+    tokens, steps = 0, []
+    start = time.perf_counter()
+    while engine.has_work:
+        step_start = time.perf_counter()
+        events = engine.step()
+        steps.append(time.perf_counter() - step_start)
+        tokens += sum(event.token_id is not None for event in events)
+        for event in events:
+            if event.finish and waiting:
+                engine.add(waiting.pop())
+    return {"tokens": tokens, "wall_s": time.perf_counter() - start, "step_ms": statistics.median(steps) * 1e3}
+
+
+def in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str, float]:
+    """:func:`drive_in_process` in a fresh process, so that neither side inherits the other's threads or heap."""
+    command = [sys.executable, "-m", "loadgen.bench_cpu", "--drive", str(model), str(max_tokens), str(per_stream)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
+    return result
+
+
+def calibrated_checkpoint(folder: Path) -> tuple[Path, float]:
+    """A checkpoint with as many layers as make the in-process step last about ``STEP_TARGET_MS``."""
+    layers = BASE_LAYERS
+    for _ in range(4):
+        model = write_checkpoint(folder, layers)
+        step_ms = in_process(model, max_tokens=48, per_stream=1)["step_ms"]
+        print(f"calibrating: {layers} layers, {step_ms:.1f} ms per step of {STREAMS} streams", flush=True)
+        if STEP_RANGE_MS[0] + 1 <= step_ms <= STEP_RANGE_MS[1] - 1:
+            break
+        layers = max(1, round(layers * STEP_TARGET_MS / step_ms))
+    return model, step_ms
+
+
+class Serve:
+    """``expertmesh serve`` as a child process, and the CPU seconds of the processes under it."""
+
+    def __init__(self, model: Path, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "services", "serve", *engine_flags(model), "--port", str(port)]
+        env = os.environ | {"EXPERTMESH_SERVED_MODEL_NAME": "bench", "EXPERTMESH_LOG_LEVEL": "warning"}
+        self.popen = subprocess.Popen([*command, "--no-prefix-cache"], env=env)
+
+    async def wait_ready(self, session: aiohttp.ClientSession) -> None:
+        for _ in range(1200):
+            if self.popen.poll() is not None:
+                raise SystemExit(f"the server ended with {self.popen.returncode}")
+            try:
+                async with session.get(f"{self.url}/ready") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
+        raise SystemExit("the server was not ready within 120 s")
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far by hop; ``client`` is this process."""
+        seconds = {"client": sum(psutil.Process().cpu_times()[:2])}
+        root = psutil.Process(self.popen.pid)
+        for process in [root, *root.children(recursive=True)]:
+            name = _hop(process.cmdline())
+            seconds[name] = seconds.get(name, 0.0) + sum(process.cpu_times()[:2])
+        return seconds
+
+    def stop(self) -> None:
+        self.popen.send_signal(signal.SIGTERM)
+        self.popen.wait(60)
+
+
+def _hop(cmdline: Sequence[str]) -> str:
+    line = " ".join(cmdline)
+    for hop in ("gateway", "scheduler", "attention"):
+        if f"services.{hop}" in line:
+            return hop
+    return "redis" if "redis-server" in line else "supervisor"
+
+
+async def rest_round(
+    serve: Serve, session: aiohttp.ClientSession, max_tokens: int, per_stream: int, seed: int
+) -> Round:
+    """``STREAMS`` clients, each with ``per_stream`` requests one after the other."""
+    waiting = prompts(STREAMS * per_stream, seed)
+    body = {"model": "bench", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+    async def user() -> list[StreamResult]:
+        results = []
+        while waiting:
+            results.append(await stream_completion(session, serve.url, body | {"prompt": waiting.pop()}))
+        return results
+
+    before, start = serve.cpu_s(), time.perf_counter()
+    results = [
+        result for user_results in await asyncio.gather(*(user() for _ in range(STREAMS))) for result in user_results
+    ]
+    wall_s = time.perf_counter() - start
+    after = serve.cpu_s()
+    failed = [result.error for result in results if result.error or result.completion_tokens != max_tokens]
+    if failed:
+        raise SystemExit(f"{len(failed)} requests failed, the first with: {failed[0]}")
+    cpu = {hop: after[hop] - before.get(hop, 0.0) for hop in after}
+    return Round(tokens=sum(result.completion_tokens for result in results), wall_s=wall_s, cpu_s=cpu)
+
+
+async def compare(
+    model: Path, rounds: int, max_tokens: int, per_stream: int, port: int
+) -> tuple[list[Round], list[Round]]:
+    """Interleaved rounds, in-process and REST; the server is stopped while the engine runs alone."""
+    alone, rest = [], []
+    for i in range(rounds):
+        result = in_process(model, max_tokens, per_stream)
+        alone.append(Round(tokens=int(result["tokens"]), wall_s=result["wall_s"], cpu_s={}))
+        print(
+            f"round {i + 1}: in-process {alone[-1].tokens_per_s:8.1f} tok/s (step {result['step_ms']:.1f} ms)",
+            flush=True,
+        )
+        serve = Serve(model, port)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=STREAMS)) as session:
+            try:
+                await serve.wait_ready(session)
+                await rest_round(serve, session, 8, 1, seed=99)  # connections, first allocations
+                rest.append(await rest_round(serve, session, max_tokens, per_stream, seed=1))
+            finally:
+                serve.stop()
+        print(f"round {i + 1}: REST+Redis {rest[-1].tokens_per_s:8.1f} tok/s", flush=True)
+    return alone, rest
+
+
+def report(step_ms: float, alone: Sequence[Round], rest: Sequence[Round]) -> float:
+    """Print the comparison; the ratio of the medians."""
+    base = statistics.median(r.tokens_per_s for r in alone)
+    through = statistics.median(r.tokens_per_s for r in rest)
+    ratio = through / base
+    print(f"\nstep {step_ms:.1f} ms, {STREAMS} streams, {len(rest)} rounds, medians")
+    print(f"  engine in-process   {base:8.1f} tok/s")
+    print(f"  through REST+Redis  {through:8.1f} tok/s   ratio {ratio:.3f}")
+    print("  CPU by hop          us/token   share")
+    tokens = sum(r.tokens for r in rest)
+    hops = {hop: sum(r.cpu_s.get(hop, 0.0) for r in rest) for hop in rest[0].cpu_s}
+    for hop, seconds in sorted(hops.items(), key=lambda item: -item[1]):
+        print(f"    {hop:<16} {seconds / tokens * 1e6:10.1f}   {seconds / sum(hops.values()):5.1%}")
+    return ratio
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench_cpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--per-stream", type=int, default=2, help="requests each stream sends, one after the other")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--cache", type=Path, default=Path(".cache/bench-cpu"))
+    parser.add_argument("--goal", type=float, default=0.85, help="exit 1 below this ratio")
+    parser.add_argument("--drive", nargs=3, metavar=("MODEL", "MAX_TOKENS", "PER_STREAM"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.drive:
+        model, max_tokens, per_stream = args.drive
+        print(json.dumps(drive_in_process(Path(model), int(max_tokens), int(per_stream))))
+        return 0
+    model, step_ms = calibrated_checkpoint(args.cache)
+    ratio = report(step_ms, *asyncio.run(compare(model, args.rounds, args.max_tokens, args.per_stream, args.port)))
+    return 0 if ratio >= args.goal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

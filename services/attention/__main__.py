@@ -1,0 +1,160 @@
+"""``python -m services.attention``: an attention worker with all experts in its process. Needs Redis and a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.attention.build import Built, build
+from services.attention.capacity import credit
+from services.attention.observer import ExpertObserver, StepObserver
+from services.attention.worker import AttentionWorker, WorkerOptions
+from services.config import ATTENTION, Settings
+from services.messages import WorkerInfo
+from services.metrics import WorkerMetrics
+from services.queue.clock import RedisClock
+from services.queue.connect import connect
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.worker_side import WorkerQueue
+from services.runtime import MetricsServer, run_role
+
+T = TypeVar("T")
+EXPERTS_EVERY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class AttentionRole:
+    """Everything around one worker: connection, metrics, loading, serving."""
+
+    def __init__(self, settings: Settings, redis: Redis) -> None:
+        self._settings = settings
+        self._redis = redis
+        self._clock = RedisClock(redis)
+        self._registry = CollectorRegistry()
+        self._metrics = WorkerMetrics(self._registry)
+        self._worker: AttentionWorker | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Load, serve until ``stop``, drain."""
+        settings = self._settings
+        server = MetricsServer(self._registry, host=settings.host, port=settings.metrics_port, missing=self._missing)
+        port = await server.start()
+        log.info("metrics on port %d", port)
+        try:
+            built = await _unless_stopped(lambda: build(settings, self._clock.now_ms), stop)
+            if built is not None:
+                await self._serve(built, f"http://{settings.host}:{port}/metrics", stop)
+        finally:
+            await server.close()
+
+    def _missing(self) -> list[str]:
+        return self._worker.missing() if self._worker else ["weights"]
+
+    async def _serve(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
+        settings, metrics = self._settings, self._metrics
+        self._worker = worker = AttentionWorker(
+            info=self._info(built, metrics_url),
+            engine=built.engine,
+            queue=WorkerQueue(self._redis, Keys(settings.namespace), QueueLimits.of(settings)),
+            clock=self._clock,
+            options=self._options(built),
+            after_step=StepObserver(metrics, built.engine.stats).after_step,
+            on_refused=metrics.stale_results.inc,
+        )
+        metrics.publish_backlog.set_function(lambda: worker.unpublished)
+        experts = asyncio.create_task(_watch(ExpertObserver(metrics, built.link.expert_rows)))
+        try:
+            await worker.run(stop)
+        finally:
+            experts.cancel()
+
+    def _info(self, built: Built, metrics_url: str) -> WorkerInfo:
+        host = socket.gethostname()
+        return WorkerInfo(
+            id=f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+            model=self._settings.model_name,
+            fingerprint=built.spec.fingerprint,
+            kv_tokens=built.capacity.kv_tokens,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_model_len=built.capacity.max_model_len,
+            host=host,
+            pid=os.getpid(),
+            version=version("expertmesh"),
+            metrics_url=metrics_url,
+        )
+
+    def _options(self, built: Built) -> WorkerOptions:
+        settings = self._settings
+        tokens, requests = credit(
+            kv_tokens=built.capacity.kv_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            overcommit=settings.kv_overcommit,
+        )
+        return WorkerOptions(
+            credit_tokens=tokens,
+            credit_requests=requests,
+            lease_s=settings.lease,
+            buffer_tokens=settings.publish_buffer_tokens,
+            drain_s=settings.drain_timeout,
+        )
+
+
+async def _watch(experts: ExpertObserver) -> None:
+    while True:
+        await asyncio.sleep(EXPERTS_EVERY_S)
+        await asyncio.to_thread(experts.refresh)  # reading a device's counters may wait for its current step
+
+
+async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | None:
+    """``work()`` on a thread of its own; None, leaving it behind, if ``stop`` comes first."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            loop.call_soon_threadsafe(finish, work(), None)
+        except BaseException as error:  # noqa: BLE001  raised again where the work is awaited
+            loop.call_soon_threadsafe(finish, None, error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    stopped = asyncio.ensure_future(stop.wait())
+    waited: set[asyncio.Future[Any]] = {done, stopped}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return await done if done.done() else None
+
+
+async def attend(settings: Settings, stop: asyncio.Event) -> None:
+    """Run an attention worker until ``stop``; then drain."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    redis = connect(settings.redis_url)
+    try:
+        await AttentionRole(settings, redis).run(stop)
+    finally:
+        await redis.aclose()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    return run_role(ATTENTION, attend, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The batch manager: decides, before every iteration, which tokens of which sequences are computed. Pure Python.
+
+Requests come in through :meth:`BatchManager.add`; ``plan`` says what the next step computes; ``complete`` takes what
+the step drew; :class:`TokenEvent`\\ s come out of :meth:`BatchManager.drain`. Every request that was accepted ends
+with exactly one event that has a ``finish``.
+
+Batching is per iteration with prompt and generated tokens flattened into one row dimension, without padding
+(ExpertFlow 4.2). Decoding sequences go first, one token each; what is left of the token budget goes to prompts, in
+chunks. A sequence that is admitted gets blocks for all its known tokens at once, so only decoding can run out of
+blocks; then the sequence that was admitted last gives up its blocks and is recomputed later.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+from services.attention.blocks import BlockPool
+from services.attention.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
+from services.attention.sequence import SequenceState, open_sequence, refusal
+from services.errors import DeadlineExceeded, RequestError
+from services.messages import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+
+
+class BatchManager:
+    """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds."""
+
+    def __init__(self, limits: BatchLimits, pool: BlockPool, clock: Callable[[], int]) -> None:
+        assert limits.max_num_seqs > 0
+        assert limits.max_num_batched_tokens > 0
+        self.pool = pool
+        self.counters = BatchCounters()
+        self._limits = limits
+        self._clock = clock
+        self._held: dict[str, SequenceState] = {}
+        self._waiting: list[SequenceState] = []
+        self._running: list[SequenceState] = []
+        self._events: list[TokenEvent] = []
+        self._arrivals = 0
+        self._admissions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._held or self._events)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def held(self) -> dict[str, int]:
+        """Attempt of every request that has not ended."""
+        return {request_id: state.request.attempt for request_id, state in self._held.items()}
+
+    def add(self, request: GenerateRequest) -> None:
+        """Take ``request`` in. A higher attempt replaces the held one, without an event; other repeats are ignored."""
+        held = self._held.get(request.id)
+        if held is not None:
+            if held.request.attempt >= request.attempt:
+                return
+            self._drop(held)
+        self._arrivals += 1
+        state = open_sequence(request, self._arrivals, self._limits.eos_token_ids)
+        error = refusal(
+            request,
+            max_model_len=self._limits.max_model_len,
+            kv_tokens=self.pool.num_blocks * self.pool.block_size,
+            vocab_size=self._limits.vocab_size,
+        )
+        self._held[request.id] = state
+        if error is not None:
+            self._end(state, "error", error)
+        elif not state.wants_token and state.prompt_logprobs is None:
+            self._end(state, "length")
+        else:
+            insort(self._waiting, state, key=SequenceState.waiting_key)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """End the request if the attempt held is at most ``attempt``; its blocks are free when this returns."""
+        state = self._held.get(request_id)
+        if state is not None and state.request.attempt <= attempt:
+            self._end(state, "cancelled")
+
+    def plan(self) -> StepPlan:
+        """What to compute next. Empty only if nothing is held."""
+        self._expire()
+        budget = self._limits.max_num_batched_tokens
+        pieces = self._plan_decodes(budget)
+        self._plan_prefills(pieces, budget - len(pieces))
+        self._admit(pieces, budget - sum(piece.length for piece in pieces))
+        assert pieces or not self._held, "sequences are held, but none can make progress"
+        return StepPlan(pieces=tuple(pieces))
+
+    def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
+        """Take in what the step computed. Returns the blocks to wipe: those left by pieces that failed."""
+        wipe: list[int] = []
+        for piece, outcome in zip(plan.pieces, outcomes, strict=True):
+            if outcome.error is not None:
+                wipe += self._fail(piece.state, outcome.error)
+            else:
+                self._advance(piece, outcome)
+        return wipe
+
+    def drain(self) -> list[TokenEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- planning
+
+    def _expire(self) -> None:
+        now_ms = self._clock()
+        for state in [state for state in self._held.values() if state.request.deadline_ms <= now_ms]:
+            hint = "Ask for fewer tokens, or raise --request-timeout."
+            self._end(state, "error", DeadlineExceeded("The request ran past its deadline.", hint=hint))
+
+    def _plan_decodes(self, budget: int) -> list[Piece]:
+        pieces: list[Piece] = []
+        index = 0
+        while index < len(self._running) and len(pieces) < budget:  # a preemption shortens the list from its tail
+            state = self._running[index]
+            index += 1
+            if not state.prefilling and self._grow(state):
+                pieces.append(self._piece(state, 1))
+        return pieces
+
+    def _grow(self, state: SequenceState) -> bool:
+        """Make room for the token to compute; False if ``state`` itself had to give way."""
+        pool = self.pool
+        if len(state.token_ids) <= len(state.blocks) * pool.block_size:
+            return True
+        while not pool.available:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is state:
+                return False
+        state.blocks += pool.take((), 1)
+        return True
+
+    def _preempt(self, state: SequenceState) -> None:
+        self.counters.preemptions += 1
+        self._drop(state)
+        state.computed, state.preempted, state.prefilling = 0, True, True
+        self._held[state.request.id] = state
+        insort(self._waiting, state, key=SequenceState.waiting_key)
+
+    def _plan_prefills(self, pieces: list[Piece], budget: int) -> None:
+        for state in self._running:
+            if state.prefilling and budget > 0:
+                pieces.append(self._piece(state, budget))
+                budget -= pieces[-1].length
+
+    def _admit(self, pieces: list[Piece], budget: int) -> None:
+        stretch = not self._limits.chunked_prefill
+        while self._waiting and self.running < self._limits.max_num_seqs and budget > 0:
+            state = self._waiting[0]
+            matched = self._match(state)
+            missing = len(state.token_ids) - len(matched) * self.pool.block_size
+            new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
+            if not self.pool.fits(matched, new + self._reserve()):
+                break  # nothing overtakes the first in line, or long prompts would starve
+            if not self._limits.chunked_prefill and missing > budget and not stretch:
+                break
+            self._start(state, matched, new)
+            piece = self._piece(state, budget if self._limits.chunked_prefill else missing)
+            pieces.append(piece)
+            budget -= piece.length
+            stretch = False
+
+    def _match(self, state: SequenceState) -> list[int]:
+        """Cached blocks of the sequence. The last known token is always recomputed: its row is what a draw needs."""
+        if not self._looks_up(state):
+            return []
+        blocks = (len(state.token_ids) - 1) // self.pool.block_size
+        return self.pool.match(state.extend_chain(self.pool.block_size, blocks))
+
+    def _looks_up(self, state: SequenceState) -> bool:
+        # Scoring the prompt needs a row for each of its tokens, so nothing may be skipped.
+        return self._limits.prefix_cache and state.prompt_logprobs is None
+
+    def _reserve(self) -> int:
+        """Blocks kept for the running to grow by one each; without them an admission could preempt at once."""
+        block_size = self.pool.block_size
+        return sum(state.limit > len(state.blocks) * block_size for state in self._running)
+
+    def _start(self, state: SequenceState, matched: Sequence[int], new: int) -> None:
+        del self._waiting[0]
+        if self._looks_up(state):
+            self.pool.count_lookup(len(state.token_ids), matched)
+        state.blocks = self.pool.take(matched, new)
+        state.computed = len(matched) * self.pool.block_size
+        state.published = len(matched)
+        if not state.preempted:
+            state.cached_tokens = min(state.computed, state.request.prompt_len)
+        self._admissions += 1
+        state.admission = self._admissions
+        insort(self._running, state, key=SequenceState.running_key)
+
+    def _piece(self, state: SequenceState, budget: int) -> Piece:
+        start = state.computed
+        length = min(len(state.token_ids) - start, budget)
+        scored = range(0)
+        if state.prompt_logprobs is not None:
+            first = max(start + 1, len(state.prompt_logprobs))
+            scored = range(first, min(start + length + 1, state.request.prompt_len))
+        ends = start + length == len(state.token_ids)
+        return Piece(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
+
+    # -- what a step computed
+
+    def _advance(self, piece: Piece, outcome: Outcome) -> None:
+        state = piece.state
+        state.computed = piece.end
+        if state.prompt_logprobs is not None:
+            state.prompt_logprobs += outcome.prompt_logprobs
+        self._publish(state)
+        if state.prefilling:
+            self.counters.prefill_tokens += piece.length
+            state.prefilling = piece.end < len(state.token_ids)
+            self.counters.prefill_chunks += state.prefilling
+        if piece.draws:
+            assert outcome.token_id is not None
+            self._append(state, outcome.token_id, outcome.logprob)
+        elif not state.prefilling:
+            self._end(state, "length")
+
+    def _publish(self, state: SequenceState) -> None:
+        block_size = self.pool.block_size
+        full = state.computed // block_size
+        if full == state.published or not self._limits.prefix_cache:
+            return
+        chain = state.extend_chain(block_size, full)
+        for index in range(state.published, full):
+            self.pool.publish(state.blocks[index], chain[index])
+        state.published = full
+
+    def _append(self, state: SequenceState, token_id: int, logprob: TokenLogprob | None) -> None:
+        index = state.generated
+        state.token_ids.append(token_id)
+        self.counters.decode_tokens += 1
+        finish = state.finish_after(token_id)
+        self._events.append(state.event(index=index, token_id=token_id, logprob=logprob, finish=finish))
+        if finish is not None:
+            self._drop(state)
+
+    def _fail(self, state: SequenceState, error: RequestError) -> list[int]:
+        """End ``state`` and forget what it computed; returns the blocks that nobody else holds."""
+        blocks = state.blocks
+        self._end(state, "error", error)
+        return self.pool.forget(blocks)
+
+    # -- ends
+
+    def _end(self, state: SequenceState, finish: FinishReason, error: RequestError | None = None) -> None:
+        self._drop(state)
+        self._events.append(state.event(index=state.generated, finish=finish, error=error))
+
+    def _drop(self, state: SequenceState) -> None:
+        """Take ``state`` out of everything and free its blocks."""
+        del self._held[state.request.id]
+        _remove(self._running if state.blocks else self._waiting, state)
+        self.pool.release(state.blocks)
+        state.blocks, state.published = [], 0
+
+
+def _remove(states: list[SequenceState], state: SequenceState) -> None:
+    if state in states:  # a request refused on arrival is in neither list
+        states.remove(state)

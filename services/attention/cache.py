@@ -1,0 +1,64 @@
+"""The paged KV cache: one key and one value tensor per layer, cut into blocks that the batch manager hands out.
+
+Legend: N blocks, B tokens per block, K key/value heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.errors import ConfigError
+from services.model.spec import ModelSpec
+
+
+class KVCache:
+    """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0."""
+
+    def __init__(
+        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
+        self._num_blocks, self._block_size = num_blocks, block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """``(k_NBKH, v_NBKH)`` of one layer."""
+        kv_2NBKH = self._layers[layer]
+        return kv_2NBKH[0], kv_2NBKH[1]
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Zero ``blocks``: a NaN left behind would reach the next owner, since 0 x NaN is NaN."""
+        for kv_2NBKH in self._layers:
+            kv_2NBKH[:, torch.tensor(blocks, dtype=torch.int64, device=kv_2NBKH.device)] = 0
+
+
+def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def blocks_within(memory_gib: float, spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
+    """Blocks that fit into ``memory_gib``.
+
+    Raises:
+        ConfigError: not even one does.
+    """
+    each = block_bytes(spec, block_size=block_size, dtype=dtype)
+    blocks = int(memory_gib * 2**30) // each
+    if blocks < 1:
+        raise ConfigError(
+            f"--kv-memory-gib {memory_gib} is less than one KV block, which takes {each / 2**30:.3g} GiB.",
+            hint="Raise it, or set --kv-blocks.",
+        )
+    return blocks

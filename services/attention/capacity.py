@@ -1,0 +1,53 @@
+"""What a worker can hold: KV blocks, the longest sequence, and the credit it gives the scheduler. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """Lengths in tokens, prompt plus answer. ``lowered``: the model's own length does not fit the KV blocks."""
+
+    kv_blocks: int
+    kv_tokens: int
+    max_model_len: int
+    lowered: bool
+
+
+def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position: int) -> Capacity:
+    """Capacity of ``kv_blocks`` for a model of ``max_position`` positions; ``asked`` is --max-model-len.
+
+    Raises:
+        ConfigError: ``asked`` is more than the model or the KV blocks allow.
+    """
+    kv_tokens = kv_blocks * block_size
+    if asked is not None and asked > max_position:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {max_position} positions that the checkpoint was made for.",
+            hint="Lower it or leave it out.",
+        )
+    if asked is not None and asked > kv_tokens:
+        raise ConfigError(
+            f"--max-model-len {asked} does not fit: {kv_blocks} KV blocks of {block_size} hold {kv_tokens} tokens.",
+            hint=f"Give at least --kv-blocks {-(-asked // block_size)} (or more --kv-memory-gib), "
+            f"or at most --max-model-len {kv_tokens}.",
+        )
+    max_model_len = min(asked or max_position, kv_tokens)
+    return Capacity(
+        kv_blocks=kv_blocks,
+        kv_tokens=kv_tokens,
+        max_model_len=max_model_len,
+        lowered=asked is None and max_model_len < max_position,
+    )
+
+
+def credit(*, kv_tokens: int, max_num_seqs: int, overcommit: float) -> tuple[int, int]:
+    """Tokens and requests that a worker may be assigned at a time.
+
+    Tokens beyond what the KV blocks hold, since most requests end before ``max_tokens``; requests a few beyond the
+    batch, so that a place in it is filled again without a round trip to the scheduler.
+    """
+    return max(1, int(kv_tokens * overcommit)), max_num_seqs + max(1, max_num_seqs // 8)

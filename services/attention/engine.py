@@ -1,0 +1,244 @@
+"""The engine of an attention worker: requests go in, every :meth:`Engine.step` computes one iteration, events come out.
+
+Synchronous and single-threaded; it knows neither Redis nor asyncio. One step is: plan (batch manager), flatten,
+forward through dense part and experts, draw, account.
+Legend: T rows of a step, R rows whose logits are wanted, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from services.attention.batch import BatchManager
+from services.attention.blocks import BlockPool
+from services.attention.cache import KVCache, blocks_within
+from services.attention.flatten import step_inputs
+from services.attention.forward import forward
+from services.attention.logprobs import token_logprobs
+from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
+from services.attention.sampling import DrawRow, Sampler, broken_logits
+from services.errors import ConfigError, InternalError, RequestError
+from services.fabric.experts import ExpertLink
+from services.messages import GenerateRequest, TokenEvent, TokenLogprob
+from services.model.dense import DenseModel
+from services.model.inputs import SequenceRows
+
+HandleT = TypeVar("HandleT")
+SCORED_ROWS = 64
+"""Prompt rows scored at a time, so that echoed log-probabilities do not need [prompt, vocabulary] floats at once."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """The knobs of an engine, named as in :class:`services.config.Settings`."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    kv_blocks: int | None = None
+    kv_memory_gib: float = 1.0
+    block_size: int = 16
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """A reading of the engine. The first group are levels, the second totals, the third is the last step's."""
+
+    running: int
+    waiting: int
+    kv_blocks: int
+    kv_used: int
+    kv_cached: int
+    kv_empty: int
+
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prefill_chunks: int
+    prefill_tokens: int
+    decode_tokens: int
+    steps: int
+
+    step_tokens: int
+    step_seconds: float
+
+
+class Engine(Generic[HandleT]):
+    """``clock`` gives Redis TIME in milliseconds, by which deadlines are told."""
+
+    def __init__(
+        self,
+        *,
+        model: DenseModel,
+        link: ExpertLink[HandleT],
+        options: EngineOptions,
+        clock: Callable[[], int],
+    ) -> None:
+        spec = model.spec
+        self._model, self._link = model, link
+        self._device = model.device
+        blocks = options.kv_blocks or blocks_within(
+            options.kv_memory_gib, spec, block_size=options.block_size, dtype=model.dtype
+        )
+        self.max_model_len = _max_model_len(options.max_model_len, spec.max_position)
+        self.kv_tokens = blocks * options.block_size
+        self._kv = KVCache(
+            spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
+        )
+        self._pool = BlockPool(blocks, options.block_size)
+        limits = BatchLimits(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            prefix_cache=options.prefix_cache,
+            chunked_prefill=options.chunked_prefill,
+        )
+        self._batch = BatchManager(limits, self._pool, clock)
+        self._sampler = Sampler(spec.vocab_size, model.device)
+        self._steps, self._step_tokens, self._step_seconds = 0, 0, 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to compute or to tell."""
+        return self._batch.has_work
+
+    def add(self, request: GenerateRequest) -> None:
+        """Take ``request`` in; what cannot run ends with an error event in the next step."""
+        self._batch.add(request)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns."""
+        self._batch.cancel(request_id, attempt)
+
+    def held(self) -> dict[str, int]:
+        """Attempt of every request that has not ended."""
+        return self._batch.held()
+
+    def step(self) -> list[TokenEvent]:
+        """Compute one iteration. Events in order; also those of requests that ended since the last step.
+
+        A step that raises ends the requests that caused it, and no others; the engine lives on.
+        """
+        started = time.perf_counter()
+        plan = self._batch.plan()
+        if plan.pieces:
+            wipe = self._batch.complete(plan, self._outcomes(plan))
+            if wipe:
+                self._kv.wipe(wipe)
+            self._steps += 1
+            self._step_tokens, self._step_seconds = plan.tokens, time.perf_counter() - started
+        return self._batch.drain()
+
+    def stats(self) -> EngineStats:
+        counters = self._batch.counters
+        return EngineStats(
+            running=self._batch.running,
+            waiting=self._batch.waiting,
+            kv_blocks=self._pool.num_blocks,
+            kv_used=self._pool.used,
+            kv_cached=self._pool.cached,
+            kv_empty=self._pool.empty,
+            prefix_query_tokens=self._pool.query_tokens,
+            prefix_hit_tokens=self._pool.hit_tokens,
+            preemptions=counters.preemptions,
+            prefill_chunks=counters.prefill_chunks,
+            prefill_tokens=counters.prefill_tokens,
+            decode_tokens=counters.decode_tokens,
+            steps=self._steps,
+            step_tokens=self._step_tokens,
+            step_seconds=self._step_seconds,
+        )
+
+    def _outcomes(self, plan: StepPlan) -> list[Outcome]:
+        try:
+            return self._compute(plan)
+        except RequestError as error:
+            return [Outcome(error=error) for _ in plan.pieces]
+        except Exception:
+            logger.exception("A step of %d sequences failed; each is tried by itself.", len(plan.pieces))
+        if len(plan.pieces) == 1:
+            return [Outcome(error=_step_failed())]
+        # Running a piece again is safe: its KV slots are overwritten and its draws are keyed.
+        return [outcome for piece in plan.pieces for outcome in self._outcomes(StepPlan(pieces=(piece,)))]
+
+    @torch.inference_mode()
+    def _compute(self, plan: StepPlan) -> list[Outcome]:
+        inputs = step_inputs(plan, self._pool.block_size, self._device)
+        x_TD = forward(self._model, self._link, self._kv, inputs)
+        healthy = _healthy(x_TD, inputs.sequences)
+        drawing = [piece for piece in plan.pieces if piece.draws]
+        x_RD = x_TD[inputs.logits_rows_R]
+        drawn = iter(self._draw(x_RD[: len(drawing)], drawing))
+        scores = self._scores(x_RD[len(drawing) :], plan.pieces)
+        outcomes = []
+        for piece, is_healthy in zip(plan.pieces, healthy, strict=True):
+            outcome = next(drawn) if piece.draws else Outcome()
+            outcomes.append(_merge(outcome, [next(scores) for _ in piece.scored], is_healthy))
+        return outcomes
+
+    def _draw(self, x_RD: Tensor, pieces: Sequence[Piece]) -> list[Outcome]:
+        if not pieces:
+            return []
+        rows = [
+            DrawRow(
+                params=piece.state.request.sampling,
+                token_ids=piece.state.token_ids,
+                prompt_len=piece.state.request.prompt_len,
+                stop_ids=piece.state.stop_ids,
+            )
+            for piece in pieces
+        ]
+        return self._sampler.draw(self._model.logits(x_RD), rows)
+
+    def _scores(self, x_RD: Tensor, pieces: Sequence[Piece]) -> Iterator[TokenLogprob]:
+        """Log-probabilities of the prompt tokens that ``pieces`` score, in order."""
+        targets = [(piece.state, position) for piece in pieces for position in piece.scored]
+        for start in range(0, len(targets), SCORED_ROWS):
+            part = targets[start : start + SCORED_ROWS]
+            logits_RV = self._model.logits(x_RD[start : start + SCORED_ROWS])
+            token_ids = [state.token_ids[position] for state, position in part]
+            alternatives = [state.request.sampling.prompt_logprobs or 0 for state, _ in part]
+            yield from token_logprobs(logits_RV, token_ids, alternatives)
+
+
+def _healthy(x_TD: Tensor, sequences: Sequence[SequenceRows]) -> list[bool]:
+    """Whether all rows of each sequence are finite."""
+    finite_T = x_TD.isfinite().all(dim=-1)
+    if bool(finite_T.all()):
+        return [True] * len(sequences)
+    return [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in sequences]
+
+
+def _merge(outcome: Outcome, scores: list[TokenLogprob], is_healthy: bool) -> Outcome:
+    if not is_healthy or any(math.isnan(score.logprob) for score in scores):
+        return Outcome(error=broken_logits())
+    if not scores or outcome.error is not None:
+        return outcome
+    return Outcome(token_id=outcome.token_id, logprob=outcome.logprob, prompt_logprobs=scores)
+
+
+def _step_failed() -> RequestError:
+    return InternalError("The step that computed this request failed.", hint="The worker's log has the cause.")
+
+
+def _max_model_len(asked: int | None, max_position: int) -> int:
+    if asked is not None and asked > max_position:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {max_position} positions that the checkpoint was made for.",
+            hint="Lower it or leave it out.",
+        )
+    return asked or max_position

@@ -1,0 +1,193 @@
+"""The one thread that runs the engine. Commands go in from the event loop, batches of TokenEvents come back to it.
+
+Commands are taken before every step, so a cancel holds before the next step starts, and an idle thread wakes at once.
+Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next, and when
+``buffer_tokens`` are waiting the engine pauses, cancels excepted, until some are published.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from services.messages import GenerateRequest, TokenEvent
+
+
+class SteppedEngine(Protocol):
+    """What the thread asks of an engine (:class:`services.attention.engine.Engine`). Not thread-safe."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Free what the attempt holds, if it is at most ``attempt``; its end comes out of the next step."""
+
+    def step(self) -> list[TokenEvent]: ...
+
+    def held(self) -> dict[str, int]:
+        """Attempt of every request that has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Start a request; a higher attempt replaces a lower one."""
+
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Drop a request if the attempt held is at most ``attempt``. No event follows: Redis knows already."""
+
+    request_id: str
+    attempt: int
+
+
+Command = Add | Stop
+
+
+class EngineThread:
+    """Owns ``engine`` between :meth:`start` and :meth:`stop`.
+
+    Args:
+        buffer_tokens: events that may wait for the publisher; one step more than that can be in the buffer.
+        on_events: called from the engine's thread when :meth:`take` has something after it had nothing.
+        on_end: called from the engine's thread when it ends, with the error that ended it, if any.
+        after_step: called from the engine's thread when a step is done; for metrics.
+    """
+
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        *,
+        buffer_tokens: int,
+        on_events: Callable[[], None],
+        on_end: Callable[[BaseException | None], None],
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._buffer_tokens = buffer_tokens
+        self._on_events = on_events
+        self._on_end = on_end
+        self._after_step = after_step
+        self._ready = threading.Condition()
+        self._commands: list[Command] = []
+        self._events: list[TokenEvent] = []
+        self._unpublished = 0
+        self._announced = False
+        self._stopping = False
+        self._silenced: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    # -- event loop's side
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step and wait for it. Unpublished events can still be taken."""
+        with self._ready:
+            self._stopping = True
+            self._ready.notify()
+        self._thread.join()
+
+    def send(self, command: Command) -> None:
+        with self._ready:
+            self._commands.append(command)
+            self._ready.notify()
+
+    def take(self, limit: int) -> list[TokenEvent]:
+        """Up to ``limit`` events in order. They count as unpublished until :meth:`published`."""
+        with self._ready:
+            if len(self._events) <= limit:
+                events, self._events = self._events, []
+                self._announced = False
+            else:
+                events = list(islice(self._events, limit))
+                del self._events[:limit]
+            return events
+
+    def published(self, count: int) -> None:
+        """``count`` events that were taken have reached Redis."""
+        with self._ready:
+            paused = self._unpublished >= self._buffer_tokens
+            self._unpublished -= count
+            if paused:
+                self._ready.notify()
+
+    @property
+    def unpublished(self) -> int:
+        """Events computed and not yet published."""
+        return self._unpublished
+
+    # -- engine's side
+
+    def _main(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # noqa: BLE001  the thread's boundary: the event loop gets it and ends the process
+            failure = error
+        self._on_end(failure)
+
+    def _turn(self) -> bool:
+        """Take in what was commanded, do one step, hand over its events. False to end."""
+        commands, may_step = self._next()
+        if self._stopping:
+            return False
+        for command in commands:
+            self._apply(command)
+        if may_step and self._engine.has_work:
+            events = self._audible(self._engine.step())
+            self._after_step()
+            self._hand_over(events)
+        elif commands:
+            self._after_step()  # a cancel while paused frees blocks too
+        return True
+
+    def _next(self) -> tuple[list[Command], bool]:
+        """Wait for something to do: commands, or whether a step may follow."""
+        with self._ready:
+            while not (self._stopping or self._commands or (self._has_room and self._engine.has_work)):
+                self._ready.wait()
+            commands, self._commands = self._commands, []
+            return commands, self._has_room
+
+    @property
+    def _has_room(self) -> bool:
+        return self._unpublished < self._buffer_tokens
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Add(request):
+                self._engine.add(request)
+            case Stop(request_id, attempt):
+                held = self._engine.held().get(request_id)
+                if held is not None and held <= attempt:
+                    self._silenced[request_id] = held
+                self._engine.cancel(request_id, attempt)
+
+    def _audible(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        if not self._silenced:
+            return events
+        audible = [event for event in events if event.attempt > self._silenced.get(event.request_id, -1)]
+        for event in events:
+            if event.finish is not None and event.attempt == self._silenced.get(event.request_id):
+                del self._silenced[event.request_id]
+        return audible
+
+    def _hand_over(self, events: list[TokenEvent]) -> None:
+        if not events:
+            return
+        with self._ready:
+            self._events += events
+            self._unpublished += len(events)
+            announce, self._announced = not self._announced, True
+        if announce:
+            self._on_events()

@@ -1,0 +1,51 @@
+"""What a worker answers for: requests it accepted and whose end is not yet in Redis. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from services.messages import TokenEvent
+
+
+class Ledger:
+    """Request id -> attempt, from the assignment until the end was published or proved to be nobody's business.
+
+    It outlives the engine's own list: leases must be kept while the last events wait for Redis.
+    """
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, int] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def held(self) -> dict[str, int]:
+        """A copy, for a heartbeat."""
+        return dict(self._attempts)
+
+    def open(self, request_id: str, attempt: int) -> bool:
+        """Answer for ``attempt``; False if it or a later one is already held."""
+        if self._attempts.get(request_id, 0) >= attempt:
+            return False
+        self._attempts[request_id] = attempt
+        self._empty.clear()
+        return True
+
+    def close(self, request_id: str, attempt: int) -> None:
+        """Answer for ``attempt`` and those before it no more."""
+        if self._attempts.get(request_id, attempt + 1) <= attempt:
+            del self._attempts[request_id]
+        if not self._attempts:
+            self._empty.set()
+
+    def close_ended(self, published: Iterable[TokenEvent]) -> None:
+        for event in published:
+            if event.finish is not None:
+                self.close(event.request_id, event.attempt)
+
+    async def emptied(self) -> None:
+        """Returns once nothing is held."""
+        await self._empty.wait()

@@ -1,0 +1,128 @@
+"""Readings of the engine and of the experts, on their way into the worker's series."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import Counter
+
+from services.metrics import TOP_EXPERTS, WorkerMetrics
+
+HALF_LIFE_S = 30.0
+"""The busiest experts are those of about the last minute."""
+SHARD = "0"
+"""All experts in one process are one shard."""
+
+
+class EngineReading(Protocol):
+    """See :class:`services.attention.engine.EngineStats`."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_blocks(self) -> int: ...
+    @property
+    def kv_used(self) -> int: ...
+    @property
+    def kv_cached(self) -> int: ...
+    @property
+    def kv_empty(self) -> int: ...
+    @property
+    def prefix_query_tokens(self) -> int: ...
+    @property
+    def prefix_hit_tokens(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def prefill_chunks(self) -> int: ...
+    @property
+    def prefill_tokens(self) -> int: ...
+    @property
+    def decode_tokens(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def step_tokens(self) -> int: ...
+    @property
+    def step_seconds(self) -> float: ...
+
+
+class StepObserver:
+    """Brings the engine's series up to date after each step. Runs on the engine's thread."""
+
+    def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineReading]) -> None:
+        self._metrics = metrics
+        self._read = read
+        self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
+        self._totals: list[tuple[Counter, str, int]] = [
+            (metrics.prefix_queries, "prefix_query_tokens", 0),
+            (metrics.prefix_hits, "prefix_hit_tokens", 0),
+            (metrics.preemptions, "preemptions", 0),
+            (metrics.prefill_chunks, "prefill_chunks", 0),
+            (metrics.prefill_tokens, "prefill_tokens", 0),
+            (metrics.decode_tokens, "decode_tokens", 0),
+        ]
+        self._steps = 0
+        self.after_step()
+
+    def after_step(self) -> None:
+        reading = self._read()
+        self._set_levels(reading)
+        if reading.steps == self._steps:
+            return
+        self._metrics.steps.inc(reading.steps - self._steps)
+        self._steps = reading.steps
+        self._metrics.step_time.observe(reading.step_seconds)
+        self._metrics.batch_tokens.observe(reading.step_tokens)
+        for index, (counter, name, seen) in enumerate(self._totals):
+            total = getattr(reading, name)
+            if total != seen:
+                counter.inc(total - seen)
+                self._totals[index] = (counter, name, total)
+
+    def _set_levels(self, reading: EngineReading) -> None:
+        self._metrics.running.set(reading.running)
+        self._metrics.waiting.set(reading.waiting)
+        self._metrics.kv_usage.set(reading.kv_used / reading.kv_blocks)
+        self._used.set(reading.kv_used)
+        self._cached.set(reading.kv_cached)
+        self._free.set(reading.kv_empty)
+
+
+class ExpertObserver:
+    """Rows per layer, and the share of the busiest experts. ``read`` gives the totals by layer and expert."""
+
+    def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[int, Sequence[int]]]) -> None:
+        self._metrics = metrics
+        self._read = read
+        self._seen: dict[int, Sequence[int]] = {}
+        self._recent: dict[int, list[float]] = {}
+        self._last_s = time.monotonic()
+
+    def refresh(self) -> None:
+        now_s = time.monotonic()
+        fade = 0.5 ** ((now_s - self._last_s) / HALF_LIFE_S)
+        self._last_s = now_s
+        for layer, rows in self._read().items():
+            before = self._seen.get(layer) or [0] * len(rows)
+            self._seen[layer] = rows
+            new = sum(rows) - sum(before)
+            if new:
+                self._metrics.expert_tokens.labels(layer, SHARD).inc(new)
+                recent = self._recent.get(layer) or [0.0] * len(rows)
+                self._recent[layer] = [
+                    old * fade + now - then for old, now, then in zip(recent, rows, before, strict=True)
+                ]
+                self._show_busiest(layer)
+
+    def _show_busiest(self, layer: int) -> None:
+        recent = self._recent[layer]
+        total = sum(recent)
+        busiest = sorted(range(len(recent)), key=lambda expert: -recent[expert])[:TOP_EXPERTS]
+        for rank, expert in enumerate(busiest, start=1):
+            self._metrics.expert_top_share.labels(layer, rank).set(recent[expert] / total)
+            self._metrics.expert_top_id.labels(layer, rank).set(expert)

@@ -1,0 +1,73 @@
+"""What passes between the batch manager and the engine: the plan of a step, and what became of it. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.attention.sequence import SequenceState
+from services.errors import RequestError
+from services.messages import TokenLogprob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLimits:
+    """Bounds of the batch. Without ``chunked_prefill`` the budget stretches to the first prompt of a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Tokens ``start .. start + length`` of a sequence, computed in one step.
+
+    ``draws``: the next token is drawn from the last row. ``scored`` are the prompt positions whose log-probability
+    is wanted; position ``p`` is scored by the row of token ``p - 1``.
+    """
+
+    state: SequenceState
+    start: int
+    length: int
+    draws: bool
+    scored: range
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """What one step computes, in row order."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a step made of a piece: the drawn token if it draws, scores of ``Piece.scored``; or what went wrong."""
+
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    error: RequestError | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchCounters:
+    """Totals since the start."""
+
+    preemptions: int = 0
+    prefill_chunks: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0

@@ -1,0 +1,76 @@
+"""TokenEvents from the engine's thread into Redis, in order, one call for whatever has gathered since the last.
+
+While Redis is away the same call is repeated, whether or not it took effect: the gateway drops doubled tokens by their
+index. Meanwhile events gather in the engine thread's bounded buffer, and the engine pauses when that is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from services.messages import TokenEvent
+from services.queue.backoff import Backoff, until_answered
+
+MAX_EVENTS = 2048
+"""Events per call: bounds how long one script keeps Redis busy after an outage."""
+
+
+class EventSource(Protocol):
+    """Where events come from (:class:`services.attention.engine_thread.EngineThread`)."""
+
+    def take(self, limit: int) -> list[TokenEvent]: ...
+
+    def published(self, count: int) -> None: ...
+
+
+class Publisher:
+    """Publishes what ``source`` has whenever :meth:`wake` was called.
+
+    Args:
+        send: one publishing call to Redis; returns the ids that were refused.
+        on_published: called with the events of a call that took effect and the refused attempts by id.
+    """
+
+    def __init__(
+        self,
+        source: EventSource,
+        send: Callable[[Sequence[TokenEvent]], Awaitable[set[str]]],
+        on_published: Callable[[Sequence[TokenEvent], Mapping[str, int]], None],
+    ) -> None:
+        self._source = source
+        self._send = send
+        self._on_published = on_published
+        self._backoff = Backoff()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def wake(self) -> None:
+        """There is something to take. Event loop only."""
+        self._idle.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while events := self._source.take(MAX_EVENTS):
+                await self._publish(events)
+            if not self._wake.is_set():
+                self._idle.set()
+
+    async def flushed(self) -> None:
+        """Returns once everything taken so far, and all there was to take, is in Redis."""
+        await self._idle.wait()
+
+    async def _publish(self, events: Sequence[TokenEvent]) -> None:
+        refused = await until_answered("publishing", lambda: self._send(events), self._backoff)
+        self._source.published(len(events))
+        attempts: dict[str, int] = {}
+        for event in events if refused else ():
+            if event.request_id in refused:  # the lowest: a later attempt in the same call may be good
+                attempts.setdefault(event.request_id, event.attempt)
+        self._on_published(events, attempts)

@@ -1,0 +1,256 @@
+"""The attention worker between Redis and its engine. In: Assign and Cancel by inbox. Out: TokenEvents and heartbeats.
+
+The event loop follows the inbox, publishes and keeps the leases; the engine steps on a thread of its own. Assigned
+requests are answered for until their end is in Redis. A Cancel, and whatever Redis calls stale, is dropped without a
+word: its record has already ended or belongs to a later attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from services.attention.engine_thread import Add, EngineThread, SteppedEngine, Stop
+from services.attention.ledger import Ledger
+from services.attention.publisher import Publisher
+from services.errors import QueueUnavailable
+from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo
+from services.queue.backoff import Backoff, until_answered
+from services.queue.clock import RedisClock
+from services.queue.connect import MAX_BLOCK_MS
+from services.queue.tasks import end_tasks
+from services.queue.worker_side import FIRST_ID, WorkerQueue
+
+HEARTBEATS_PER_LEASE = 4
+FLUSH_S = 2.0
+"""At shutdown: how long the last tokens, and then the farewell, may take to reach Redis."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOptions:
+    """``credit_*`` bound what the scheduler assigns at a time; times in seconds."""
+
+    credit_tokens: int
+    credit_requests: int
+    lease_s: float
+    buffer_tokens: int
+    drain_s: float
+
+
+class EngineError(RuntimeError):
+    """The engine's thread ended by itself. The process must exit: only its death returns what it holds."""
+
+
+class AttentionWorker:
+    """One incarnation. ``info.id`` is never reused.
+
+    Args:
+        after_step: called on the engine's thread after every step; for metrics.
+        on_refused: called with the number of results that Redis refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        info: WorkerInfo,
+        engine: SteppedEngine,
+        queue: WorkerQueue,
+        clock: RedisClock,
+        options: WorkerOptions,
+        after_step: Callable[[], None] = lambda: None,
+        on_refused: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._info = info
+        self._queue = queue
+        self._clock = clock
+        self._options = options
+        self._on_refused = on_refused
+        self._ledger = Ledger()
+        self._loop = asyncio.get_running_loop()
+        self._engine_ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = EngineThread(
+            engine,
+            buffer_tokens=options.buffer_tokens,
+            on_events=lambda: self._call_soon(self._publisher.wake),
+            on_end=lambda failure: self._call_soon(self._note_end, failure),
+            after_step=after_step,
+        )
+        self._publisher = Publisher(self._thread, lambda events: queue.publish(info.id, events), self._note_published)
+        self._pulse = Backoff(max_s=min(1.0, options.lease_s / 8))
+        self._registered = False
+
+    @property
+    def unpublished(self) -> int:
+        """Tokens computed and not yet in Redis."""
+        return self._thread.unpublished
+
+    def held(self) -> dict[str, int]:
+        """Attempts that this worker answers for, by request id."""
+        return self._ledger.held()
+
+    def missing(self) -> list[str]:
+        """What keeps the worker from taking requests; for /ready."""
+        if not self._registered:
+            return ["registration"]
+        return ["Redis"] if self._pulse.failing else []
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``, then drain.
+
+        Raises:
+            FingerprintMismatch: the namespace serves another model.
+            EngineError: the engine's thread ended; leases are left to expire, so that this counts as a failure.
+        """
+        background = [
+            asyncio.ensure_future(self._publisher.run()),
+            asyncio.ensure_future(self._follow_inbox()),
+            asyncio.ensure_future(self._keep_leases()),
+            self._engine_ended,
+        ]
+        self._thread.start()
+        try:
+            await _unless_failed(self._serve(stop), background)
+            await _unless_failed(self._drain(), background)
+        finally:
+            await end_tasks(background)
+            await asyncio.to_thread(self._thread.stop)
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        registration = asyncio.ensure_future(self._register())
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({registration, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if registration.done():
+                registration.result()
+                await stopped
+        finally:
+            await end_tasks([registration, stopped])
+
+    # -- registry
+
+    async def _register(self) -> None:
+        async def enter() -> None:
+            await self._clock.sync()
+            await self._announce(credit=True)
+
+        await until_answered("registration", enter, Backoff())
+        self._registered = True
+        log.info("worker %s serves %s", self._info.id, self._info.model)
+
+    async def _announce(self, *, credit: bool) -> None:
+        await self._queue.register(
+            self._info,
+            self._options.lease_s,
+            credit_tokens=self._options.credit_tokens if credit else 0,
+            credit_requests=self._options.credit_requests if credit else 0,
+        )
+
+    async def _keep_leases(self) -> None:
+        pause_s = self._options.lease_s / HEARTBEATS_PER_LEASE
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._registered:
+                await until_answered("heartbeat", self._heartbeat, self._pulse)
+
+    async def _heartbeat(self) -> None:
+        held = self._ledger.held()
+        try:  # a reply lost on the way must not cost the lease
+            async with asyncio.timeout(self._options.lease_s / HEARTBEATS_PER_LEASE):
+                stale = await self._queue.heartbeat(self._info.id, held)
+                await self._clock.sync()
+        except TimeoutError as error:
+            raise QueueUnavailable("Redis did not answer a heartbeat in time.") from error
+        for request_id in stale:
+            self._abandon(request_id, held[request_id])
+
+    # -- requests
+
+    async def _follow_inbox(self) -> None:
+        last_id, backoff = FIRST_ID, Backoff()
+        while True:
+            last_id, messages = await until_answered(
+                "inbox", partial(self._queue.read_inbox, self._info.id, last_id, MAX_BLOCK_MS), backoff
+            )
+            for message in messages:
+                self._handle(message)
+
+    def _handle(self, message: InboxMessage) -> None:
+        match message:
+            case Assign(request):
+                if self._ledger.open(request.id, request.attempt):
+                    self._thread.send(Add(request))
+            case Cancel(request_id, attempt):
+                self._abandon(request_id, attempt)
+
+    def _abandon(self, request_id: str, attempt: int) -> None:
+        """Redis has already moved on from this attempt: stop it, and tell nobody."""
+        self._ledger.close(request_id, attempt)
+        self._thread.send(Stop(request_id, attempt))
+
+    def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
+        self._ledger.close_ended(events)
+        for request_id, attempt in refused.items():
+            self._abandon(request_id, attempt)
+        if refused:
+            self._on_refused(len(refused))
+
+    # -- the end
+
+    async def _drain(self) -> None:
+        """Take nothing new, give back what has not begun, let the rest end in time, hand over what does not.
+
+        None of it counts as failed.
+        """
+        if not self._registered:
+            return
+        log.info("draining %d requests", len(self._ledger))
+        try:
+            async with asyncio.timeout(self._options.drain_s if len(self._ledger) else FLUSH_S):
+                await until_answered("draining", self._hand_back, Backoff())
+                await self._ledger.emptied()
+        except TimeoutError:
+            log.warning("handing %d requests over, time is up", len(self._ledger))
+        await asyncio.to_thread(self._thread.stop)
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self._publisher.flushed()
+                await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
+        except TimeoutError:
+            log.warning("left without a farewell: Redis does not answer, leases will expire")
+
+    async def _hand_back(self) -> None:
+        await self._announce(credit=False)
+        held = self._ledger.held()
+        for request_id in await self._queue.hand_back(self._info.id):
+            if request_id in held:
+                self._abandon(request_id, held[request_id])
+
+    def _note_end(self, failure: BaseException | None) -> None:
+        if failure is not None and not self._engine_ended.done():
+            died = EngineError("The engine's thread ended; what it held goes to other workers when its lease expires.")
+            died.__cause__ = failure
+            self._engine_ended.set_exception(died)
+
+    def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(callback, *args)
+
+
+async def _unless_failed(work: Coroutine[Any, Any, None], background: Sequence[asyncio.Future[None]]) -> None:
+    """Do ``work``, or raise what ended one of ``background``, whichever comes first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, *background}, return_when=asyncio.FIRST_COMPLETED)
+        for future in background:
+            if future.done():
+                future.result()
+        await task
+    finally:
+        await end_tasks([task])

@@ -1,0 +1,162 @@
+"""`expertmesh keys`: API keys, kept as SHA-256 in the file that the gateway reads, or in its Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import yaml
+from redis.asyncio import Redis
+
+from services.config import OptionParser, Settings, layer, parse_options
+from services.errors import ConfigError
+from services.gateway.auth import ApiKey, digest, read_key_file
+from services.queue.connect import connect, queue_errors
+from services.queue.keys import Keys
+
+_LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
+_ACTIONS = ("create", "list", "revoke")
+
+
+class KeyBook(Protocol):
+    """Where keys are kept."""
+
+    async def read(self) -> list[ApiKey]: ...
+
+    async def add(self, key: ApiKey) -> None: ...
+
+    async def remove(self, key: ApiKey) -> None: ...
+
+
+class FileBook:
+    """The file of ``--api-keys-file``, replaced as a whole so that the gateway never reads half of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def read(self) -> list[ApiKey]:
+        return list(read_key_file(self._path).values()) if self._path.exists() else []
+
+    async def add(self, key: ApiKey) -> None:
+        self._write([*await self.read(), key])
+
+    async def remove(self, key: ApiKey) -> None:
+        self._write([kept for kept in await self.read() if kept != key])
+
+    def _write(self, keys: Sequence[ApiKey]) -> None:
+        text = yaml.safe_dump({"keys": [_fields(key) for key in keys]}, sort_keys=False)
+        try:
+            descriptor, draft = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)  # mode 0600
+            with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+                out.write(text)
+            os.replace(draft, self._path)
+        except OSError as error:
+            raise ConfigError(f"Cannot write {self._path} ({error.strerror}).", hint="Check the folder.") from error
+
+
+class RedisBook:
+    """The hash in Redis that gateways without a file read."""
+
+    def __init__(self, redis: Redis, name: str) -> None:
+        self._redis = redis
+        self._name = name
+
+    async def read(self) -> list[ApiKey]:
+        with queue_errors():
+            records = await self._redis.hgetall(self._name)
+        return [msgspec.json.decode(record, type=ApiKey) for record in records.values()]
+
+    async def add(self, key: ApiKey) -> None:
+        with queue_errors():
+            await self._redis.hset(self._name, key.sha256, msgspec.json.encode(key))
+
+    async def remove(self, key: ApiKey) -> None:
+        with queue_errors():
+            await self._redis.hdel(self._name, key.sha256)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one action and returns the exit code."""
+    given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "namespace"])
+    asyncio.run(_run(given, layer(given).settings))
+    return 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser("expertmesh keys", "Create, list or revoke API keys. Only their hashes are stored.")
+    parser.add_argument("action", choices=_ACTIONS)
+    parser.add_argument("name", nargs="?", help="name of the key: the tenant that fairness, limits and metrics see")
+    limits = parser.add_argument_group("limits of a new key")
+    limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
+    limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once before the rate applies")
+    limits.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: unlimited)")
+    limits.add_argument("--priority", type=int, metavar="0-9", help="most urgent priority it may ask for (default: 0)")
+    return parser
+
+
+async def _run(given: dict[str, Any], settings: Settings) -> None:
+    action, name = given["action"], given["name"]
+    if action != "list" and not name:
+        raise ConfigError(f"`keys {action}` needs a name.", hint=f"For example: expertmesh keys {action} alice")
+    if action == "list" and name:
+        raise ConfigError(f"Unexpected argument {name!r}.", hint="`keys list` takes no name.")
+    if settings.api_keys_file is not None:
+        await _act(action, name, given, FileBook(settings.api_keys_file))
+        return
+    if settings.redis_url is None:
+        raise ConfigError("No place for keys is given.", hint="Use --api-keys-file FILE or --redis-url URL.")
+    redis = connect(settings.redis_url)
+    try:
+        await _act(action, name, given, RedisBook(redis, f"{Keys(settings.namespace).prefix}keys"))
+    finally:
+        await redis.aclose()
+
+
+async def _act(action: str, name: str, given: dict[str, Any], book: KeyBook) -> None:
+    if action == "list":
+        await _list(book)
+    elif action == "create":
+        await _create(name, given, book)
+    else:
+        await _revoke(name, book)
+
+
+async def _create(name: str, given: dict[str, Any], book: KeyBook) -> None:
+    if any(key.name == name for key in await book.read()):
+        raise ConfigError(f"There is a key named {name!r} already.", hint="Revoke it first, or choose another name.")
+    secret = f"em-{secrets.token_urlsafe(32)}"
+    limits = {limit: given[limit] for limit in _LIMITS if given[limit] is not None}
+    try:
+        key = msgspec.convert({"name": name, "sha256": digest(secret), **limits}, ApiKey)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{error}.", hint="Names are letters, digits, '.', '_' and '-'; limits are above 0."
+        ) from error
+    await book.add(key)
+    print(secret)
+
+
+async def _list(book: KeyBook) -> None:
+    for key in sorted(await book.read(), key=lambda key: key.name):
+        limits = [f"{limit}={value}" for limit in _LIMITS if (value := getattr(key, limit)) not in (None, 0)]
+        print("  ".join([key.name, key.sha256[:12], *limits]))
+
+
+async def _revoke(name: str, book: KeyBook) -> None:
+    """By name, or by the start of the hash that `list` shows."""
+    found = [key for key in await book.read() if key.name == name or (len(name) >= 8 and key.sha256.startswith(name))]
+    if not found:
+        raise ConfigError(f"There is no key {name!r}.", hint="See `expertmesh keys list`.")
+    for key in found:
+        await book.remove(key)
+        print(f"revoked {key.name} {key.sha256[:12]}")
+
+
+def _fields(key: ApiKey) -> dict[str, object]:
+    return {name: value for name, value in msgspec.structs.asdict(key).items() if value is not None}

@@ -1,0 +1,125 @@
+"""Finds the command and runs it. Each command imports what it needs itself, so that the light ones stay fast."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from services.errors import ConfigError, ExpertMeshError, StartupError
+
+DEFAULT_COMMAND = "serve"
+_INTERRUPTED = 130
+Arguments = Sequence[str]
+
+
+class Command(NamedTuple):
+    """``run`` takes the arguments after the command's name and returns the exit code."""
+
+    summary: str
+    run: Callable[[Arguments], int]
+
+
+def _serve(argv: Arguments) -> int:
+    from services.config import load_settings
+    from services.supervisor import serve
+
+    return serve(load_settings(argv))
+
+
+def _demo(argv: Arguments) -> int:
+    from services.config import OptionParser, concerned, layer, parse_options
+    from services.demo.tour import run_demo
+
+    parser = OptionParser("expertmesh demo", "Serve a small checkpoint, made if need be, and stream a completion.")
+    return run_demo(layer(parse_options(parser, argv, concerned(None))))
+
+
+def _version(argv: Arguments) -> int:
+    from importlib.metadata import version
+
+    if argv:
+        raise ConfigError(f"Unexpected argument {argv[0]!r}.", hint="`expertmesh version` takes none.")
+    print(f"expertmesh {version('expertmesh')}")
+    return 0
+
+
+def _from(module: str) -> Callable[[Arguments], int]:
+    """The ``main`` of ``module``, imported when it is called."""
+
+    def run(argv: Arguments) -> int:
+        code: int = importlib.import_module(module).main(argv)
+        return code
+
+    return run
+
+
+COMMANDS = {
+    "serve": Command("run all roles in one process tree (the default)", _serve),
+    "gateway": Command("run the REST API on its own", _from("services.gateway.__main__")),
+    "scheduler": Command("run a scheduler on its own, leader or standby", _from("services.scheduler.__main__")),
+    "attention": Command("run an attention worker on its own", _from("services.attention.__main__")),
+    "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
+    "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
+    "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),
+    "demo-model": Command("write a small checkpoint to try things with", _from("services.cli.demo_model")),
+    "demo": Command("serve that checkpoint and stream a completion from it", _demo),
+    "version": Command("print the version", _version),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command in ``argv`` (default: the process's arguments) and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except StartupError as error:
+        print(f"expertmesh: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except ExpertMeshError as error:
+        print(f"expertmesh: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # `expertmesh config | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as end:  # argparse has printed its --help
+        return end.code if isinstance(end.code, int) else 0
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else ""
+    if first in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if first in ("-V", "--version"):
+        return _version(words[1:])
+    if not first or first.startswith("-"):
+        return COMMANDS[DEFAULT_COMMAND].run(words)
+    if first not in COMMANDS:
+        from services.config import nearest_hint
+
+        raise ConfigError(
+            f"Unknown command {first!r}.", hint=nearest_hint(first, COMMANDS) or "See `expertmesh --help`."
+        )
+    return COMMANDS[first].run(words[1:])
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: expertmesh [COMMAND] [OPTIONS]",
+            "",
+            "Serves Mixture-of-Experts language models.",
+            "",
+            *lines,
+            "",
+            "`expertmesh COMMAND --help` lists the options of a command.",
+            "Options beat environment variables (EXPERTMESH_*), which beat the file given by --config.",
+        ]
+    )

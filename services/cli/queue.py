@@ -1,0 +1,162 @@
+"""`expertmesh queue`: the dead-letter list, for an operator. A retried request is followed to its end here."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from services.config import OptionParser, Settings, layer, parse_options
+from services.errors import ConfigError, error_from_info
+from services.gateway.tokenizer import TextCodec, load_codec, read_tokenizer_config
+from services.messages import AttemptLost, GenerateRequest, TokenEvent
+from services.queue.connect import connect
+from services.queue.dead_letters import DeadLetter, DeadLetters
+from services.queue.gateway_side import FIRST_ID, GatewayQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+
+_ACTIONS = ("list", "show", "retry", "drop")
+_BLOCK_MS = 1_000
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one action and returns the exit code."""
+    parser = OptionParser("expertmesh queue", "Requests that failed on too many workers.")
+    parser.add_argument("action", choices=_ACTIONS, help="retry runs the request again and prints what came of it")
+    parser.add_argument("id", nargs="?", help="id of the request, as `list` shows it")
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help="most entries that `list` shows")
+    given = parse_options(parser, argv, ["redis_url", "namespace", "model", "request_timeout", "lease"])
+    if (given["action"] == "list") == bool(given["id"]):
+        raise ConfigError("`list` takes no id; all other actions need one.", hint="See `expertmesh queue --help`.")
+    return asyncio.run(_run(given, layer(given).settings))
+
+
+async def _run(given: dict[str, Any], settings: Settings) -> int:
+    if settings.redis_url is None:
+        raise ConfigError(
+            "Which queue?", hint="Give the server's Redis with --redis-url; `serve` logs it as it starts."
+        )
+    codec = load_codec(settings.model, read_tokenizer_config(settings.model)) if settings.model else None
+    redis = connect(settings.redis_url)
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    letters = DeadLetters(redis, keys, limits)
+    try:
+        if given["action"] == "list":
+            _print_list(await letters.list(given["limit"]))
+        elif given["action"] == "show":
+            _print_letter(await letters.show(given["id"]), codec)
+        elif given["action"] == "drop":
+            await letters.drop(given["id"])
+            print(f"dropped {given['id']}")
+        else:
+            incarnation = f"cli-{uuid.uuid4().hex}"
+            queue = GatewayQueue(redis, keys, incarnation, limits)
+            return await Retry(incarnation, queue, letters, settings, codec).run(given["id"])
+    finally:
+        await redis.aclose()
+    return 0
+
+
+class Retry:
+    """Stands in for the gateway that the request came from."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        queue: GatewayQueue,
+        letters: DeadLetters,
+        settings: Settings,
+        codec: TextCodec | None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._queue = queue
+        self._letters = letters
+        self._settings = settings
+        self._codec = codec
+
+    async def run(self, request_id: str) -> int:
+        """Runs the request again and prints its outcome; 0 if it finished, 1 if it failed."""
+        await self._queue.heartbeat(self._settings.lease)
+        beating = asyncio.create_task(self._beat())
+        try:
+            request = await self._letters.retry(
+                request_id, reply_to=self._incarnation, timeout_s=self._settings.request_timeout
+            )
+            return self._report(*await self._follow(request))
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            await self._queue.leave()  # interrupted: the scheduler cancels what is still ours
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease / 4)
+            await self._queue.heartbeat(self._settings.lease)
+
+    async def _follow(self, request: GenerateRequest) -> tuple[list[int], TokenEvent]:
+        """The generated tokens and the event that ended them."""
+        tokens = request.token_ids[request.prompt_len :]
+        last_id = FIRST_ID
+        while True:
+            last_id, events = await self._queue.follow(last_id, _BLOCK_MS)
+            for event in events:
+                if event.request_id != request.id:
+                    continue
+                if isinstance(event, AttemptLost):
+                    await self._resubmit(request, event.attempt, tokens)
+                    continue
+                if event.token_id is not None and event.index == len(tokens):
+                    tokens.append(event.token_id)
+                if event.finish:
+                    return tokens, event
+
+    async def _resubmit(self, request: GenerateRequest, attempt: int, tokens: list[int]) -> None:
+        prompt = request.token_ids[: request.prompt_len]
+        await self._queue.resubmit(msgspec.structs.replace(request, attempt=attempt, token_ids=[*prompt, *tokens]))
+
+    def _report(self, tokens: list[int], end: TokenEvent) -> int:
+        print(_text(tokens, self._codec))
+        if end.error:
+            print(f"failed: {error_from_info(end.error).message}")
+            return 1
+        print(f"finished: {end.finish}, {len(tokens)} tokens")
+        return 0
+
+
+def _print_list(letters: Sequence[DeadLetter]) -> None:
+    for letter in letters:
+        print("  ".join([letter.request.id, _when(letter), f"{letter.failures} failures", letter.reason]))
+    if not letters:
+        print("no dead letters")
+
+
+def _print_letter(letter: DeadLetter, codec: TextCodec | None) -> None:
+    request = letter.request
+    rows = {
+        "id": request.id,
+        "tenant": request.tenant,
+        "priority": request.priority,
+        "when": _when(letter),
+        "reason": letter.reason,
+        "failures": letter.failures,
+        "last worker": letter.last_worker,
+        "sampling": msgspec.json.encode(request.sampling).decode(),
+        "prompt": _text(request.token_ids[: request.prompt_len], codec),
+        "delivered": _text(request.token_ids[request.prompt_len :], codec),
+    }
+    width = max(map(len, rows))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
+
+
+def _when(letter: DeadLetter) -> str:
+    return datetime.fromtimestamp(letter.when_ms / 1000, UTC).isoformat(timespec="seconds")
+
+
+def _text(token_ids: Sequence[int], codec: TextCodec | None) -> str:
+    """The text where --model names the tokenizer, else the ids."""
+    return codec.decode(token_ids) if codec else " ".join(map(str, token_ids))

@@ -1,0 +1,41 @@
+"""Every knob and where it comes from: command line > environment (EXPERTMESH_*) > YAML file > default.
+
+Roles receive a :class:`Settings` by constructor and never read the environment themselves.
+"""
+
+from services.config.load import Layered, layer, load_layered, load_settings, nearest_hint, parse_options, require
+from services.config.options import OptionParser, concerned
+from services.config.settings import (
+    ATTENTION,
+    ENV_PREFIX,
+    GATEWAY,
+    ROLES,
+    SCHEDULER,
+    Role,
+    Settings,
+    mask_url,
+    option,
+    roles_of,
+)
+
+__all__ = [
+    "ATTENTION",
+    "ENV_PREFIX",
+    "GATEWAY",
+    "ROLES",
+    "SCHEDULER",
+    "Layered",
+    "OptionParser",
+    "Role",
+    "Settings",
+    "concerned",
+    "layer",
+    "load_layered",
+    "load_settings",
+    "mask_url",
+    "nearest_hint",
+    "option",
+    "parse_options",
+    "require",
+    "roles_of",
+]

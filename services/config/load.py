@@ -1,0 +1,216 @@
+"""Reads the command line, the environment and the YAML file into one :class:`Settings` that knows its origins."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource
+
+from services.config.options import OptionParser, add_options, bare, concerned
+from services.config.settings import ATTENTION, ENV_PREFIX, GATEWAY, SCHEDULER, Role, Settings, mask_url, option
+from services.errors import ConfigError
+
+_CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+_SERVICE_LINK = re.compile(
+    rf"{ENV_PREFIX}(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+"""Variables that Kubernetes sets for services named expertmesh-*."""
+_LINK_URL = re.compile(r"(tcp|udp|sctp)://")
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "matching"}
+_TITLES = {None: "server", GATEWAY: "gateway", SCHEDULER: "scheduler", ATTENTION: "attention worker"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layered:
+    """Effective settings, and for each value that is not a default the place it came from."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def origin(self, name: str) -> str:
+        """Where the value of ``name`` came from: an option, a variable, a file or ``default``."""
+        return self.origins.get(name, "default")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """Values of one source. ``label`` and ``key`` format name and origin for messages."""
+
+    label: str
+    prefix: str
+    values: Mapping[str, object]
+
+    def key(self, name: str) -> str:
+        """``name`` as the user wrote it in this source."""
+        if self.prefix == ENV_PREFIX:
+            return ENV_PREFIX + name.upper()
+        return option(name) if self.prefix == "--" else name
+
+    def origin(self, name: str) -> str:
+        return self.key(name) if self.prefix else self.label
+
+
+def nearest_hint(word: str, known: Iterable[str]) -> str | None:
+    """``Did you mean ...?`` if something in ``known`` resembles ``word``."""
+    best = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"Did you mean {best[0]}?" if best else None
+
+
+def load_settings(
+    argv: Sequence[str] | None = None, *, role: Role | None = None, overrides: Mapping[str, object] | None = None
+) -> Settings:
+    """Settings of one process. See :func:`load_layered`."""
+    return load_layered(argv, role=role, overrides=overrides).settings
+
+
+def load_layered(
+    argv: Sequence[str] | None = None, *, role: Role | None = None, overrides: Mapping[str, object] | None = None
+) -> Layered:
+    """Settings and their origins, from ``argv`` (``sys.argv`` for None) > environment > file > defaults.
+
+    ``role`` restricts the options to those that concern it, and makes sure that what it cannot run without is
+    there; ``overrides`` beat everything.
+
+    Raises:
+        ConfigError: a key is unknown, or a value malformed or missing; names the source, the key and what to write.
+    """
+    parser = OptionParser(f"expertmesh {role or 'serve'}", f"Run the {_TITLES[role]}.")
+    layered = layer(parse_options(parser, sys.argv[1:] if argv is None else argv, concerned(role)), overrides)
+    if role:
+        require(layered.settings, role)
+    return layered
+
+
+def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """What was given in ``argv``: the knobs in ``names``, ``config``, and the arguments ``parser`` had before.
+
+    Raises:
+        ConfigError: an option is unknown, does not belong here, or lacks its value.
+    """
+    add_options(parser, names)
+    namespace, rest = parser.parse_known_args(argv)
+    if rest:
+        _refuse_unknown(parser, rest[0])
+    return vars(namespace)
+
+
+def layer(given: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Layered:
+    """Puts the options of the command line in ``given`` over the environment over the file over the defaults."""
+    options = {name: value for name, value in given.items() if name in Settings.model_fields}
+    config = given.get("config") or os.environ.get(_CONFIG_VARIABLE)
+    sources = [_from_file(Path(str(config)).expanduser())] if config else []
+    sources += [_from_environment(), _Source(label="command line", prefix="--", values=options)]
+    if overrides:
+        sources.append(_Source(label="override", prefix="", values=overrides))
+    return _merge(sources)
+
+
+def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
+    word = argument.split("=")[0]
+    see = f"See `{parser.prog} --help`."
+    if not word.startswith("-"):
+        raise ConfigError(f"Unexpected argument {argument!r}.", hint=see)
+    if word.removeprefix("--").replace("-", "_") in Settings.model_fields:
+        raise ConfigError(f"{word} does not concern `{parser.prog}`.", hint=see)
+    raise ConfigError(f"Unknown option {word}.", hint=nearest_hint(word, parser.option_names()) or see)
+
+
+def require(settings: Settings, role: Role) -> None:
+    """Refuses settings with which ``role`` cannot run on its own."""
+    if role in (GATEWAY, ATTENTION) and settings.model is None:
+        raise ConfigError(f"The {_TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
+    if settings.redis_url is None:
+        raise ConfigError(
+            f"The {_TITLES[role]} needs a Redis.",
+            hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
+        )
+
+
+def _from_environment() -> _Source:
+    mine = {
+        key.upper(): value
+        for key, value in os.environ.items()
+        if key.upper().startswith(ENV_PREFIX) and not _is_service_link(key.upper(), value)
+    }
+    known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
+    for key in sorted(mine):
+        if key != _CONFIG_VARIABLE and key not in known:
+            raise ConfigError(f"Unknown environment variable {key}.", hint=nearest_hint(key, known) or "Unset it.")
+    values = EnvSettingsSource(Settings)()
+    return _Source(
+        label="environment",
+        prefix=ENV_PREFIX,
+        values={name: value for name, value in values.items() if ENV_PREFIX + name.upper() in mine},
+    )
+
+
+def _is_service_link(key: str, value: str) -> bool:
+    return bool(_SERVICE_LINK.fullmatch(key) or (key.endswith("_PORT") and _LINK_URL.match(value)))
+
+
+def _from_file(path: Path) -> _Source:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"Cannot read the configuration file {path}: {reason}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a mapping of options to values, such as `port: 8000`.")
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    for key in values:
+        if key not in Settings.model_fields:
+            hint = nearest_hint(key, Settings.model_fields) or "See `expertmesh config` for all keys."
+            raise ConfigError(f"Unknown key {key!r} in {path}.", hint=hint)
+    return _Source(label=str(path), prefix="", values=values)
+
+
+def _merge(sources: Sequence[_Source]) -> Layered:
+    """Later sources beat earlier ones. Each is validated on its own, so that a hidden mistake is found too."""
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for source in sources:
+        try:
+            Settings(**source.values)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise _config_error(error, source) from error
+        values |= source.values
+        origins |= {name: source.origin(name) for name in source.values}
+    return Layered(settings=Settings(**values), origins=origins)  # type: ignore[arg-type]
+
+
+def _config_error(error: ValidationError, source: _Source) -> ConfigError:
+    name = str(error.errors()[0]["loc"][0])
+    if name not in Settings.model_fields:
+        return ConfigError(f"Unknown key {name!r}.", hint=nearest_hint(name, Settings.model_fields))
+    value = source.values[name]
+    shown = mask_url(value) if isinstance(value, str) else value
+    return ConfigError(f"{source.label}: {source.key(name)} is {shown!r}; expected {expected(name)}.")
+
+
+def expected(name: str) -> str:
+    """What may be written for the knob ``name``: type, bounds or choices."""
+    field = Settings.model_fields[name]
+    kind = bare(field.annotation)
+    if name == "redis_url":
+        return "redis://, rediss:// or unix:// and an address"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if get_origin(kind) is list:
+        return "role=url pairs such as scheduler=http://127.0.0.1:9100/metrics"
+    rules = _BOUNDS.items()
+    details = [f"{text} {getattr(rule, at)}" for rule in field.metadata for at, text in rules if hasattr(rule, at)]
+    return f"{_KINDS[kind]} {' and '.join(details)}".strip()

@@ -1,0 +1,63 @@
+"""The command line, generated from the knobs. Values stay text here; ``load`` validates them with all others."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from services.config.settings import Role, Settings, option, roles_of
+from services.errors import ConfigError
+
+
+class OptionParser(argparse.ArgumentParser):
+    """argparse that raises :class:`ConfigError` instead of exiting, and knows no abbreviations."""
+
+    def __init__(self, prog: str, description: str, **kwargs: Any) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **kwargs)
+
+    def option_names(self) -> list[str]:
+        """Everything that may be written with dashes."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}.", hint=f"See `{self.prog} --help`.")
+
+
+def bare(annotation: Any) -> Any:
+    """``annotation`` without ``| None``."""
+    if get_origin(annotation) is types.UnionType:
+        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def _metavar(name: str) -> str:
+    kind = bare(Settings.model_fields[name].annotation)
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    fallback = "LIST" if get_origin(kind) is list else str(kind.__name__).upper()
+    return {"INT": "N", "FLOAT": "X", "STR": "TEXT", "PATH": "PATH"}.get(fallback, fallback)
+
+
+def _help(name: str) -> str:
+    field = Settings.model_fields[name]
+    text = (field.description or "").replace("%", "%%")
+    return text if field.default in (None, []) else f"{text} (default: {field.default})"
+
+
+def concerned(role: Role | None) -> list[str]:
+    """Names of the knobs of ``role``; of all roles for None."""
+    return [name for name in Settings.model_fields if role is None or role in roles_of(name)]
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Adds ``--config`` and one option per knob in ``names``; what is not given is absent from the namespace."""
+    group = parser.add_argument_group("options of the server")
+    group.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
+    for name in names:
+        if Settings.model_fields[name].annotation is bool:
+            shape: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        else:
+            shape = {"metavar": _metavar(name)}
+        group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, help=_help(name), **shape)

@@ -1,0 +1,197 @@
+"""The knobs themselves: name, type, bounds, default, one line of help with the unit, and the roles they concern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "EXPERTMESH_"
+Role = Literal["gateway", "scheduler", "attention"]
+GATEWAY: Literal["gateway"] = "gateway"
+SCHEDULER: Literal["scheduler"] = "scheduler"
+ATTENTION: Literal["attention"] = "attention"
+ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION)
+_WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION)
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+def _knob(default: Any, summary: str, *, roles: tuple[Role, ...] = ROLES, **bounds: Any) -> Any:
+    """A field with its help and the roles that read it; ``bounds`` are pydantic's ge, gt, le, lt, pattern ..."""
+    return Field(default, description=summary, json_schema_extra={"roles": list(roles)}, **bounds)
+
+
+def roles_of(name: str) -> tuple[Role, ...]:
+    """The roles that the knob ``name`` concerns."""
+    extra = Settings.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict)
+    concerned = extra["roles"]
+    assert isinstance(concerned, list)
+    return tuple(role for role in ROLES if role in concerned)
+
+
+def option(name: str) -> str:
+    """``max_model_len`` as it is written on the command line: ``--max-model-len``."""
+    return "--" + name.replace("_", "-")
+
+
+def mask_url(url: str) -> str:
+    """``url`` with its password, in the authority or in the query, as ``***``."""
+    authority = re.sub(r"(?<=://)([^:/@?#]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]password=)[^&#]*", r"\1***", authority)
+
+
+class Settings(BaseSettings):
+    """Effective configuration of a process. Times in seconds, sizes in the unit of the name or the help.
+
+    Constructed directly it takes its arguments and nothing else; :func:`services.config.load_settings` reads the
+    command line, the environment and the file.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
+    )
+
+    # What is served
+    model: Path | None = _knob(None, "folder of the checkpoint, in the hub's layout", roles=_WITH_MODEL)
+    served_model_name: str | None = _knob(
+        None, "name of the model in the API (default: the folder's name)", roles=_WITH_MODEL, min_length=1
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _knob(
+        "auto", "type of weights and activations; auto is the checkpoint's own", roles=(ATTENTION,)
+    )
+    device: str = _knob(
+        "auto", "torch device, such as cpu or cuda:0; auto takes a GPU if there is one", roles=(ATTENTION,)
+    )
+    max_model_len: int | None = _knob(
+        None, "longest prompt plus answer, tokens (default: the model's own)", roles=_WITH_MODEL, ge=1
+    )
+
+    # Where
+    host: str = _knob("127.0.0.1", "address to listen on: REST on the gateway, metrics elsewhere", min_length=1)
+    port: int = _knob(8000, "port of the REST API; 0 picks a free one", roles=(GATEWAY,), ge=0, le=65535)
+    metrics_port: int = _knob(
+        0, "port of /metrics and /health; 0 picks a free one", roles=(SCHEDULER, ATTENTION), ge=0, le=65535
+    )
+    metrics_upstreams: Annotated[list[str], NoDecode] = _knob(
+        [],
+        "role=url of other roles' /metrics, comma-separated, that the gateway adds to its own (set by `serve`)",
+        roles=(GATEWAY,),
+    )
+
+    # Queue
+    redis_url: str | None = _knob(None, "redis://, rediss:// or unix:// URL; `serve` without it runs a private Redis")
+    namespace: str = _knob(
+        "expertmesh",
+        "prefix of all keys in Redis; deployments that share a Redis differ in it",
+        pattern=r"^[A-Za-z0-9_.:-]{1,64}$",
+    )
+    max_queued_requests: int = _knob(1024, "requests that may wait; more get 429", roles=(GATEWAY,), ge=1)
+    max_queued_tokens: int = _knob(
+        4_000_000, "tokens (prompt + max_tokens) that may wait; more get 429", roles=(GATEWAY,), ge=1
+    )
+    lease: float = _knob(6.0, "seconds without a heartbeat after which a process counts as dead", ge=0.1, le=3600)
+    max_attempts: int = _knob(3, "lost attempts after which a request is dead-lettered", ge=1, le=100)
+    request_timeout: float = _knob(
+        600.0, "seconds from admission to the deadline of a request", roles=(GATEWAY, SCHEDULER), gt=0, le=86_400
+    )
+    fair_quantum: int = _knob(1024, "tokens a tenant may start per round of deficit round-robin", ge=1)
+    idempotency_ttl: float = _knob(
+        3600.0, "seconds for which an Idempotency-Key is remembered", roles=(GATEWAY,), ge=1, le=604_800
+    )
+
+    # Attention worker
+    max_num_seqs: int = _knob(64, "sequences in one batch", roles=(ATTENTION,), ge=1, le=65_536)
+    max_num_batched_tokens: int = _knob(512, "tokens in one step of the engine", roles=(ATTENTION,), ge=1, le=1 << 20)
+    kv_blocks: int | None = _knob(None, "KV blocks (default: from --kv-memory-gib)", roles=(ATTENTION,), ge=1)
+    kv_memory_gib: float = _knob(1.0, "memory for KV blocks, GiB", roles=(ATTENTION,), gt=0, le=1 << 20)
+    block_size: int = _knob(16, "tokens in a KV block", roles=(ATTENTION, SCHEDULER), ge=1, le=1024)
+    prefix_cache: bool = _knob(True, "keep the KV blocks of finished prompts for later ones", roles=(ATTENTION,))
+    chunked_prefill: bool = _knob(True, "split long prompts over several steps", roles=(ATTENTION,))
+    kv_overcommit: float = _knob(
+        1.5, "tokens assigned to a worker, as a multiple of its KV tokens", roles=(ATTENTION,), gt=0, le=100
+    )
+    threads: int | None = _knob(
+        None, "CPU threads of the engine (default: torch's own choice)", roles=(ATTENTION,), ge=1
+    )
+    publish_buffer_tokens: int = _knob(
+        65_536, "computed tokens held while Redis is away; then the engine pauses", roles=(ATTENTION,), ge=1
+    )
+
+    # Gateway
+    auth: Literal["auto", "required", "off"] = _knob(
+        "auto", "API keys: auto requires them unless --host is loopback", roles=(GATEWAY,)
+    )
+    api_keys_file: Path | None = _knob(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
+    max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
+    drain_timeout: float = _knob(30.0, "seconds that open requests get to end at shutdown", ge=0, le=3600)
+
+    # Process
+    log_level: Literal["debug", "info", "warning", "error"] = _knob("info", "least severe message that is logged")
+    log_format: Literal["auto", "text", "json"] = _knob("auto", "auto is text on a terminal and JSON lines elsewhere")
+    supervisor_pid: int | None = _knob(None, "process whose death ends this one (set by `serve`)", ge=1)
+
+    @classmethod
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments only: the other sources are read by ``load_layered``, which knows each value's origin."""
+        return (sources["init_settings"],)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_numbers_from_booleans(cls, value: object, info: Any) -> object:
+        """YAML's ``port: yes`` is a mistake, not port 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("is a boolean")
+        return value
+
+    @field_validator("metrics_upstreams", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("metrics_upstreams")
+    @classmethod
+    def _pairs(cls, value: list[str]) -> list[str]:
+        if any(not re.match(r"^[a-z0-9_-]+=https?://", part) for part in value):
+            raise ValueError("is not role=url")
+        return value
+
+    @field_validator("model", "api_keys_file")
+    @classmethod
+    def _home(cls, value: Path | None) -> Path | None:
+        return value.expanduser() if value else value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_scheme(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        parts = urlsplit(value)
+        if parts.scheme not in _SCHEMES or not (parts.path if parts.scheme == "unix" else parts.hostname):
+            raise ValueError("is not a Redis URL")
+        _ = parts.port  # raises ValueError where the port is no port
+        return value
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the API."""
+        assert self.model is not None, "the role needs no model"
+        return self.served_model_name or self.model.resolve().name
+
+    def shown(self) -> dict[str, object]:
+        """All values as JSON knows them, secrets masked."""
+        values: dict[str, object] = self.model_dump(mode="json")
+        return values | {"redis_url": mask_url(self.redis_url) if self.redis_url else None}
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return self.shown().items()

@@ -1,0 +1,84 @@
+"""`expertmesh demo`: makes the demo checkpoint if need be, serves it, asks it for a completion, and keeps serving."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+from services.config import Layered, Settings
+from services.errors import ConfigError, PortInUse
+from services.supervisor import check_port, serve
+
+DEMO_MODEL = Path(".cache/demo-model")
+_PROMPT = "Return the"
+_MAX_TOKENS = 80
+
+
+def run_demo(layered: Layered) -> int:
+    """Serves until Ctrl-C. Returns the exit code."""
+    _require_client()
+    settings = layered.settings
+    changes: dict[str, object] = {}
+    if settings.model is None:
+        changes["model"] = _demo_model(DEMO_MODEL)
+    if layered.origin("port") == "default":
+        changes["port"] = _port(settings)
+    if layered.origin("log_level") == "default":
+        changes["log_level"] = "warning"  # the streamed text has the terminal to itself
+    effective = settings.model_copy(update=changes)
+
+    async def show(url: str) -> None:
+        await _stream_completion(url, effective.model_name)
+
+    return serve(effective, on_ready=show)
+
+
+def _require_client() -> None:
+    """The client is a development extra; better to say so now than after the model is loaded."""
+    try:
+        importlib.import_module("openai")
+    except ImportError as error:
+        raise ConfigError(
+            "The demo needs the openai client.", hint="`pip install openai`, or use `make run`."
+        ) from error
+
+
+def _demo_model(directory: Path) -> Path:
+    if not (directory / "config.json").exists():
+        from services.demo.checkpoint import make_demo_model
+
+        print(f"making the demo model in {directory} ...", flush=True)
+        make_demo_model(directory)
+    return directory
+
+
+def _port(settings: Settings) -> int:
+    """The usual port, or a free one where that is taken: nobody asked for it."""
+    try:
+        return check_port(settings.host, settings.port)
+    except PortInUse:
+        return check_port(settings.host, 0)
+
+
+async def _stream_completion(url: str, model: str) -> None:
+    from openai import AsyncOpenAI
+
+    print(f"\n{_PROMPT}", end="", flush=True)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+        stream = await client.completions.create(
+            model=model, prompt=_PROMPT, max_tokens=_MAX_TOKENS, temperature=0.7, seed=7, stream=True
+        )
+        async for chunk in stream:
+            print(chunk.choices[0].text, end="", flush=True)
+    print(f"\n\n{invitation(url, model)}", flush=True)
+
+
+def invitation(url: str, model: str) -> str:
+    """How to go on by hand."""
+    body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 40, "stream": True})
+    return (
+        f"Try it yourself:\n\n  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"API at {url}/docs, metrics at {url}/metrics. Ctrl-C stops the server."
+    )

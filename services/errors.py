@@ -1,0 +1,245 @@
+"""Every error that crosses a boundary, in one tree.
+
+A user's fault or a passing condition is raised as one of these, travels back along the token path as an
+:class:`ErrorInfo`, and leaves the gateway as an HTTP status in OpenAI's shape. A broken invariant is an ``assert``.
+
+    ExpertMeshError
+    |-- StartupError            a role cannot start; the process exits with ``exit_code``
+    |   |-- ConfigError         an option is unknown, malformed or contradicts another
+    |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
+    |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
+    |   |-- PortInUse           another process listens on the address
+    |   `-- FingerprintMismatch another model is served in this namespace
+    |-- StaleLeader             another scheduler was elected; this one changed nothing
+    `-- RequestError            one request fails; nothing else does
+        |-- InvalidRequest      400
+        |   |-- UnsupportedParameter
+        |   `-- ContextLengthExceeded
+        |-- Unauthorized        401
+        |-- NotFound            404
+        |   `-- ModelNotFound
+        |-- MethodNotAllowed    405
+        |-- Conflict            409  (Idempotency-Key reused for another body)
+        |-- BodyTooLarge        413
+        |-- TooManyRequests     429
+        |   |-- QueueFull
+        |   |-- RateLimited
+        |   `-- ConcurrencyLimited
+        |-- InternalError       500
+        `-- Unavailable         503
+            |-- QueueUnavailable    Redis is away
+            |-- NotReady            no worker serves the model yet
+            |-- Draining            this process is shutting down
+            |-- DeadlineExceeded
+            |-- ExpertUnavailable   no replica of a shard group is alive
+            `-- AttemptsExhausted   moved to the dead-letter list
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+
+MAX_RETRY_AFTER_S = 120
+"""OpenAI's clients refuse to wait longer than this, in seconds."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error on the wire. ``code`` names the class, so the receiver can raise the same type."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class ExpertMeshError(Exception):
+    """Root of the tree. ``hint`` tells the reader what to do and is appended to the message."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message = f"{message} {hint}" if hint else message
+        super().__init__(self.message)
+
+
+class StartupError(ExpertMeshError):
+    """A role cannot start. The process prints the message, without a traceback, and exits."""
+
+    code = "startup_error"
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(StartupError):
+    code = "config_error"
+    exit_code = 2
+
+
+class CheckpointError(StartupError):
+    code = "checkpoint_error"
+    exit_code = 3
+
+
+class UnsupportedModel(CheckpointError):
+    code = "unsupported_model"
+
+
+class PortInUse(StartupError):
+    code = "port_in_use"
+    exit_code = 4
+
+
+class FingerprintMismatch(StartupError):
+    code = "fingerprint_mismatch"
+    exit_code = 5
+
+
+class StaleLeader(ExpertMeshError):
+    """Another scheduler was elected. The call changed nothing; its caller does not lead any more."""
+
+    code = "stale_leader"
+
+
+class RequestError(ExpertMeshError):
+    """One request fails. ``status`` is HTTP's; ``kind`` is OpenAI's ``error.type``."""
+
+    code = "request_error"
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def info(self) -> ErrorInfo:
+        """This error as it travels along the token path."""
+        return ErrorInfo(
+            code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s
+        )
+
+
+class InvalidRequest(RequestError):
+    code = "invalid_request"
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    status = 401
+    kind = "authentication_error"
+
+
+class NotFound(RequestError):
+    code = "not_found"
+    status = 404
+    kind = "not_found_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    code = "method_not_allowed"
+    status = 405
+    kind = "invalid_request_error"
+
+
+class Conflict(RequestError):
+    code = "idempotency_conflict"
+    status = 409
+    kind = "conflict_error"
+
+
+class BodyTooLarge(RequestError):
+    code = "body_too_large"
+    status = 413
+    kind = "invalid_request_error"
+
+
+class TooManyRequests(RequestError):
+    code = "too_many_requests"
+    status = 429
+    kind = "rate_limit_error"
+    retryable = True
+
+
+class QueueFull(TooManyRequests):
+    code = "queue_full"
+
+
+class RateLimited(TooManyRequests):
+    code = "rate_limit_exceeded"
+
+
+class ConcurrencyLimited(TooManyRequests):
+    code = "concurrency_limit_exceeded"
+
+
+class InternalError(RequestError):
+    code = "internal_error"
+
+
+class Unavailable(RequestError):
+    code = "unavailable"
+    status = 503
+    kind = "service_unavailable_error"
+    retryable = True
+
+
+class QueueUnavailable(Unavailable):
+    code = "queue_unavailable"
+
+
+class NotReady(Unavailable):
+    code = "not_ready"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class DeadlineExceeded(Unavailable):
+    code = "deadline_exceeded"
+
+
+class ExpertUnavailable(Unavailable):
+    code = "expert_unavailable"
+
+
+class AttemptsExhausted(Unavailable):
+    code = "attempts_exhausted"
+    retryable = False
+
+
+def _subclasses(root: type[RequestError]) -> Iterator[type[RequestError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _subclasses(child)
+
+
+def error_from_info(info: ErrorInfo) -> RequestError:
+    """The typed error that ``info`` describes; an unknown code becomes :class:`InternalError`."""
+    by_code = {error.code: error for error in _subclasses(RequestError)}
+    error = by_code.get(info.code, InternalError)
+    return error(info.message, param=info.param, retry_after_s=info.retry_after_s)

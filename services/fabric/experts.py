@@ -1,0 +1,39 @@
+"""ExpertLink: the seam between attention and experts. Rows of hidden states go out, their combined outputs come back.
+
+Legend: T rows, D hidden size, K experts chosen per row.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+HandleT = TypeVar("HandleT")
+
+
+class ExpertLink(Protocol[HandleT]):
+    """Moves rows to the experts of a layer and brings back their weighted sum.
+
+    Every ``dispatch`` is followed by exactly one ``combine`` of its handle. Two handles may be in flight at once
+    and may be combined in either order (ping-pong micro-batches).
+    """
+
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
+        """Send each row to its experts; returns at once where the implementation can overlap.
+
+        Args:
+            layer: index of the decoder layer, counted over all layers.
+            x_TD: rows, in the model's dtype. Not written to, and not to be written to before ``combine``.
+            expert_ids_TK: int64, distinct within a row; -1 marks a slot that no expert takes.
+            weights_TK: float32.
+        """
+        ...
+
+    def combine(self, handle: HandleT) -> Tensor:
+        """``y_TD``, in the dtype of ``x_TD``: the sum of weight x expert(row) over the row's slots, in slot order.
+
+        Raises:
+            ExpertUnavailable: no replica of an expert that a row chose is alive.
+        """
+        ...

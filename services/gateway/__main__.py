@@ -1,0 +1,183 @@
+"""``python -m services.gateway``: the HTTP front. Needs Redis and the checkpoint's configuration and tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from redis.asyncio import Redis
+
+from services.config import GATEWAY, Settings
+from services.errors import QueueUnavailable
+from services.gateway.app import Parts, build_app
+from services.gateway.auth import Authenticator, FileKeys, KeyStore, RedisKeys, keys_required
+from services.gateway.chat_template import load_chat_template
+from services.gateway.exposition import Siblings, parse_upstreams
+from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.intake import Intake
+from services.gateway.ports import Queue
+from services.gateway.prompts import PromptReader, ServedModel
+from services.gateway.results import ResultFollower
+from services.gateway.server import Drain, HttpServer, listen
+from services.gateway.table import JobTable
+from services.gateway.tokenizer import load_codec, read_tokenizer_config
+from services.metrics import GatewayMetrics
+from services.model.spec import ModelSpec, load_spec
+from services.queue.connect import check_server, connect
+from services.queue.gateway_side import GatewayQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.runtime import run_role
+
+log = logging.getLogger(__name__)
+
+
+def installed_version() -> str:
+    """The version of the installed package."""
+    try:
+        return importlib.metadata.version("expertmesh")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
+    """What clients see of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
+    assert settings.model is not None, "load_settings requires it of this role"
+    config = read_tokenizer_config(settings.model)
+    codec = load_codec(settings.model, config)
+    return ServedModel(
+        name=settings.model_name,
+        vocab_size=spec.vocab_size,
+        max_len=min(settings.max_model_len or spec.max_position, spec.max_position),
+        codec=codec,
+        template=load_chat_template(settings.model, config, codec.special),
+        created=int(time.time()),
+    )
+
+
+def key_store(settings: Settings, redis: Redis) -> KeyStore | None:
+    """Where API keys are looked up; None where clients need none."""
+    if not keys_required(settings.auth, settings.host):
+        return None
+    if settings.api_keys_file is not None:
+        return FileKeys(settings.api_keys_file, log.error)
+    log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
+    return RedisKeys(redis, f"{Keys(settings.namespace).prefix}keys")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gateway:
+    """The parts of a gateway process that live as long as it does."""
+
+    queue: Queue
+    table: JobTable
+    follower: ResultFollower
+    parts: Parts
+
+
+@asynccontextmanager
+async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
+    """Builds a gateway over ``redis``; nothing runs yet."""
+    assert settings.model is not None, "load_settings requires it of this role"
+    spec = load_spec(settings.model)
+    model = served_model(settings, spec)
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
+    incarnation = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    queue = GatewayQueue(redis, keys, incarnation, QueueLimits.of(settings))
+    table = JobTable(metrics)
+    follower = ResultFollower(
+        queue,
+        table,
+        metrics,
+        lease_s=settings.lease,
+        request_timeout_s=settings.request_timeout,
+        fingerprint=spec.fingerprint,
+    )
+    intake = Intake(
+        prompts=PromptReader(model, lambda: follower.workers),
+        queue=queue,
+        table=table,
+        follower=follower,
+        metrics=metrics,
+        incarnation=incarnation,
+        request_timeout_s=settings.request_timeout,
+        max_queued_requests=settings.max_queued_requests,
+    )
+    store = key_store(settings, redis)
+    siblings = Siblings(parse_upstreams(settings.metrics_upstreams))
+    parts = Parts(
+        intake=intake,
+        follower=follower,
+        authenticator=Authenticator(store),
+        readiness=Readiness(follower, LeaderProbe(redis, keys.leader)),
+        siblings=siblings,
+        registry=registry,
+        metrics=metrics,
+        version=installed_version(),
+        protected=store is not None,
+        max_body_bytes=settings.max_body_bytes,
+    )
+    try:
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts)
+    finally:
+        await siblings.close()
+
+
+async def front(settings: Settings, stop: asyncio.Event) -> None:
+    """Run a gateway until ``stop``; then let open requests end."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    listener = listen(settings.host, settings.port)
+    redis = connect(settings.redis_url)
+    try:
+        async with assemble(settings, redis) as gateway:
+            await _greet(gateway, redis)
+            await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+    finally:
+        listener.close()
+        await redis.aclose()
+
+
+async def _greet(gateway: Gateway, redis: Redis) -> None:
+    try:
+        await check_server(redis)
+        await gateway.follower.greet()
+    except QueueUnavailable as error:
+        log.warning("serving without a queue for now: %s", error.message)
+
+
+async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(gateway.follower.run())
+        serving = group.create_task(server.run())
+        log.info("listening on %s port %d", settings.host, settings.port)
+        await stop.wait()
+        drain = Drain(gateway.parts.intake, gateway.table, gateway.follower, settings.drain_timeout)
+        await drain.run()
+        server.stop()
+        await serving
+        following.cancel()
+    with contextlib.suppress(QueueUnavailable):
+        await gateway.queue.leave()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    return run_role(GATEWAY, front, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

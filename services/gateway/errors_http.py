@@ -1,0 +1,81 @@
+"""Errors as HTTP answers in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from services.errors import (
+    MAX_RETRY_AFTER_S,
+    AttemptsExhausted,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    TooManyRequests,
+    Unavailable,
+)
+from services.gateway.openai_format import error_body
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_RETRY_S = 1.0
+
+
+def retry_headers(error: RequestError) -> dict[str, str]:
+    """What tells a client when to come back: at most 120 seconds, or never for what failed too often."""
+    headers = {}
+    if isinstance(error, TooManyRequests | Unavailable):
+        wait_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
+        headers["retry-after"] = str(min(max(1, math.ceil(wait_s)), MAX_RETRY_AFTER_S))
+    if isinstance(error, AttemptsExhausted):
+        headers["x-should-retry"] = "false"
+    return headers
+
+
+def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """``error`` with its status and headers."""
+    return Response(
+        msgspec.json.encode(error_body(error)),
+        status_code=error.status,
+        headers=retry_headers(error) | (headers or {}),
+        media_type="application/json",
+    )
+
+
+async def on_request_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+    return error_response(error, headers | ({"connection": "close"} if error.status == 413 else {}))
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        refusal: RequestError = MethodNotAllowed(f"{request.method} is not allowed here.", hint="See /docs.")
+    elif error.status_code == 404:
+        refusal = NotFound("There is nothing at this path.", hint="See /docs.")
+    else:
+        refusal = InvalidRequest(str(error.detail))
+    return error_response(refusal, dict(error.headers or {}))
+
+
+async def on_validation_error(_request: Request, error: Exception) -> Response:
+    """A header or path parameter of the wrong form."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = str(first["loc"][-1])
+    return error_response(InvalidRequest(f"{param}: {first['msg']}.", param=param))
+
+
+async def on_crash(_request: Request, _error: Exception) -> Response:
+    """A bug. The traceback is logged by the outermost middleware; the client learns nothing of the inside."""
+    return error_response(InternalError("The server failed.", hint="Its log has the details, by X-Request-Id."))

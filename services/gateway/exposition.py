@@ -1,0 +1,111 @@
+"""One /metrics page for a whole server: this process's series and its siblings', told apart by a ``role`` label."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from services.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TIMEOUT_S = 1.0
+_UP = "expertmesh_metrics_upstream_up"
+
+
+@dataclass(slots=True)
+class _Family:
+    """Samples of one metric, with its HELP and TYPE lines."""
+
+    comments: dict[str, str] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
+
+def _label(sample: str, labels: str) -> str:
+    """``sample`` with ``labels`` put before its own.
+
+    >>> _label('up{a="b"} 1', 'role="x"')
+    'up{role="x",a="b"} 1'
+    """
+    brace, space = sample.find("{"), sample.find(" ")
+    if 0 <= brace < space or space < 0:
+        return f"{sample[: brace + 1]}{labels},{sample[brace + 1 :]}"
+    return f"{sample[:space]}{{{labels}}}{sample[space:]}"
+
+
+def merge(pages: Iterable[tuple[str, str]]) -> str:
+    """One exposition from (labels, page) pairs. A metric's samples stay together, as the format demands."""
+    families: dict[str, _Family] = {}
+    for labels, page in pages:
+        family = _Family()
+        for line in page.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, kind, name, *_ = line.split(" ", 3)
+                family = families.setdefault(name, _Family())
+                family.comments.setdefault(kind, line)
+            elif line and not line.startswith("#"):
+                family.samples.append(_label(line, labels))
+    lines = (line for family in families.values() for line in (*family.comments.values(), *family.samples))
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """A sibling process. Several of one role carry an ``instance`` label as well."""
+
+    labels: str
+    url: str
+
+
+def parse_upstreams(entries: Sequence[str]) -> list[Upstream]:
+    """Siblings from ``role=url`` entries. Raises ConfigError for anything else."""
+    pairs = [entry.partition("=")[::2] for entry in entries]
+    if any(not role or not url for role, url in pairs):
+        raise ConfigError(
+            "metrics_upstreams must be role=url entries.", hint="Such as attention=http://127.0.0.1:9000."
+        )
+    roles = [role for role, _ in pairs]
+    found = []
+    for index, (role, url) in enumerate(pairs):
+        labels = f'role="{role}"'
+        if roles.count(role) > 1:
+            labels += f',instance="{role}-{roles[:index].count(role)}"'
+        found.append(Upstream(labels, url if url.rstrip("/").endswith("/metrics") else url.rstrip("/") + "/metrics"))
+    return found
+
+
+class Siblings:
+    """Fetches and merges the siblings' pages. One that does not answer is left out and shown as down."""
+
+    def __init__(self, upstreams: Sequence[Upstream]) -> None:
+        self._upstreams = tuple(upstreams)
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def page(self, own: str) -> str:
+        """``own`` and the siblings' series in one exposition; ``own`` as it is where there are no siblings."""
+        if not self._upstreams:
+            return own
+        pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))
+        up = [f"# HELP {_UP} 1 where the process answered.", f"# TYPE {_UP} gauge"]
+        merged = [('role="gateway"', own)]
+        for upstream, page in zip(self._upstreams, pages, strict=True):
+            merged.append((upstream.labels, page or ""))
+            merged.append((upstream.labels, "\n".join([*up, f"{_UP} {int(page is not None)}"])))
+        return merge(merged)
+
+    async def _fetch(self, upstream: Upstream) -> str | None:
+        try:
+            answer = await self._client.get(upstream.url, headers={"accept": "text/plain"})
+            answer.raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            log.debug("no metrics from %s: %s", upstream.url, error)
+            return None
+        return answer.text

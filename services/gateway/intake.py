@@ -1,0 +1,253 @@
+"""From a parsed body to an admitted job: model name, limits, sampling, admission.
+
+In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` whose sequences are in the queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.errors import ContextLengthExceeded, Draining, InvalidRequest, QueueUnavailable
+from services.gateway.auth import Caller
+from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
+from services.gateway.job import Choice, Job, Rendering
+from services.gateway.ports import Queue
+from services.gateway.prompts import Prompt, PromptReader
+from services.gateway.results import ResultFollower
+from services.gateway.schema import ChatBody, CompletionBody, GenerationBody
+from services.gateway.table import JobTable
+from services.messages import GenerateRequest, SamplingParams
+from services.metrics import GatewayMetrics
+
+_DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
+_MAX_SEQUENCES = 1024
+_AWAY_RETRY_S = 2.0
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """A request with its defaults filled in: everything but ids, seed and admission."""
+
+    arrived: float
+    prompts: Sequence[Prompt]
+    n: int
+    max_tokens: int
+    logprobs: int | None
+    priority: int
+    echo: bool = False
+
+
+class Intake:
+    """Admits generation requests. ``draining`` makes it refuse new ones."""
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptReader,
+        queue: Queue,
+        table: JobTable,
+        follower: ResultFollower,
+        metrics: GatewayMetrics,
+        incarnation: str,
+        request_timeout_s: float,
+        max_queued_requests: int,
+    ) -> None:
+        self.draining = False
+        self.prompts = prompts
+        self._queue = queue
+        self._table = table
+        self._follower = follower
+        self._metrics = metrics
+        self._incarnation = incarnation
+        self._timeout_s = request_timeout_s
+        self._max_sequences = min(_MAX_SEQUENCES, max_queued_requests)
+        self._keyed = KeyedJobs(queue)
+
+    async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
+        """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""
+        arrived = time.monotonic()
+        self._check_open(body)
+        prompts = await self.prompts.of_completion(body, self._max_sequences)
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for 1 token at least.", param="max_tokens")
+        wanted = body.max_tokens
+        if wanted is None:
+            wanted = min(_DEFAULT_MAX_TOKENS, self.prompts.room_after(prompts))
+        plan = _Plan(
+            arrived=arrived,
+            prompts=prompts,
+            n=body.n or 1,
+            max_tokens=wanted,
+            logprobs=body.logprobs,
+            priority=caller.priority(body.priority),
+            echo=body.echo or False,
+        )
+        return await self._run(body, plan, caller, key)
+
+    async def chat(self, body: ChatBody, caller: Caller, key: str | None = None) -> Job:
+        """The job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
+        arrived = time.monotonic()
+        self._check_open(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
+        prompts = [await self.prompts.of_messages(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
+        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if wanted == 0:
+            raise InvalidRequest("max_tokens is 0.", hint="Ask for 1 token at least.", param="max_tokens")
+        plan = _Plan(
+            arrived=arrived,
+            prompts=prompts,
+            n=body.n or 1,
+            max_tokens=self.prompts.room_after(prompts) if wanted is None else wanted,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            priority=caller.priority(body.priority),
+        )
+        return await self._run(body, plan, caller, key)
+
+    def _check_open(self, body: GenerationBody) -> None:
+        self.prompts.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options needs stream.", hint="Set stream to true.", param="stream_options")
+        if self.draining:
+            raise Draining("This server is shutting down.", hint="Send the request again.", retry_after_s=1.0)
+        if not self._follower.up:
+            raise QueueUnavailable("The queue does not answer.", hint="Try again soon.", retry_after_s=_AWAY_RETRY_S)
+
+    async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
+        self._check(body, plan)
+
+        async def start(ticket: Ticket) -> Job:
+            return await self._admit(self._job(body, plan, ticket, caller), ticket, caller)
+
+        if key is None:
+            return await start(new_ticket())
+        content = body.model_dump_json(exclude_none=True).encode()
+        return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, content), start)
+
+    def _check(self, body: GenerationBody, plan: _Plan) -> None:
+        vocabulary, room = self.prompts.model.vocab_size, self.prompts.max_model_len
+        for prompt in plan.prompts:
+            length = len(prompt.token_ids)
+            if not length:
+                raise InvalidRequest("A prompt is empty.", hint="Send some text or token ids.", param="prompt")
+            if length + plan.max_tokens > room:
+                raise ContextLengthExceeded(
+                    f"The request needs {length + plan.max_tokens} tokens ({length} of the prompt and "
+                    f"{plan.max_tokens} to generate); the context holds {room}.",
+                    hint="Shorten the prompt or lower max_tokens.",
+                    param="prompt",
+                )
+            _check_ids(prompt.token_ids, vocabulary, "prompt")
+        _check_ids([int(token_id) for token_id in body.logit_bias or {}], vocabulary, "logit_bias")
+        _check_ids(body.stop_token_ids or (), vocabulary, "stop_token_ids")
+        if (body.min_tokens or 0) > plan.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens {body.min_tokens} exceeds max_tokens {plan.max_tokens}.",
+                hint="Lower it.",
+                param="min_tokens",
+            )
+
+    def _job(self, body: GenerationBody, plan: _Plan, ticket: Ticket, caller: Caller) -> Job:
+        codec = self.prompts.model.codec
+        choices: list[Choice] = []
+        for prompt in plan.prompts:
+            echo = None
+            if plan.echo:
+                echo = codec.decode(prompt.token_ids) if prompt.text is None else prompt.text
+            rendering = Rendering(
+                stops=body.stops,
+                echo=echo,
+                logprobs=plan.logprobs is not None,
+                token_ids=body.return_token_ids or False,
+            )
+            for draw in range(plan.n):
+                index = len(choices)
+                request = GenerateRequest(
+                    id=f"{ticket.base_id}-{index}",
+                    attempt=1,
+                    token_ids=prompt.token_ids,
+                    prompt_len=len(prompt.token_ids),
+                    sampling=_sampling(body, plan, ticket.seed, draw),
+                    deadline_ms=0,  # set by the queue, by Redis TIME
+                    priority=plan.priority,
+                    tenant=caller.tenant,
+                    reply_to=self._incarnation,
+                )
+                choices.append(Choice(index, request, codec, rendering))
+        return Job(
+            job_id=ticket.base_id,
+            choices=choices,
+            n=plan.n,
+            tenant=caller.tenant,
+            created=int(time.time()),
+            arrived=plan.arrived,
+        )
+
+    async def _admit(self, job: Job, ticket: Ticket, caller: Caller) -> Job:
+        """Puts ``job`` into the queue. Its events may come before the answer, so it is in the table first."""
+        if ticket.resumed:
+            await self._follower.cancels_heard({choice.request.id for choice in job.choices})
+        self._table.add(job)
+        try:
+            granted = await self._enqueue(job, ticket, caller)
+        except BaseException as error:
+            self._table.discard(job)
+            if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or ticket.resumed:
+                # Whether it took effect is unknown, or it did for a part.
+                self._follower.cancel({choice.request.id: 0 for choice in job.choices})
+            raise
+        for choice, request in zip(job.choices, granted, strict=True):
+            if request.attempt >= choice.request.attempt and choice.finish is None:
+                choice.grant(request)
+        job.admitted = True
+        lengths = [len(choice.prompt_ids) for choice in job.choices[:: job.n]]
+        self._metrics.prompt_tokens.inc(sum(lengths))
+        for length in lengths:
+            self._metrics.prompt_len.observe(length)
+        return job
+
+    async def _enqueue(self, job: Job, ticket: Ticket, caller: Caller) -> list[GenerateRequest]:
+        requests = [choice.request for choice in job.choices]
+        if not ticket.resumed:
+            return await self._queue.admit(requests, timeout_s=self._timeout_s, tenant_limits=caller.limits)
+        return [
+            await self._queue.take_up(request, timeout_s=self._timeout_s, tenant_limits=caller.limits)
+            for request in requests
+        ]
+
+
+def _check_ids(token_ids: Sequence[int], vocabulary: int, param: str) -> None:
+    worst = max(token_ids, default=0)
+    if worst >= vocabulary:
+        raise InvalidRequest(
+            f"{param} has the token id {worst}; the model knows 0 to {vocabulary - 1}.",
+            hint="Use this model's own tokenizer.",
+            param=param,
+        )
+
+
+def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int, choice: int) -> SamplingParams:
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else float(value)
+
+    return SamplingParams(
+        max_tokens=plan.max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=given(body.temperature, 1.0),
+        top_p=given(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=given(body.min_p, 0.0),
+        repetition_penalty=given(body.repetition_penalty, 1.0),
+        presence_penalty=given(body.presence_penalty, 0.0),
+        frequency_penalty=given(body.frequency_penalty, 0.0),
+        logit_bias={int(token_id): float(bias) for token_id, bias in (body.logit_bias or {}).items()},
+        seed=(drawn_seed if body.seed is None else body.seed) & _SEED_MASK,
+        choice=choice,
+        logprobs=plan.logprobs,
+        prompt_logprobs=plan.logprobs if plan.echo else None,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos or False,
+    )

@@ -1,0 +1,72 @@
+"""The OpenAPI document: bodies that the routes parse themselves, and every status that a client may see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from services.gateway.responses import ErrorResponse
+from services.gateway.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_REFERENCE = "#/components/schemas/{model}"
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait, 1 to 120.", "schema": {"type": "integer"}}}
+_MEANINGS = {
+    400: "The request is wrong; `error.param` names the field.",
+    401: "An API key is missing or unknown.",
+    404: "There is no such model or path.",
+    405: "The path knows other methods.",
+    409: "The Idempotency-Key was used with another body.",
+    413: "The body is too large.",
+    429: "The queue is full, or the key's rate or concurrency limit is reached.",
+    500: "A fault of the server.",
+    503: "The server cannot serve this now.",
+}
+_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+Responses = dict[int | str, dict[str, Any]]
+
+
+def refusals(*statuses: int) -> Responses:
+    """Documentation of error answers; 405, 413 and 500 may come from any path."""
+    return {
+        status: {"model": ErrorResponse, "description": _MEANINGS[status]}
+        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
+        for status in sorted({*statuses, 405, 413, 500})
+    }
+
+
+def events() -> dict[str, Any]:
+    """The streaming form of a 200."""
+    return {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+def plain_text() -> Responses:
+    """A 200 of plain text."""
+    return {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+def takes(body: type[Body]) -> dict[str, Any]:
+    """``openapi_extra`` of a route that parses ``body`` itself."""
+    schema = {"$ref": _REFERENCE.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
+    """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only one served."""
+    found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFERENCE)
+    schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(definitions["$defs"])
+    for body in _BODIES:
+        schemas[body.__name__]["properties"]["model"]["enum"] = [model, None]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    if protected:
+        found["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+    for operation in (operation for path in found["paths"].values() for operation in path.values()):
+        operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
+        if protected and "401" in operation["responses"]:
+            operation["security"] = [{"ApiKey": []}]
+    return found

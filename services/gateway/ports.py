@@ -1,0 +1,44 @@
+"""What the gateway needs of the queue. ``services.queue.GatewayQueue`` is it; see there for what each call promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from services.messages import GenerateRequest, ResultEvent, WorkerInfo
+from services.queue.gateway_side import IdempotencyRecord, RequestState
+from services.queue.limits import TenantLimits
+
+
+class Queue(Protocol):
+    """All calls raise :class:`QueueUnavailable` while Redis is away and may then be repeated."""
+
+    async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None: ...
+
+    async def leave(self) -> None: ...
+
+    async def admit(
+        self, requests: Sequence[GenerateRequest], *, timeout_s: float, tenant_limits: TenantLimits | None = None
+    ) -> list[GenerateRequest]: ...
+
+    async def resubmit(self, request: GenerateRequest) -> bool: ...
+
+    async def take_up(
+        self, request: GenerateRequest, *, timeout_s: float, tenant_limits: TenantLimits | None = None
+    ) -> GenerateRequest: ...
+
+    async def resync(self, request_id: str, attempt: int) -> int | None: ...
+
+    async def cancel(self, request_ids: Iterable[str], delivered: Mapping[str, int] | None = None) -> int: ...
+
+    async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[RequestState, int]]: ...
+
+    async def claim_idempotency(
+        self, tenant: str, key: str, fingerprint: str, base_id: str, seed: int
+    ) -> IdempotencyRecord: ...
+
+    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[ResultEvent]]: ...
+
+    async def workers(self) -> list[WorkerInfo]: ...
+
+    async def queue_depth(self) -> tuple[int, int]: ...

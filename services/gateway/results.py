@@ -1,0 +1,247 @@
+"""The gateway's one line to the queue while requests run: results in; resubmissions, cancels and heartbeats out.
+
+One blocking read returns a worker's step for all of its sequences. When Redis was away, or from time to time, the
+follower surveys what the queue knows of the jobs in flight and puts right what was lost on either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from services.errors import DeadlineExceeded, QueueUnavailable, RequestError, Unavailable
+from services.gateway.job import Choice, Job
+from services.gateway.ports import Queue
+from services.gateway.table import Followups, JobTable
+from services.messages import WorkerInfo
+from services.metrics import GatewayMetrics
+from services.queue.gateway_side import FIRST_ID, RequestState
+
+log = logging.getLogger(__name__)
+
+_BLOCK_MS = 1_000
+_DRAIN_MS = 1
+_RETRY_S = 0.1
+_LONGEST_RETRY_S = 1.0
+_SURVEY_LEASES = 2.0
+_KEEPALIVE_S = 15.0
+Cancels = Mapping[str, int]
+
+
+class ResultFollower:
+    """Moves events from the queue to a :class:`JobTable` and acts on what follows from them.
+
+    ``up`` is False while Redis is away; ``workers`` are those that were live at the last look.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        table: JobTable,
+        metrics: GatewayMetrics,
+        *,
+        lease_s: float,
+        request_timeout_s: float,
+        fingerprint: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.up = False
+        self.workers: list[WorkerInfo] = []
+        self._queue = queue
+        self._table = table
+        self._metrics = metrics
+        self._lease_s = lease_s
+        self._patience_s = request_timeout_s + 4 * lease_s
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._last_id = FIRST_ID
+        self._surveyed_at = clock()
+        self._poked_at = clock()
+        self._done_before: set[str] = set()
+        self._unsent: dict[str, int] = {}  # cancels that Redis has not heard
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cancelling: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled. Raises FingerprintMismatch where the namespace serves another model."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow())
+                group.create_task(self._beat())
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+
+    async def greet(self) -> None:
+        """The first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""
+        try:
+            await self._queue.heartbeat(self._lease_s, self._fingerprint)
+        except QueueUnavailable as error:
+            log.warning("Redis does not answer yet: %s", error.message)
+
+    def abandon(self, job: Job) -> None:
+        """The client went away: ends ``job`` here and upstream, at once."""
+        self.cancel(self._table.fail(job, Unavailable("The client closed the connection."), "cancelled"))
+
+    def fail(self, job: Job, error: RequestError) -> None:
+        self.cancel(self._table.fail(job, error))
+
+    def cancel(self, requests: Cancels) -> None:
+        """Cancels upstream without waiting; repeated until Redis has heard it. Values are delivered tokens."""
+        if requests:
+            task = self._spawn(self._cancel(dict(requests)))
+            self._cancelling.add(task)
+            task.add_done_callback(self._cancelling.discard)
+
+    async def cancels_heard(self, request_ids: set[str]) -> None:
+        """Waits for cancels under way and drops those not sent for ``request_ids``: they are about to run again."""
+        if self._cancelling:
+            await asyncio.wait(set(self._cancelling))
+        for request_id in request_ids:
+            self._unsent.pop(request_id, None)
+
+    async def _follow(self) -> None:
+        retry_s = _RETRY_S
+        while True:
+            try:
+                if not self.up:
+                    await self._return()
+                    retry_s = _RETRY_S
+                self._act(await self._read(_BLOCK_MS))
+            except QueueUnavailable as error:
+                self._away(error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+
+    async def _read(self, block_ms: int) -> Followups:
+        last_id, events = await self._queue.follow(self._last_id, block_ms)
+        todo = self._table.deliver(events) if events else Followups()
+        self._last_id = last_id
+        return todo
+
+    async def _beat(self) -> None:
+        """Every quarter of a lease: the heartbeat, a look at the workers, and what time itself brings about."""
+        while True:
+            try:
+                await self._queue.heartbeat(self._lease_s, self._fingerprint)
+                self.workers = await self._queue.workers()
+                if self.up and self._clock() - self._surveyed_at > _SURVEY_LEASES * self._lease_s:
+                    await self._survey()
+            except QueueUnavailable as error:
+                self._away(error)
+            self._expire()
+            self._keep_alive()
+            await asyncio.sleep(min(self._lease_s / 4, 1.0))
+
+    async def _return(self) -> None:
+        """Redis answers (again): renew the lease, read everything that is there, then compare notes."""
+        await self._queue.heartbeat(self._lease_s, self._fingerprint)
+        before = None
+        while before != self._last_id:
+            before = self._last_id
+            self._act(await self._read(_DRAIN_MS))
+        await self._survey()
+        unsent, self._unsent = self._unsent, {}
+        self.cancel(unsent)
+        self.workers = await self._queue.workers()
+        self.up = True
+        self._metrics.queue_up.set(1)
+        log.info("connected to Redis")
+
+    def _away(self, error: QueueUnavailable) -> None:
+        if self.up:
+            log.warning("Redis is away, streams pause: %s", error.message)
+        self.up = False
+        self._metrics.queue_up.set(0)
+
+    async def _survey(self) -> None:
+        """Compares the jobs in flight with the queue's records; see ``GatewayQueue.survey`` for the rules."""
+        self._surveyed_at = self._clock()
+        waiting = {choice.request.id: (job, choice) for job, choice in self._table.waiting()}
+        known = await self._queue.survey({key: choice.request.attempt for key, (_, choice) in waiting.items()})
+        done_before, self._done_before = self._done_before, set()
+        for key, (state, attempt) in known.items():
+            job, choice = waiting[key]
+            if choice.finish is not None:
+                continue
+            if state == "moved":
+                self.fail(job, Unavailable("The request was taken up by another gateway."))
+            elif state == "done" and key not in done_before:
+                self._done_before.add(key)
+            else:
+                self._repair(job, choice, state, attempt)
+
+    def _repair(self, job: Job, choice: Choice, state: RequestState, attempt: int) -> None:
+        mine = choice.request.attempt
+        if state == "done" or (choice.recovering and state not in ("missing", "lost")):
+            self._spawn(self._resync(job, choice))
+        elif state == "missing":
+            self._spawn(self._resubmit(choice, mine))
+        elif state == "lost":
+            self._spawn(self._resubmit(choice, attempt))
+        elif attempt < mine:
+            self._spawn(self._resubmit(choice, mine))
+
+    def _act(self, todo: Followups) -> None:
+        if not todo:
+            return
+        self.cancel(todo.cancel)
+        for choice, attempt in todo.lost:
+            self._spawn(self._resubmit(choice, attempt))
+        for job, choice in todo.gaps:
+            self._metrics.lost_attempts.labels("gap").inc()
+            self._spawn(self._resync(job, choice))
+
+    async def _resubmit(self, choice: Choice, attempt: int) -> None:
+        if choice.finish is not None:
+            return
+        request = choice.resubmission(attempt)
+        choice.recovering = False  # events of the new attempt may come before the answer to this call
+        log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
+        await self._queue.resubmit(request)  # False: the next survey tells why
+
+    async def _resync(self, job: Job, choice: Choice) -> None:
+        choice.recovering = True
+        attempt = await self._queue.resync(choice.request.id, choice.request.attempt)
+        if attempt is None:
+            self.fail(job, Unavailable("The request was cancelled by the server.", hint="Send it again."))
+        else:
+            await self._resubmit(choice, attempt)
+
+    async def _cancel(self, requests: dict[str, int]) -> None:
+        try:
+            await self._queue.cancel(requests, requests)
+        except QueueUnavailable:
+            self._unsent.update(requests)
+            raise
+
+    def _expire(self) -> None:
+        """Ends jobs that nothing was heard of for longer than any queue or lease lasts: a client never hangs."""
+        now = self._clock()
+        for job, choice in self._table.waiting():
+            if now - max(job.arrived, choice.last_at or 0.0) > self._patience_s:
+                self.fail(job, DeadlineExceeded("No token came within the request timeout.", hint="Try again later."))
+
+    def _keep_alive(self) -> None:
+        """Wakes idle streams, so that they send a comment and no proxy takes them for dead."""
+        if self._clock() - self._poked_at > _KEEPALIVE_S:
+            self._poked_at = self._clock()
+            for job in self._table.jobs():
+                job.poke()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs ``work`` beside the follower. If Redis is away it is lost, and the survey at its return repeats it."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except QueueUnavailable as error:
+                self._away(error)
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

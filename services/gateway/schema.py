@@ -1,0 +1,210 @@
+"""What clients may send. Bodies are parsed here from bytes, so that every refusal is ours and names the field.
+
+A null means the default. A field that is not declared is refused by name, unless its value is null or changes
+nothing (:data:`NO_OPS`): a parameter that would be ignored is never accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from services.errors import InvalidRequest, UnsupportedParameter
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_LOGPROBS = 20
+MAX_PRIORITY = 9
+_INT32 = 2**31 - 1
+_INT64 = 2**63
+
+NO_OPS: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "length_penalty": (1, 1.0),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""Parameters of OpenAI's API and its relatives that are not implemented, with the values that change nothing."""
+
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = _Text | Annotated[list[_Text], Field(min_length=1)] | _Ids | Annotated[list[_Ids], Field(min_length=1)]
+LogitBias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
+
+
+class Body(BaseModel):
+    """Base of all request bodies: strict types, finite numbers, undeclared fields kept for :func:`parse` to judge."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="allow",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the token counts.")
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = Field(None, description="Name of the served model; the default is that model.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices per prompt, 1 by default.")
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, le=_INT32, description="Most tokens to generate.")
+    min_tokens: int | None = Field(None, ge=0, le=_INT32, description="No end before this many tokens.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 by default.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=_INT32, description="0 and -1 switch it off.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = Field(None, max_length=1024, description="Token id, as a string, to a bias.")
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="Same seed, same draws.")
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=0, le=MAX_PRIORITY, description="0 is served first; 5 by default.")
+    return_token_ids: bool | None = Field(None, description="Add `token_ids` to every choice.")
+    user: str | None = Field(None, max_length=1024, description="Accepted for compatibility; not used.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionBody(GenerationBody):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Prompt = Field(description="Text, token ids, or a list of either.")
+    echo: bool | None = Field(None, description="Put the prompt before the text.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token.")
+    add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its tokens; true by default.")
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = Field(None, max_length=256)
+
+    def as_template_input(self) -> dict[str, str]:
+        """The message as chat templates know it: text content, ``system`` for its newer name ``developer``."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name is not None else {})
+
+
+class ChatBody(GenerationBody):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(None, ge=0, le=_INT32, description="The newer name of `max_tokens`.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn; true by default.")
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+
+
+class TokenizeBody(Body):
+    """Body of ``POST /tokenize``: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    add_special_tokens: bool | None = Field(None, description="True by default for text, never for messages.")
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+B = TypeVar("B", bound=Body)
+
+_EMPTY = ("string_too_short", "too_short")
+_PROMPT_HINT = "Send a string, a list of strings, a list of token ids or a list of such lists."
+
+
+def parse(body_type: type[B], raw: bytes) -> B:
+    """The typed body in ``raw``.
+
+    Raises:
+        InvalidRequest: not JSON, or a field of the wrong type or range; ``param`` names it.
+        UnsupportedParameter: a field that this server does not implement.
+    """
+    try:
+        body = body_type.model_validate_json(raw)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False)) from None
+    _refuse_extras(body, "")
+    return body
+
+
+def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {first['ctx']['error']}.", hint="Send UTF-8 JSON.")
+    if not first["loc"]:
+        return InvalidRequest("The body is not a JSON object.", hint='Send an object such as {"prompt": "Hello"}.')
+    if first["loc"][0] == "prompt" and first["type"] != "missing":
+        empty = any(error["type"] in _EMPTY for error in errors)
+        return InvalidRequest(
+            "prompt is empty." if empty else "prompt has the wrong type.", hint=_PROMPT_HINT, param="prompt"
+        )
+    # A union reports one error per branch, with the branch in the path; the field itself is what the client knows.
+    path = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    if len({error["loc"][0] for error in errors}) == 1 and len(errors) > 1:
+        path = str(first["loc"][0])
+    return InvalidRequest(f"{path}: {first['msg']}.", param=path)
+
+
+def _refuse_extras(value: Any, path: str) -> None:
+    """Walks declared bodies inside ``value``; raises for the first undeclared field that would change the answer."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            if not isinstance(item, Body | list):
+                return  # lists are of one type: token ids and strings need no walk
+            _refuse_extras(item, f"{path}{index}.")
+    elif isinstance(value, Body):
+        for name, extra in (value.model_extra or {}).items():
+            if extra is not None and extra not in NO_OPS.get(name, ()):
+                raise UnsupportedParameter(
+                    f"{path}{name} is not supported.", hint="Leave it out.", param=f"{path}{name}"[:200]
+                )
+        for name in type(value).model_fields:
+            inner = getattr(value, name)
+            if isinstance(inner, Body | list):
+                _refuse_extras(inner, f"{path}{name}.")

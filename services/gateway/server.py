@@ -1,0 +1,112 @@
+"""uvicorn as this process runs it: on a socket that is already bound, without signals, drained before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.errors import Draining, PortInUse
+from services.gateway.intake import Intake
+from services.gateway.results import ResultFollower
+from services.gateway.table import JobTable
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
+_KEEP_ALIVE_S = 75  # longer than usual proxies keep theirs, so that they close first
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises PortInUse where the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise PortInUse(f"Cannot resolve {host}: {error.strerror or error}.", hint="Choose another --host.") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"Cannot listen on {host}:{port} ({error.strerror or error}).",
+            hint="Stop the process that uses it, or choose another --port.",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Signals are the caller's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """Serves ``app`` on ``listener``."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._listener = listener
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                lifespan="off",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            )
+        )
+
+    async def run(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Closes the listener and idle connections; :meth:`run` returns when open ones are done."""
+        self._server.should_exit = True
+
+
+class Drain:
+    """The end of a gateway: no new requests, time for the open ones, then a typed error for those that remain."""
+
+    def __init__(self, intake: Intake, table: JobTable, follower: ResultFollower, timeout_s: float) -> None:
+        self._intake = intake
+        self._table = table
+        self._follower = follower
+        self._timeout_s = timeout_s
+
+    async def run(self) -> None:
+        """Returns when every job has ended."""
+        self._intake.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._table.idle.wait()
+        left = self._table.jobs()
+        error = Draining("This server is shutting down.", hint="Send the request again.", retry_after_s=1.0)
+        for job in left:
+            if job.keyed:  # goes on upstream, for the client to take up elsewhere with its Idempotency-Key
+                self._table.discard(job)
+                job.end(error)
+            else:
+                self._follower.fail(job, error)
+        await self._follower.cancels_heard(set())
+        if left:
+            log.warning("shutting down with %d requests unfinished", len(left))

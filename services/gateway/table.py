@@ -1,0 +1,172 @@
+"""Jobs in flight: events in, jobs woken, and a list of what the queue has to be told. No I/O.
+
+:meth:`JobTable.deliver` is the gateway's hot path: once per engine step of a worker, for all its sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from services.errors import RequestError
+from services.gateway.job import Choice, Job, Step
+from services.messages import AttemptLost, FinishReason, ResultEvent, TokenEvent
+from services.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Followups:
+    """What a batch of events asks the queue for."""
+
+    lost: list[tuple[Choice, int]] = field(default_factory=list)  # resubmit as this attempt
+    gaps: list[tuple[Job, Choice]] = field(default_factory=list)  # resync, then resubmit
+    cancel: dict[str, int] = field(default_factory=dict)  # ids, and how many tokens were delivered
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.gaps or self.cancel)
+
+
+class JobTable:
+    """Every job that waits for events, by the ids of its sequences. ``idle`` is set while there is none."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._owners: dict[str, tuple[Job, Choice]] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def add(self, job: Job) -> None:
+        for choice in job.choices:
+            self._owners[choice.request.id] = (job, choice)
+        self._count()
+
+    def discard(self, job: Job) -> None:
+        """Forgets ``job`` without ending it."""
+        for choice in job.choices:
+            if self._owners.get(choice.request.id, (None,))[0] is job:
+                del self._owners[choice.request.id]
+        self._count()
+
+    def jobs(self) -> list[Job]:
+        """Jobs in flight, each once."""
+        return list({id(job): job for job, _ in self._owners.values()}.values())
+
+    def waiting(self) -> Iterator[tuple[Job, Choice]]:
+        """Admitted sequences that have not ended."""
+        for job, choice in list(self._owners.values()):
+            if job.admitted and choice.finish is None:
+                yield job, choice
+
+    def deliver(self, events: Iterable[ResultEvent]) -> Followups:
+        """Takes ``events`` in, in their order, and wakes the jobs that got something."""
+        todo, touched, tokens = Followups(), {}, 0
+        now = self._clock()
+        for event in events:
+            owner = self._owners.get(event.request_id)
+            if owner is None:
+                _answer_stranger(event, todo)
+            elif isinstance(event, AttemptLost):
+                self._lose(owner[1], event, todo)
+            else:
+                tokens += self._accept(*owner, event, todo, now)
+                touched[id(owner[0])] = owner[0]
+        if tokens:
+            self._metrics.generation_tokens.inc(tokens)
+        for job in touched.values():
+            if not job.done:
+                self._settle(job, todo)
+        return todo
+
+    def fail(self, job: Job, error: RequestError, finish: FinishReason = "error") -> dict[str, int]:
+        """Ends ``job`` with ``error``; returns what has to be cancelled upstream."""
+        if job.done:
+            return {}
+        open_choices = job.unfinished
+        for choice in open_choices:
+            choice.fail(error, finish)
+            self._count_end(job, choice)
+        self._end(job, error)
+        return {choice.request.id: len(choice.generated) for choice in open_choices}
+
+    def _count(self) -> None:
+        self._metrics.open_streams.set(len(self._owners))
+        if self._owners:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    def _lose(self, choice: Choice, event: AttemptLost, todo: Followups) -> None:
+        if choice.finish is None and event.attempt > choice.request.attempt:
+            self._metrics.lost_attempts.labels(_lost_reason(event.reason)).inc()
+            todo.lost.append((choice, event.attempt))
+            choice.resubmission(event.attempt)  # from here on the old attempt is not heard
+
+    def _accept(self, job: Job, choice: Choice, event: TokenEvent, todo: Followups, now: float) -> int:
+        before = len(choice.generated)
+        step = choice.accept(event)
+        new = len(choice.generated) - before
+        if new:
+            self._time_token(job, choice, now)
+        if step is Step.GAP:
+            choice.recovering = True
+            todo.gaps.append((job, choice))
+        elif step is Step.STOPPED:
+            todo.cancel[choice.request.id] = len(choice.generated)
+        if step in (Step.FINISHED, Step.STOPPED, Step.FAILED):
+            self._count_end(job, choice)
+        return new
+
+    def _settle(self, job: Job, todo: Followups) -> None:
+        """Wakes the job's readers; ends it when all of its choices have ended or one has failed."""
+        failed = next((choice.error for choice in job.choices if choice.error is not None), None)
+        if failed is not None:
+            todo.cancel.update(self.fail(job, failed))
+        elif any(choice.finish is None for choice in job.choices):
+            job.notify()
+        else:
+            self._end(job, None)
+
+    def _end(self, job: Job, error: RequestError | None) -> None:
+        self.discard(job)
+        job.end(error)
+
+    def _time_token(self, job: Job, choice: Choice, now: float) -> None:
+        if choice.last_at is None:
+            choice.first_at = now
+            self._metrics.ttft.observe(now - job.arrived)
+        else:
+            self._metrics.inter_token.observe(now - choice.last_at)
+        choice.last_at = now
+
+    def _count_end(self, job: Job, choice: Choice) -> None:
+        metrics, count = self._metrics, len(choice.generated)
+        metrics.requests.labels(choice.finish).inc()
+        if choice.error is not None:
+            if choice.finish == "error":
+                metrics.errors.labels(choice.error.code).inc()
+            return
+        metrics.e2e.observe(self._clock() - job.arrived)
+        metrics.output_len.observe(count)
+        if count > 1 and choice.first_at is not None and choice.last_at is not None:
+            metrics.tpot.observe((choice.last_at - choice.first_at) / (count - 1))
+
+
+def _answer_stranger(event: ResultEvent, todo: Followups) -> None:
+    """An event for nobody: its request still costs a worker, so it is cancelled; an end needs no answer."""
+    if isinstance(event, AttemptLost) or event.finish is None:
+        todo.cancel.setdefault(event.request_id, 0)
+
+
+def _lost_reason(reason: str) -> str:
+    """``reason`` as a bounded label: its first word."""
+    word = reason.split(maxsplit=1)[0] if reason.strip() else "unknown"
+    return word[:32] if word.replace("_", "").replace("-", "").isalnum() else "other"

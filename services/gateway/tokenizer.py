@@ -1,0 +1,142 @@
+"""Text in, token ids out, and what one token id looks like. Torch-free; reads the checkpoint's tokenizer.json.
+
+The rest of the gateway sees text through :class:`TextCodec` alone; the incremental way back is ``detokenize.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer, decoders
+
+from services.errors import CheckpointError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte behind every character of a byte-level vocabulary (GPT-2's table).
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, are shifted to U+0100 and up.
+
+    >>> _byte_alphabet()["Ġ"] == ord(" ")
+    True
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+
+
+class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Named special tokens of ``tokenizer_config.json``, as strings for the chat template and ``/tokenizer_info``."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+
+
+class TextCodec:
+    """Encodes prompts and renders single tokens; byte-level vocabularies by table, others through the library."""
+
+    def __init__(self, tokenizer: Tokenizer, special: SpecialTokens) -> None:
+        self.tokenizer = tokenizer
+        self.special = special
+        self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._alphabet = _byte_alphabet()
+        self._bytes: dict[int, bytes] = {}
+        self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; lets other threads run meanwhile, so long texts belong in a thread."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that ``token_id`` adds to a text; a part of a character for some. Unknown ids add none."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._render(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """``token_id`` as a name in log-probabilities: its text, or ``bytes:\\x..`` where that is not whole UTF-8.
+
+        Ids that the model has and the tokenizer has not (padding of the vocabulary) are ``token_id:N``.
+        """
+        raw = self.token_bytes(token_id)
+        if not raw and self.tokenizer.id_to_token(token_id) is None:
+            return f"token_id:{token_id}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _render(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            return self._from_alphabet(token)
+        if match := _BYTE_TOKEN.match(token):
+            return bytes([int(match[1], 16)])
+        # What the token adds after itself: decoders strip or insert spaces only at the start of a text.
+        once = self.decode([token_id])
+        return self.decode([token_id, token_id])[len(once) :].encode()
+
+    def _from_alphabet(self, token: str) -> bytes:
+        try:
+            return bytes(self._alphabet[char] for char in token)
+        except KeyError:  # an added token is spelled as it is, outside the byte alphabet
+            return token.encode()
+
+
+def _token_string(value: object) -> str | None:
+    """A token in ``tokenizer_config.json``: a string, or an object with ``content``."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def read_tokenizer_config(model_dir: Path) -> dict[str, object]:
+    """``tokenizer_config.json`` of the checkpoint; empty where there is none.
+
+    Raises:
+        CheckpointError: the file is not a JSON object.
+    """
+    path = model_dir / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise CheckpointError(
+            f"{path} is not a JSON object: {error}.", hint="Download the checkpoint again."
+        ) from error
+
+
+def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
+    """The checkpoint's tokenizer, with the named special tokens of ``config`` (see :func:`read_tokenizer_config`).
+
+    Raises:
+        CheckpointError: ``tokenizer.json`` is missing or damaged.
+    """
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist.",
+            hint="Save the fast tokenizer beside the weights (transformers: AutoTokenizer(...).save_pretrained(DIR)).",
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.", hint="Download the checkpoint again.") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    names: Iterable[str] = SpecialTokens.__struct_fields__
+    return TextCodec(tokenizer, SpecialTokens(**{name: _token_string(config.get(name)) for name in names}))

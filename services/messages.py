@@ -1,0 +1,166 @@
+"""The wire: every message that crosses a process boundary, and its codec. Torch-free.
+
+Messages are msgpack arrays, so field order is part of the wire: new fields go last, with a default.
+Ids and lengths are counted in tokens, times in milliseconds by Redis TIME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from services.errors import ErrorInfo
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch their filters off.
+
+    ``seed`` and ``choice`` key the Gumbel noise together with the position and the token, so a draw depends
+    on nothing else. ``logprobs`` asks for that many alternatives per generated token (0: the drawn token's
+    log-probability alone); ``prompt_logprobs`` for the same of every prompt token (OpenAI's ``echo``).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    choice: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate.
+
+    ``token_ids`` holds the prompt and then the tokens that earlier attempts delivered; ``prompt_len`` is where
+    the prompt ends. ``attempt`` is the fencing token: results of a lower attempt are refused.
+    ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process.
+    """
+
+    id: str
+    attempt: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    deadline_ms: int
+    priority: int
+    tenant: str
+    reply_to: str
+
+    @property
+    def cost(self) -> int:
+        """Tokens charged to the tenant and to a worker's credit: the prompt and all that may follow it."""
+        return self.prompt_len + self.sampling.max_tokens
+
+    @property
+    def delivered(self) -> int:
+        """Generated tokens that the client already has; the first new token gets this index."""
+        return len(self.token_ids) - self.prompt_len
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token under the model's own distribution, and the ``top`` (id, logprob) beside it."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="token"):
+    """One token of a request, or its end. ``index`` counts generated tokens from 0 over all attempts.
+
+    ``token_id`` is None where the request ends without a further token (cancelled, error, ``max_tokens`` 0).
+    ``prompt_logprobs`` comes once, with the first event of an attempt; its first element is None.
+    """
+
+    request_id: str
+    attempt: int
+    index: int
+    token_id: int | None = None
+    finish: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: ErrorInfo | None = None
+    cached_tokens: int = 0
+
+
+class AttemptLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="lost"):
+    """The attempt before ``attempt`` is over without an end: resubmit as ``attempt`` with what was delivered."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+ResultEvent = TokenEvent | AttemptLost
+
+
+class Assign(msgspec.Struct, frozen=True, array_like=True, tag="assign"):
+    """Scheduler to worker: this request is yours, under lease."""
+
+    request: GenerateRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """To a worker: stop this request if the attempt you hold is at most ``attempt``."""
+
+    request_id: str
+    attempt: int
+
+
+InboxMessage = Assign | Cancel
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attention worker tells about itself when it registers. Ids are incarnations, never reused."""
+
+    id: str
+    model: str
+    fingerprint: str
+    kv_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    host: str
+    pid: int
+    version: str
+    metrics_url: str | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
+_results_decoder = msgspec.msgpack.Decoder(list[ResultEvent])
+_inbox_decoder: msgspec.msgpack.Decoder[InboxMessage] = msgspec.msgpack.Decoder(InboxMessage)
+_worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
+
+
+def encode(message: GenerateRequest | InboxMessage | WorkerInfo | Sequence[ResultEvent]) -> bytes:
+    """``message`` as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> GenerateRequest:
+    return _request_decoder.decode(data)
+
+
+def decode_results(data: bytes) -> list[ResultEvent]:
+    return _results_decoder.decode(data)
+
+
+def decode_inbox(data: bytes) -> InboxMessage:
+    return _inbox_decoder.decode(data)
+
+
+def decode_worker(data: bytes) -> WorkerInfo:
+    return _worker_decoder.decode(data)

@@ -1,0 +1,137 @@
+"""Every Prometheus series: its name, labels, buckets and unit.
+
+One class per role, built on a registry that the caller owns, so that two roles fit in one process. Labels are
+bounded: no request id, no API key, no expert id (experts appear as the ``rank`` of the busiest and per shard).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_PREFIX = "expertmesh_"
+_LATENCY_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_TOKEN_TIME_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    10,
+)
+_STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
+_TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+TOP_EXPERTS = 4
+"""Busiest experts per layer that have a series of their own."""
+
+
+class GatewayMetrics:
+    """What clients see. Written by the gateway."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        def latency(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S) -> Histogram:
+            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
+
+        self.http_requests = counter("http_requests_total", "HTTP responses by route and status.", "route", "status")
+        self.requests = counter("requests_total", "Generation requests that ended, by finish reason.", "finish")
+        self.errors = counter("request_errors_total", "Generation requests that failed, by error code.", "code")
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
+        self.generation_tokens = counter("generation_tokens_total", "Generated tokens delivered to clients.")
+        self.lost_attempts = counter("lost_attempts_total", "Attempts resubmitted, by reason.", "reason")
+        self.ttft = latency("time_to_first_token_seconds", "From the request's arrival to its first token.")
+        self.tpot = latency(
+            "time_per_output_token_seconds",
+            "Mean gap between a request's tokens after the first.",
+            buckets=_TOKEN_TIME_BUCKETS_S,
+        )
+        self.inter_token = latency(
+            "inter_token_latency_seconds", "Gap between two tokens of a request.", buckets=_TOKEN_TIME_BUCKETS_S
+        )
+        self.e2e = latency("request_duration_seconds", "From the request's arrival to its end.")
+        self.prompt_len = latency("request_prompt_tokens", "Prompt length, tokens.", buckets=_TOKEN_COUNT_BUCKETS)
+        self.output_len = latency(
+            "request_generation_tokens", "Generated length, tokens.", buckets=_TOKEN_COUNT_BUCKETS
+        )
+        self.open_streams = Gauge(
+            _PREFIX + "gateway_requests_in_flight", "Sequences this gateway waits for.", registry=registry
+        )
+        self.queue_up = Gauge(_PREFIX + "gateway_queue_up", "1 while Redis answers this gateway.", registry=registry)
+
+
+class SchedulerMetrics:
+    """The queue and the dispatch. Written by the scheduler; gauges are meaningful on the leader."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
+        self.leader = gauge("scheduler_leader", "1 on the scheduler that leads.")
+        self.queued_requests = gauge("queue_requests", "Requests waiting in the queue.")
+        self.queued_tokens = gauge("queue_tokens", "Tokens (prompt + max_tokens) waiting in the queue.")
+        self.dead_letters = gauge("dead_letters", "Requests in the dead-letter list.")
+        self.workers = gauge("workers", "Attention workers under lease.")
+        self.outstanding_tokens = gauge("worker_outstanding_tokens", "Tokens assigned and not ended.", "worker")
+        self.queue_time = Histogram(
+            _PREFIX + "request_queue_seconds",
+            "From admission to assignment.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.dispatched = Counter(
+            _PREFIX + "dispatched_requests_total", "Requests assigned, by affinity.", ["affinity"], registry=registry
+        )
+        self.reclaimed = Counter(
+            _PREFIX + "reclaimed_leases_total", "Leases that expired, by what followed.", ["outcome"], registry=registry
+        )
+
+
+class WorkerMetrics:
+    """The engine. Written by an attention worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        self.running = gauge("requests_running", "Sequences in the batch.")
+        self.waiting = gauge("requests_waiting", "Sequences accepted by the worker and not in the batch.")
+        self.kv_usage = gauge("kv_cache_usage_ratio", "KV blocks owned by live sequences over all blocks.")
+        self.kv_blocks = gauge("kv_blocks", "KV blocks by state: used by sequences, cached only, free.", "state")
+        self.prefix_queries = counter("prefix_cache_query_tokens_total", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
+        self.preemptions = counter("preemptions_total", "Sequences preempted because KV blocks ran out.")
+        self.prefill_chunks = counter("prefill_chunks_total", "Prefill pieces that did not end their prompt.")
+        self.prefill_tokens = counter("prefill_tokens_total", "Prompt tokens computed.")
+        self.decode_tokens = counter("decode_tokens_total", "Tokens drawn.")
+        self.steps = counter("engine_steps_total", "Iterations of the engine.")
+        self.step_time = Histogram(
+            _PREFIX + "engine_step_seconds", "Duration of one iteration.", buckets=_STEP_BUCKETS_S, registry=registry
+        )
+        self.batch_tokens = Histogram(
+            _PREFIX + "engine_step_tokens", "Tokens in one iteration.", buckets=_TOKEN_COUNT_BUCKETS, registry=registry
+        )
+        self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
+        self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
+        self.expert_tokens = counter("expert_tokens_total", "Rows routed to a shard's experts.", "layer", "shard")
+        self.expert_top_share = gauge(
+            "expert_top_share_ratio", "Share of a layer's rows that its busiest experts took.", "layer", "rank"
+        )
+        self.expert_top_id = gauge("expert_top_id", "Id of a layer's busiest experts.", "layer", "rank")

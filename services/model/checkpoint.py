@@ -1,0 +1,224 @@
+"""Tensors of a checkpoint folder, checked against the spec before the first byte of weights is read.
+
+(Sharded) safetensors on disk come in; memory-mapped tensors go out, one at a time, to ``weights.py``. Only the
+headers are read at first, so that a damaged or foreign checkpoint is refused at once and as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.errors import CheckpointError, UnsupportedModel
+from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
+from services.model.spec import INDEX, ModelSpec
+
+_SINGLE = "model.safetensors"
+_DOWNLOAD_AGAIN = "Download the file again."
+_FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+_LENGTH_BYTES = 8
+"""A safetensors file starts with its header's length, in this many bytes, little-endian."""
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor as a file's header describes it."""
+
+    file: Path
+    dtype: str
+    shape: Shape
+    nbytes: int
+
+
+class Checkpoint:
+    """Reads single tensors of a checkpoint. A context manager: files stay mapped until it is left.
+
+    Raises (constructor):
+        CheckpointError: files or tensors are missing, damaged, of the wrong shape, or do not belong to the model.
+        UnsupportedModel: weights of a type other than floating point.
+    """
+
+    def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
+        self._dir = model_dir
+        self._entries = _read_entries(model_dir)
+        self._check(spec)
+        self._open_files: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open_files.clear()
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """The tensor called ``name``, mapped from its file, in the dtype it has there. Do not write to it."""
+        entry = self._entries[name]
+        try:
+            if entry.file not in self._open_files:
+                self._open_files[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
+            tensor: Tensor = self._open_files[entry.file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=_DOWNLOAD_AGAIN) from error
+        return tensor
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Size of these tensors on disk."""
+        return sum(self._entries[name].nbytes for name in names)
+
+    def file_of(self, name: str) -> Path:
+        return self._entries[name].file
+
+    def shape_of(self, name: str) -> Shape:
+        return self._entries[name].shape
+
+    def _check(self, spec: ModelSpec) -> None:
+        expected = dense_shapes(spec) | expert_shapes(spec)
+        if missing := [name for name in expected if name not in self._entries]:
+            raise CheckpointError(
+                f"{self._dir} lacks {_listed(missing, 'tensor')} that config.json calls for.",
+                hint=_missing_hint(missing),
+            )
+        if unexpected := [name for name in self._entries if name not in expected and not is_harmless(name)]:
+            raise CheckpointError(
+                f'{self._entries[unexpected[0]].file}: the architecture "{spec.family}" as config.json describes it '
+                f"has no place for {_listed(unexpected, 'tensor')}.",
+                hint="config.json and weights must come from the same checkpoint: download both again.",
+            )
+        for name, shape in expected.items():
+            self._check_tensor(name, shape)
+
+    def _check_tensor(self, name: str, shape: Shape) -> None:
+        entry = self._entries[name]
+        if entry.shape != shape:
+            raise CheckpointError(
+                f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, config.json calls for {list(shape)}.',
+                hint="config.json and weights must come from the same checkpoint: download both again.",
+            )
+        if entry.dtype not in _FLOATS:
+            raise UnsupportedModel(
+                f'{entry.file}: tensor "{name}" is of type {entry.dtype}, which is not supported.',
+                hint="Use the checkpoint's float32, bfloat16 or float16 version.",
+            )
+
+
+def _read_entries(model_dir: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the folder's weight files; with an index, those that it lists."""
+    index = model_dir / INDEX
+    if not index.is_file():
+        return _merge_headers(_weight_files(model_dir))
+    file_of = _read_index(index)
+    files = sorted({model_dir / file for file in file_of.values()})
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(
+            f"{model_dir} lacks {_listed(absent, 'file')} that {index.name} names.", hint="Download the missing files."
+        )
+    headers = {file.name: _read_header(file) for file in files}
+    if lost := [name for name, file in file_of.items() if name not in headers[file]]:
+        raise CheckpointError(
+            f'{model_dir / file_of[lost[0]]} has no tensor "{lost[0]}" that {index.name} places there.',
+            hint="Download the file and the index again.",
+        )
+    return {name: headers[file][name] for name, file in file_of.items()}
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    if (model_dir / _SINGLE).is_file():
+        return [model_dir / _SINGLE]
+    files = sorted(model_dir.glob("*.safetensors"))
+    if files:
+        return files
+    if pickled := sorted(model_dir.glob("*.bin")) + sorted(model_dir.glob("*.pt")) + sorted(model_dir.glob("*.pth")):
+        raise CheckpointError(
+            f"{model_dir} has its weights only in {_listed([file.name for file in pickled], 'file')} of PyTorch's "
+            "pickle format, which can run code when it is read.",
+            hint="Download the safetensors version, or convert it: load it with transformers and save_pretrained() it.",
+        )
+    raise CheckpointError(f"{model_dir} has no *.safetensors file.", hint="Download the checkpoint's weights.")
+
+
+def _merge_headers(files: list[Path]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in _read_header(file).items():
+            if name in entries:
+                raise CheckpointError(
+                    f'Both {entries[name].file} and {file} have a tensor "{name}", and there is no {INDEX}.',
+                    hint="Keep the files of one checkpoint in the folder, and its index if it has several files.",
+                )
+            entries[name] = entry
+    return entries
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}.", hint=_DOWNLOAD_AGAIN) from error
+    # A path in the index must not lead out of the folder.
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+    ):
+        raise CheckpointError(f'{path}: "weight_map" must map tensor names to file names.', hint=_DOWNLOAD_AGAIN)
+    return weight_map
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors in a safetensors file, with every promise of its header checked against the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", hint="Run `git lfs pull`.")
+        stream.seek(0)
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES + length:
+            raise _truncated(file, _LENGTH_BYTES + length, size)
+        raw = stream.read(length)
+    try:
+        header = {name: item for name, item in json.loads(raw).items() if name != "__metadata__"}
+        entries = {name: _entry(file, item) for name, item in header.items()}
+        end = max((int(item["data_offsets"][1]) for item in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{file} is no safetensors file, or damaged: {error!r}.", hint=_DOWNLOAD_AGAIN) from error
+    if size < (promised := _LENGTH_BYTES + length + end):
+        raise _truncated(file, promised, size)
+    return entries
+
+
+def _entry(file: Path, item: Mapping[str, Any]) -> TensorEntry:
+    begin, end = item["data_offsets"]
+    shape = tuple(int(extent) for extent in item["shape"])
+    return TensorEntry(file=file, dtype=str(item["dtype"]), shape=shape, nbytes=end - begin)
+
+
+def _truncated(file: Path, promised: int, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is truncated or damaged: its header promises {promised:,} bytes, the file has {size:,}.",
+        hint=_DOWNLOAD_AGAIN,
+    )
+
+
+def _missing_hint(missing: list[str]) -> str:
+    if missing == [LM_HEAD]:
+        return 'If the model shares its embedding with the output, set "tie_word_embeddings": true in config.json.'
+    return "Download the missing files, or the config.json that belongs to these weights."
+
+
+def _listed(names: list[str], noun: str) -> str:
+    """``3 tensors ("a", "b", "c")``; names beyond the fifth are counted."""
+    shown = ", ".join(f'"{name}"' for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''} ({shown}{more})"

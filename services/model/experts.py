@@ -1,0 +1,68 @@
+"""The expert part: the weights of some experts of each layer, and the rows that pass through them.
+
+Legend: T rows, D hidden size, K experts chosen per row, E experts held, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_kernels import fused_moe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights:
+    """Experts of one layer that a shard holds; ``w_gate_up_E2FD[i]`` belongs to expert ``expert_ids[i]``."""
+
+    expert_ids: tuple[int, ...]
+    w_gate_up_E2FD: Tensor
+    w_down_EDF: Tensor
+
+
+class ExpertShard:
+    """Some or all experts of the MoE layers of a model. Ids are the model's; those held elsewhere are skipped.
+
+    Args:
+        layers: layer index -> the experts of that layer held here.
+        num_experts: experts per layer in the whole model.
+    """
+
+    def __init__(self, layers: Mapping[int, ExpertWeights], *, num_experts: int) -> None:
+        self._layers = dict(layers)
+        self._slots = {layer: _slot_of_expert(held, num_experts) for layer, held in layers.items()}
+
+    def by_layer(self) -> dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """:meth:`forward` of each layer that has experts here, as an in-process link calls it."""
+        return {layer: partial(self.forward, layer) for layer in self._layers}
+
+    def expert_ids(self, layer: int) -> tuple[int, ...]:
+        return self._layers[layer].expert_ids
+
+    def forward(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """``y_TD``: sum over the slots whose expert is held here of weight x expert(row), in slot order.
+
+        Args:
+            x_TD: rows in the weights' dtype.
+            expert_ids_TK: int64, the model's ids; -1 is skipped.
+            weights_TK: float32.
+        """
+        held = self._layers[layer]
+        slots_E = self._slots[layer]
+        ids_TK = expert_ids_TK
+        if slots_E is not None:
+            ids_TK = torch.where(ids_TK >= 0, slots_E[ids_TK.clamp(min=0)], -1)
+        return fused_moe(x_TD, held.w_gate_up_E2FD, held.w_down_EDF, ids_TK, weights_TK)
+
+
+def _slot_of_expert(held: ExpertWeights, num_experts: int) -> Tensor | None:
+    """Index into the held weights by the model's expert id, -1 where absent; None if they are the same."""
+    if held.expert_ids == tuple(range(num_experts)):
+        return None
+    slots_E = torch.full((num_experts,), -1, dtype=torch.int64, device=held.w_down_EDF.device)
+    slots_E[list(held.expert_ids)] = torch.arange(len(held.expert_ids), device=slots_E.device)
+    return slots_E

@@ -1,0 +1,57 @@
+"""One engine step as the model sees it: the batch manager's plan on its way to the dense part.
+
+Prompt pieces and decode rows of all sequences lie in one flat row dimension without padding (ExpertFlow 4.2).
+Legend: T rows of the step, R rows whose logits are wanted, N KV blocks, B tokens per block, K key/value heads,
+H head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class PagedKV(Protocol):
+    """The paged KV cache that :meth:`DenseModel.attention` writes to and reads from.
+
+    Token ``p`` of a sequence lives in slot ``blocks[p // block_size] * block_size + p % block_size``. A sequence's
+    whole blocks are read, slots beyond its length with weight 0, and 0 x NaN is NaN: a block handed to a sequence
+    must hold finite numbers, zeros at first. Blocks of a sequence whose logits came out as NaN are zeroed before
+    another one gets them.
+    """
+
+    @property
+    def block_size(self) -> int: ...
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """``(k_NBKH, v_NBKH)`` of one layer, contiguous, in the model's dtype and on its device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRows:
+    """The rows ``start .. start + length`` of the step belong to one sequence.
+
+    ``kv_len`` is the sequence's length after this step, so the rows hold the positions ``kv_len - length .. kv_len``.
+    ``blocks`` are its KV blocks in order, at least ``ceil(kv_len / block_size)`` of them. ``length`` 1 is decode,
+    whatever made the row.
+    """
+
+    start: int
+    length: int
+    kv_len: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """One step. All tensors are int64 on the model's device; rows are in the order of ``sequences``."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    sequences: tuple[SequenceRows, ...]
+    logits_rows_R: Tensor

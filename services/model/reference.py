@@ -1,0 +1,138 @@
+"""The oracle: a whole model in float32, written from the definition. No cache, no batch, no fabric, no speed.
+
+It shares the spec, the tensors on disk and the rotary frequencies with the serving path, and no other code.
+Legend: T tokens of one sequence, V vocabulary, D hidden size, E experts, K experts chosen, N query heads, H head
+dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, silu
+
+from services.model.checkpoint import Checkpoint
+from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes, expert_shapes
+from services.model.rope import inverse_frequencies
+from services.model.spec import ModelSpec, load_spec
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOutput:
+    """``router_margin_T``: over the layers with experts, the smallest gap between the probability of the last expert
+    chosen and of the first one not; infinite where all are chosen. A small one means another rounding may choose
+    other experts."""
+
+    logits_TV: Tensor
+    router_margin_T: Tensor
+
+
+class ReferenceModel:
+    """Computes what a checkpoint means. ``tensors`` hold every tensor of the model by its name on disk."""
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+        self.spec = spec
+        self._names = TensorNames(spec.family)
+        self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Self:
+        spec = load_spec(model_dir)
+        with Checkpoint(model_dir, spec) as checkpoint:
+            return cls(spec, {name: checkpoint.read(name).clone() for name in dense_shapes(spec) | expert_shapes(spec)})
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""
+        return self.run(token_ids).logits_TV
+
+    @torch.no_grad()
+    def run(self, token_ids: Sequence[int]) -> ReferenceOutput:
+        x_TD = embedding(torch.tensor(token_ids), self._tensors[EMBED])
+        margin_T = torch.full((len(token_ids),), math.inf)
+        for layer in range(self.spec.num_layers):
+            h_TD = self._norm(x_TD, self._names.layer(layer, "input_layernorm.weight"))
+            x_TD = x_TD + self._attention(layer, h_TD)
+            h_TD = self._norm(x_TD, self._names.layer(layer, "post_attention_layernorm.weight"))
+            if self.spec.layers[layer].kind == "dense":
+                y_TD = self._ffn(self._names.dense_ffn(layer), h_TD)
+            else:
+                y_TD, layer_margin_T = self._experts(layer, h_TD)
+                margin_T = torch.minimum(margin_T, layer_margin_T)
+            x_TD = x_TD + y_TD
+        head_VD = self._tensors[EMBED if self.spec.tie_embeddings else LM_HEAD]
+        return ReferenceOutput(linear(self._norm(x_TD, FINAL_NORM), head_VD), margin_T)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        root = torch.sqrt(x.square().mean(dim=-1, keepdim=True) + self.spec.rms_eps)
+        return x / root * self._tensors[name]
+
+    def _ffn(self, names: FfnNames, h_TD: Tensor) -> Tensor:
+        gate, up, down = self._tensors[names.gate], self._tensors[names.up], self._tensors[names.down]
+        return (silu(h_TD @ gate.T) * (h_TD @ up.T)) @ down.T
+
+    def _attention(self, layer: int, h_TD: Tensor) -> Tensor:
+        spec = self.spec
+        q_NTH, k_NTH, v_NTH = (self._heads(layer, part, h_TD) for part in "qkv")
+        position_T = torch.arange(h_TD.shape[0])
+        distance_TT = position_T[:, None] - position_T[None, :]
+        window = spec.layers[layer].window or h_TD.shape[0]
+        seen_TT = (distance_TT >= 0) & (distance_TT < window)
+        score_NTT = (q_NTH @ k_NTH.transpose(1, 2)) / math.sqrt(spec.head_dim)
+        out_NTH = torch.softmax(score_NTT.masked_fill(~seen_TT, -math.inf), dim=-1) @ v_NTH
+        return self._linear(layer, "o", out_NTH.transpose(0, 1).flatten(1))
+
+    def _heads(self, layer: int, part: str, h_TD: Tensor) -> Tensor:
+        """Queries, keys or values ``[N, T, H]``; a key or value head is repeated for each query that reads it."""
+        spec, norm = self.spec, self._names.layer(layer, f"self_attn.{part}_norm.weight")
+        x_TO = self._linear(layer, part, h_TD)
+        if spec.qk_norm == "projection" and part != "v":
+            x_TO = self._norm(x_TO, norm)
+        if spec.clip_qkv is not None:
+            x_TO = x_TO.clamp(-spec.clip_qkv, spec.clip_qkv)
+        x_TNH = x_TO.view(h_TD.shape[0], -1, spec.head_dim)
+        if spec.qk_norm == "head" and part != "v":
+            x_TNH = self._norm(x_TNH, norm)
+        x_NTH = x_TNH.transpose(0, 1)
+        if part != "v":
+            x_NTH = self._rotated(x_NTH)
+        return x_NTH.repeat_interleave(spec.num_heads // x_NTH.shape[0], dim=0)
+
+    def _rotated(self, x_NTH: Tensor) -> Tensor:
+        """Dimensions i and i + H/2 as a complex number, turned by position x frequency."""
+        rope = self.spec.rope
+        angle_TI = torch.outer(torch.arange(x_NTH.shape[1]).float(), inverse_frequencies(rope, self.spec.head_dim))
+        turn_TI = torch.polar(torch.full_like(angle_TI, rope.attention_factor), angle_TI)
+        real_NTI, imaginary_NTI = x_NTH.contiguous().chunk(2, dim=-1)
+        turned_NTI = torch.complex(real_NTI, imaginary_NTI) * turn_TI
+        return torch.cat((turned_NTI.real, turned_NTI.imag), dim=-1)
+
+    def _experts(self, layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the chosen experts, and the shared one, add to each token; and how clear the choice was."""
+        probability_TE = torch.softmax(h_TD @ self._tensors[self._names.router(layer)].T, dim=-1)
+        ranked_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
+        top_k = self.spec.top_k
+        weight_TK, expert_TK = ranked_TE[:, :top_k], expert_TE[:, :top_k]
+        if self.spec.router.renormalise:
+            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+        y_TD = torch.zeros_like(h_TD)
+        for expert in sorted(set(expert_TK.flatten().tolist())):
+            token, slot = (expert_TK == expert).nonzero(as_tuple=True)
+            y_TD[token] += weight_TK[token, slot, None] * self._ffn(self._names.expert(layer, expert), h_TD[token])
+        if self.spec.shared_ffn:
+            gate_T1 = torch.sigmoid(h_TD @ self._tensors[self._names.shared_gate(layer)].T)
+            y_TD = y_TD + gate_T1 * self._ffn(self._names.shared_expert(layer), h_TD)
+        all_chosen = top_k == self.spec.num_experts
+        margin_T = ranked_TE[:, top_k - 1] - (-math.inf if all_chosen else ranked_TE[:, top_k])
+        return y_TD, margin_T
+
+    def _linear(self, layer: int, part: str, h_TD: Tensor) -> Tensor:
+        prefix = self._names.layer(layer, f"self_attn.{part}_proj")
+        y_TO = h_TD @ self._tensors[f"{prefix}.weight"].T
+        bias = self._tensors.get(f"{prefix}.bias")
+        return y_TO if bias is None else y_TO + bias

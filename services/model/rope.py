@@ -1,0 +1,63 @@
+"""Rotary position embedding: positions in, cos and sin out; queries and keys in, rotated ones out.
+
+Legend: T rows, N heads, H head dimension, I = H / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from services.model.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Angle per position of each dimension pair: float32 ``[I]``, on the CPU."""
+    exponent_I = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequency_I = 1.0 / rope.theta**exponent_I
+    if rope.kind == "linear":
+        return frequency_I / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, frequency_I)
+    if rope.kind == "yarn":
+        return _yarn(rope, frequency_I, head_dim)
+    return frequency_I
+
+
+def cos_sin(positions_T: Tensor, frequency_I: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``."""
+    angle_TI = positions_T.unsqueeze(1).float() * frequency_I
+    cos_TI, sin_TI = angle_TI.cos() * attention_factor, angle_TI.sin() * attention_factor
+    return torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1), torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
+
+
+def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """Each pair (i, i + H/2) of ``x`` turned by its angle (Su et al. 2021, eq. 34, pairs split in halves)."""
+    swapped_TNH = x_TNH.roll(x_TNH.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_TNH * cos_T1H, swapped_TNH, sin_T1H)
+
+
+def _llama3(rope: RopeSpec, frequency_I: Tensor) -> Tensor:
+    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended (Llama 3.1)."""
+    turns_I = rope.original_max_position * frequency_I / (2 * math.pi)
+    kept_I = ((turns_I - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return frequency_I * (kept_I + (1 - kept_I) / rope.factor)
+
+
+def _yarn(rope: RopeSpec, frequency_I: Tensor, head_dim: int) -> Tensor:
+    """NTK-by-parts (Peng et al. 2023, section 3.2): dimensions that turn often are kept, the others stretched."""
+
+    def dimension_of(turns: float) -> float:
+        """The (fractional) dimension that makes ``turns`` turns over the original length."""
+        wavelength = rope.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp_I = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    kept_I = 1 - ramp_I.clamp(0, 1)
+    return frequency_I * (kept_I + (1 - kept_I) / rope.factor)

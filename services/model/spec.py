@@ -1,0 +1,133 @@
+"""What a checkpoint is, in numbers: ``config.json`` on its way to every role. Torch-free, so the gateway reads it too.
+
+:class:`ModelSpec` is flag-driven: the layers ask what a model has (``qk_norm``, ``shared_ffn``), never which family
+it is. Only ``families.py`` and ``names.py`` know families by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DType = Literal["float32", "bfloat16", "float16"]
+QKNorm = Literal["none", "head", "projection"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """Rotary embedding. Fields beyond ``theta`` matter to the kinds that name them.
+
+    ``attention_factor`` multiplies cos and sin (yarn); ``original_max_position`` is the length before scaling.
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSpec:
+    """The flags of :func:`moe_kernels.route` that a family fixes."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    order: Literal["score_first", "choose_first"] = "score_first"
+    renormalise: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One decoder layer. ``window`` counts the positions a token sees, itself included; None is all of them."""
+
+    kind: Literal["moe", "dense"]
+    window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A supported checkpoint. Widths in elements; 0 where the model has no such part.
+
+    ``eos_token_ids`` end a sequence unless the request says otherwise. ``fingerprint`` names config and weight files
+    together: equal fingerprints may serve one request one after the other.
+    """
+
+    family: str
+    dtype: DType
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_eps: float
+    rope: RopeSpec
+    layers: tuple[LayerSpec, ...]
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: QKNorm
+    clip_qkv: float | None
+    num_experts: int
+    top_k: int
+    expert_ffn: int
+    dense_ffn: int
+    shared_ffn: int
+    router: RouterSpec
+    tie_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str = ""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have experts."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.kind == "moe")
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def load_spec(model_dir: Path) -> ModelSpec:
+    """The spec of the checkpoint in ``model_dir``. Reads no weights.
+
+    Raises:
+        CheckpointError: ``config.json`` is missing, damaged or contradicts itself.
+        UnsupportedModel: the architecture, or something the config switches on, is not implemented.
+    """
+    from services.model.families import spec_from_config  # families builds on the types above
+
+    spec = spec_from_config(model_dir)
+    return dataclasses.replace(spec, fingerprint=_fingerprint(spec, model_dir))
+
+
+def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
+    """Hash of the spec and of the names and sizes of the weights, or of their index where there is one."""
+    index = model_dir / INDEX
+    if index.is_file():
+        weights = [index.read_bytes().hex()]
+    else:
+        weights = [f"{file.name}:{file.stat().st_size}" for file in sorted(model_dir.glob("*.safetensors"))]
+    content = json.dumps([dataclasses.asdict(spec), weights], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,191 @@
+"""Checkpoint -> the dense part's weights, or those of some experts. Each role reads only its own part.
+
+Tensors are copied one at a time from the mapped files into their final place, fused and in the serving dtype, so
+the peak is the weights themselves. Legend: V vocabulary, D hidden size, O rows of the fused projection, F width of a
+feed-forward network, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.errors import CheckpointError
+from services.model.checkpoint import Checkpoint
+from services.model.experts import ExpertWeights
+from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
+from services.model.progress import NoProgress, Progress
+from services.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnWeights:
+    """``down(silu(gate x) * (up x))``, gate rows above up rows."""
+
+    gate_up_2FD: Tensor
+    down_DF: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads.
+
+    ``ffn`` is the layer's only network or its shared expert. The router stays float32: bfloat16 logits tie.
+    """
+
+    attention_norm_D: Tensor
+    qkv_OD: Tensor
+    qkv_bias_O: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o_DO: Tensor
+    o_bias_D: Tensor | None
+    ffn_norm_D: Tensor
+    ffn: FfnWeights | None
+    shared_gate_1D: Tensor | None
+    router_ED: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseWeights:
+    """Everything but the experts. With tied embeddings ``lm_head_VD`` is ``embed_VD``."""
+
+    embed_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_D: Tensor
+    lm_head_VD: Tensor
+
+
+def load_dense(
+    model_dir: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> DenseWeights:
+    """The dense part, on ``device`` in ``dtype``.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
+    """
+    with Checkpoint(model_dir, spec) as checkpoint:
+        reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
+        reader.progress.begin("dense weights", checkpoint.nbytes(dense_shapes(spec)))
+        embed_VD = reader.tensor(EMBED)
+        return DenseWeights(
+            embed_VD=embed_VD,
+            layers=tuple(_dense_layer(reader, spec, layer) for layer in range(spec.num_layers)),
+            norm_D=reader.tensor(FINAL_NORM),
+            lm_head_VD=embed_VD if spec.tie_embeddings else reader.tensor(LM_HEAD),
+        )
+
+
+def load_experts(
+    model_dir: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: Mapping[int, Sequence[int]] | None = None,
+    progress: Progress | None = None,
+) -> dict[int, ExpertWeights]:
+    """Experts by layer, on ``device`` in ``dtype``.
+
+    Args:
+        experts: layer -> the ids wanted of it, in the order they are to be stacked; None is all of every layer.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
+    """
+    wanted = experts if experts is not None else {layer: range(spec.num_experts) for layer in spec.moe_layers}
+    names = TensorNames(spec.family)
+    ffns = {layer: [names.expert(layer, expert) for expert in ids] for layer, ids in wanted.items()}
+    with Checkpoint(model_dir, spec) as checkpoint:
+        reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
+        every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
+        reader.progress.begin("expert weights", checkpoint.nbytes(every_name))
+        return {layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer]) for layer in wanted}
+
+
+class _Reader:
+    """Copies tensors to where they are served from, and counts the bytes."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+        self.progress = progress
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def tensor(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+        shape = self._checkpoint.shape_of(name)
+        return self.into(torch.empty(shape, dtype=dtype or self._dtype, device=self._device), name)
+
+    def into(self, target: Tensor, name: str) -> Tensor:
+        """``target``, filled with the tensor called ``name``."""
+        source = self._checkpoint.read(name)
+        target.copy_(source)
+        if target.dtype == torch.float16 and source.dtype != torch.float16 and not target.isfinite().all():
+            raise CheckpointError(
+                f'{self._checkpoint.file_of(name)}: "{name}" has values beyond float16\'s range.',
+                hint="Serve it with --dtype bfloat16 or float32.",
+            )
+        self.progress.advance(self._checkpoint.nbytes([name]))
+        return target
+
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        """Tensors of ``rows`` rows each, one below the other."""
+        fused = self.empty(sum(rows), *columns)
+        for name, part in zip(names, fused.split_with_sizes(list(rows)), strict=True):
+            self.into(part, name)
+        return fused
+
+    def ffn(self, names: FfnNames, width: int, ffn: int) -> FfnWeights:
+        return FfnWeights(
+            gate_up_2FD=self.stacked((names.gate, names.up), (ffn, ffn), width), down_DF=self.tensor(names.down)
+        )
+
+
+def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
+    names = TensorNames(spec.family)
+
+    def name(part: str) -> str:
+        return names.layer(layer, part)
+
+    projections = ("q_proj", "k_proj", "v_proj")
+    sizes = (spec.q_size, spec.kv_size, spec.kv_size)
+    has_experts = spec.layers[layer].kind == "moe"
+    shared = has_experts and spec.shared_ffn > 0
+    ffn: FfnWeights | None = None
+    if not has_experts:
+        ffn = reader.ffn(names.dense_ffn(layer), spec.hidden_size, spec.dense_ffn)
+    elif shared:
+        ffn = reader.ffn(names.shared_expert(layer), spec.hidden_size, spec.shared_ffn)
+    biases = [name(f"self_attn.{part}.bias") for part in projections]
+    return LayerWeights(
+        attention_norm_D=reader.tensor(name("input_layernorm.weight")),
+        qkv_OD=reader.stacked([name(f"self_attn.{part}.weight") for part in projections], sizes, spec.hidden_size),
+        qkv_bias_O=reader.stacked(biases, sizes) if spec.qkv_bias else None,
+        q_norm=reader.tensor(name("self_attn.q_norm.weight")) if spec.qk_norm != "none" else None,
+        k_norm=reader.tensor(name("self_attn.k_norm.weight")) if spec.qk_norm != "none" else None,
+        o_DO=reader.tensor(name("self_attn.o_proj.weight")),
+        o_bias_D=reader.tensor(name("self_attn.o_proj.bias")) if spec.o_bias else None,
+        ffn_norm_D=reader.tensor(name("post_attention_layernorm.weight")),
+        ffn=ffn,
+        shared_gate_1D=reader.tensor(names.shared_gate(layer)) if shared else None,
+        router_ED=reader.tensor(names.router(layer), dtype=torch.float32) if has_experts else None,
+    )
+
+
+def _expert_layer(
+    reader: _Reader, spec: ModelSpec, expert_ids: tuple[int, ...], ffns: Sequence[FfnNames]
+) -> ExpertWeights:
+    count, width, ffn = len(expert_ids), spec.hidden_size, spec.expert_ffn
+    w_gate_up_E2FD, w_down_EDF = reader.empty(count, 2 * ffn, width), reader.empty(count, width, ffn)
+    for slot, names in enumerate(ffns):
+        reader.into(w_gate_up_E2FD[slot, :ffn], names.gate)
+        reader.into(w_gate_up_E2FD[slot, ffn:], names.up)
+        reader.into(w_down_EDF[slot], names.down)
+    return ExpertWeights(expert_ids=expert_ids, w_gate_up_E2FD=w_gate_up_E2FD, w_down_EDF=w_down_EDF)

@@ -1,0 +1,136 @@
+"""The connection to Redis: its options, the check of the server, and the errors it maps to."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from services.errors import ConfigError, QueueUnavailable
+
+SOCKET_TIMEOUT_S = 5.0
+"""A server that is silent for this long counts as away."""
+MAX_BLOCK_MS = 2_000
+"""Longest blocking read; well under the socket timeout, which would end it as an error otherwise."""
+MIN_VERSION = (6, 2)
+_SCHEMES = ("redis", "rediss", "unix")
+_REFUSALS = {
+    "OOM": "is out of memory; raise its maxmemory",
+    "MISCONF": "cannot write to its disk; see its log",
+    "READONLY": "is a read-only replica; point --redis-url at the primary",
+    "LOADING": "is loading its data",
+    "BUSY": "is busy with a script",
+    "MASTERDOWN": "has lost its primary",
+    "CLUSTERDOWN": "has lost its cluster",
+    "TRYAGAIN": "is moving its data",
+    "NOREPLICAS": "has too few replicas to accept writes",
+    "UNBLOCKED": "changed its role",
+}
+_CREDENTIALS = (AuthenticationError, NoPermissionError)
+_log = logging.getLogger(__name__)
+
+
+def connect(url: str, *, max_connections: int = 64) -> Redis:
+    """A client for ``redis://``, ``rediss://`` or ``unix://`` URLs (user and password in the URL). Connects lazily.
+
+    Nothing is retried inside, so a call whose outcome is unknown is seen as such. A caller waits for a free connection
+    when ``max_connections`` are in use. Raises ConfigError for another URL.
+    """
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "health_check_interval": 15,
+    }
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES:
+        raise ConfigError(
+            f"{scheme or 'no scheme'!r} is not a scheme of a Redis URL.",
+            hint="Use redis://host:port/0, rediss://host:port/0 (TLS) or unix:///path/to/redis.sock.",
+        )
+    if scheme != "unix":
+        options["socket_keepalive"] = True
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url, max_connections=max_connections, timeout=SOCKET_TIMEOUT_S, **options
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"The Redis URL is malformed: {error}.") from error
+    return Redis.from_pool(pool)
+
+
+async def check_server(redis: Redis) -> None:
+    """Raises ConfigError where the server is older than 6.2 or refuses the password; QueueUnavailable if it is away.
+
+    Warns where the server may evict keys or keeps no append-only file.
+    """
+    with queue_errors():
+        try:
+            info = await redis.info()
+        except (RedisConnectionError, NoPermissionError) as error:
+            if not isinstance(error, _CREDENTIALS) and not isinstance(error.__cause__, _CREDENTIALS):
+                raise
+            raise ConfigError(
+                f"Redis refuses the credentials: {error}.", hint="Put them into the URL: redis://user:password@host."
+            ) from error
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+        raise ConfigError(f"Redis {version} is too old.", hint="Version 6.2 or later is needed.")
+    if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
+        _log.warning(
+            "Redis may evict keys (maxmemory-policy %s): requests would be lost. Set maxmemory-policy noeviction.",
+            info.get("maxmemory_policy"),
+        )
+    private = not info.get("tcp_port")  # an embedded server on its Unix socket: gateways admit anew what it loses
+    if not info.get("aof_enabled") and not private:
+        _log.warning("Redis keeps no append-only file: a restart loses queued requests. Set appendonly yes.")
+
+
+@contextmanager
+def queue_errors() -> Iterator[None]:
+    """Raises QueueUnavailable for any error that says Redis is away, loading, full or read-only."""
+    try:
+        yield
+    except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        reason = _refusal(error) or f"does not answer ({type(error).__name__}: {error})"
+        raise _unavailable(reason) from error
+    except ResponseError as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        raise _unavailable(refusal) from error
+    except RedisError as error:
+        raise _unavailable(f"failed ({type(error).__name__}: {error})") from error
+
+
+async def command(redis: Redis, *arguments: bytes | str | int | float) -> Any:
+    """The reply to one command. Raises QueueUnavailable."""
+    with queue_errors():
+        return await redis.execute_command(*arguments)  # type: ignore[no-untyped-call]
+
+
+def _unavailable(reason: str) -> QueueUnavailable:
+    return QueueUnavailable(f"The queue is unavailable: Redis {reason}.", retry_after_s=1)
+
+
+def _refusal(error: Exception) -> str | None:
+    """What a server that answers with a refusal says. The client strips codes it knows; scripts wrap them."""
+    code = getattr(error, "status_code", None)
+    words = [code, *re.findall(r"\b[A-Z]{3,}\b", str(error))]
+    return next((_REFUSALS[word] for word in words if word in _REFUSALS), None)

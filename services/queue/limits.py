@@ -1,0 +1,65 @@
+"""Bounds and lifetimes of what the queue keeps in Redis, in one value that every side is built with.
+
+All processes of a namespace should use equal values; a difference is harmless to safety (each script call applies
+its caller's values) and shows only as uneven bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.config import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantLimits:
+    """What one API key may do. None switches a limit off."""
+
+    concurrency: int | None = None
+    """Requests admitted and not ended."""
+    requests_per_minute: float | None = None
+    burst: int | None = None
+    """Requests that may come at once before the rate applies; None: as many as ``requests_per_minute``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueLimits:
+    """Bounds of the queue. Counts are whole requests or tokens (prompt + max_tokens), times are seconds."""
+
+    max_requests: int = 1024
+    """Queued requests: admitted and not claimed."""
+    max_tokens: int = 4_000_000
+    """Queued tokens. A request larger than this is admitted to an empty queue only."""
+    quantum: int = 1024
+    """Tokens that a tenant may start per round of deficit round-robin."""
+    refund_quanta: int = 4
+    """A refund of unused tokens lifts a tenant's deficit to at most this many quanta."""
+    lease_s: float = 6.0
+    max_attempts: int = 3
+    tombstone_s: float = 30.0
+    """How long an ended request is remembered, to refuse late results."""
+    lost_s: float = 60.0
+    """How long a lost attempt waits to be resubmitted before the request is given up."""
+    record_grace_s: float = 3600.0
+    """A live record expires this long after its deadline unless a worker keeps renewing its lease."""
+    idempotency_s: float = 3600.0
+    stream_entries: int = 16_384
+    """Entries kept in a result stream or an inbox that nobody reads."""
+    stream_s: float = 600.0
+    """A stream and a worker's keys expire when nobody has written or renewed for this long."""
+    max_dead_letters: int = 256
+    dead_letter_s: float = 7 * 86_400.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> QueueLimits:
+        """The limits that ``settings`` ask for."""
+        return cls(
+            max_requests=settings.max_queued_requests,
+            max_tokens=settings.max_queued_tokens,
+            quantum=settings.fair_quantum,
+            lease_s=settings.lease,
+            max_attempts=settings.max_attempts,
+            tombstone_s=5 * settings.lease,
+            lost_s=max(10 * settings.lease, 30.0),
+            idempotency_s=settings.idempotency_ttl,
+        )

@@ -1,0 +1,68 @@
+-- Library (needs base): bounds on what is admitted, and how long to wait where they refuse.
+-- drain: how fast the queue empties (tokens per ms assigned, decaying mean) and how long requests take (ms).
+local DRAIN_MS = 30000
+
+local function note_assigned(tokens)
+  local key = P .. 'drain'
+  local v = redis.call('HMGET', key, 'rate', 'at', 'since')
+  local kept = (tonumber(v[1]) or 0) * math.exp(-(NOW - (tonumber(v[2]) or NOW)) / DRAIN_MS)
+  redis.call('HSET', key, 'rate', kept + tokens / DRAIN_MS, 'at', NOW, 'since', v[3] or NOW)
+  redis.call('PEXPIRE', key, 10 * DRAIN_MS)
+end
+
+local function note_ended(r)
+  local mean = tonumber(redis.call('HGET', P .. 'drain', 'service')) or (NOW - r.admitted)
+  redis.call('HSET', P .. 'drain', 'service', mean + 0.1 * (NOW - r.admitted - mean))
+  redis.call('PEXPIRE', P .. 'drain', 10 * DRAIN_MS)
+end
+
+-- Ms until the queue has started that many tokens, by its recent speed.
+local function drain_ms(tokens)
+  local v = redis.call('HMGET', P .. 'drain', 'rate', 'at', 'since')
+  if not v[1] then return 5000 end
+  local age = NOW - tonumber(v[3])
+  local seen = 1 - math.exp(-math.max(age, 1000) / DRAIN_MS) -- the mean starts from zero: correct for its youth
+  local rate = tonumber(v[1]) * math.exp(-(NOW - tonumber(v[2])) / DRAIN_MS) / seen
+  return tokens / math.max(rate, 1e-6)
+end
+
+local function refuse_queue(requests, tokens)
+  local v = redis.call('HMGET', P .. 'queue:stats', 'requests', 'tokens')
+  local queued, queued_tokens = tonumber(v[1]) or 0, tonumber(v[2]) or 0
+  local excess = queued + requests - C.max_requests
+  if excess > 0 then
+    local mean = (queued_tokens + tokens) / (queued + requests)
+    return { 'requests', drain_ms(excess * mean), queued }
+  end
+  excess = queued_tokens + tokens - C.max_tokens
+  if excess > 0 and queued > 0 then return { 'tokens', drain_ms(excess), queued_tokens } end
+end
+
+local function refuse_concurrency(tenant, requests, limit)
+  local key = P .. 'tenant:' .. tenant
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', NOW)
+  local live = redis.call('ZCARD', key)
+  if live + requests <= limit then return nil end
+  local service = tonumber(redis.call('HGET', P .. 'drain', 'service')) or 5000
+  return { 'concurrency', service / math.max(limit, 1), live }
+end
+
+-- Generic cell rate algorithm: rate:<tenant> is the time at which the allowance will be whole again.
+local function refuse_rate(tenant, requests, interval_ms, burst)
+  local key = P .. 'rate:' .. tenant
+  local whole = math.max(tonumber(redis.call('GET', key)) or NOW, NOW) + requests * interval_ms
+  local wait = whole - math.max(burst, requests) * interval_ms - NOW
+  if wait > 0 then return { 'rate', wait, 0 } end
+  redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
+end
+
+-- Nil if the tenant may add requests of that many tokens (then its rate is charged), else {bound, wait in ms, count}.
+-- limits: concurrency (-1: none), ms between requests (0: no rate), burst.
+local function refuse(tenant, requests, tokens, limits)
+  local concurrency, interval_ms, burst = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
+  local refusal = refuse_queue(requests, tokens)
+  if not refusal and concurrency >= 0 then refusal = refuse_concurrency(tenant, requests, concurrency) end
+  if not refusal and interval_ms > 0 then refusal = refuse_rate(tenant, requests, interval_ms, burst) end
+  if refusal then refusal[2] = math.ceil(refusal[2]) end
+  return refusal
+end

@@ -1,0 +1,42 @@
+--@use base queue life admission
+-- Moves claimed requests to workers, within the workers' leases and credit.
+-- ARGV: limits, epoch, then per request id, attempt, worker, Assign message
+-- Returns per request the ms that it waited in the queue, or -1 if it was not assigned.
+-- Guarantees: -1 means that the request is back at its place, or was no longer the leader's (cancelled, taken back).
+local fenced = stale(ARGV[2])
+if fenced then return fenced end
+
+-- The lease in ms that the worker gives, or nil if it is gone or has no credit for r.
+local function credit(r, worker)
+  local lease = tonumber(redis.call('ZSCORE', P .. 'workers', worker))
+  if not lease or lease <= NOW then return nil end
+  local fields = { 'lease_ms', 'credit_tokens', 'credit_requests', 'outstanding_tokens' }
+  local v = redis.call('HMGET', P .. 'worker:' .. worker, unpack(fields))
+  if not v[1] then return nil end
+  local requests = redis.call('HLEN', P .. 'held:' .. worker)
+  if requests >= tonumber(v[3]) then return nil end
+  if requests > 0 and tonumber(v[4]) + r.cost > tonumber(v[2]) then return nil end
+  return tonumber(v[1])
+end
+
+local answer = {}
+for i = 3, #ARGV, 4 do
+  local r, worker = load_record(ARGV[i]), ARGV[i + 2]
+  local ours = r and r.state == 'claimed' and r.holder == ARGV[2] and r.attempt == tonumber(ARGV[i + 1])
+  local lease_ms = ours and credit(r, worker)
+  if lease_ms then
+    redis.call('ZREM', P .. 'claims', r.id)
+    set(r, 'state', 'running', 'holder', worker)
+    redis.call('HSET', P .. 'held:' .. worker, r.id, r.cost)
+    redis.call('PEXPIRE', P .. 'held:' .. worker, C.stream_ms)
+    redis.call('HINCRBY', P .. 'worker:' .. worker, 'outstanding_tokens', r.cost)
+    redis.call('ZADD', P .. 'leases', NOW + lease_ms, r.id)
+    append(P .. 'inbox:' .. worker, 'm', ARGV[i + 3])
+    note_assigned(r.cost)
+  elseif ours then
+    requeue(r)
+  end
+  answer[#answer + 1] = lease_ms and NOW - r.queued_at or -1
+end
+settle_undone()
+return answer

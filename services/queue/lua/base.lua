@@ -1,0 +1,72 @@
+-- Library: clock, record access, wake-up, and the events that the queue itself writes.
+-- P is the key prefix of the namespace, C the caller's limits (msgpack map in ARGV[1]), NOW Redis TIME in ms.
+local P = KEYS[1]
+local C = cmsgpack.unpack(ARGV[1])
+local TIME = redis.call('TIME')
+local NOW = TIME[1] * 1000 + math.floor(TIME[2] / 1000)
+
+local FIELDS = {
+  'state', 'attempt', 'failures', 'holder', 'seq', 'deadline', 'tenant', 'priority', 'cost', 'budget',
+  'delivered', 'streamed', 'reply_to', 'admitted', 'queued_at', 'cancelled',
+}
+local NUMBERS = {
+  'attempt', 'failures', 'deadline', 'priority', 'cost', 'budget', 'delivered', 'admitted', 'queued_at',
+}
+
+-- The record of a request as a table, or nil. An ended one (state done) has attempt, reply_to and cancelled only.
+local function load_record(id)
+  local values = redis.call('HMGET', P .. 'req:' .. id, unpack(FIELDS))
+  if not values[1] then return nil end
+  local r = { id = id }
+  for i, field in ipairs(FIELDS) do r[field] = values[i] or '' end
+  for _, field in ipairs(NUMBERS) do r[field] = tonumber(r[field]) or 0 end
+  return r
+end
+
+local function set(r, ...)
+  redis.call('HSET', P .. 'req:' .. r.id, ...)
+end
+
+-- Lengthens a key's life to at least ms from now; never shortens it.
+local function extend(key, ms)
+  if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
+end
+
+local function record_ms(r)
+  return math.max(r.deadline - NOW, 0) + C.grace_ms
+end
+
+local function wake()
+  if redis.call('EXISTS', P .. 'wake') == 0 then
+    redis.call('LPUSH', P .. 'wake', 1)
+    redis.call('PEXPIRE', P .. 'wake', 60000)
+  end
+end
+
+local function append(key, ...)
+  redis.call('XADD', key, 'MAXLEN', '~', C.stream_entries, '*', ...)
+  redis.call('PEXPIRE', key, C.stream_ms)
+end
+
+-- [["lost", id, attempt, reason]], as services.messages encodes a list of one AttemptLost.
+local function send_lost(r, reason)
+  append(P .. 'results:' .. r.reply_to, r.id, cmsgpack.pack({ { 'lost', r.id, r.attempt, reason } }))
+end
+
+-- [["token", id, attempt, index, nil, finish, nil, nil, error, 0]]: a TokenEvent without a token. error is msgpack.
+local function send_end(r, finish, error)
+  local null = '\192'
+  append(
+    P .. 'results:' .. r.reply_to,
+    r.id,
+    '\145\154' .. cmsgpack.pack('token', r.id, r.attempt, r.delivered) .. null .. cmsgpack.pack(finish)
+      .. null .. null .. (error or null) .. cmsgpack.pack(0)
+  )
+end
+
+-- An error reply unless epoch leads. Scripts return it before they change anything.
+local function stale(epoch)
+  if redis.call('GET', P .. 'leader:epoch') ~= epoch then
+    return redis.error_reply('STALELEADER another scheduler leads')
+  end
+end

@@ -1,0 +1,11 @@
+--@use base member
+-- Registers a gateway or renews its lease.
+-- ARGV: limits, incarnation, lease ms, model fingerprint or ''
+-- Returns OK, or the error FINGERPRINT, having changed nothing.
+local mismatch = claim_model(ARGV[4], ARGV[3])
+if mismatch then return mismatch end
+redis.call('ZADD', P .. 'gateways', NOW + tonumber(ARGV[3]), ARGV[2])
+if redis.call('EXISTS', P .. 'results:' .. ARGV[2]) == 1 then
+  redis.call('PEXPIRE', P .. 'results:' .. ARGV[2], C.stream_ms)
+end
+return redis.status_reply('OK')

@@ -1,0 +1,29 @@
+--@use base queue life admission
+-- Writes one engine step's events: one stream entry per gateway, with one field per request.
+-- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1), events (msgpack)
+-- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's.
+-- Guarantees: events and end are one atomic step; refused events are written nowhere.
+local worker, refused, entries, ended = ARGV[2], {}, {}, {}
+for i = 3, #ARGV, 4 do
+  local id, attempt = ARGV[i], ARGV[i + 1]
+  local v = redis.call('HMGET', P .. 'req:' .. id, 'state', 'attempt', 'holder', 'reply_to', 'streamed')
+  if v[1] == 'running' and v[2] == attempt and v[3] == worker then
+    local entry = entries[v[4]] or {}
+    entries[v[4]] = entry
+    entry[#entry + 1] = id
+    entry[#entry + 1] = ARGV[i + 3]
+    if v[5] == '' then redis.call('HSET', P .. 'req:' .. id, 'streamed', '1') end
+    if ARGV[i + 2] ~= '-1' then ended[#ended + 1] = i end
+  else
+    refused[#refused + 1] = (i - 3) / 4
+  end
+end
+for gateway, entry in pairs(entries) do append(P .. 'results:' .. gateway, unpack(entry)) end
+for _, i in ipairs(ended) do
+  local r = load_record(ARGV[i])
+  detach(r)
+  refund(r, r.budget - tonumber(ARGV[i + 2]))
+  note_ended(r)
+  conclude(r, 0)
+end
+return refused

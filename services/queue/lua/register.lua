@@ -1,0 +1,14 @@
+--@use base member
+-- Enters a worker into the registry, or renews all that is known of it.
+-- ARGV: limits, worker, lease ms, info, model fingerprint, credit tokens, credit requests
+-- Returns OK, or the error FINGERPRINT, having changed nothing.
+local worker, lease_ms = P .. 'worker:' .. ARGV[2], tonumber(ARGV[3])
+local mismatch = claim_model(ARGV[5], lease_ms)
+if mismatch then return mismatch end
+redis.call('ZADD', P .. 'workers', NOW + lease_ms, ARGV[2])
+redis.call('HSET', worker, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5],
+  'credit_tokens', ARGV[6], 'credit_requests', ARGV[7])
+redis.call('HSETNX', worker, 'outstanding_tokens', 0)
+redis.call('PEXPIRE', worker, C.stream_ms)
+wake()
+return redis.status_reply('OK')

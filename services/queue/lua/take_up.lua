@@ -1,0 +1,40 @@
+--@use base queue life admission
+-- Moves a request to another gateway, whose client came back with the same Idempotency-Key.
+-- ARGV: limits, id, reply_to, timeout ms, concurrency, interval ms, burst, tenant, priority, cost, budget, body
+-- Returns {'ok', attempt, deadline} or {bound, wait in ms, count}.
+-- Guarantees: a request of which nothing was published keeps attempt and place; another starts from scratch as a later
+-- attempt; one that ended or is unknown is admitted under the limits. The former gateway hears 'cancelled'.
+local reply_to, deadline = ARGV[3], NOW + tonumber(ARGV[4])
+local r = load_record(ARGV[2])
+if not r or r.state == 'done' then
+  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), { ARGV[5], ARGV[6], ARGV[7] })
+  if refusal then return refusal end
+  local attempt = r and r.attempt + 1 or 1
+  redis.call('DEL', P .. 'req:' .. ARGV[2])
+  create({
+    id = ARGV[2], attempt = attempt, reply_to = reply_to, tenant = ARGV[8], priority = ARGV[9],
+    cost = tonumber(ARGV[10]), budget = ARGV[11], delivered = 0, deadline = deadline,
+  }, ARGV[12])
+  wake()
+  return { 'ok', attempt, deadline }
+end
+if r.reply_to ~= reply_to then
+  if redis.call('ZSCORE', P .. 'gateways', r.reply_to) then send_end(r, 'cancelled') end
+  redis.call('SREM', P .. 'owned:' .. r.reply_to, r.id)
+  r.reply_to = reply_to
+  set(r, 'reply_to', reply_to)
+  own(r)
+end
+local untouched = r.streamed == '' and r.delivered == 0
+if untouched and r.state ~= 'lost' then return { 'ok', r.attempt, r.deadline } end
+if not untouched then
+  if r.state == 'running' then tell_worker(r) end
+  if r.state == 'running' or r.state == 'claimed' then refund(r, r.cost) end
+  r.attempt = r.attempt + 1
+end
+detach(r)
+if r.deadline <= NOW then r.deadline = deadline end
+set(r, 'body', ARGV[12], 'delivered', 0, 'deadline', r.deadline)
+enqueue(r, 0)
+wake()
+return { 'ok', r.attempt, r.deadline }

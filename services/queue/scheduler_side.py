@@ -1,0 +1,212 @@
+"""The scheduler's side of the queue: leadership, claims in fair order, assignment, and repair of what was lost.
+
+Every call that changes something carries the leader's epoch and raises :class:`StaleLeader`, having changed nothing,
+once another leader was elected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from redis.asyncio import Redis
+
+from services.errors import ErrorInfo, InternalError
+from services.messages import Assign, GenerateRequest, WorkerInfo, decode_request, decode_worker, encode
+from services.queue.connect import MAX_BLOCK_MS, command, queue_errors
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scripts import Argument, Scripts, milliseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerState:
+    """A live worker and how much of its credit is in use. Tokens are prompt + max_tokens of unfinished requests."""
+
+    info: WorkerInfo
+    outstanding_tokens: int
+    outstanding_requests: int
+    credit_tokens: int
+    credit_requests: int
+
+    def has_credit(self, cost: int) -> bool:
+        """Whether :meth:`SchedulerQueue.assign` would accept a request of ``cost`` tokens."""
+        idle = self.outstanding_requests == 0
+        return self.outstanding_requests < self.credit_requests and (
+            idle or self.outstanding_tokens + cost <= self.credit_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The outcome of one assignment; true if it was made."""
+
+    queued_s: float | None
+    """How long the request had waited in the queue; None if it was not assigned."""
+
+    def __bool__(self) -> bool:
+        return self.queued_s is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReapReport:
+    """What one :meth:`SchedulerQueue.reap` did, in requests unless said otherwise."""
+
+    expired: int = 0
+    """Ended with DeadlineExceeded in the queue."""
+    requeued: int = 0
+    """Claims of an older epoch or of a leader that forgot them, back in the queue."""
+    lost: int = 0
+    """AttemptLost was written."""
+    dead: int = 0
+    """Moved to the dead-letter list."""
+    abandoned: int = 0
+    """Lost attempts that no gateway resubmitted in time, ended."""
+    cancelled: int = 0
+    """Requests of dead gateways."""
+    workers: int = 0
+    """Dead workers removed."""
+    gateways: int = 0
+    """Dead gateways removed."""
+    held: bool = False
+    """Reclaiming of leases is on hold, because Redis was away."""
+    more: bool = False
+    """The bound on work was reached: call again soon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueDepth:
+    requests: int
+    tokens: int
+    dead_letters: int
+
+
+class SchedulerQueue:
+    """A scheduler's view of the queue. All methods raise QueueUnavailable while Redis does not answer."""
+
+    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._token = ""
+
+    async def campaign(self, token: str, ttl_s: float) -> int | None:
+        """Takes the leader's lock if it is free (or ours); the new epoch, or None. Epochs only rise, by Redis TIME."""
+        epoch = await self._scripts.run("campaign", token, milliseconds(ttl_s))
+        if not epoch:
+            return None
+        self._token = token
+        return int(epoch)
+
+    async def renew(self, epoch: int, ttl_s: float) -> bool:
+        """Prolongs the lock; False if this epoch does not lead any more."""
+        return bool(await self._scripts.run("renew", epoch, self._token, milliseconds(ttl_s)))
+
+    async def resign(self, epoch: int) -> None:
+        """Gives the lock up; claims go back when the next leader reaps."""
+        await self._scripts.run("renew", epoch, self._token, 0)
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """Sleeps until a request was admitted or ended, or a worker came; False after ``timeout_s``. Leader only."""
+        seconds = max(min(timeout_s, MAX_BLOCK_MS / 1000), 0.001)  # 0 would block forever
+        return await command(self._redis, "BLPOP", self._keys.wake, seconds) is not None
+
+    async def claim(self, epoch: int, max_requests: int, max_tokens: int | None = None) -> list[GenerateRequest]:
+        """Takes requests out of the queue in fair order, under a lease of the leader.
+
+        Strict between priorities; deficit round-robin over tokens between tenants; deadline and then admission order
+        within a tenant. ``max_tokens`` bounds their cost, but one request is always taken.
+        """
+        rows = await self._scripts.run("claim", epoch, max_requests, max_tokens or 0)
+        claimed: list[GenerateRequest] = []
+        for request_id, body, attempt, deadline_ms, reply_to in rows:
+            try:
+                request = decode_request(body)
+            except msgspec.MsgspecError as error:
+                await self._end_unreadable(epoch, request_id.decode(), error)
+                continue
+            claimed.append(
+                structs.replace(request, attempt=attempt, deadline_ms=deadline_ms, reply_to=reply_to.decode())
+            )
+        return claimed
+
+    async def _end_unreadable(self, epoch: int, request_id: str, error: msgspec.MsgspecError) -> None:
+        """A gateway of another version wrote it: it ends here, or every leader would stumble over it."""
+        info = InternalError(f"The scheduler cannot read the request ({error}).", hint="Run one version everywhere.")
+        await self._scripts.run("release", epoch, msgspec.msgpack.encode(info.info()), request_id)
+
+    async def assign(self, epoch: int, pairs: Sequence[tuple[GenerateRequest, str]]) -> list[Assignment]:
+        """Moves leases to workers and writes Assign into their inboxes, one answer per pair.
+
+        False: the worker's lease or credit is gone and the request is back at its place, or the request itself is gone
+        (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
+        """
+        items: list[tuple[Argument, ...]] = [
+            (request.id, request.attempt, worker_id, encode(Assign(request))) for request, worker_id in pairs
+        ]
+        replies = await self._scripts.run_chunks("assign", (epoch,), items)
+        return [Assignment(None if ms < 0 else ms / 1000) for reply in replies for ms in reply]
+
+    async def release(self, epoch: int, requests: Sequence[GenerateRequest]) -> None:
+        """Puts claimed requests back at their places and restores their tenants' deficits."""
+        items: list[tuple[Argument, ...]] = [(request.id,) for request in requests]
+        await self._scripts.run_chunks("release", (epoch, ""), items)
+
+    async def fail(self, epoch: int, request: GenerateRequest, error: ErrorInfo) -> bool:
+        """Ends a claimed request with ``error`` (say, no worker could ever hold it); False if it is gone."""
+        return bool(await self._scripts.run("release", epoch, msgspec.msgpack.encode(error), request.id))
+
+    async def workers(self) -> list[WorkerState]:
+        """Workers whose lease is live."""
+        return [
+            WorkerState(
+                info=decode_worker(info),
+                outstanding_tokens=tokens,
+                outstanding_requests=requests,
+                credit_tokens=credit_tokens,
+                credit_requests=credit_requests,
+            )
+            for info, tokens, requests, credit_tokens, credit_requests in await self._scripts.run("workers")
+        ]
+
+    async def reap(self, epoch: int, max_items: int = 256) -> ReapReport:
+        """Ends what expired and takes back what was lost, up to ``max_items`` of each kind.
+
+        Deadlines in the queue and claims of older epochs at any time; leases of requests, workers and gateways only
+        while no hold is on. A hold of one lease period starts by itself when the Redis server's run id changes.
+        """
+        expired, stale_claims, more_queue = await self._scripts.run("reap_queue", epoch, max_items)
+        removed, lost_workers, dead_workers, more_workers = await self._scripts.run("reap_workers", epoch, max_items)
+        held, claims, lost, dead, abandoned, more = await self._scripts.run("reap_leases", epoch, max_items)
+        gateways, cancelled, more_gateways = await self._scripts.run("reap_gateways", epoch, max_items)
+        return ReapReport(
+            expired=expired,
+            requeued=stale_claims + claims,
+            lost=lost_workers + lost,
+            dead=dead_workers + dead,
+            abandoned=abandoned,
+            cancelled=cancelled,
+            workers=removed,
+            gateways=gateways,
+            held=bool(held),
+            more=bool(more_queue or more_workers or more or more_gateways),
+        )
+
+    async def hold_reclaims(self, for_s: float) -> None:
+        """No lease is reclaimed for ``for_s`` seconds: call it after a connection error. Never shortens a hold."""
+        await self._scripts.run("hold", milliseconds(for_s))
+
+    async def run_id(self) -> str:
+        """Changes whenever the Redis server restarts."""
+        with queue_errors():
+            info: Any = await self._redis.info("server")
+        return str(info["run_id"])
+
+    async def depth(self) -> QueueDepth:
+        """What waits, for metrics."""
+        stats = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")
+        dead = await command(self._redis, "ZCARD", self._keys.dead)
+        return QueueDepth(requests=int(stats[0] or 0), tokens=int(stats[1] or 0), dead_letters=int(dead))

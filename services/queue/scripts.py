@@ -1,0 +1,136 @@
+"""The Lua scripts: every change to the queue's state is one of them, so it happens whole or not at all.
+
+A script file starts with ``--@use`` and the libraries (other files) that are put in front of it. Every call passes
+the key prefix as its one key, the limits as the first argument, and runs by hash; a server without the text gets it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, ResponseError
+
+from services.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    ExpertMeshError,
+    FingerprintMismatch,
+    StaleLeader,
+    Unavailable,
+)
+from services.queue.connect import queue_errors
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+
+CHUNK = 500
+"""Requests per call: the fields of one XADD must fit Lua's stack."""
+Argument = bytes | str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    text: str
+    sha: str
+
+
+def load_scripts() -> dict[str, Script]:
+    """All scripts by name, libraries resolved."""
+    folder = resources.files("services.queue") / "lua"
+    files = [file for file in folder.iterdir() if file.name.endswith(".lua")]
+    sources = {file.name.removesuffix(".lua"): file.read_text(encoding="utf-8") for file in files}
+    return {name: _link(text, sources) for name, text in sources.items() if text.startswith("--@use")}
+
+
+def _link(text: str, sources: dict[str, str]) -> Script:
+    libraries = text.splitlines()[0].split()[1:]
+    whole = "\n".join([*(sources[library] for library in libraries), text])
+    return Script(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
+
+
+class Scripts:
+    """Runs scripts for one namespace under one set of limits."""
+
+    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits) -> None:
+        self._redis = redis
+        self._prefix = keys.prefix
+        self._scripts = load_scripts()
+        self._limits = pack_limits(limits)
+
+    async def run(self, name: str, *arguments: Argument) -> Any:
+        """The script's reply. Raises QueueUnavailable, StaleLeader or FingerprintMismatch."""
+        with queue_errors():
+            try:
+                return await self._evaluate(self._scripts[name], (1, self._prefix, self._limits, *arguments))
+            except ResponseError as error:
+                if typed := _typed(str(error)):
+                    raise typed from error
+                raise
+
+    async def _evaluate(self, script: Script, rest: tuple[Argument, ...]) -> Any:
+        try:
+            return await self._redis.execute_command("EVALSHA", script.sha, *rest)  # type: ignore[no-untyped-call]
+        except NoScriptError:
+            return await self._redis.execute_command("EVAL", script.text, *rest)  # type: ignore[no-untyped-call]
+
+    async def run_chunks(self, name: str, head: tuple[Argument, ...], items: list[tuple[Argument, ...]]) -> list[Any]:
+        """The replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them each."""
+        parts = (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
+        return [await self.run(name, *head, *(value for item in part for value in item)) for part in parts]
+
+
+def milliseconds(seconds: float) -> int:
+    """At least 1: Redis refuses a lifetime of 0."""
+    return max(1, round(seconds * 1000))
+
+
+def pack_limits(limits: QueueLimits) -> bytes:
+    """``limits`` as the scripts read them (``C``): times in ms, and the errors that scripts send by themselves."""
+
+    errors = {
+        "expired": DeadlineExceeded("The request waited in the queue until its deadline passed.", retry_after_s=10),
+        "exhausted": AttemptsExhausted(
+            f"The request failed on {limits.max_attempts} workers in turn and was moved to the dead-letter list.",
+            hint="An operator can examine and retry it with `expertmesh queue`.",
+        ),
+        "abandoned": Unavailable("The request lost its worker and was not resubmitted in time.", retry_after_s=1),
+    }
+    return msgspec.msgpack.encode(
+        {
+            "max_requests": limits.max_requests,
+            "max_tokens": limits.max_tokens,
+            "quantum": limits.quantum,
+            "refund_quanta": limits.refund_quanta,
+            "max_attempts": limits.max_attempts,
+            "max_dead": limits.max_dead_letters,
+            "stream_entries": limits.stream_entries,
+            "lease_ms": milliseconds(limits.lease_s),
+            "tombstone_ms": milliseconds(limits.tombstone_s),
+            "lost_ms": milliseconds(limits.lost_s),
+            "grace_ms": milliseconds(limits.record_grace_s),
+            "stream_ms": milliseconds(limits.stream_s),
+            "dead_ms": milliseconds(limits.dead_letter_s),
+            **{name: _text(msgspec.msgpack.encode(error.info())) for name, error in errors.items()},
+        }
+    )
+
+
+def _text(data: bytes) -> msgspec.Raw:
+    """``data`` as a msgpack string of 16-bit length, because Redis's cmsgpack does not read byte strings."""
+    return msgspec.Raw(b"\xda" + len(data).to_bytes(2, "big") + data)
+
+
+def _typed(text: str) -> ExpertMeshError | None:
+    if "STALELEADER" in text:
+        return StaleLeader("Another scheduler leads.", hint="Campaign again before touching the queue.")
+    if "FINGERPRINT" in text:
+        served = text.split("FINGERPRINT", 1)[1].split()[0]
+        return FingerprintMismatch(
+            f"Live members of this namespace serve another model (fingerprint {served}).",
+            hint="Stop them first, or choose another --namespace.",
+        )
+    return None

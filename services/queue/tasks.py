@@ -1,0 +1,27 @@
+"""Ending tasks that talk to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+_AGAIN_S = 0.1
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel ``tasks`` and wait until they are over, whatever they ended with.
+
+    Again, ever more patiently, because ``asyncio.wait_for`` (up to Python 3.11, and Redis commands are sent inside one)
+    swallows a cancellation that arrives together with its result.
+    """
+    pending = {task for task in tasks if not task.done()}
+    patience_s = _AGAIN_S
+    while pending:
+        for task in pending:
+            task.cancel()
+        done, pending = await asyncio.wait(pending, timeout=patience_s)
+        patience_s *= 2
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # read, or asyncio reports it as never retrieved

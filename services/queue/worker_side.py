@@ -1,0 +1,113 @@
+"""An attention worker's side of the queue: assignments come in, tokens go out, leases are kept.
+
+The worker's id is its incarnation. All methods raise QueueUnavailable while Redis does not answer, and may be repeated
+(:meth:`WorkerQueue.publish` too: the gateway drops doubled tokens by their index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from redis.asyncio import Redis
+
+from services.messages import InboxMessage, TokenEvent, WorkerInfo, decode_inbox, encode
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scripts import CHUNK, Argument, Scripts, milliseconds
+from services.queue.streams import FIRST_ID, StreamReader
+
+__all__ = ["FIRST_ID", "WorkerQueue"]
+
+
+class WorkerQueue:
+    """One or more workers' view of the queue."""
+
+    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._registrations: dict[str, tuple[Argument, ...]] = {}
+        self._inboxes: dict[str, StreamReader] = {}
+
+    async def register(self, info: WorkerInfo, lease_s: float, *, credit_tokens: int, credit_requests: int) -> None:
+        """Enters the registry under a lease. Credit bounds what the scheduler assigns: tokens (prompt + max_tokens;
+        an idle worker takes one larger request) and requests. Raises FingerprintMismatch where live members of the
+        namespace serve another model.
+        """
+        registration = (info.id, milliseconds(lease_s), encode(info), info.fingerprint, credit_tokens, credit_requests)
+        await self._scripts.run("register", *registration)
+        self._registrations[info.id] = registration
+
+    async def heartbeat(self, worker_id: str, held: Mapping[str, int]) -> set[str]:
+        """Renews the worker's lease and the leases of ``held`` (id -> attempt); the ids that are not its own any more.
+
+        Registers again by itself where Redis forgot the worker. Call it every quarter of the lease.
+        """
+        items: list[tuple[Argument, ...]] = list(held.items())
+        refused: set[str] = set()
+        for part in [items[start : start + CHUNK] for start in range(0, max(len(items), 1), CHUNK)]:
+            reply = await self._renew(worker_id, part)
+            refused |= {str(part[index][0]) for index in reply}
+        return refused
+
+    async def _renew(self, worker_id: str, items: list[tuple[Argument, ...]]) -> list[int]:
+        arguments = (worker_id, *(value for item in items for value in item))
+        reply: list[int] | None = await self._scripts.run("worker_heartbeat", *arguments)
+        if reply is None:
+            await self._scripts.run("register", *self._registrations[worker_id])
+            reply = await self._scripts.run("worker_heartbeat", *arguments)
+        return reply or []
+
+    async def hand_back(self, worker_id: str) -> set[str]:
+        """Puts requests of the worker that published nothing back at their places; their ids. The worker drops them.
+
+        For a worker that drains: register it without credit first, or they come straight back.
+        """
+        return {request_id.decode() for request_id in await self._scripts.run("hand_back", worker_id)}
+
+    async def deregister(self, worker_id: str) -> None:
+        """Leaves at once. Requests that published nothing go back to their places in the queue; the others are lost
+        to AttemptLost. Neither counts as a failure.
+        """
+        await self._scripts.run("deregister", worker_id)
+        self._registrations.pop(worker_id, None)
+        self._inboxes.pop(worker_id, None)
+
+    async def read_inbox(self, worker_id: str, last_id: str, block_ms: int) -> tuple[str, list[InboxMessage]]:
+        """Messages after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
+
+        Passing an id back says that everything up to it is handled; it may then be trimmed.
+        """
+        inbox = self._inboxes.get(worker_id)
+        if inbox is None:
+            inbox = self._inboxes[worker_id] = StreamReader(self._redis, self._keys.inbox(worker_id), trim_every=16)
+        last_id, entries = await inbox.read(last_id, block_ms)
+        return last_id, [decode_inbox(fields[b"m"]) for fields in entries]
+
+    async def publish(self, worker_id: str, events: Sequence[TokenEvent]) -> set[str]:
+        """Writes a step's events into the result streams, one entry per gateway; the ids that were refused.
+
+        A request's events are refused where its record is gone, ended, under another attempt or held by another
+        worker: stop computing it. An event with ``finish`` ends the request in the same atomic step: lease and credit
+        are returned, the tenant is refunded for unused tokens, the scheduler is woken.
+        """
+        groups: dict[tuple[str, int], list[TokenEvent]] = {}
+        for event in events:
+            groups.setdefault((event.request_id, event.attempt), []).append(event)
+        items: list[tuple[Argument, ...]] = [
+            (request_id, attempt, _generated(group[-1]), encode(group))
+            for (request_id, attempt), group in groups.items()
+        ]
+        refused: set[str] = set()
+        for start in range(0, len(items), CHUNK):
+            part = items[start : start + CHUNK]
+            reply = await self._scripts.run("publish", worker_id, *(value for item in part for value in item))
+            refused |= {str(part[index][0]) for index in reply}
+        return refused
+
+
+def _generated(event: TokenEvent) -> int:
+    """Tokens generated by the end of the request; -1 if ``event`` is not its end."""
+    if event.finish is None:
+        return -1
+    return event.index + (event.token_id is not None)

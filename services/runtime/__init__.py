@@ -1,0 +1,19 @@
+"""Lifecycle of every process: logs, signals, the death of the parent, start-up errors, metrics over HTTP."""
+
+from services.runtime.lifecycle import CRASHED, FORCED, RoleMain, run_process, run_role
+from services.runtime.logs import bind_request_id, configure_logging
+from services.runtime.metrics_server import MetricsServer
+from services.runtime.parent import die_with_parent, watch_parent
+
+__all__ = [
+    "CRASHED",
+    "FORCED",
+    "MetricsServer",
+    "RoleMain",
+    "bind_request_id",
+    "configure_logging",
+    "die_with_parent",
+    "run_process",
+    "run_role",
+    "watch_parent",
+]

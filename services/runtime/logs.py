@@ -1,0 +1,96 @@
+"""Log lines: text on a terminal, one JSON object per line elsewhere. Each carries the role and the request id."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, TextIO
+
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+_OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
+    *("message", "asctime", "role", "request_id", "taskName"),
+    "color_message",  # uvicorn repeats its message in colours
+}
+_CHATTY = ("asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3")
+
+
+@contextmanager
+def bind_request_id(request_id: str) -> Iterator[None]:
+    """Lines logged inside, in this task and those it starts, carry ``request_id``."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def configure_logging(
+    role: str,
+    level: str = "info",
+    style: Literal["auto", "text", "json"] = "auto",
+    stream: TextIO | None = None,
+) -> None:
+    """Makes the root logger write to ``stream`` (stderr); whatever was configured before is replaced."""
+    target = stream or sys.stderr
+    handler = logging.StreamHandler(target)
+    as_text = style == "text" or (style == "auto" and target.isatty())
+    handler.setFormatter(_TextFormatter() if as_text else _JsonFormatter())
+    handler.addFilter(_context_of(role))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def _context_of(role: str) -> logging.Filter:
+    class Context(logging.Filter):
+        """Adds what the formatters print beside the message."""
+
+        def filter(self, record: logging.LogRecord) -> bool:
+            record.role = role
+            record.request_id = getattr(record, "request_id", None) or _request_id.get()
+            return True
+
+    return Context()
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    """What the caller passed as ``extra``."""
+    return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(role)s  %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"request_id": getattr(record, "request_id", None), **_extras(record)}
+        tail = "".join(f"  {key}={value}" for key, value in fields.items() if value is not None)
+        head, newline, trace = super().format(record).partition("\n")
+        return head + tail + newline + trace
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, object] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "role": getattr(record, "role", None),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id = getattr(record, "request_id", None)
+        if request_id is not None:
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line | _extras(record), default=str, ensure_ascii=False)

@@ -1,0 +1,54 @@
+"""``python -m services.scheduler``: one scheduler, leader or standby. Needs Redis, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from services.config import SCHEDULER, Settings
+from services.metrics import SchedulerMetrics
+from services.queue.connect import connect
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import SchedulerQueue
+from services.runtime import MetricsServer, run_role
+from services.scheduler.loop import Scheduler
+from services.scheduler.observer import Observer
+from services.scheduler.policy import DispatchPolicy
+
+log = logging.getLogger(__name__)
+
+
+async def schedule(settings: Settings, stop: asyncio.Event) -> None:
+    """Run a scheduler until ``stop``; then resign, so that a standby leads at once."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    registry = CollectorRegistry()
+    redis = connect(settings.redis_url)
+    queue = SchedulerQueue(redis, Keys(settings.namespace), QueueLimits.of(settings))
+    observer = Observer(SchedulerMetrics(registry), queue)
+    token = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    scheduler = Scheduler(queue, DispatchPolicy(), observer, token=token, lease_s=settings.lease)
+    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port)
+    try:
+        port = await server.start()
+        log.info("scheduler %s up, metrics on port %d", token, port)
+        await scheduler.run(stop)
+    finally:
+        await server.close()
+        await redis.aclose()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    return run_role(SCHEDULER, schedule, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

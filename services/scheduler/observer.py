@@ -1,0 +1,57 @@
+"""What the scheduler shows of itself: reads the queue's depth and the workers, writes the scheduler's series."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from services.metrics import SchedulerMetrics
+from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
+from services.scheduler.policy import Choice
+
+_RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
+"""Fields of :class:`ReapReport` that are outcomes of ``reclaimed_leases_total``."""
+
+
+class Observer:
+    """Keeps the metrics of one scheduler."""
+
+    def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue) -> None:
+        self._metrics = metrics
+        self._queue = queue
+
+    def leads(self) -> None:
+        self._metrics.leader.set(1)
+
+    def follows(self) -> None:
+        """Not the leader (any more): gauges that only a leader knows go to zero, so that sums stay true."""
+        metrics = self._metrics
+        for gauge in (metrics.leader, metrics.queued_requests, metrics.queued_tokens, metrics.dead_letters):
+            gauge.set(0)
+        metrics.workers.set(0)
+        metrics.outstanding_tokens.clear()
+
+    async def refresh(self) -> None:
+        """Bring the gauges up to date."""
+        depth = await self._queue.depth()
+        workers = await self._queue.workers()
+        self._metrics.queued_requests.set(depth.requests)
+        self._metrics.queued_tokens.set(depth.tokens)
+        self._metrics.dead_letters.set(depth.dead_letters)
+        self._metrics.workers.set(len(workers))
+        self._metrics.outstanding_tokens.clear()
+        for worker in workers:
+            self._metrics.outstanding_tokens.labels(worker.info.id).set(worker.outstanding_tokens)
+
+    def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment]) -> None:
+        """Count what the queue made of ``choices``."""
+        for choice, answer in zip(choices, answers, strict=True):
+            if answer.queued_s is not None:
+                self._metrics.dispatched.labels("prefix" if choice.held_tokens else "load").inc()
+                self._metrics.queue_time.observe(answer.queued_s)
+
+    def reaped(self, report: ReapReport) -> None:
+        counts = asdict(report)
+        for outcome in _RECLAIMED:
+            if counts[outcome]:
+                self._metrics.reclaimed.labels(outcome).inc(counts[outcome])

@@ -1,0 +1,140 @@
+"""Which attention worker gets a request. Pure: worker states and requests in, a plan out; no I/O, no clock.
+
+Among the workers that have credit for a request (:meth:`WorkerState.has_credit`) the lowest score wins:
+
+    score = (outstanding + cost - held) / credit_tokens
+
+``outstanding`` are tokens assigned and not ended, ``cost`` the request's prompt and everything that may follow it,
+``held`` the prompt tokens that the worker probably has in its prefix cache. So affinity is worth exactly the prefill
+it saves: between equal workers, one is preferred for its cache only while it is at most ``held`` tokens, which is at
+most one prompt, busier than any other with credit. A shared prefix cannot pile everything onto one worker.
+Equal scores go to the worker with fewer requests, then to the lower id.
+
+What a worker holds is guessed from what it was given: the names of prefixes (``services.prefix``) over chunks of
+``CHUNK_TOKENS``, least recently used forgotten first. A wrong guess costs a prefill, never a result.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from services.messages import GenerateRequest
+from services.prefix import prefix_chain
+from services.queue.scheduler_side import WorkerState
+
+CHUNK_TOKENS = 64
+MAX_CHUNKS = 128
+"""Chunks of a prompt that are looked at: hashing more would cost more than the choice gains."""
+REMEMBERED_CHUNKS = 65_536
+HOLDERS = 4
+"""Workers remembered per prefix; a prefix that everyone holds needs no affinity."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """``worker_id`` shall get ``request``, of whose prompt it probably holds ``held_tokens``."""
+
+    request: GenerateRequest
+    worker_id: str
+    held_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What becomes of claimed requests. ``hopeless`` are longer than any worker's context; ``waiting`` lack credit."""
+
+    choices: Sequence[Choice]
+    hopeless: Sequence[GenerateRequest]
+    waiting: Sequence[GenerateRequest]
+
+
+class PrefixMemory:
+    """Bounded map from the name of a prefix to the workers that were last given it."""
+
+    def __init__(self, *, chunk_tokens: int = CHUNK_TOKENS, capacity: int = REMEMBERED_CHUNKS) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._capacity = capacity
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def chain(self, request: GenerateRequest) -> list[bytes]:
+        """Names of the prefixes of ``request``, shortest first."""
+        return list(islice(prefix_chain(request.token_ids, self._chunk_tokens), MAX_CHUNKS))
+
+    def held(self, chain: Sequence[bytes]) -> dict[str, int]:
+        """Tokens of the prefix that each worker holds, for the workers that hold any; a gap ends a prefix."""
+        tokens: dict[str, int] = {}
+        for depth, name in enumerate(chain):
+            before = depth * self._chunk_tokens
+            holders = [worker for worker in self._holders.get(name, ()) if tokens.get(worker, 0) == before]
+            if not holders:
+                break
+            tokens |= dict.fromkeys(holders, before + self._chunk_tokens)
+        return tokens
+
+    def remember(self, chain: Sequence[bytes], worker_id: str) -> None:
+        """``worker_id`` computes this prefix. Long prefixes are forgotten before the short ones they continue."""
+        for name in reversed(chain):
+            others = (worker for worker in self._holders.get(name, ()) if worker != worker_id)
+            self._holders[name] = (worker_id, *islice(others, HOLDERS - 1))
+            self._holders.move_to_end(name)
+        while len(self._holders) > self._capacity:
+            self._holders.popitem(last=False)
+
+
+class DispatchPolicy:
+    """Chooses workers for a batch of claimed requests and remembers who was given which prefix."""
+
+    def __init__(self, memory: PrefixMemory | None = None) -> None:
+        self._memory = memory or PrefixMemory()
+
+    def plan(self, requests: Sequence[GenerateRequest], workers: Iterable[WorkerState]) -> Plan:
+        """Choices for the longest head of ``requests`` that fits the workers' credit, in order.
+
+        The first request that has to wait for credit ends the head: letting smaller ones behind it pass would starve
+        it and undo the fair order in which they were claimed.
+        """
+        states = {worker.info.id: worker for worker in workers}
+        longest = max((worker.info.max_model_len for worker in states.values()), default=None)
+        choices: list[Choice] = []
+        hopeless: list[GenerateRequest] = []
+        for position, request in enumerate(requests):
+            if longest is not None and request.cost > longest:
+                hopeless.append(request)
+                continue
+            choice = self._choose(request, states.values())
+            if choice is None:
+                return Plan(choices=choices, hopeless=hopeless, waiting=requests[position:])
+            states[choice.worker_id] = _with(states[choice.worker_id], request.cost)
+            choices.append(choice)
+        return Plan(choices=choices, hopeless=hopeless, waiting=())
+
+    def _choose(self, request: GenerateRequest, workers: Iterable[WorkerState]) -> Choice | None:
+        cost = request.cost
+        able = [worker for worker in workers if worker.has_credit(cost) and cost <= worker.info.max_model_len]
+        if not able:
+            return None
+        chain = self._memory.chain(request)
+        held = self._memory.held(chain)
+        best = min(able, key=lambda w: (score(w, cost, held.get(w.info.id, 0)), w.outstanding_requests, w.info.id))
+        self._memory.remember(chain, best.info.id)
+        return Choice(request=request, worker_id=best.info.id, held_tokens=held.get(best.info.id, 0))
+
+
+def score(worker: WorkerState, cost: int, held_tokens: int) -> float:
+    """Load of ``worker`` after taking the request, as a share of its credit; see the module's docstring."""
+    return (worker.outstanding_tokens + cost - held_tokens) / worker.credit_tokens
+
+
+def _with(worker: WorkerState, cost: int) -> WorkerState:
+    """``worker`` with one more request."""
+    return replace(
+        worker,
+        outstanding_tokens=worker.outstanding_tokens + cost,
+        outstanding_requests=worker.outstanding_requests + 1,
+    )

@@ -1,0 +1,155 @@
+"""One supervised process: started in a session of its own, restarted by its policy, stopped on request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from services.config import ENV_PREFIX
+from services.queue.embedded import EmbeddedRedis
+from services.runtime import CRASHED, die_with_parent
+from services.supervisor.policy import RestartPolicy
+
+log = logging.getLogger(__name__)
+
+
+class Running(Protocol):
+    """What the supervisor needs of a process. ``start`` may be called again after it ended."""
+
+    async def start(self) -> object: ...
+
+    async def wait(self) -> int: ...
+
+    async def stop(self, patience_s: float) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class RoleProcess:
+    """A role as a child process. Its own session keeps the terminal's Ctrl-C away; it never outlives its parent."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._environment = {key: value for key, value in environment.items() if not key.upper().startswith(ENV_PREFIX)}
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def start(self) -> None:
+        """Starts the process; everything it logs goes where this process's output goes."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=self._environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+
+    async def wait(self) -> int:
+        """Returns the exit code once the process ends; minus the signal's number if one ended it."""
+        assert self._process is not None, "not started"
+        return await self._process.wait()
+
+    async def stop(self, patience_s: float) -> None:
+        """Asks the process to stop, and ends it if it has not after ``patience_s`` seconds."""
+        if self._process is None or self.pid is None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("process %d did not stop in %.0f s; killing it", self._process.pid, patience_s)
+            self.kill()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if self._process is not None and self.pid is not None:
+            self._process.kill()
+
+
+class RedisProcess:
+    """The embedded Redis, seen as a supervised process."""
+
+    def __init__(self, redis: EmbeddedRedis) -> None:
+        self._redis = redis
+
+    async def start(self) -> None:
+        await self._redis.start()
+
+    async def wait(self) -> int:
+        return await self._redis.wait()
+
+    async def stop(self, patience_s: float) -> None:  # noqa: ARG002  it answers within a bound of its own
+        await self._redis.stop()
+
+    def kill(self) -> None:
+        self._redis.kill()
+
+
+class Child:
+    """A process and its policy. ``run`` keeps it alive until it is stopped or given up."""
+
+    def __init__(
+        self,
+        name: str,
+        process: Running,
+        policy: RestartPolicy,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.name = name
+        self._process = process
+        self._policy = policy
+        self._sleep = sleep
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Starts the process for the first time."""
+        await self._process.start()
+
+    async def keep_alive(self) -> int:
+        """Restarts the process whenever it ends, and returns the exit code (1 to 255) of the end that was the last."""
+        while True:
+            began = time.monotonic()
+            code = await self._process.wait()
+            if self._stopping:
+                return 0
+            delay = self._policy.delay(code, time.monotonic() - began)
+            if delay is None:
+                return _exit_code(code)
+            log.warning("%s %s; starting it again in %.2g s", self.name, _describe(code), delay)
+            await self._sleep(delay)
+            await self._process.start()
+
+    async def stop(self, patience_s: float) -> None:
+        """Stops the process for good."""
+        self._stopping = True
+        await self._process.stop(patience_s)
+
+    def kill(self) -> None:
+        """Ends the process at once, for good."""
+        self._stopping = True
+        self._process.kill()
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _exit_code(code: int) -> int:
+    """As a shell reports it; a process that ends with 0 although nobody stopped it has crashed all the same."""
+    return 128 - code if code < 0 else code or CRASHED

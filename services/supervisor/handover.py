@@ -1,0 +1,110 @@
+"""What passes from the supervisor to its children: a private folder with one configuration file per role, and ports."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import yaml
+
+from services.config import Role, Settings
+from services.errors import ConfigError, PortInUse
+from services.queue.embedded import private_folder
+
+_PREFIX = "expertmesh-serve-"
+
+
+class RunFolder:
+    """A folder that only this user can enter, named after the process that owns it."""
+
+    def __init__(self) -> None:
+        self.path = private_folder(f"{_PREFIX}{os.getpid()}-")
+        self._sweep(self.path.parent)
+
+    def write(self, role: Role, settings: Settings, changes: Mapping[str, object]) -> Path:
+        """Writes ``settings`` with ``changes`` for ``role`` and returns the file, readable by its owner alone."""
+        file = self.path / f"{role}.yaml"
+        content = yaml.safe_dump(settings.model_dump(mode="json") | dict(changes), allow_unicode=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(content)
+        return file
+
+    def remove(self) -> None:
+        """Deletes the folder with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @staticmethod
+    def _sweep(parent: Path) -> None:
+        """Deletes what supervisors of this user that were killed left behind."""
+        for folder in parent.glob(f"{_PREFIX}*"):
+            owner = folder.name.removeprefix(_PREFIX).split("-")[0]
+            with suppress(OSError):
+                if folder.stat().st_uid == os.getuid() and owner.isdigit() and not _alive(int(owner)):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def check_port(host: str, port: int) -> int:
+    """``port`` if nobody listens there on ``host``; a free one for 0.
+
+    Raises:
+        PortInUse: another process listens there.
+        ConfigError: the address is not one of this machine, or not allowed.
+    """
+    try:
+        with _listen(host, port) as probe:
+            return _port_of(probe)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is taken by another process.",
+                hint="Choose another with --port N (0 picks a free one), or stop that process.",
+            ) from error
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"Port {port} needs privileges.", hint="Choose one above 1023 with --port N.") from error
+        raise ConfigError(f"Cannot listen on --host {host} ({error.strerror}).", hint="Try 127.0.0.1.") from error
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """``count`` different ports on which nobody listens."""
+    with ExitStack() as probes:  # all open at once, else the kernel might offer one twice
+        return [_port_of(probes.enter_context(_listen(host, 0))) for _ in range(count)]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    probe = socket.socket(family, kind, protocol)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen()
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+def _port_of(bound: socket.socket) -> int:
+    port: int = bound.getsockname()[1]
+    return port
+
+
+def base_url(host: str, port: int) -> str:
+    """URL at which a client on this machine reaches a server that listens on ``host``."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

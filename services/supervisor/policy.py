@@ -1,0 +1,42 @@
+"""When a process that ended is started again. Pure: it counts and computes, the caller waits."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from services.errors import CheckpointError, ConfigError, FingerprintMismatch, StartupError
+
+FATAL_CODES = frozenset(error.exit_code for error in (StartupError, ConfigError, CheckpointError, FingerprintMismatch))
+"""Exit codes of start-up errors that the next try would repeat. A taken port is not one: it may become free."""
+
+
+class RestartPolicy:
+    """Exponential back-off, in seconds, for one process.
+
+    A process that lived ``healthy_s`` clears the record; ``max_failures`` shorter lives in a row end it.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_delay_s: float = 0.25,
+        max_delay_s: float = 10.0,
+        healthy_s: float = 30.0,
+        max_failures: int = 5,
+        fatal: Container[int] = FATAL_CODES,
+    ) -> None:
+        self._first_delay_s = first_delay_s
+        self._max_delay_s = max_delay_s
+        self._healthy_s = healthy_s
+        self._max_failures = max_failures
+        self._fatal = fatal
+        self._failures = 0
+
+    def delay(self, code: int, lived_s: float) -> float | None:
+        """Seconds to wait before the next start of a process that ended with ``code``; None to give up."""
+        if code in self._fatal:
+            return None
+        self._failures = 1 if lived_s >= self._healthy_s else self._failures + 1
+        if self._failures >= self._max_failures:
+            return None
+        return min(self._first_delay_s * 2.0 ** (self._failures - 1), self._max_delay_s)

@@ -1,0 +1,195 @@
+"""Brings up Redis, gateway, scheduler and attention worker as one process tree, and takes it down in order.
+
+What crosses to the children: a configuration file each, and SIGTERM. What comes back: exit codes, and the gateway's
+/ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.config import ATTENTION, GATEWAY, SCHEDULER, Role, Settings
+from services.errors import ConfigError
+from services.model.spec import load_spec
+from services.queue.embedded import EmbeddedRedis
+from services.runtime import FORCED, configure_logging, run_process
+from services.supervisor.child import Child, RedisProcess, RoleProcess
+from services.supervisor.handover import RunFolder, base_url, check_port, free_ports
+from services.supervisor.policy import RestartPolicy
+
+MODULES: Mapping[Role, str] = {
+    GATEWAY: "services.gateway",
+    SCHEDULER: "services.scheduler",
+    ATTENTION: "services.attention",
+}
+"""What runs each role, in the order in which they are stopped: the gateway drains while the others still work."""
+_READY_POLL_S = 0.1
+_READY_NOTE_S = 15.0
+_REDIS = "redis"
+_LOOPBACK = "127.0.0.1"
+
+OnReady = Callable[[str], Awaitable[None]]
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
+    """Serves until Ctrl-C or SIGTERM; returns the exit code. ``on_ready`` gets the base URL as soon as it answers."""
+    configure_logging("serve", settings.log_level, settings.log_format)
+    supervisor = Supervisor(settings, on_ready=on_ready)
+    return run_process(supervisor.run, force=supervisor.kill)
+
+
+class Supervisor:
+    """One server. ``modules`` and ``check_model`` tie it to the real roles.
+
+    A child that has not ended ``stop_margin_s`` seconds after it should have is killed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        on_ready: OnReady | None = None,
+        modules: Mapping[Role, str] = MODULES,
+        check_model: Callable[[Path], object] = load_spec,
+        new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+        stop_margin_s: float = 5.0,
+    ) -> None:
+        self._settings = settings
+        self._on_ready = on_ready
+        self._modules = modules
+        self._check_model = check_model
+        self._new_policy = new_policy
+        self._stop_margin_s = stop_margin_s
+        self._children: list[Child] = []
+        self._forced = False
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Starts everything, waits for ``stop`` or for a child that cannot be kept alive, stops everything.
+
+        Raises:
+            StartupError: the model folder or the address is unusable, or Redis does not start.
+        """
+        port = self._check()
+        folder = RunFolder()
+        try:
+            await self._start(folder, port)
+            code = await self._watch(stop, base_url(self._settings.host, port))
+        finally:
+            await self._stop()
+            folder.remove()
+        return FORCED if self._forced else code
+
+    def kill(self) -> None:
+        """Ends all children at once; :meth:`run` then returns soon."""
+        self._forced = True
+        for child in self._children:
+            child.kill()
+
+    def _check(self) -> int:
+        """Finds what would make the roles fail, before anything is loaded. Returns the port of the REST API."""
+        model = self._settings.model
+        if model is None:
+            raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
+        self._check_model(model)
+        return check_port(self._settings.host, self._settings.port)
+
+    async def _start(self, folder: RunFolder, port: int) -> None:
+        redis_url = self._settings.redis_url or await self._start_redis(folder)
+        common = {"redis_url": redis_url, "supervisor_pid": os.getpid()}
+        inner = [role for role in self._modules if role != GATEWAY]
+        metrics = dict(zip(inner, free_ports(_LOOPBACK, len(inner)), strict=True))
+        upstreams = [f"{role}=http://{_LOOPBACK}:{metrics_port}/metrics" for role, metrics_port in metrics.items()]
+        for role in self._modules:
+            if role == GATEWAY:
+                changes = common | {"port": port, "metrics_upstreams": upstreams}
+            else:
+                changes = common | {"host": _LOOPBACK, "metrics_port": metrics[role]}
+            await self._start_role(role, folder.write(role, self._settings, changes))
+
+    async def _start_redis(self, folder: RunFolder) -> str:
+        redis = EmbeddedRedis(folder.path / "redis")
+        child = Child(_REDIS, RedisProcess(redis), self._new_policy())
+        self._children.append(child)
+        await child.start()
+        log.info("private Redis at %s", redis.url)
+        return redis.url
+
+    async def _start_role(self, role: Role, config: Path) -> None:
+        """-P keeps a folder named services in the working directory from being imported instead of ours."""
+        command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
+        child = Child(role, RoleProcess(command, os.environ), self._new_policy())
+        self._children.append(child)
+        await child.start()
+
+    async def _watch(self, stop: asyncio.Event, url: str) -> int:
+        """Returns 0 after ``stop``, or the exit code of the first child that could not be kept alive."""
+        kept = asyncio.create_task(self._keep_alive())
+        ready = asyncio.create_task(self._announce(url))
+        stopped = asyncio.create_task(stop.wait())
+        tasks: list[asyncio.Task[Any]] = [kept, stopped, ready]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                await asyncio.wait([kept, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return kept.result() if kept.done() and not stop.is_set() else 0
+        finally:
+            await _cancel(tasks)
+
+    async def _keep_alive(self) -> int:
+        tasks = {asyncio.create_task(child.keep_alive()): child for child in self._children}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            first = done.pop()
+            code = first.result()
+            log.error("%s ended for good with exit code %d; stopping", tasks[first].name, code)
+            return code
+        finally:
+            await _cancel(tasks)
+
+    async def _announce(self, url: str) -> None:
+        await self._ready(url)
+        print(f"expertmesh serves {self._settings.model_name} at {url}/v1", flush=True)
+        if self._on_ready:
+            await self._on_ready(url)
+
+    async def _ready(self, url: str) -> None:
+        """Returns once the gateway has everything it needs; says now and then what is missing."""
+        clock = asyncio.get_running_loop().time
+        noted = clock()
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+            while True:
+                missing = "the gateway"
+                try:
+                    answer = await client.get(f"{url}/ready")
+                    if answer.status_code == 200:
+                        return
+                    missing = " ".join(answer.text.split())[:300]
+                except httpx.HTTPError as error:
+                    log.debug("not ready: %r", error)
+                if clock() - noted > _READY_NOTE_S:
+                    noted = clock()
+                    log.info("still waiting: %s", missing)
+                await asyncio.sleep(_READY_POLL_S)
+
+    async def _stop(self) -> None:
+        """The gateway first, which lets open requests end; Redis, which all others need, last."""
+        order = [*self._modules, _REDIS]
+        patience_s = {GATEWAY: self._settings.drain_timeout, ATTENTION: self._settings.drain_timeout}
+        for child in sorted(self._children, key=lambda child: order.index(child.name)):
+            await child.stop(patience_s.get(child.name, 0.0) + self._stop_margin_s)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,26 @@
+"""What every test gets: an environment without our variables, one torch thread, and on request a private Redis."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores are all there is; read when torch is first imported
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("EXPERTMESH_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+async def redis_url() -> AsyncIterator[str]:
+    """URL of an empty redis-server that lives as long as the test."""
+    from services.queue.embedded import EmbeddedRedis
+
+    async with EmbeddedRedis() as server:
+        yield server.url

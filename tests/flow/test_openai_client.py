@@ -1,0 +1,193 @@
+"""The official ``openai`` client against a real server: what its users do, and what they see when it fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from testkit.servers import Server
+
+CHAT = [{"role": "user", "content": "Grüße, 世界! Tell me about lighthouses."}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_models_lists_the_served_name(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_streamed_completion_equals_whole_completion(client: openai.OpenAI) -> None:
+    args = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**args)
+    chunks = list(client.completions.create(**args, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    finishes = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [reason for reason in finishes if reason] == [whole.choices[0].finish_reason]
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len("Once upon a time")
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_streamed_chat_equals_whole_chat(client: openai.OpenAI) -> None:
+    args = {"model": "tiny", "messages": CHAT, "max_tokens": 32, "temperature": 0.7, "seed": 11}
+    whole = client.chat.completions.create(**args)
+    stream = list(client.chat.completions.create(**args, stream=True))
+    assert stream[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert whole.choices[0].message.role == "assistant"
+
+
+def test_same_seed_same_text_other_seed_other_text(client: openai.OpenAI) -> None:
+    def draw(seed: int) -> str:
+        return (
+            client.completions.create(model="tiny", prompt="dice", max_tokens=24, temperature=1, seed=seed)
+            .choices[0]
+            .text
+        )
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_choices_of_one_request_differ_and_are_indexed(client: openai.OpenAI) -> None:
+    result = client.completions.create(model="tiny", prompt=["a", "b"], n=3, max_tokens=16, temperature=1, seed=5)
+    assert [choice.index for choice in result.choices] == list(range(6))
+    assert len({choice.text for choice in result.choices}) == 6
+    alone = client.completions.create(model="tiny", prompt="a", n=3, max_tokens=16, temperature=1, seed=5)
+    assert [choice.text for choice in alone.choices] == [choice.text for choice in result.choices[:3]]
+
+
+def test_logprobs_of_completion_describe_the_greedy_tokens(client: openai.OpenAI) -> None:
+    result = client.completions.create(model="tiny", prompt="measure", max_tokens=8, temperature=0, logprobs=3)
+    logprobs = result.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens
+    assert logprobs.token_logprobs
+    assert logprobs.top_logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 8
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == pytest.approx(max(top.values()))
+        assert len(top) >= 1
+
+
+def test_echo_returns_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
+    result = client.completions.create(model="tiny", prompt="echo!", max_tokens=2, temperature=0, echo=True, logprobs=1)
+    choice = result.choices[0]
+    assert choice.text.startswith("echo!")
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert len(choice.logprobs.token_logprobs) == len("echo!") + 2
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    scored = client.completions.create(model="tiny", prompt="echo!", max_tokens=0, echo=True, logprobs=1)
+    assert scored.choices[0].text == "echo!"
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    result = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2
+    )
+    content = result.choices[0].logprobs.content
+    assert len(content) == 5
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert all(entry.logprob == pytest.approx(entry.top_logprobs[0].logprob) for entry in content)
+
+
+def test_stop_string_across_token_borders_is_cut(client: openai.OpenAI) -> None:
+    args = {"model": "tiny", "prompt": "find the end", "max_tokens": 60, "temperature": 0}
+    full = client.completions.create(**args, extra_body={"ignore_eos": True}).choices[0].text
+    stop = full[20:24]
+    cut = client.completions.create(**args, stop=[stop], extra_body={"ignore_eos": True}).choices[0]
+    assert cut.text == full[: full.index(stop)]
+    assert cut.finish_reason == "stop"
+    stream = client.completions.create(**args, stop=[stop], stream=True, extra_body={"ignore_eos": True})
+    assert "".join(chunk.choices[0].text for chunk in stream) == cut.text
+
+
+def test_logit_bias_forces_a_token(client: openai.OpenAI, server: Server) -> None:
+    ids = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": "Z"}).json()["tokens"]
+    result = client.completions.create(
+        model="tiny", prompt="bias", max_tokens=5, temperature=0, logit_bias={str(ids[-1]): 100}
+    )
+    assert result.choices[0].text == "ZZZZZ"
+
+
+def test_tokenize_round_trip(server: Server) -> None:
+    text = "naïve — 世界 🚢"
+    ids = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": text}).json()["tokens"]
+    assert httpx.post(f"{server.url}/detokenize", json={"model": "tiny", "tokens": ids}).json()["prompt"] == text
+
+
+def test_errors_are_the_clients_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="512"):
+        client.completions.create(model="tiny", prompt="x" * 600, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model="tiny", prompt="")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "temperature"),
+        (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400, ""),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', 400, "JSON"),
+        (b'{"model": "tiny", "prompt": [999999]}', 400, "prompt"),
+        (b'{"model": "tiny", "prompt": [-1]}', 400, "prompt"),
+        (b'{"model": "tiny", "prompt": {"a": 1}}', 400, "prompt"),
+        (b'{"model": "tiny", "prompt": []}', 400, "prompt"),
+        (b'{"model": "tiny", "prompt": "x", "max_tokens": "many"}', 400, "max_tokens"),
+        (b'{"model": "tiny", "prompt": "x", "n": 0}', 400, "n"),
+        (b'{"model": "tiny", "prompt": "x", "warp": 9}', 400, "warp"),
+        (b"[1, 2]", 400, ""),
+        (b"{", 400, ""),
+        (b"", 400, ""),
+        (b'{"model": "tiny", "prompt": "' + b"x" * 10_000_000 + b'"}', 413, "bytes"),
+    ],
+)
+def test_bad_bodies_get_an_openai_shaped_error(server: Server, body: bytes, status: int, says: str) -> None:
+    headers = {"Content-Type": "application/json", "X-Request-Id": "bad-body-1"}
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in json.dumps(error)
+    assert response.headers["X-Request-Id"] == "bad-body-1"
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def test_idempotency_key_replays_and_refuses_another_body(server: Server) -> None:
+    def post(prompt: str) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 1}
+        return httpx.post(
+            f"{server.url}/v1/completions", json=body, headers={"Idempotency-Key": "order-66"}, timeout=60
+        )
+
+    first, again = post("same"), post("same")
+    assert first.status_code == again.status_code == 200
+    assert first.json() == again.json()
+    assert post("other").status_code == 409
+
+
+def test_health_ready_version_metrics_and_docs(server: Server) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"):
+        assert httpx.get(server.url + path).status_code == 200, path
+    assert server.metric("expertmesh_generation_tokens_total") > 0
+    assert server.metric("expertmesh_decode_tokens_total") > 0
+    assert server.metric("expertmesh_expert_tokens_total") > 0

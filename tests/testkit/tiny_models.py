@@ -1,0 +1,190 @@
+"""Tiny architectures with every switch of every family, and the serving path driven without an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.fabric.local import LocalLink
+from services.model.dense import DenseModel
+from services.model.experts import ExpertShard
+from services.model.inputs import SequenceRows, StepInputs
+from services.model.spec import ModelSpec, load_spec
+from services.model.weights import load_dense, load_experts
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+}
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 16,
+}
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+OLMOE: dict[str, Any] = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 4}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "qwen3-renormalised": QWEN3 | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "qwen3-mixed-layers": QWEN3 | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "qwen3-window": QWEN3 | {"use_sliding_window": True, "sliding_window": 11},
+    "qwen3-bias": QWEN3 | {"attention_bias": True, "rope_parameters": YARN_ROPE},
+    "qwen3-one-kv-head": QWEN3 | {"num_key_value_heads": 1, "head_dim": 24, "norm_topk_prob": True},
+    "qwen2": QWEN2,
+    "qwen2-renormalised": QWEN2 | {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": [1]},
+    "qwen2-window": QWEN2
+    | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "num_hidden_layers": 4},
+    "qwen2-odd-widths": QWEN2 | {"moe_intermediate_size": 18, "shared_expert_intermediate_size": 10},
+    "mixtral": MIXTRAL,
+    "mixtral-window": MIXTRAL | {"sliding_window": 13, "tie_word_embeddings": True},
+    "mixtral-llama3": MIXTRAL | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4},
+    "mixtral-linear": MIXTRAL | {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0}},
+    "olmoe": OLMOE,
+    "olmoe-clipped": OLMOE | {"clip_qkv": 0.4, "norm_topk_prob": True, "attention_bias": True},
+    "olmoe-dynamic": OLMOE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
+}
+
+
+def save_model(folder: Path, config: dict[str, Any], *, shard_size: str = "1GB") -> Any:
+    """A random model of the architecture in ``config``, saved in the hub's layout; returns transformers' model."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(len(json.dumps(config)))
+    values = {key: value for key, value in (BASE | config).items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values)).float().eval()
+    for name, parameter in model.named_parameters():
+        # Norms and biases away from 1 and 0, weights that keep the size of what passes through them.
+        scale, mean = (0.3, 1.0) if "norm" in name else (parameter.shape[-1] ** -0.5, 0.0)
+        torch.nn.init.normal_(parameter, mean=mean, std=scale)
+    model.tie_weights()
+    model.set_experts_implementation("eager")
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+class PagedCache:
+    """Paged keys and values; blocks of a sequence are scattered over the pool, and the rest of it is full of junk."""
+
+    def __init__(
+        self, spec: ModelSpec, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        shape = (blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self._layers = [
+            (torch.randn(shape).to(device, dtype), torch.randn(shape).to(device, dtype)) for _ in spec.layers
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer]
+
+
+@dataclass
+class Run:
+    """A sequence on its way through the steps."""
+
+    token_ids: list[int]
+    blocks: list[int]
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class ServingPath:
+    """The serving path: dense part, local link and experts over a paged cache, without batch manager or sampler."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+        block_size: int = 4,
+        blocks: int = 256,
+    ) -> None:
+        self.spec = load_spec(folder)
+        self.device = device
+        self.model = DenseModel(self.spec, load_dense(folder, self.spec, dtype=dtype, device=device))
+        experts = load_experts(folder, self.spec, dtype=dtype, device=device)
+        shard = ExpertShard(experts, num_experts=self.spec.num_experts)
+        self.link = LocalLink(shard.by_layer(), num_experts=self.spec.num_experts)
+        self.cache = PagedCache(self.spec, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def start(self, token_ids: Sequence[int]) -> Run:
+        needed = -(-len(token_ids) // self.cache.block_size)
+        return Run(list(token_ids), [self._free.pop() for _ in range(needed)])
+
+    def step(self, pieces: Sequence[tuple[Run, int]]) -> None:
+        """Run the next ``length`` tokens of each sequence together, and keep the logits of all of them."""
+        rows, token_ids, positions, slots = [], [], [], []
+        size = self.cache.block_size
+        for sequence, length in pieces:
+            end = sequence.done + length
+            rows.append(
+                SequenceRows(start=len(token_ids), length=length, kv_len=end, blocks=sequence.blocks[: -(-end // size)])
+            )
+            token_ids += sequence.token_ids[sequence.done : end]
+            positions += range(sequence.done, end)
+            slots += [sequence.blocks[p // size] * size + p % size for p in range(sequence.done, end)]
+        inputs = StepInputs(
+            token_ids_T=torch.tensor(token_ids, device=self.device),
+            positions_T=torch.tensor(positions, device=self.device),
+            slots_T=torch.tensor(slots, device=self.device),
+            sequences=tuple(rows),
+            logits_rows_R=torch.arange(len(token_ids), device=self.device),
+        )
+        logits_TV = self._forward(inputs).cpu()
+        for row, (sequence, length) in zip(rows, pieces, strict=True):
+            sequence.logits.append(logits_TV[row.start : row.start + length])
+            sequence.done += length
+
+    @torch.inference_mode()
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        model = self.model
+        plan = model.plan(inputs, self.cache.block_size)
+        x_TD = model.embed(inputs.token_ids_T)
+        for layer, kind in enumerate(self.spec.layers):
+            x_TD = model.attention(layer, x_TD, plan, self.cache)
+            h_TD = model.ffn_input(layer, x_TD)
+            if kind.kind == "dense":
+                y_TD = model.dense_ffn(layer, h_TD)
+            else:
+                handle = self.link.dispatch(layer, h_TD, *model.route(layer, h_TD))
+                shared_TD = model.shared_expert(layer, h_TD)
+                y_TD = self.link.combine(handle)
+                if shared_TD is not None:
+                    y_TD = y_TD + shared_TD
+            x_TD = x_TD + y_TD
+        return model.logits(x_TD[inputs.logits_rows_R])

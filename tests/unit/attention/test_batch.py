@@ -1,0 +1,490 @@
+"""The batch manager, driven by a fake model whose next token is a function of the sequence so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.attention.batch import BatchManager
+from services.attention.blocks import BlockPool
+from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
+from services.errors import InternalError
+from services.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
+
+VOCAB, EOS = 11, 0
+FAR = 10**12
+
+
+def request(
+    name: str,
+    tokens: list[int],
+    *,
+    max_tokens: int = 4,
+    attempt: int = 1,
+    prompt_len: int | None = None,
+    priority: int = 5,
+    deadline_ms: int = FAR,
+    **sampling: object,
+) -> GenerateRequest:
+    return GenerateRequest(
+        id=name,
+        attempt=attempt,
+        token_ids=tokens,
+        prompt_len=len(tokens) if prompt_len is None else prompt_len,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+        deadline_ms=deadline_ms,
+        priority=priority,
+        tenant="t",
+        reply_to="g",
+    )
+
+
+def next_token(tokens: list[int]) -> int:
+    """The fake model. Ends (EOS) now and then."""
+    return (sum((i + 1) * token for i, token in enumerate(tokens)) * 7 + len(tokens)) % VOCAB
+
+
+def expected(asked: GenerateRequest) -> list[int]:
+    """What ``asked`` must generate, all attempts together."""
+    tokens = list(asked.token_ids)
+    while len(tokens) < asked.cost:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not asked.sampling.ignore_eos:
+            break
+    return tokens[asked.prompt_len :]
+
+
+@dataclass
+class Harness:
+    """Runs a batch manager and checks, at every step, that what a piece reads was computed and is not overwritten."""
+
+    blocks: int = 8
+    block_size: int = 2
+    budget: int = 8
+    seqs: int = 4
+    chunked: bool = True
+    cache: bool = True
+    max_model_len: int = 64
+    now: int = 0
+    events: list[TokenEvent] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limits = BatchLimits(
+            max_num_seqs=self.seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            prefix_cache=self.cache,
+            chunked_prefill=self.chunked,
+        )
+        self.pool = BlockPool(self.blocks, self.block_size)
+        self.batch = BatchManager(limits, self.pool, lambda: self.now)
+        self.slots: dict[int, tuple[int, ...]] = {}  # slot -> the prefix whose last token's KV it holds
+
+    def step(self, outcome: Callable[[Piece], Outcome] | None = None) -> StepPlan:
+        plan = self.batch.plan()
+        for piece in plan.pieces:
+            self._write(piece)
+        for piece in plan.pieces:
+            self._read(piece)
+        self._check_budget(plan)
+        self.wiped = self.batch.complete(plan, [(outcome or self.outcome)(piece) for piece in plan.pieces])
+        self.plans.append(plan)
+        self.events += self.batch.drain()
+        return plan
+
+    def run(self, limit: int = 2000) -> None:
+        while self.batch.has_work:
+            self.step()
+            limit -= 1
+            assert limit, "no end in sight"
+
+    def outcome(self, piece: Piece) -> Outcome:
+        scores = [TokenLogprob(-float(position)) for position in piece.scored]
+        if not piece.draws:
+            return Outcome(prompt_logprobs=scores)
+        return Outcome(token_id=next_token(piece.state.token_ids), prompt_logprobs=scores)
+
+    def _slot(self, piece: Piece, position: int) -> int:
+        return piece.state.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, piece: Piece) -> None:
+        assert piece.length > 0
+        for position in range(piece.start, piece.end):
+            self.slots[self._slot(piece, position)] = tuple(piece.state.token_ids[: position + 1])
+
+    def _read(self, piece: Piece) -> None:
+        for position in range(piece.end):
+            assert self.slots[self._slot(piece, position)] == tuple(piece.state.token_ids[: position + 1])
+
+    def _check_budget(self, plan: StepPlan) -> None:
+        names = [piece.state.request.id for piece in plan.pieces]
+        assert len(names) == len(set(names)) <= self.seqs
+        decodes = sum(piece.length == 1 for piece in plan.pieces)
+        stretched = 0 if self.chunked else decodes + max((piece.length for piece in plan.pieces), default=0)
+        assert plan.tokens <= max(self.budget, stretched)
+
+    def tokens(self, name: str) -> list[int]:
+        return [e.token_id for e in self.events if e.request_id == name and e.token_id is not None]
+
+    def ends(self, name: str) -> list[TokenEvent]:
+        return [event for event in self.events if event.request_id == name and event.finish]
+
+
+prompts = st.lists(st.integers(1, 3), min_size=1, max_size=9)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    asked=st.lists(st.tuples(prompts, st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=8),
+    blocks=st.integers(2, 12),
+    budget=st.integers(1, 9),
+    seqs=st.integers(1, 5),
+    chunked=st.booleans(),
+    cache=st.booleans(),
+    arrivals=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    scored=st.integers(0, 7),
+)
+def test_every_request_ends_once_with_the_tokens_it_gets_alone(
+    asked: list[tuple[list[int], int, int]],
+    blocks: int,
+    budget: int,
+    seqs: int,
+    chunked: bool,
+    cache: bool,
+    arrivals: list[int],
+    scored: int,
+) -> None:
+    run = Harness(blocks=blocks, budget=budget, seqs=seqs, chunked=chunked, cache=cache)
+    requests = [
+        request(f"r{i}", tokens, max_tokens=max_tokens, priority=priority, prompt_logprobs=0 if i == scored else None)
+        for i, (tokens, max_tokens, priority) in enumerate(asked)
+    ]
+    for item, wait in zip(requests, arrivals, strict=False):
+        run.batch.add(item)
+        for _ in range(wait):
+            run.step()
+    run.run()
+    for item in requests:
+        (end,) = run.ends(item.id)
+        if item.cost > blocks * run.block_size:
+            assert end.error is not None
+            assert end.error.code == "context_length_exceeded"
+            continue
+        indices = [e.index for e in run.events if e.request_id == item.id and e.token_id is not None]
+        assert indices == list(range(len(indices)))
+        assert run.tokens(item.id) == expected(item)
+        assert end.finish == ("stop" if run.tokens(item.id)[-1:] == [EOS] else "length")
+        if item.sampling.prompt_logprobs is not None:
+            first = next(e for e in run.events if e.request_id == item.id)
+            wanted = [None, *(TokenLogprob(-float(p)) for p in range(1, item.prompt_len))]
+            assert first.prompt_logprobs == wanted
+    assert run.pool.used == 0
+    assert run.batch.held() == {}
+    assert (run.batch.running, run.batch.waiting) == (0, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(0, 4), prompts, st.integers(1, 3)),
+            st.tuples(st.just("cancel"), st.integers(0, 4), st.just([1]), st.integers(1, 3)),
+            st.tuples(st.just("step"), st.just(0), st.just([1]), st.just(1)),
+            st.tuples(st.just("fail"), st.just(0), st.just([1]), st.just(1)),
+        ),
+        max_size=40,
+    ),
+    blocks=st.integers(6, 9),
+)
+def test_any_mix_of_adds_cancels_and_failures_ends_every_accepted_attempt_once(
+    actions: list[tuple[str, int, list[int], int]], blocks: int
+) -> None:
+    run = Harness(blocks=blocks, budget=4)
+    accepted: list[tuple[str, int]] = []
+    superseded: list[tuple[str, int]] = []
+    for action, number, tokens, attempt in actions:
+        name = f"r{number}"
+        before = run.batch.held().get(name)
+        if action == "add":
+            run.batch.add(request(name, tokens, attempt=attempt, max_tokens=3))
+            if before is None or before < attempt:
+                accepted.append((name, attempt))
+                superseded += [] if before is None else [(name, before)]
+            assert run.batch.held().get(name, 0) == max(before or 0, attempt)
+        elif action == "cancel":
+            run.batch.cancel(name, attempt)
+            assert (name in run.batch.held()) == (before is not None and before > attempt)
+        elif action == "fail":
+            run.step(lambda piece: Outcome(error=InternalError("x")) if piece.start % 2 else run.outcome(piece))
+        else:
+            run.step()
+        owned = sum(len(set(s.blocks)) for s in run.batch._held.values())
+        assert run.pool.used <= owned
+        assert (run.pool.used > 0) == (owned > 0)
+    run.run()
+    assert run.pool.used == 0
+    finals = Counter((event.request_id, event.attempt) for event in run.events if event.finish)
+    assert finals <= Counter(accepted)
+    assert Counter(accepted) - finals == Counter(superseded), "only a replaced attempt ends without an event"
+
+
+def test_preemption_takes_the_last_admitted_and_resumes_at_the_same_position() -> None:
+    run = Harness(blocks=6, block_size=2, budget=8, cache=False)
+    asked = [
+        request("a", [1, 2, 3], max_tokens=6, ignore_eos=True),
+        request("b", [2, 2, 1], max_tokens=6, ignore_eos=True),
+    ]
+    for item in asked:
+        run.batch.add(item)
+    run.run()
+    assert run.batch.counters.preemptions > 0
+    assert [run.tokens(item.id) for item in asked] == [expected(item) for item in asked]
+    restarts = {p.state.request.id for plan in run.plans[1:] for p in plan.pieces if p.start == 0}
+    assert restarts == {"b"}
+
+
+def test_what_was_preempted_goes_on_before_what_waits() -> None:
+    run = Harness(blocks=6, budget=8, seqs=2, cache=False)
+    for name in "abc":
+        run.batch.add(request(name, [1, 2, 3], max_tokens=6, ignore_eos=True))
+    run.run()
+    assert run.batch.counters.preemptions > 0
+    assert [e.request_id for e in run.events if e.finish] == ["a", "b", "c"]
+
+
+def test_higher_priority_is_admitted_first_and_preempted_last() -> None:
+    run = Harness(seqs=1)
+    run.batch.add(request("low", [1, 2], priority=9))
+    run.batch.add(request("high", [1, 2], priority=0))
+    run.batch.add(request("mid", [1, 2], priority=5))
+    run.run()
+    assert [e.request_id for e in run.events if e.finish] == ["high", "mid", "low"]
+
+
+def test_blocks_are_taken_from_the_lowest_priority_first() -> None:
+    run = Harness(blocks=6, cache=False)
+    run.batch.add(request("low", [1, 2, 3], max_tokens=6, ignore_eos=True, priority=9))
+    run.step()
+    run.batch.add(request("high", [1, 2, 3], max_tokens=6, ignore_eos=True, priority=0))
+    run.run()
+    assert run.batch.counters.preemptions > 0
+    assert [e.request_id for e in run.events if e.finish] == ["high", "low"]
+
+
+def test_an_admission_leaves_the_running_room_to_grow() -> None:
+    run = Harness(blocks=4, budget=8, cache=False)
+    run.batch.add(request("running", [1, 2], max_tokens=4, ignore_eos=True))
+    run.step()
+    run.batch.add(request("next", [1, 2, 3, 1], max_tokens=4, ignore_eos=True))
+    run.run()
+    assert run.batch.counters.preemptions == 0
+    assert [e.request_id for e in run.events if e.finish] == ["running", "next"]
+
+
+def test_a_scored_prompt_preempted_between_two_chunks_is_scored_once() -> None:
+    run = Harness(blocks=7, budget=3)
+    run.batch.add(request("running", [1, 2], max_tokens=8, ignore_eos=True, priority=0))
+    run.step()
+    run.batch.add(request("scored", [3, 2, 1, 3, 2, 1, 3, 2], max_tokens=1, prompt_logprobs=0))
+    while run.batch.counters.prefill_chunks < 2:
+        run.step()
+    assert run.batch._running[-1].request.id == "scored"
+    run.batch._preempt(run.batch._running[-1])
+    run.run()
+    (event,) = [e for e in run.events if e.request_id == "scored"]
+    assert event.prompt_logprobs == [None, *(TokenLogprob(-float(p)) for p in range(1, 8))]
+
+
+def test_a_prompt_preempted_between_two_chunks_keeps_what_was_computed_and_no_more() -> None:
+    run = Harness(blocks=16, budget=4)
+    run.batch.add(request("r", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=2, ignore_eos=True))
+    run.step()
+    run.batch._preempt(run.batch._running[0])
+    assert (run.pool.used, run.pool.cached) == (0, 2)
+    piece = run.step().pieces[0]
+    assert (piece.start, piece.length) == (4, 4)
+    run.run()
+    assert run.tokens("r") == expected(request("r", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=2, ignore_eos=True))
+    assert [e.cached_tokens for e in run.events] == [0, 0], "its own leftovers are no hit that a client should see"
+
+
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
+    run = Harness(blocks=16)
+    first = request("first", [1, 2, 3], max_tokens=6, ignore_eos=True)
+    run.batch.add(first)
+    run.run()
+    run.batch.add(request("second", [1, 2, 3, *run.tokens("first"), 1], max_tokens=2, ignore_eos=True))
+    run.run()
+    assert [e.cached_tokens for e in run.events if e.request_id == "second"] == [8, 0]
+
+
+def test_the_attempt_that_is_held_already_is_not_started_again() -> None:
+    run = Harness()
+    run.batch.add(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True))
+    run.step()
+    run.batch.add(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True))
+    run.run()
+    assert [event.index for event in run.events] == [0, 1, 2, 3]
+
+
+def test_prompt_scores_come_with_the_first_token_only() -> None:
+    run = Harness(blocks=16)
+    run.batch.add(request("r", [1, 2, 3], max_tokens=3, ignore_eos=True, prompt_logprobs=0))
+    run.run()
+    assert [event.prompt_logprobs is None for event in run.events] == [False, True, True]
+
+
+def test_decodes_come_first_and_a_long_prompt_is_cut_into_chunks() -> None:
+    run = Harness(blocks=32, budget=4)
+    run.batch.add(request("decoding", [1, 2], max_tokens=8, ignore_eos=True))
+    run.step()
+    run.batch.add(request("long", [1] * 10, max_tokens=1))
+    shapes = []
+    while run.batch.has_work:
+        shapes.append([(p.state.request.id, p.length) for p in run.step().pieces])
+    assert shapes[:4] == [[("decoding", 1), ("long", 3)]] * 3 + [[("decoding", 1), ("long", 1)]]
+    assert run.batch.counters.prefill_chunks == 3
+
+
+def test_without_chunking_a_prompt_is_one_piece() -> None:
+    run = Harness(blocks=32, budget=4, chunked=False)
+    for token in (1, 2):
+        run.batch.add(request(str(token), [token] * 10, max_tokens=1))
+    run.run()
+    assert [[p.length for p in plan.pieces] for plan in run.plans] == [[10], [10]]
+    assert run.batch.counters.prefill_chunks == 0
+
+
+def test_prefix_hits_leave_at_least_the_last_token_to_compute() -> None:
+    run = Harness(blocks=16)
+    for name in "ab":
+        run.batch.add(request(name, [1, 2, 3, 1], max_tokens=1))
+        run.run()
+    first, second = run.plans[0].pieces[0], run.plans[1].pieces[0]
+    assert (first.start, first.length) == (0, 4)
+    assert (second.start, second.length) == (2, 2)
+    assert [e.cached_tokens for e in run.events] == [0, 2]
+    assert (run.pool.query_tokens, run.pool.hit_tokens) == (8, 2)
+
+
+@pytest.mark.parametrize(("cache", "scored"), [(False, None), (True, 0)])
+def test_the_prefix_cache_is_bypassed_when_off_or_when_the_prompt_is_scored(cache: bool, scored: int | None) -> None:
+    run = Harness(blocks=16, cache=cache)
+    for name in "ab":
+        run.batch.add(request(name, [1, 2, 3, 1], max_tokens=1, prompt_logprobs=scored))
+        run.run()
+    assert [plan.pieces[0].length for plan in run.plans] == [4, 4]
+    assert run.pool.query_tokens == 0
+
+
+def test_a_resumed_attempt_goes_on_at_the_next_index() -> None:
+    whole = request("r", [1, 2, 3], max_tokens=6, ignore_eos=True)
+    delivered = expected(whole)[:2]
+    run = Harness()
+    run.batch.add(request("r", [1, 2, 3, *delivered], prompt_len=3, max_tokens=6, attempt=2, ignore_eos=True))
+    run.run()
+    assert [event.index for event in run.events] == [2, 3, 4, 5]
+    assert delivered + run.tokens("r") == expected(whole)
+
+
+def test_a_resumed_attempt_with_nothing_left_ends_at_once() -> None:
+    run = Harness()
+    run.batch.add(request("r", [1, 2, 3, 4], prompt_len=2, max_tokens=2, attempt=2))
+    run.run()
+    (event,) = run.events
+    assert (event.index, event.token_id, event.finish) == (2, None, "length")
+
+
+def test_max_tokens_zero_scores_the_prompt_and_draws_nothing() -> None:
+    run = Harness(budget=2)
+    run.batch.add(request("r", [1, 2, 3], max_tokens=0, prompt_logprobs=1))
+    run.run()
+    (event,) = run.events
+    assert event.finish == "length"
+    assert event.token_id is None
+    assert event.prompt_logprobs == [None, TokenLogprob(-1.0), TokenLogprob(-2.0)]
+
+
+def test_a_cancelled_request_frees_its_blocks_before_the_next_step() -> None:
+    run = Harness()
+    run.batch.add(request("r", [1, 2, 3], max_tokens=9, ignore_eos=True))
+    run.step()
+    assert run.pool.used > 0
+    run.batch.cancel("r", 0)
+    assert run.batch.held() == {"r": 1}, "a cancel of an earlier attempt must not touch this one"
+    run.batch.cancel("r", 1)
+    assert run.pool.used == 0
+    assert run.batch.held() == {}
+    run.run()
+    assert [(e.index, e.finish) for e in run.events] == [(0, None), (1, "cancelled")]
+
+
+def test_half_of_a_scored_prompt_is_not_sent() -> None:
+    run = Harness(budget=3)
+    run.batch.add(request("r", [1, 2, 3, 1, 2], prompt_logprobs=0))
+    run.step()
+    run.batch.cancel("r", 1)
+    run.run()
+    assert [(e.finish, e.prompt_logprobs) for e in run.events] == [("cancelled", None)]
+
+
+def test_deadlines_end_running_and_waiting_requests() -> None:
+    run = Harness(blocks=16, seqs=1)
+    run.batch.add(request("running", [1], max_tokens=20, deadline_ms=50, ignore_eos=True, priority=0))
+    run.batch.add(request("waiting", [1], max_tokens=20, deadline_ms=50, ignore_eos=True))
+    run.batch.add(request("later", [1], max_tokens=2, deadline_ms=90, ignore_eos=True))
+    run.step()
+    run.now = 50
+    run.run()
+    assert [run.ends(name)[0].error.code for name in ("running", "waiting")] == ["deadline_exceeded"] * 2  # type: ignore[union-attr]
+    assert len(run.tokens("running")) == 1
+    assert run.ends("later")[0].finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (request("r", [], max_tokens=1), "invalid_request"),
+        (request("r", [VOCAB], max_tokens=1), "invalid_request"),
+        (request("r", [-1], max_tokens=1), "invalid_request"),
+        (request("r", [1], max_tokens=1, logit_bias={VOCAB: 1.0}), "invalid_request"),
+        (request("r", [1] * 4, max_tokens=7), "context_length_exceeded"),
+        (request("r", [1] * 4, max_tokens=5), "context_length_exceeded"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_the_others_are_untouched(asked: GenerateRequest, code: str) -> None:
+    run = Harness(blocks=4, max_model_len=10)
+    run.batch.add(request("other", [1], max_tokens=2, ignore_eos=True))
+    run.batch.add(asked)
+    run.run()
+    (end,) = run.ends("r")
+    assert end.error is not None
+    assert end.error.code == code
+    assert len(run.tokens("other")) == 2
+
+
+def test_a_failed_piece_ends_alone_and_its_blocks_are_forgotten() -> None:
+    run = Harness(blocks=16)
+    for name in ("good", "bad"):
+        run.batch.add(request(name, [1, 2, 3, 1 if name == "bad" else 2], max_tokens=3, ignore_eos=True))
+    blocks: list[int] = []
+
+    def outcome(piece: Piece) -> Outcome:
+        if piece.state.request.id != "bad":
+            return run.outcome(piece)
+        blocks.extend(piece.state.blocks)
+        return Outcome(error=InternalError("x"))
+
+    run.step(outcome)
+    assert sorted(run.wiped) == sorted(blocks)
+    run.run()
+    assert run.ends("bad")[0].error is not None
+    assert run.tokens("good") == expected(request("good", [1, 2, 3, 2], max_tokens=3, ignore_eos=True))

@@ -1,0 +1,95 @@
+"""`expertmesh keys`: what it writes is what the gateway reads, and a secret is seen once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from services.cli.keys import main as keys
+from services.cli.main import main
+from services.gateway.auth import Authenticator, FileKeys, RedisKeys
+from services.queue.keys import Keys
+
+
+def _create(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["keys", "create", *argv]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.yaml"
+    at = ["--api-keys-file", str(file)]
+    secret = _create(capsys, "alice", *at, "--requests-per-minute", "60", "--max-concurrency", "2", "--priority", "3")
+    _create(capsys, "bob", *at)
+    assert secret not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    store = Authenticator(FileKeys(file, warn=print))
+    caller = asyncio.run(store.identify(f"Bearer {secret}"))
+    assert caller.tenant == "alice"
+    assert caller.limits is not None
+    assert (caller.limits.requests_per_minute, caller.limits.concurrency, caller.most_urgent) == (60, 2, 3)
+
+    assert main(["keys", "list", *at]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["alice", "bob"]
+    assert rows[0].endswith("requests_per_minute=60.0  max_concurrency=2  priority=3")
+
+    digest = rows[1].split()[1]
+    assert main(["keys", "revoke", "alice", *at]) == 0
+    assert main(["keys", "revoke", digest, *at]) == 0
+    capsys.readouterr()
+    assert main(["keys", "list", *at]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["create", "alice"], "There is a key named 'alice' already."),
+        (["create", "no spaces"], "Names are letters"),
+        (["create", "eve", "--burst", "0"], "limits are above 0"),
+        (["create"], "needs a name"),
+        (["revoke", "mallory"], "There is no key 'mallory'."),
+        (["list", "x"], "`keys list` takes no name."),
+        (["destroy"], "invalid choice: 'destroy'"),
+    ],
+)
+def test_mistakes_say_what_to_do(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ["--api-keys-file", str(tmp_path / "keys.yaml")]
+    _create(capsys, "alice", *file)
+    before = (tmp_path / "keys.yaml").read_text()
+    assert main(["keys", *argv, *file]) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "keys.yaml").read_text() == before
+
+
+def test_a_damaged_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: {alice: 1}")
+    assert main(["keys", "create", "bob", "--api-keys-file", str(file)]) == 2
+    assert "not a usable file of API keys" in capsys.readouterr().err
+    assert file.read_text() == "keys: {alice: 1}"
+
+
+def test_some_place_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "list"]) == 2
+    assert "--api-keys-file FILE or --redis-url URL" in capsys.readouterr().err
+
+
+async def test_keys_in_redis_are_those_the_gateway_reads(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = await asyncio.to_thread(_create, capsys, "carol", "--redis-url", redis_url, "--burst", "4")
+    redis = Redis.from_url(redis_url)
+    store = Authenticator(RedisKeys(redis, _name()))
+    assert (await store.identify(f"Bearer {secret}")).tenant == "carol"
+    assert await asyncio.to_thread(keys, ["revoke", "carol", "--redis-url", redis_url]) == 0
+    assert await redis.hlen(_name()) == 0
+    await redis.aclose()
+
+
+def _name() -> str:
+    return f"{Keys('expertmesh').prefix}keys"

@@ -1,0 +1,167 @@
+"""`expertmesh queue` over a real queue: what an operator sees, and a retry that outlives a lost worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from services.cli.main import main
+from services.messages import GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
+from services.queue.dead_letters import DeadLetters
+from services.queue.gateway_side import GatewayQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.worker_side import WorkerQueue
+
+
+@dataclass
+class Mesh:
+    """A leading scheduler and one worker, moved by hand; the first lost attempt of a request is its last."""
+
+    url: str
+    redis: Redis
+    scheduler: SchedulerQueue
+    worker: WorkerQueue
+    letters: DeadLetters
+    keys: Keys
+    epoch: int
+
+    async def kill(self, request_id: str) -> None:
+        """Admits a request and lets it fail until it is dead-lettered."""
+        gateway = GatewayQueue(self.redis, self.keys, "g1", QueueLimits(max_attempts=1))
+        await gateway.heartbeat(60)
+        await gateway.admit([_request(request_id)], timeout_s=600)
+        await self.assigned()
+        await self.lose(request_id)
+        assert [letter.request.id for letter in await self.letters.list()] == [request_id]
+
+    async def assigned(self) -> GenerateRequest:
+        """The next request, once there is one, in the hands of the worker."""
+        async with asyncio.timeout(10):
+            while not (claimed := await self.scheduler.claim(self.epoch, 1)):
+                await asyncio.sleep(0.02)
+        assert all(await self.scheduler.assign(self.epoch, [(claimed[0], "w")]))
+        return claimed[0]
+
+    async def lose(self, request_id: str) -> None:
+        await self.redis.zadd(self.keys.leases, {request_id: 1})
+        await self.scheduler.reap(self.epoch)
+
+    async def run(self, *argv: str) -> int:
+        return await asyncio.to_thread(main, ["queue", *argv, "--redis-url", self.url])
+
+
+def _request(request_id: str) -> GenerateRequest:
+    return GenerateRequest(
+        id=request_id,
+        attempt=0,
+        token_ids=[11, 12],
+        prompt_len=2,
+        sampling=SamplingParams(max_tokens=3),
+        deadline_ms=0,
+        priority=5,
+        tenant="alice",
+        reply_to="g1",
+    )
+
+
+@pytest.fixture
+async def mesh(redis_url: str) -> AsyncIterator[Mesh]:
+    redis, keys, limits = Redis.from_url(redis_url), Keys("expertmesh"), QueueLimits(max_attempts=1)
+    scheduler, worker = SchedulerQueue(redis, keys, limits), WorkerQueue(redis, keys, limits)
+    epoch = await scheduler.campaign("leader", 60)
+    assert epoch is not None
+    info = WorkerInfo(
+        id="w",
+        model="m",
+        fingerprint="f",
+        kv_tokens=1,
+        max_num_seqs=8,
+        max_model_len=9,
+        host="h",
+        pid=1,
+        version="0",
+    )
+    await worker.register(info, 60, credit_tokens=1000, credit_requests=10)
+    yield Mesh(redis_url, redis, scheduler, worker, DeadLetters(redis, keys, limits), keys, epoch)
+    await redis.aclose()
+
+
+async def test_an_empty_list(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await mesh.run("list") == 0
+    assert capsys.readouterr().out == "no dead letters\n"
+
+
+async def test_list_show_and_drop(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    await mesh.kill("r1")
+    assert await mesh.run("list") == 0
+    assert capsys.readouterr().out.startswith("r1  20")
+    assert await mesh.run("show", "r1") == 0
+    shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    rows = {name.strip(): value.strip() for name, value in shown.items()}
+    assert (rows["tenant"], rows["prompt"], rows["last worker"]) == ("alice", "11 12", "w")
+    assert await mesh.run("drop", "r1") == 0
+    assert await mesh.letters.list() == []
+
+
+async def test_retry_follows_to_the_end(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh.scheduler = SchedulerQueue(mesh.redis, mesh.keys, QueueLimits(max_attempts=1))
+    await mesh.kill("r1")
+    mesh.scheduler = SchedulerQueue(mesh.redis, mesh.keys, QueueLimits(max_attempts=5))
+    retry = asyncio.create_task(mesh.run("retry", "r1"))
+    first = await mesh.assigned()
+    assert first.token_ids == [11, 12]
+    await mesh.worker.publish("w", [_token(first, 0, 21)])
+    await mesh.lose("r1")
+    second = await mesh.assigned()
+    assert second.attempt > first.attempt
+    assert second.token_ids == [11, 12, 21], "what was delivered is not computed again"
+    last = TokenEvent(request_id="r1", attempt=second.attempt, index=2, token_id=23, finish="length")
+    await mesh.worker.publish("w", [_token(second, 1, 22), last])
+    assert await retry == 0
+    assert capsys.readouterr().out == "21 22 23\nfinished: length, 3 tokens\n"
+    assert await mesh.letters.list() == []
+
+
+def _token(request: GenerateRequest, index: int, token_id: int) -> TokenEvent:
+    return TokenEvent(request_id=request.id, attempt=request.attempt, index=index, token_id=token_id)
+
+
+async def test_a_retry_that_fails_again_says_so(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    await mesh.kill("r1")
+    retry = asyncio.create_task(mesh.run("retry", "r1"))
+    await mesh.assigned()
+    await mesh.lose("r1")
+    assert await retry == 1
+    assert "failed: " in capsys.readouterr().out
+    assert [letter.request.id for letter in await mesh.letters.list()] == ["r1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["show", "none"], 1, "none"),
+        (["retry", "none"], 1, "none"),
+        (["show"], 2, "all other actions need one"),
+        (["list", "r1"], 2, "`list` takes no id"),
+        (["lst"], 2, "invalid choice: 'lst'"),
+    ],
+)
+async def test_mistakes(
+    mesh: Mesh, argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await mesh.run(*argv) == code
+    assert message in capsys.readouterr().err
+
+
+def test_without_redis_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["queue", "list"]) == 2
+    assert "--redis-url" in capsys.readouterr().err
+    assert main(["queue", "list", "--redis-url", f"unix://{tmp_path}/none.sock"]) == 1
+    assert "Traceback" not in capsys.readouterr().err

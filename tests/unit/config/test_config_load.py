@@ -1,0 +1,239 @@
+"""Where a value comes from, which source wins, and what a mistake in each source says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from services.config import ROLES, Settings, concerned, load_layered, load_settings, mask_url, option, roles_of
+from services.errors import ConfigError
+
+
+def _file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mesh.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def _refusal(*argv: str, role: object = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(argv, role=role)  # type: ignore[arg-type]
+    return caught.value.message
+
+
+def test_command_line_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = _file(tmp_path, "port: 1\nlease: 1\nmax-num-seqs: 1\n")
+    monkeypatch.setenv("EXPERTMESH_PORT", "2")
+    monkeypatch.setenv("EXPERTMESH_LEASE", "2")
+    layered = load_layered(["--config", file, "--port", "3"])
+    assert (layered.settings.port, layered.settings.lease, layered.settings.max_num_seqs) == (3, 2.0, 1)
+    assert layered.settings.block_size == Settings().block_size
+    assert [layered.origin(name) for name in ("port", "lease", "max_num_seqs", "block_size")] == [
+        "--port",
+        "EXPERTMESH_LEASE",
+        file,
+        "default",
+    ]
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_CONFIG", _file(tmp_path, "port: 7"))
+    assert load_settings([]).port == 7
+
+
+def test_overrides_beat_everything() -> None:
+    assert load_settings(["--port", "1"], overrides={"port": 2}).port == 2
+
+
+def test_constructed_settings_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_PORT", "1")
+    assert Settings().port == 8000
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_PORT", "")
+    assert load_settings([]).port == 8000
+
+
+@pytest.mark.parametrize(("argument", "value"), [("--prefix-cache", True), ("--no-prefix-cache", False)])
+def test_booleans_have_two_options(argument: str, value: bool) -> None:
+    assert load_settings([argument]).prefix_cache is value
+
+
+def test_a_list_is_comma_separated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_METRICS_UPSTREAMS", "a=http://x:1/m, b=http://y:2/m")
+    assert load_settings([]).metrics_upstreams == ["a=http://x:1/m", "b=http://y:2/m"]
+    assert "metrics-upstreams" in _refusal("--metrics-upstreams", "http://x")
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    assert _refusal("--max-num-seq", "4") == "Unknown option --max-num-seq. Did you mean --max-num-seqs?"
+    assert "--por" in _refusal("--por", "1"), "abbreviations are not options"
+    assert _refusal("sevre") == "Unexpected argument 'sevre'. See `expertmesh serve --help`."
+
+
+def test_an_unknown_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_MAX_QUEUED_REQUEST", "1")
+    assert "Did you mean EXPERTMESH_MAX_QUEUED_REQUESTS?" in _refusal()
+
+
+def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:
+    message = _refusal("--config", _file(tmp_path, "blok_size: 16"))
+    assert "'blok_size'" in message
+    assert "Did you mean block_size?" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("EXPERTMESH_PORT", "tcp://10.0.0.1:80"),
+        ("EXPERTMESH_SERVICE_HOST", "10.0.0.1"),
+        ("EXPERTMESH_SERVICE_PORT", "80"),
+        ("EXPERTMESH_GATEWAY_SERVICE_HOST", "10.0.0.1"),
+        ("EXPERTMESH_GATEWAY_SERVICE_PORT_HTTP", "80"),
+        ("EXPERTMESH_GATEWAY_PORT", "tcp://10.0.0.1:80"),
+        ("EXPERTMESH_GATEWAY_PORT_80_TCP", "tcp://10.0.0.1:80"),
+        ("EXPERTMESH_GATEWAY_PORT_80_TCP_ADDR", "10.0.0.1"),
+        ("EXPERTMESH_GATEWAY_PORT_80_TCP_PROTO", "tcp"),
+    ],
+)
+def test_service_links_of_kubernetes_are_not_ours(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert load_settings([]) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--port", "http"], "command line: --port is 'http'; expected a whole number at least 0 and at most 65535."),
+        (["--port", "70000"], "at most 65535"),
+        (["--lease", "nan"], "expected a number"),
+        (["--request-timeout", "inf"], "expected a number"),
+        (["--dtype", "int3"], "expected one of auto, float32, bfloat16, float16"),
+        (["--namespace", "{x}"], "expected text matching"),
+        (["--redis-url", "http://h"], "expected redis://, rediss:// or unix://"),
+        (["--redis-url", "redis://h:port"], "expected redis://"),
+        (["--redis-url", "unix://"], "expected redis://"),
+        (["--port"], "argument --port: expected one argument"),
+    ],
+)
+def test_a_wrong_value_says_where_and_what_instead(argv: list[str], expected: str) -> None:
+    assert expected in _refusal(*argv)
+
+
+def test_a_wrong_value_in_the_environment_is_named_even_if_it_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_PORT", "x")
+    assert _refusal("--port", "1").startswith("environment: EXPERTMESH_PORT is 'x'; expected a whole number")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port: yes", "port is True; expected a whole number"),
+        ("prefix_cache: 3", "expected true or false"),
+        ("served_model_name: 3", "expected text"),
+        ("- port", "must be a mapping"),
+        ("port: [", "is not YAML"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in _refusal("--config", _file(tmp_path, text))
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    assert "No such file" in _refusal("--config", str(tmp_path / "none.yaml"))
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert load_settings(["--config", _file(tmp_path, "# nothing\n")]) == Settings()
+
+
+def test_a_role_takes_the_options_that_concern_it() -> None:
+    settings = load_settings(["--model", "m", "--redis-url", "redis://h", "--max-num-seqs", "2"], role="attention")
+    assert settings.max_num_seqs == 2
+    message = _refusal("--redis-url", "redis://h", "--max-num-seqs", "2", role="scheduler")
+    assert message == "--max-num-seqs does not concern `expertmesh scheduler`. See `expertmesh scheduler --help`."
+
+
+def test_a_role_reads_past_what_concerns_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_MAX_NUM_SEQS", "2")
+    file = _file(tmp_path, "port: 1\nredis_url: redis://h")
+    assert load_settings(["--config", file], role="scheduler").max_num_seqs == 2
+
+
+def test_a_role_on_its_own_needs_redis_and_perhaps_a_model() -> None:
+    assert "--redis-url" in _refusal(role="scheduler")
+    assert "--redis-url" in _refusal("--model", "m", role="gateway")
+    assert "--model DIR" in _refusal("--redis-url", "redis://h", role="attention")
+    assert load_settings(["--redis-url", "redis://h"], role="scheduler").model is None
+
+
+def test_every_knob_has_help_and_concerns_a_role() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+        assert roles_of(name), name
+    assert set(concerned(None)) == {name for role in ROLES for name in concerned(role)}
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(["--help"])
+    text = capsys.readouterr().out
+    assert all(option(name) in text for name in Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://h:1/0", "redis://h:1/0"),
+        ("redis://:secret@h:1", "redis://:***@h:1"),
+        ("rediss://user:sec:ret@h", "rediss://user:***@h"),
+        ("redis://:se@cret@h", "redis://:***@h"),
+        ("unix:///tmp/s?db=0&password=secret", "unix:///tmp/s?db=0&password=***"),
+    ],
+)
+def test_passwords_are_masked(url: str, masked: str) -> None:
+    assert mask_url(url) == masked
+    assert repr(masked) in repr(Settings(redis_url=url))
+
+
+def test_a_refused_url_does_not_show_its_password() -> None:
+    assert "hunter2" not in _refusal("--redis-url", "http://u:hunter2@h")
+    with pytest.raises(ValidationError) as caught:
+        Settings(redis_url="http://u:hunter2@h")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:
+    assert Settings(model=tmp_path / "qwen").model_name == "qwen"
+    assert Settings(model=tmp_path / "a" / ".." / "qwen").model_name == "qwen"
+    assert Settings(model=tmp_path, served_model_name="x").model_name == "x"
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "port": st.integers(0, 65535),
+            "lease": st.floats(0.1, 3600),
+            "served_model_name": st.text(min_size=1).filter(lambda text: text.isprintable()),
+            "prefix_cache": st.booleans(),
+            "kv_blocks": st.none() | st.integers(1, 1 << 40),
+            "metrics_upstreams": st.lists(st.from_regex(r"\A[a-z]+=http://[a-z]+\Z"), max_size=3),
+        },
+    )
+)
+def test_settings_survive_the_file_they_are_handed_over_in(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, object]
+) -> None:
+    settings = Settings(**values)  # type: ignore[arg-type]
+    file = tmp_path_factory.mktemp("handover") / "x.yaml"
+    file.write_text(yaml.safe_dump(settings.model_dump(mode="json"), allow_unicode=True), encoding="utf-8")
+    assert load_settings(["--config", str(file)]) == settings

@@ -1,0 +1,74 @@
+"""What `expertmesh demo` decides before it serves, and what it prints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import Layered, Settings, load_layered
+from services.demo import tour
+from services.errors import ConfigError
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Settings that would have been served."""
+    seen: list[Settings] = []
+
+    def serve(settings: Settings, **_: object) -> int:
+        seen.append(settings)
+        return 0
+
+    monkeypatch.setattr(tour, "serve", serve)
+    return seen
+
+
+def test_it_makes_its_model_once_and_serves_quietly(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tour.run_demo(load_layered([])) == 0
+    written = (tmp_path / tour.DEMO_MODEL / "config.json").stat()
+    tour.run_demo(load_layered([]))
+    assert (tmp_path / tour.DEMO_MODEL / "config.json").stat().st_mtime_ns == written.st_mtime_ns
+    assert capsys.readouterr().out.count("making the demo model") == 1
+    assert (served[0].model, served[0].log_level) == (tour.DEMO_MODEL, "warning")
+
+
+def test_what_the_user_says_holds(served: list[Settings]) -> None:
+    tour.run_demo(load_layered(["--model", "mine", "--port", "0", "--log-level", "info"]))
+    assert (served[0].model, served[0].port, served[0].log_level) == (Path("mine"), 0, "info")
+
+
+def test_a_taken_port_is_evaded_where_nobody_asked_for_it(served: list[Settings]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        usual = Layered(settings=Settings(model=Path("mine"), port=port), origins={})
+        tour.run_demo(usual)
+    assert served[0].port not in (0, port)
+
+
+def test_without_the_client_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name == "openai":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match="pip install openai"):
+        tour.run_demo(load_layered([]))
+
+
+def test_the_invitation_is_a_command_that_works() -> None:
+    text = tour.invitation("http://127.0.0.1:9", "m")
+    assert "curl -N http://127.0.0.1:9/v1/completions" in text
+    assert json.loads(text.split("-d '")[1].split("'")[0])["model"] == "m"

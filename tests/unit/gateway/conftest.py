@@ -1,0 +1,399 @@
+"""A gateway over a scripted queue: no Redis, no worker, a real uvicorn on a free port, a tiny byte-level tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from services.errors import QueueUnavailable, RequestError
+from services.gateway.app import Parts, build_app
+from services.gateway.auth import Authenticator, KeyStore
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.exposition import Siblings
+from services.gateway.health import Readiness
+from services.gateway.intake import Intake
+from services.gateway.prompts import PromptReader, ServedModel
+from services.gateway.results import ResultFollower
+from services.gateway.server import Drain, HttpServer, listen
+from services.gateway.table import JobTable
+from services.gateway.tokenizer import SpecialTokens, TextCodec
+from services.messages import AttemptLost, GenerateRequest, ResultEvent, TokenEvent, TokenLogprob, WorkerInfo
+from services.metrics import GatewayMetrics
+from services.queue.gateway_side import IdempotencyRecord
+from services.queue.limits import TenantLimits
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+Answer = Callable[[GenerateRequest], Iterable[TokenEvent]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE over a few sentences; every other character is spelled in bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog. Hello world, hello there!"] * 4, trainer
+    )
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def codec(tokenizer: Tokenizer) -> TextCodec:
+    return TextCodec(tokenizer, SpecialTokens(bos_token=BOS, eos_token=EOS))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """A checkpoint's folder as far as the gateway's text side reads it."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
+    return tmp_path
+
+
+class ScriptedQueue:
+    """Plays the queue and a worker. What the gateway asked for is recorded; ``emit`` sends events to it."""
+
+    def __init__(self) -> None:
+        self.admitted: list[GenerateRequest] = []
+        self.resubmitted: list[GenerateRequest] = []
+        self.taken_up: list[GenerateRequest] = []
+        self.cancelled: dict[str, int] = {}
+        self.resynced: list[tuple[str, int]] = []
+        self.limits: list[TenantLimits | None] = []
+        self.survey_answer: dict[str, tuple[Any, int]] = {}
+        self.surveys = 0
+        self.refusal: RequestError | None = None
+        self.answer: Answer | None = None
+        self.records: dict[tuple[str, str], tuple[str, str, int]] = {}
+        self.live_workers: list[WorkerInfo] = []
+        self.left = False
+        self._down = False
+        self._changed = asyncio.Event()
+        self._events: list[ResultEvent] = []
+        self._position = 0
+
+    @property
+    def down(self) -> bool:
+        return self._down
+
+    @down.setter
+    def down(self, value: bool) -> None:
+        self._down = value
+        self._changed.set()
+
+    def emit(self, *events: ResultEvent) -> None:
+        self._events.extend(events)
+        self._changed.set()
+
+    async def wait_for(self, attribute: str, count: int = 1) -> Any:
+        """The recorded calls ``attribute`` once there are ``count``."""
+        async with asyncio.timeout(5):
+            while len(getattr(self, attribute)) < count:
+                await asyncio.sleep(0.001)
+        return getattr(self, attribute)
+
+    def _check(self) -> None:
+        if self._down:
+            raise QueueUnavailable("Redis is away.", retry_after_s=1)
+
+    async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:  # noqa: ARG002
+        self._check()
+
+    async def leave(self) -> None:
+        self.left = True
+
+    async def admit(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout_s: float,
+        tenant_limits: TenantLimits | None = None,
+    ) -> list[GenerateRequest]:
+        self._check()
+        if self.refusal is not None:
+            raise self.refusal
+        granted = [msgspec.structs.replace(request, deadline_ms=int(timeout_s * 1000)) for request in requests]
+        self.admitted += granted
+        self.limits.append(tenant_limits)
+        if self.answer is not None:
+            for request in granted:
+                self.emit(*self.answer(request))
+        return granted
+
+    async def resubmit(self, request: GenerateRequest) -> bool:
+        self._check()
+        self.resubmitted.append(request)
+        return True
+
+    async def take_up(
+        self, request: GenerateRequest, *, timeout_s: float, tenant_limits: TenantLimits | None = None
+    ) -> GenerateRequest:
+        self._check()
+        granted = msgspec.structs.replace(request, attempt=2, deadline_ms=int(timeout_s * 1000))
+        self.taken_up.append(granted)
+        self.limits.append(tenant_limits)
+        if self.answer is not None:
+            self.emit(*self.answer(granted))
+        return granted
+
+    async def resync(self, request_id: str, attempt: int) -> int | None:
+        self._check()
+        self.resynced.append((request_id, attempt))
+        return attempt + 1
+
+    async def cancel(self, request_ids: Iterable[str], delivered: Mapping[str, int] | None = None) -> int:
+        self._check()
+        found = {request_id: (delivered or {}).get(request_id, 0) for request_id in request_ids}
+        self.cancelled.update(found)
+        return len(found)
+
+    async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[Any, int]]:
+        self._check()
+        self.surveys += 1
+        return {key: self.survey_answer.get(key, ("running", attempt)) for key, attempt in attempts.items()}
+
+    async def claim_idempotency(
+        self, tenant: str, key: str, fingerprint: str, base_id: str, seed: int
+    ) -> IdempotencyRecord:
+        self._check()
+        fresh = (tenant, key) not in self.records
+        _, known_base, known_seed = self.records.setdefault((tenant, key), (fingerprint, base_id, seed))
+        return IdempotencyRecord(fresh=fresh, base_id=known_base, seed=known_seed, owner="gw")
+
+    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[ResultEvent]]:
+        self._check()
+        if self._position == len(self._events):
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(block_ms / 1000):
+                    await self._changed.wait()
+            except TimeoutError:
+                return last_id, []
+            self._check()
+        events, self._position = self._events[self._position :], len(self._events)
+        return str(self._position), events
+
+    async def workers(self) -> list[WorkerInfo]:
+        self._check()
+        return self.live_workers
+
+    async def queue_depth(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class _Leader:
+    def __init__(self) -> None:
+        self.led = True
+
+    async def present(self) -> bool:
+        return self.led
+
+
+@dataclass
+class Harness:
+    """A running gateway and the handles on it."""
+
+    queue: ScriptedQueue
+    table: JobTable
+    follower: ResultFollower
+    intake: Intake
+    drain: Drain
+    leader: _Leader
+    registry: CollectorRegistry
+    url: str
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    codec: TextCodec
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def ids(self, text: str) -> list[int]:
+        return self.codec.encode(text)
+
+
+def events_for(
+    request: GenerateRequest,
+    token_ids: Sequence[int],
+    *,
+    finish: Any = "length",
+    start: int = 0,
+    attempt: int | None = None,
+    logprobs: bool | None = None,
+) -> list[TokenEvent]:
+    """A worker's events for ``token_ids``; with made-up log-probabilities where the request asks for them."""
+    top = request.sampling.logprobs
+    wants = top is not None if logprobs is None else logprobs
+    found = []
+    for offset, token_id in enumerate(token_ids):
+        index = start + offset
+        alternatives = [(token_id, -0.5), *((other, -1.0 - other) for other in range(5, 5 + max(0, (top or 0) - 1)))]
+        found.append(
+            TokenEvent(
+                request_id=request.id,
+                attempt=attempt or request.attempt,
+                index=index,
+                token_id=token_id,
+                finish=finish if offset == len(token_ids) - 1 else None,
+                logprob=TokenLogprob(-0.5, alternatives[: top or 0]) if wants else None,
+                prompt_logprobs=prompt_logprobs(request) if index == 0 else None,
+                cached_tokens=3 if index == 0 else 0,
+            )
+        )
+    return found
+
+
+def prompt_logprobs(request: GenerateRequest) -> list[TokenLogprob | None] | None:
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return None
+    ids = request.token_ids[: request.prompt_len]
+    return [None, *(TokenLogprob(-0.25, [(token_id, -0.25)][:top]) for token_id in ids[1:])]
+
+
+def lost(request: GenerateRequest, attempt: int) -> AttemptLost:
+    return AttemptLost(request_id=request.id, attempt=attempt, reason="lease_expired")
+
+
+@pytest.fixture
+def script() -> Any:
+    """Helpers to write a worker's events: ``script.events(...)`` and ``script.lost(...)``."""
+
+    class Script:
+        events = staticmethod(events_for)
+        lost = staticmethod(lost)
+        queue = ScriptedQueue
+        template = TEMPLATE
+
+    return Script
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(codec: TextCodec) -> AsyncIterator[Start]:
+    """Starts gateways: ``harness = await start(...)``. They are stopped at the end of the test."""
+    stack: list[Any] = []
+
+    async def begin(**options: Any) -> Harness:
+        context = _running(codec, **options)
+        stack.append(context)
+        return await context.__aenter__()
+
+    yield begin
+    for context in reversed(stack):
+        await context.__aexit__(None, None, None)
+
+
+@pytest.fixture
+async def gateway(start: Start) -> Harness:
+    return await start()
+
+
+@asynccontextmanager
+async def _running(
+    codec: TextCodec,
+    *,
+    template: str | None = TEMPLATE,
+    store: KeyStore | None = None,
+    queue: ScriptedQueue | None = None,
+    max_body_bytes: int = 1 << 20,
+    max_queued_requests: int = 1024,
+    request_timeout_s: float = 60.0,
+    lease_s: float = 6.0,
+    max_len: int = 256,
+    drain_s: float = 0.2,
+) -> AsyncIterator[Harness]:
+    registry = CollectorRegistry()
+    metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
+    table = JobTable(metrics)
+    follower = ResultFollower(queue, table, metrics, lease_s=lease_s, request_timeout_s=request_timeout_s)
+    model = ServedModel(
+        name="tiny",
+        vocab_size=codec.tokenizer.get_vocab_size(),
+        max_len=max_len,
+        codec=codec,
+        template=None if template is None else ChatTemplate(template, codec.special),
+        created=1,
+    )
+    intake = Intake(
+        prompts=PromptReader(model, lambda: follower.workers),
+        queue=queue,
+        table=table,
+        follower=follower,
+        metrics=metrics,
+        incarnation="gw",
+        request_timeout_s=request_timeout_s,
+        max_queued_requests=max_queued_requests,
+    )
+    leader, siblings = _Leader(), Siblings([])
+    app = build_app(
+        Parts(
+            intake=intake,
+            follower=follower,
+            authenticator=Authenticator(store),
+            readiness=Readiness(follower, leader),  # type: ignore[arg-type]
+            siblings=siblings,
+            registry=registry,
+            metrics=metrics,
+            version="1.2.3",
+            protected=store is not None,
+            max_body_bytes=max_body_bytes,
+        )
+    )
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = HttpServer(app, listener)
+    tasks = [asyncio.create_task(follower.run()), asyncio.create_task(server.run())]
+    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http, openai:
+        harness = Harness(
+            queue=queue,
+            table=table,
+            follower=follower,
+            intake=intake,
+            drain=Drain(intake, table, follower, drain_s),
+            leader=leader,
+            registry=registry,
+            url=url,
+            http=http,
+            openai=openai,
+            codec=codec,
+            tasks=tasks,
+        )
+        async with asyncio.timeout(5):
+            while not follower.up and not queue.down:
+                await asyncio.sleep(0.001)
+        yield harness
+    for job in table.jobs():
+        follower.abandon(job)
+    server.stop()
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await siblings.close()
+    listener.close()

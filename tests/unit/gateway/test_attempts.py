@@ -1,0 +1,228 @@
+"""One unbroken stream over lost attempts, duplicates, gaps and an absent Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+BODY = {"prompt": "hello", "max_tokens": 90}
+
+
+async def ask(gateway: Any, **options: Any) -> tuple[asyncio.Task[Any], Any]:
+    """A request on its way, and what the queue got for it."""
+    before = len(gateway.queue.admitted)
+    task = asyncio.create_task(gateway.http.post("/v1/completions", json={**BODY, **options}))
+    return task, (await gateway.queue.wait_for("admitted", before + 1))[before]
+
+
+async def text_of(task: asyncio.Task[Any]) -> str:
+    async with asyncio.timeout(5):
+        answer = await task
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+async def down_and_up(gateway: Any) -> None:
+    gateway.queue.down = True
+    while gateway.follower.up:
+        await asyncio.sleep(0.001)
+    gateway.queue.down = False
+    while not gateway.follower.up:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_lost_attempt_is_resubmitted_with_what_was_delivered(gateway, script):
+    task, request = await ask(gateway)
+    ids = gateway.ids("the quick brown fox — 你好")
+    gateway.queue.emit(*script.events(request, ids[:4], finish=None), script.lost(request, 2))
+    (again,) = await gateway.queue.wait_for("resubmitted")
+    assert again.attempt == 2
+    assert again.token_ids == request.token_ids + ids[:4]
+    assert again.prompt_len == request.prompt_len
+    # Late tokens of the old attempt are not heard, nor is the loss told twice.
+    gateway.queue.emit(*script.events(request, [7, 7], start=4, finish=None), script.lost(request, 2))
+    gateway.queue.emit(*script.events(again, ids[4:], start=4))
+    assert await text_of(task) == "the quick brown fox — 你好"
+    assert len(gateway.queue.resubmitted) == 1
+
+
+async def test_duplicates_are_dropped(gateway, script):
+    task, request = await ask(gateway)
+    ids = gateway.ids("the fox")
+    gateway.queue.emit(*script.events(request, ids, finish=None), *script.events(request, ids))
+    assert await text_of(task) == "the fox"
+
+
+async def test_a_gap_is_fenced_and_resubmitted(gateway, script):
+    task, request = await ask(gateway)
+    ids = gateway.ids("the lazy dog 123")
+    events = script.events(request, ids)
+    gateway.queue.emit(*events[:2], *events[3:])  # one event is missing, even the end came
+    (again,) = await gateway.queue.wait_for("resubmitted")
+    assert gateway.queue.resynced == [(request.id, 1)]
+    assert (again.attempt, again.token_ids) == (2, request.token_ids + ids[:2])
+    gateway.queue.emit(*script.events(again, ids[2:], start=2))
+    assert await text_of(task) == "the lazy dog 123"
+
+
+async def test_a_gap_of_a_request_that_is_gone_ends_it(gateway, script):
+    task, request = await ask(gateway)
+
+    async def gone(_request_id: str, _attempt: int) -> None:
+        return None
+
+    gateway.queue.resync = gone
+    gateway.queue.emit(*script.events(request, [5], start=3, finish=None))
+    assert (await task).status_code == 503
+
+
+async def test_events_of_strangers_are_cancelled_once_they_are_not_ends(gateway, script):
+    task, request = await ask(gateway)
+    stranger, ended = (_renamed(request, name) for name in ("stranger", "ended"))
+    gateway.queue.emit(*script.events(stranger, [5], finish=None), *script.events(ended, [5]))
+    assert "stranger" in await gateway.queue.wait_for("cancelled")
+    assert "ended" not in gateway.queue.cancelled
+    gateway.queue.emit(*script.events(request, gateway.ids("ok")))
+    assert await text_of(task) == "ok"
+
+
+def _renamed(request: Any, name: str) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(request, id=name)
+
+
+async def test_streams_pause_while_redis_is_away_and_go_on(gateway, script):
+    task, request = await ask(gateway)
+    ids = gateway.ids("the quick dog")
+    gateway.queue.emit(*script.events(request, ids[:2], finish=None))
+    await down_and_up(gateway)
+    assert gateway.queue.surveys >= 1
+    assert gateway.queue.resubmitted == []
+    gateway.queue.emit(*script.events(request, ids[2:], start=2))
+    assert await text_of(task) == "the quick dog"
+
+
+async def test_new_requests_get_503_while_redis_is_away(gateway):
+    gateway.queue.down = True
+    while gateway.follower.up:
+        await asyncio.sleep(0.001)
+    answer = await gateway.http.post("/v1/completions", json=BODY)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "queue_unavailable"
+    assert 1 <= int(answer.headers["retry-after"]) <= 120
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "expected"),
+    [("missing", 1, 1), ("lost", 3, 3)],
+)
+async def test_what_redis_lost_is_resubmitted_after_its_return(gateway, script, state, attempt, expected):
+    task, request = await ask(gateway)
+    ids = gateway.ids("over the dog")
+    gateway.queue.emit(*script.events(request, ids[:2], finish=None))
+    gateway.queue.survey_answer = {request.id: (state, attempt)}
+    await down_and_up(gateway)
+    again = (await gateway.queue.wait_for("resubmitted"))[0]
+    assert (again.attempt, again.token_ids) == (expected, request.token_ids + ids[:2])
+    gateway.queue.survey_answer = {}
+    gateway.queue.emit(*script.events(again, ids[2:], start=2))
+    assert await text_of(task) == "over the dog"
+
+
+async def test_a_resubmission_that_redis_never_heard_is_repeated(gateway, script):
+    task, request = await ask(gateway)
+    real, calls = gateway.queue.resubmit, []
+
+    async def unheard(again: Any) -> bool:
+        calls.append(again)
+        gateway.queue.down = True
+        gateway.queue._check()
+        return True
+
+    gateway.queue.resubmit = unheard
+    gateway.queue.emit(script.lost(request, 2))
+    while not calls:
+        await asyncio.sleep(0.001)
+    gateway.queue.resubmit = real
+    gateway.queue.survey_answer = {request.id: ("lost", 2)}
+    gateway.queue.down = False
+    again = (await gateway.queue.wait_for("resubmitted"))[0]
+    assert again.attempt == 2
+    gateway.queue.survey_answer = {}
+    gateway.queue.emit(*script.events(again, gateway.ids("fine")))
+    assert await text_of(task) == "fine"
+
+
+async def test_done_twice_without_an_end_is_resynced(start, script):
+    gateway = await start(lease_s=0.04)
+    task, request = await ask(gateway)
+    gateway.queue.survey_answer = {request.id: ("done", 1)}
+    again = (await gateway.queue.wait_for("resubmitted"))[0]
+    gateway.queue.survey_answer = {}
+    assert gateway.queue.surveys >= 2
+    assert again.attempt == 2
+    gateway.queue.emit(*script.events(again, gateway.ids("fine")))
+    assert await text_of(task) == "fine"
+
+
+async def test_a_request_that_moved_to_another_gateway_ends_here(start):
+    gateway = await start(lease_s=0.04)
+    task, request = await ask(gateway)
+    gateway.queue.survey_answer = {request.id: ("moved", 2)}
+    assert (await task).status_code == 503
+
+
+async def test_a_cancel_from_the_server_is_an_error_not_an_empty_answer(gateway, script):
+    task, request = await ask(gateway)
+    (event,) = script.events(request, [5], finish="cancelled")
+    gateway.queue.emit(event)
+    answer = await task
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+
+
+async def test_silence_beyond_every_timeout_ends_the_request(start):
+    gateway = await start(lease_s=0.04, request_timeout_s=0.1)
+    task, request = await ask(gateway)
+    answer = await task
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert request.id in await gateway.queue.wait_for("cancelled")
+
+
+async def test_an_admission_of_unknown_outcome_is_cancelled(gateway):
+    async def lost_reply(*_requests: Any, **_limits: Any) -> Any:
+        gateway.queue.down = True
+        gateway.queue._check()
+
+    gateway.queue.admit = lost_reply
+    assert (await gateway.http.post("/v1/completions", json=BODY)).status_code == 503
+    gateway.queue.down = False
+    assert len(await gateway.queue.wait_for("cancelled")) == 1
+    assert len(gateway.table) == 0
+
+
+async def test_drain_lets_requests_end_and_refuses_new_ones(gateway, script):
+    task, request = await ask(gateway)
+    drain = asyncio.create_task(gateway.drain.run())
+    await asyncio.sleep(0.01)
+    refused = await gateway.http.post("/v1/completions", json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert (await gateway.http.get("/ready")).status_code == 503
+    gateway.queue.emit(*script.events(request, gateway.ids("last")))
+    assert await text_of(task) == "last"
+    await asyncio.wait_for(drain, 1)
+    assert gateway.queue.cancelled == {}
+
+
+async def test_drain_cuts_off_what_is_left_but_leaves_keyed_jobs_upstream(gateway):
+    plain, one = await ask(gateway)
+    keyed = asyncio.create_task(gateway.http.post("/v1/completions", json=BODY, headers={"Idempotency-Key": "k"}))
+    await gateway.queue.wait_for("admitted", 2)
+    await asyncio.sleep(0.01)
+    await gateway.drain.run()
+    assert [(await task).status_code for task in (plain, keyed)] == [503, 503]
+    assert set(gateway.queue.cancelled) == {one.id}

@@ -1,0 +1,167 @@
+"""A client that goes away frees its request at once; one that returns with its key gets the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+BODY = {"prompt": "hello", "max_tokens": 90, "temperature": 0.5}
+
+
+async def raw_request(gateway: Any, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    port = httpx.URL(gateway.url).port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> float:
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    writer.transport.abort()
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+@pytest.mark.parametrize("running", [True, False])
+async def test_a_disconnect_cancels_within_milliseconds(gateway, script, stream, running):
+    _, writer = await raw_request(gateway, b'{"prompt":"hello","max_tokens":90,"n":2,"stream":' + stream + b"}")
+    requests = await gateway.queue.wait_for("admitted", 2)
+    if running:
+        for request in requests:
+            gateway.queue.emit(*script.events(request, [5, 6], finish=None))
+        await asyncio.sleep(0.02)
+    gone = await hang_up(writer)
+    await gateway.queue.wait_for("cancelled", 2)
+    assert time.monotonic() - gone < 0.05
+    delivered = 2 if running else 0
+    assert gateway.queue.cancelled == {request.id: delivered for request in requests}
+    assert len(gateway.table) == 0
+    assert gateway.registry.get_sample_value("expertmesh_requests_total", {"finish": "cancelled"}) == 2
+    assert gateway.registry.get_sample_value("expertmesh_request_errors_total", {"code": "unavailable"}) is None
+
+
+async def test_an_answered_request_is_not_cancelled(gateway, script):
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("done"))
+    reader, writer = await raw_request(gateway, b'{"prompt":"hello","stream":true}')
+    await reader.readuntil(b"[DONE]")
+    await hang_up(writer)
+    await asyncio.sleep(0.05)
+    assert gateway.queue.cancelled == {}
+
+
+async def post(gateway: Any, key: str, body: dict[str, Any] = BODY) -> httpx.Response:
+    return await gateway.http.post("/v1/completions", json=body, headers={"Idempotency-Key": key})
+
+
+async def test_the_same_key_attaches_to_the_job_in_flight_from_its_start(gateway, script):
+    first = asyncio.create_task(post(gateway, "k", {**BODY, "stream": True}))
+    request = (await gateway.queue.wait_for("admitted"))[0]
+    ids = gateway.ids("the lazy dog")
+    gateway.queue.emit(*script.events(request, ids[:2], finish=None))
+    await asyncio.sleep(0.02)
+    second = asyncio.create_task(post(gateway, "k", {**BODY, "stream": True}))
+    await asyncio.sleep(0.02)
+    gateway.queue.emit(*script.events(request, ids[2:], start=2))
+    texts = [_streamed(await task) for task in (first, second)]
+    assert texts == ["the lazy dog", "the lazy dog"]
+    assert len(gateway.queue.admitted) == 1
+
+
+def _streamed(answer: httpx.Response) -> str:
+    import json
+
+    lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+async def test_a_finished_job_is_replayed(gateway, script):
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("once"))
+    first, second = await post(gateway, "k"), await post(gateway, "k")
+    assert first.json() == second.json()
+    assert len(gateway.queue.admitted) == 1
+
+
+async def test_one_client_leaving_does_not_end_the_job_of_the_other(gateway, script):
+    first = asyncio.create_task(post(gateway, "k"))
+    request = (await gateway.queue.wait_for("admitted"))[0]
+    second = asyncio.create_task(post(gateway, "k"))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.sleep(0.02)
+    assert gateway.queue.cancelled == {}
+    gateway.queue.emit(*script.events(request, gateway.ids("still")))
+    assert (await second).json()["choices"][0]["text"] == "still"
+
+
+async def test_another_body_under_the_same_key_is_a_conflict(gateway, script):
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("once"))
+    await post(gateway, "k")
+    answer = await post(gateway, "k", {**BODY, "max_tokens": 5})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "idempotency_conflict")
+
+
+async def test_a_restarted_gateway_takes_the_job_up_with_its_id_and_seed(start, script):
+    queue = script.queue()
+    old = await start(queue=queue)
+    waiting = asyncio.create_task(post(old, "k"))
+    request = (await queue.wait_for("admitted"))[0]
+    waiting.cancel()
+    new_queue = script.queue()
+    new_queue.records = queue.records
+    new_queue.answer = lambda taken: script.events(taken, new.ids("again"))
+    new = await start(queue=new_queue)
+    answer = await post(new, "k")
+    assert answer.json()["choices"][0]["text"] == "again"
+    assert new_queue.admitted == []
+    (taken,) = new_queue.taken_up
+    assert (taken.id, taken.sampling.seed) == (request.id, request.sampling.seed)
+
+
+async def test_a_cancelled_job_runs_again_for_the_same_key(gateway, script):
+    first = asyncio.create_task(post(gateway, "k"))
+    request = (await gateway.queue.wait_for("admitted"))[0]
+    first.cancel()
+    await gateway.queue.wait_for("cancelled")
+    gateway.queue.answer = lambda taken: script.events(taken, gateway.ids("again"))
+    assert (await post(gateway, "k")).json()["choices"][0]["text"] == "again"
+    assert [taken.id for taken in gateway.queue.taken_up] == [request.id]
+
+
+async def test_a_refused_admission_frees_the_key(gateway, script):
+    from services.errors import QueueFull
+
+    gateway.queue.refusal = QueueFull("full", retry_after_s=2)
+    assert (await post(gateway, "k")).status_code == 429
+    gateway.queue.refusal = None
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("in"))
+    assert (await post(gateway, "k")).json()["choices"][0]["text"] == "in"
+
+
+@pytest.mark.parametrize("key", ["", "é", "x" * 256])
+async def test_unusable_keys_are_refused(gateway, key):
+    answer = await gateway.http.post(
+        "/v1/completions", json=BODY, headers=[(b"idempotency-key", key.encode("latin-1"))]
+    )
+    assert answer.status_code == 400
+
+
+async def test_keys_of_two_tenants_are_apart(gateway):
+    from services.gateway.idempotency import KeyedJobs, Ticket
+
+    keyed, tickets = KeyedJobs(gateway.queue), []
+
+    async def start(ticket: Ticket) -> Any:
+        tickets.append(ticket)
+        raise ValueError("enough")
+
+    for tenant in ("a", "b"):
+        with pytest.raises(ValueError, match="enough"):
+            await keyed.run(tenant, "k", "body", start)
+    assert tickets[0].base_id != tickets[1].base_id

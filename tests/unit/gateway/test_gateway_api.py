@@ -1,0 +1,395 @@
+"""The OpenAI surface, through the official client and plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from services.errors import AttemptsExhausted, QueueFull, QueueUnavailable
+from services.messages import TokenEvent, TokenLogprob, WorkerInfo
+
+ASK = {"model": "tiny", "prompt": "hello"}
+
+
+def says(harness: Any, script: Any, text: str, **options: Any) -> list[int]:
+    token_ids = harness.ids(text)
+    harness.queue.answer = lambda request: script.events(request, token_ids, **options)
+    return token_ids
+
+
+async def test_completion_through_the_official_client(gateway, script):
+    token_ids = says(gateway, script, "the quick fox — 你好!")
+    answer = await gateway.openai.completions.create(model="tiny", prompt="hello world", max_tokens=50, temperature=0)
+    assert answer.choices[0].text == "the quick fox — 你好!"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == len(token_ids)
+    assert answer.usage.prompt_tokens == len(gateway.ids("hello world"))
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    request = gateway.queue.admitted[0]
+    assert request.token_ids == gateway.ids("hello world")
+    assert request.sampling.max_tokens == 50
+    assert request.reply_to == "gw"
+
+
+async def test_stream_is_the_same_text_with_usage_last(gateway, script):
+    token_ids = says(gateway, script, "naïve 你好 🙂 end")
+    stream = await gateway.openai.completions.create(
+        model="tiny", prompt="hi", max_tokens=90, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "naïve 你好 🙂 end"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(token_ids)
+
+
+async def test_chat_stream_opens_with_the_role_and_renders_the_template(gateway, script):
+    says(gateway, script, "Hello there!", finish="stop")
+    stream = await gateway.openai.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        stream=True,
+    )
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert deltas[0].role == "assistant"
+    # The token that ends a sequence shows no text.
+    assert "".join(delta.content or "" for delta in deltas) == gateway.codec.decode(gateway.ids("Hello there!")[:-1])
+    prompt = gateway.codec.decode(gateway.queue.admitted[0].token_ids)
+    assert prompt == "<|bos|>[system]be brief\n[user]hi\n[assistant]"
+    assert gateway.queue.admitted[0].sampling.max_tokens == 256 - len(gateway.queue.admitted[0].token_ids)
+
+
+async def test_each_token_of_a_live_stream_is_sent_when_it_comes(gateway, script):
+    token_ids = gateway.ids("one two three")
+    received: list[str] = []
+
+    async def worker() -> None:
+        request = (await gateway.queue.wait_for("admitted"))[0]
+        for event in script.events(request, token_ids):
+            before = len(received)
+            gateway.queue.emit(event)
+            while len(received) == before:
+                await asyncio.sleep(0.001)
+
+    task = asyncio.create_task(worker())
+    async with asyncio.timeout(5):
+        stream = await gateway.openai.completions.create(model="tiny", prompt="hi", max_tokens=90, stream=True)
+        async for chunk in stream:
+            received.append(chunk.choices[0].text)  # noqa: PERF401 - the worker waits for each of them
+    await task
+    assert received == [gateway.codec.decode([token_id]) for token_id in token_ids]
+
+
+async def test_batches_and_n_are_one_sequence_each_in_order(gateway, script):
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids(f"s{request.id[-1]}"))
+    answer = await gateway.openai.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=9, seed=7)
+    assert [choice.text for choice in answer.choices] == ["s0", "s1", "s2", "s3"]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    samplings = [request.sampling for request in gateway.queue.admitted]
+    assert [(sampling.seed, sampling.choice) for sampling in samplings] == [(7, 0), (7, 1), (7, 0), (7, 1)]
+    assert answer.usage.prompt_tokens == len(gateway.ids("one")) + len(gateway.ids("two"))
+
+
+async def test_missing_seeds_are_drawn_anew(gateway, script):
+    says(gateway, script, "x")
+    for _ in range(2):
+        await gateway.openai.completions.create(model="tiny", prompt="hi")
+    first, second = (request.sampling.seed for request in gateway.queue.admitted)
+    assert first != second
+
+
+@pytest.mark.parametrize("prompt", [[72, 73], [[72, 73], [74]], "hello", ["hello"]])
+async def test_prompts_as_text_and_token_ids(gateway, script, prompt):
+    says(gateway, script, "x")
+    await gateway.openai.completions.create(model="tiny", prompt=prompt)
+    sent = [request.token_ids for request in gateway.queue.admitted]
+    if isinstance(prompt, str) or isinstance(prompt[0], str):
+        assert sent == [gateway.ids("hello")]
+    else:
+        assert sent == (prompt if isinstance(prompt[0], list) else [prompt])
+
+
+async def test_echoed_logprobs_as_lm_eval_reads_them(gateway, script):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    prompts = [gateway.ids("the quick brown fox"), gateway.ids("hello world")]
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("!"))
+    body = {
+        "model": "tiny",
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1,
+        "echo": True,
+    }
+    answer = await gateway.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    lengths = [len(prompt) for prompt in prompts]
+    found = LocalCompletionsAPI.parse_logprobs(answer.json(), ctxlens=[2, 1])
+    assert found == [(-0.25 * (lengths[0] - 2), True), (-0.25 * (lengths[1] - 1), True)]
+    logprobs = answer.json()["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    text = answer.json()["choices"][0]["text"]
+    assert text == "the quick brown fox!"
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert text[offset:].startswith(token)
+    assert gateway.queue.admitted[0].sampling.prompt_logprobs == 1
+
+
+async def test_echo_of_a_prompt_with_nothing_generated(gateway, script):
+    def answer(request):
+        event = script.events(request, [5])[0]
+        return [msgspec.structs.replace(event, token_id=None, logprob=None, finish="length")]
+
+    gateway.queue.answer = answer
+    body = {**ASK, "echo": True, "logprobs": 0, "max_tokens": 0}
+    answer_body = (await gateway.http.post("/v1/completions", json=body)).json()
+    assert answer_body["choices"][0]["text"] == "hello"
+    assert len(answer_body["choices"][0]["logprobs"]["tokens"]) == len(gateway.ids("hello"))
+    assert answer_body["usage"]["completion_tokens"] == 0
+
+
+async def test_echo_streams_the_prompt_first(gateway, script):
+    says(gateway, script, " there")
+    stream = await gateway.openai.completions.create(model="tiny", prompt="hello", echo=True, stream=True, logprobs=0)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == "hello there"
+    tokens = [token for chunk in chunks for token in chunk.logprobs.tokens]
+    assert "".join(tokens) == "hello there"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_logprobs_carry_bytes(gateway, script, stream):
+    token_ids = says(gateway, script, "é!")
+    answer = await gateway.openai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        logprobs=True,
+        top_logprobs=2,
+        max_completion_tokens=5,
+        stream=stream,
+    )
+    if stream:
+        content = [entry async for chunk in answer for entry in (chunk.choices[0].logprobs or _NONE).content]
+    else:
+        content = answer.choices[0].logprobs.content
+    assert len(content) == len(token_ids)
+    assert bytes(byte for entry in content for byte in entry.bytes).decode() == "é!"
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob == -0.5 for entry in content)
+
+
+class _None:
+    content: tuple[Any, ...] = ()
+
+
+_NONE = _None()
+
+
+async def test_infinite_logprobs_are_valid_json(gateway, script):
+    def answer(request):
+        event = script.events(request, [5])[0]
+        return [msgspec.structs.replace(event, logprob=TokenLogprob(float("-inf"), [(5, float("-inf"))]))]
+
+    gateway.queue.answer = answer
+    body = (await gateway.http.post("/v1/completions", json={**ASK, "logprobs": 1})).json()
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+async def test_token_ids_on_request(gateway, script):
+    token_ids = says(gateway, script, "the fox")
+    body = {**ASK, "return_token_ids": True, "echo": True}
+    answer = (await gateway.http.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["token_ids"] == token_ids
+    lines = (await gateway.http.post("/v1/completions", json={**body, "stream": True})).text.split("\n\n")
+    streamed = [json.loads(line[6:])["choices"][0]["token_ids"] for line in lines if line.startswith("data: {")]
+    assert [token_id for part in streamed for token_id in part] == token_ids
+
+
+async def test_stop_string_across_tokens_ends_and_cancels_upstream(gateway, script):
+    token_ids = gateway.ids("the quick brown fox")
+
+    def answer(request):
+        return script.events(request, token_ids, finish=None)  # the worker goes on
+
+    gateway.queue.answer = answer
+    result = await gateway.openai.completions.create(model="tiny", prompt="hi", max_tokens=99, stop=["k bro", "zzz"])
+    assert result.choices[0].text == "the quic"
+    assert result.choices[0].finish_reason == "stop"
+    await gateway.queue.wait_for("cancelled")
+    assert set(gateway.queue.cancelled) == {gateway.queue.admitted[0].id}
+
+
+async def test_max_tokens_and_context_errors_name_both_numbers(gateway):
+    with pytest.raises(openai.BadRequestError) as raised:
+        await gateway.openai.completions.create(model="tiny", prompt="hello", max_tokens=1000)
+    assert raised.value.code == "context_length_exceeded"
+    assert "256" in raised.value.message
+    assert str(1000 + len(gateway.ids("hello"))) in raised.value.message
+    with pytest.raises(openai.BadRequestError, match="256"):
+        await gateway.openai.completions.create(model="tiny", prompt="hello " * 50_000)
+
+
+async def test_the_shortest_worker_bounds_the_context(start, script):
+    worker = WorkerInfo(
+        id="w",
+        model="tiny",
+        fingerprint="f",
+        kv_tokens=64,
+        max_num_seqs=1,
+        max_model_len=20,
+        host="h",
+        pid=1,
+        version="1",
+    )
+    queue = script.queue()
+    queue.live_workers = [worker]
+    harness = await start(queue=queue)
+    answer = await harness.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 20})
+    assert answer.status_code == 400
+    assert "holds 20" in answer.json()["error"]["message"]
+
+
+async def test_errors_reach_the_official_client_as_its_exceptions(gateway):
+    with pytest.raises(openai.NotFoundError):
+        await gateway.openai.completions.create(model="other", prompt="hi")
+    gateway.queue.refusal = QueueFull("The queue is full.", retry_after_s=500)
+    with pytest.raises(openai.RateLimitError) as raised:
+        await gateway.openai.completions.create(model="tiny", prompt="hi")
+    assert raised.value.response.headers["retry-after"] == "120"
+    gateway.queue.refusal = QueueUnavailable("Redis is away.")
+    with pytest.raises(openai.InternalServerError) as unavailable:
+        await gateway.openai.completions.create(model="tiny", prompt="hi")
+    assert unavailable.value.status_code == 503
+    assert unavailable.value.response.headers["retry-after"] == "1"
+
+
+async def test_an_error_before_the_first_token_has_its_status(gateway):
+    error = AttemptsExhausted("It failed three times.").info()
+    gateway.queue.answer = lambda request: [
+        TokenEvent(request_id=request.id, attempt=1, index=0, finish="error", error=error)
+    ]
+    for stream in (False, True):
+        answer = await gateway.http.post("/v1/completions", json={**ASK, "stream": stream})
+        assert answer.status_code == 503
+        assert answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["code"] == "attempts_exhausted"
+
+
+async def test_an_error_in_mid_stream_is_an_event_that_raises(gateway, script):
+    error = AttemptsExhausted("It failed three times.").info()
+
+    task = asyncio.create_task(gateway.openai.completions.create(model="tiny", prompt="hi", stream=True))
+    request = (await gateway.queue.wait_for("admitted"))[0]
+    gateway.queue.emit(*script.events(request, gateway.ids("the fox"), finish=None))
+    stream = await task
+    gateway.queue.emit(TokenEvent(request_id=request.id, attempt=1, index=0, finish="error", error=error))
+    with pytest.raises(openai.APIError, match="failed three times"):
+        async for _ in stream:
+            pass
+
+
+async def test_one_failed_choice_fails_the_request_and_cancels_the_others(gateway, script):
+    error = AttemptsExhausted("It failed.").info()
+
+    def answer(request):
+        if request.id.endswith("-0"):
+            return script.events(request, [5], finish=None)
+        return [TokenEvent(request_id=request.id, attempt=1, index=0, finish="error", error=error)]
+
+    gateway.queue.answer = answer
+    answer_ = await gateway.http.post("/v1/completions", json={**ASK, "n": 2})
+    assert answer_.status_code == 503
+    await gateway.queue.wait_for("cancelled")
+    assert set(gateway.queue.cancelled) == {gateway.queue.admitted[0].id}
+    assert len(gateway.table) == 0
+
+
+async def test_models_tokenizer_and_operations(gateway):
+    models = (await gateway.http.get("/v1/models")).json()
+    assert [card["id"] for card in models["data"]] == ["tiny"]
+    assert (await gateway.http.get("/v1/models/tiny")).json()["max_model_len"] == 256
+    assert (await gateway.http.get("/v1/models/org/other")).status_code == 404
+    tokens = (await gateway.http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})).json()
+    assert tokens["tokens"] == gateway.ids("héllo")
+    assert tokens["count"] == len(tokens["token_strs"])
+    text = (await gateway.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    assert text == {"prompt": "héllo"}
+    chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+    ids = (await gateway.http.post("/tokenize", json=chat)).json()["tokens"]
+    assert gateway.codec.decode(ids) == "<|bos|>[user]x\n"
+    info = (await gateway.http.get("/tokenizer_info")).json()
+    assert info["eos_token"] == "<|eos|>"
+    assert "messages" in info["chat_template"]
+    assert (await gateway.http.get("/version")).json() == {"version": "1.2.3"}
+    assert (await gateway.http.get("/health")).json() == {"status": "ok"}
+
+
+async def test_lm_eval_takes_the_server_for_a_remote_tokenizer(gateway):
+    from lm_eval.utils import check_remote_tokenizer_support
+
+    assert await asyncio.to_thread(check_remote_tokenizer_support, f"{gateway.url}/v1/completions")
+
+
+async def test_ready_names_what_is_missing(gateway):
+    gateway.leader.led = False
+    answer = await gateway.http.get("/ready")
+    assert answer.status_code == 503
+    assert "scheduler, worker" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] == "1"
+    gateway.queue.down = True
+    while gateway.follower.up:
+        await asyncio.sleep(0.001)
+    assert "redis" in (await gateway.http.get("/ready")).json()["error"]["message"]
+    assert (await gateway.http.get("/health")).status_code == 200
+
+
+async def test_metrics_count_what_clients_saw(gateway, script):
+    says(gateway, script, "the fox")
+    await gateway.http.post("/v1/completions", json=ASK)
+    page = (await gateway.http.get("/metrics")).text
+    assert 'expertmesh_http_requests_total{route="/v1/completions",status="200"} 1.0' in page
+    assert 'expertmesh_requests_total{finish="length"} 1.0' in page
+    assert f"expertmesh_generation_tokens_total {float(len(gateway.ids('the fox')))}" in page
+    assert "expertmesh_time_to_first_token_seconds_count 1.0" in page
+    assert "expertmesh_gateway_requests_in_flight 0.0" in page
+
+
+async def test_chat_without_a_template_is_refused_with_a_reason(start):
+    harness = await start(template=None)
+    answer = await harness.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]
+
+
+async def test_an_idle_stream_shows_a_sign_of_life(gateway, script):
+    async with asyncio.TaskGroup() as group:
+        answer = group.create_task(gateway.http.post("/v1/completions", json={**ASK, "stream": True}))
+        request = (await gateway.queue.wait_for("admitted"))[0]
+        events = script.events(request, gateway.ids("ab"))
+        gateway.queue.emit(events[0])
+        await asyncio.sleep(0.02)
+        for job in gateway.table.jobs():
+            job.poke()
+        await asyncio.sleep(0.02)
+        gateway.queue.emit(*events[1:])
+    parts = answer.result().text.split("\n\n")
+    assert [part[:6] for part in parts] == ["data: ", ": wait", "data: ", "data: ", ""]
+
+
+def test_the_process_never_loads_a_model_library():
+    check = (
+        "import sys, services.gateway.__main__;"
+        "sys.exit(', '.join({'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)) or None)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)

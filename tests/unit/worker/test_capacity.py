@@ -1,0 +1,37 @@
+"""What a worker says it can hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.attention.capacity import capacity, credit
+from services.errors import ConfigError
+
+
+def test_the_models_own_length_is_lowered_to_what_the_blocks_hold() -> None:
+    room = capacity(kv_blocks=20, block_size=16, asked=None, max_position=512)
+    assert (room.kv_tokens, room.max_model_len, room.lowered) == (320, 320, True)
+
+
+def test_a_length_that_fits_is_kept() -> None:
+    room = capacity(kv_blocks=20, block_size=16, asked=300, max_position=512)
+    assert (room.max_model_len, room.lowered) == (300, False)
+    assert not capacity(kv_blocks=32, block_size=16, asked=None, max_position=512).lowered
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-blocks 26 .* --max-model-len 320"):
+        capacity(kv_blocks=20, block_size=16, asked=401, max_position=512)
+    with pytest.raises(ConfigError, match="512 positions"):
+        capacity(kv_blocks=2000, block_size=16, asked=513, max_position=512)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 1000), st.floats(0.001, 100))
+def test_a_worker_always_gives_some_credit_and_more_places_than_its_batch(
+    kv_tokens: int, seqs: int, overcommit: float
+) -> None:
+    tokens, requests = credit(kv_tokens=kv_tokens, max_num_seqs=seqs, overcommit=overcommit)
+    assert tokens >= 1
+    assert seqs < requests <= seqs + max(1, seqs // 8)

@@ -1,0 +1,171 @@
+"""The engine's thread: commands before steps, the bounded buffer, silence after a stop, and its death."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from testkit.stepping import SteppingEngine, continuation
+
+from services.attention.engine_thread import Add, EngineThread, Stop
+from services.messages import GenerateRequest, SamplingParams, TokenEvent
+
+
+def request(name: str, *, max_tokens: int = 4, attempt: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        id=name,
+        attempt=attempt,
+        token_ids=[1, 2, 3],
+        prompt_len=3,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        deadline_ms=0,
+        priority=5,
+        tenant="t",
+        reply_to="g",
+    )
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+class Rig:
+    """A thread with everything it reports."""
+
+    def __init__(self, buffer_tokens: int = 1000) -> None:
+        self.engine = SteppingEngine(step_s=0.0)
+        self.announced = 0
+        self.ended = threading.Event()
+        self.failure: BaseException | None = None
+        self.after_steps = 0
+        self.events: list[TokenEvent] = []
+        self.thread = EngineThread(
+            self.engine,
+            buffer_tokens=buffer_tokens,
+            on_events=self._announce,
+            on_end=self._end,
+            after_step=self._after_step,
+        )
+        self.thread.start()
+
+    def _announce(self) -> None:
+        self.announced += 1
+
+    def _after_step(self) -> None:
+        self.after_steps += 1
+
+    def _end(self, failure: BaseException | None) -> None:
+        self.failure = failure
+        self.ended.set()
+
+    def collect(self, limit: int = 1000) -> list[TokenEvent]:
+        taken = self.thread.take(limit)
+        self.thread.published(len(taken))
+        self.events += taken
+        return taken
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.engine.gate.set()
+    rig.thread.stop()
+
+
+def test_tokens_come_out_in_order_and_are_announced_once_per_taking(rig: Rig) -> None:
+    rig.thread.send(Add(request("a", max_tokens=20)))
+    wait_for(lambda: rig.thread.unpublished == 20)
+    assert rig.announced == 1
+    assert [event.index for event in rig.collect(7)] == list(range(7))
+    rig.collect()
+    assert [event.token_id for event in rig.events] == continuation([1, 2, 3], 20)
+    assert rig.events[-1].finish == "length"
+    assert rig.thread.unpublished == 0
+
+
+def test_an_idle_thread_takes_no_steps_and_wakes_at_once(rig: Rig) -> None:
+    time.sleep(0.05)
+    assert rig.engine.steps == 0
+    started = time.monotonic()
+    rig.thread.send(Add(request("a", max_tokens=1)))
+    wait_for(lambda: rig.thread.unpublished)
+    assert time.monotonic() - started < 0.05
+
+
+def test_a_stop_takes_effect_before_the_next_step_and_nothing_follows(rig: Rig) -> None:
+    rig.engine.gate.clear()
+    rig.thread.send(Add(request("a", max_tokens=1000)))
+    rig.thread.send(Add(request("b", max_tokens=3)))
+    wait_for(lambda: len(rig.engine.added) == 2)
+    rig.thread.send(Stop("a", 1))  # while the first step runs
+    rig.engine.gate.set()
+    wait_for(lambda: rig.engine.cancelled == [("a", 1)] and rig.thread.unpublished >= 4)
+    wait_for(lambda: not rig.engine.has_work)
+    rig.collect()
+    assert [event.request_id for event in rig.events].count("a") == 1  # of the step that ran when it was stopped
+    assert all(event.finish != "cancelled" for event in rig.events)
+    assert [event.index for event in rig.events if event.request_id == "b"] == [0, 1, 2]
+
+
+def test_a_stopped_request_can_come_back_as_a_later_attempt(rig: Rig) -> None:
+    rig.thread.send(Add(request("a", max_tokens=10**6)))
+    wait_for(lambda: rig.thread.unpublished > 5)
+    rig.thread.send(Stop("a", 1))
+    rig.thread.send(Add(request("a", max_tokens=3, attempt=2)))
+    wait_for(lambda: not rig.engine.has_work)
+    rig.collect(10**6)
+    assert [event.index for event in rig.events if event.attempt == 2] == [0, 1, 2]
+
+
+def test_a_stop_for_an_earlier_attempt_is_ignored(rig: Rig) -> None:
+    rig.thread.send(Add(request("a", max_tokens=50, attempt=2)))
+    rig.thread.send(Stop("a", 1))
+    wait_for(lambda: rig.thread.unpublished == 50)
+    assert rig.engine.cancelled == []
+
+
+def test_the_buffer_is_bounded_by_one_step_more_and_the_engine_goes_on_after() -> None:
+    rig = Rig(buffer_tokens=10)
+    for name in "abc":
+        rig.thread.send(Add(request(name, max_tokens=40)))
+    wait_for(lambda: rig.thread.unpublished >= 10)
+    time.sleep(0.05)
+    assert 10 <= rig.thread.unpublished < 10 + 3
+    while len(rig.events) < 120:
+        rig.collect(5)
+        assert rig.thread.unpublished < 10 + 3
+        time.sleep(0.0005)
+    for name in "abc":
+        assert [event.index for event in rig.events if event.request_id == name] == list(range(40))
+    rig.thread.stop()
+
+
+def test_a_paused_engine_still_hears_stops() -> None:
+    rig = Rig(buffer_tokens=5)
+    rig.thread.send(Add(request("a", max_tokens=1000)))
+    wait_for(lambda: rig.thread.unpublished == 5)
+    steps, seen = rig.engine.steps, rig.after_steps
+    rig.thread.send(Stop("a", 1))
+    wait_for(lambda: rig.engine.cancelled)
+    wait_for(lambda: rig.after_steps > seen)
+    assert rig.engine.steps == steps
+    rig.thread.stop()
+
+
+def test_a_broken_engine_ends_the_thread_and_says_why(rig: Rig) -> None:
+    rig.engine.fail = True
+    rig.thread.send(Add(request("a")))
+    assert rig.ended.wait(5)
+    assert isinstance(rig.failure, ZeroDivisionError)
+
+
+def test_stopping_ends_the_thread_without_a_failure(rig: Rig) -> None:
+    rig.thread.stop()
+    assert rig.ended.is_set()
+    assert rig.failure is None

@@ -1,0 +1,88 @@
+"""Series follow the engine and the experts exactly, within bounded labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.attention.observer import ExpertObserver, StepObserver
+from services.metrics import TOP_EXPERTS, WorkerMetrics
+
+
+@dataclass(frozen=True)
+class Reading:
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: int = 10
+    kv_used: int = 0
+    kv_cached: int = 0
+    kv_empty: int = 10
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    prefill_chunks: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+    step_seconds: float = 0.0
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
+    readings = [Reading()]
+    observer = StepObserver(WorkerMetrics(registry), lambda: readings[-1])
+    for step in (1, 2):
+        readings.append(
+            Reading(
+                running=3,
+                kv_used=4,
+                kv_cached=5,
+                kv_empty=1,
+                steps=step,
+                prefill_tokens=7 * step,
+                decode_tokens=step,
+                step_tokens=8,
+                step_seconds=0.25,
+            )
+        )
+        observer.after_step()
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"expertmesh_{name}", labels)
+
+    assert value("requests_running") == 3
+    assert value("kv_cache_usage_ratio") == 0.4
+    assert [value("kv_blocks", state=state) for state in ("used", "cached", "free")] == [4, 5, 1]
+    assert value("engine_steps_total") == 2
+    assert value("prefill_tokens_total") == 14
+    assert value("decode_tokens_total") == 2
+    assert value("engine_step_seconds_sum") == 0.5
+    assert value("engine_step_tokens_sum") == 16
+    readings.append(replace(readings[-1], running=0, kv_used=0))  # a cancel between steps
+    observer.after_step()
+    assert value("requests_running") == 0
+    assert value("kv_cache_usage_ratio") == 0
+    assert value("engine_step_seconds_count") == 2
+
+
+def test_expert_series_are_bounded_and_name_the_busiest(registry: CollectorRegistry) -> None:
+    rows = {3: [0] * 64}
+    observer = ExpertObserver(WorkerMetrics(registry), lambda: {layer: list(row) for layer, row in rows.items()})
+    observer.refresh()
+    rows[3][7], rows[3][9] = 30, 10
+    observer.refresh()
+    observer.refresh()
+    value = registry.get_sample_value
+    assert value("expertmesh_expert_tokens_total", {"layer": "3", "shard": "0"}) == 40
+    assert value("expertmesh_expert_top_id", {"layer": "3", "rank": "1"}) == 7
+    assert value("expertmesh_expert_top_id", {"layer": "3", "rank": "2"}) == 9
+    assert value("expertmesh_expert_top_share_ratio", {"layer": "3", "rank": "1"}) == pytest.approx(0.75)
+    shares = [s for m in registry.collect() for s in m.samples if s.name == "expertmesh_expert_top_share_ratio"]
+    assert len(shares) == TOP_EXPERTS

@@ -1,0 +1,322 @@
+"""A worker over a real Redis with an engine of known tokens: nothing lost, nothing doubled, whatever is pulled out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+from msgspec import structs
+from redis.asyncio import Redis
+from testkit.client import Client, Stream
+from testkit.redis_server import RedisServer
+from testkit.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.stepping import SteppingEngine, continuation
+
+from services.attention.worker import EngineError
+from services.errors import FingerprintMismatch
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.worker_side import WorkerQueue
+
+PROMPTS = [[n, n + 1, n + 2] for n in range(12)]
+
+
+async def finish(streams: Sequence[Stream], timeout_s: float = 20) -> None:
+    async with asyncio.timeout(timeout_s):
+        for stream in streams:
+            await stream.ended.wait()
+
+
+def check(streams: Sequence[Stream], count: int) -> None:
+    for stream in streams:
+        assert stream.end is not None
+        assert (stream.end.finish, stream.end.error) == ("length", None)
+        prompt = stream.request.token_ids[: stream.request.prompt_len]
+        assert stream.tokens == continuation(prompt, count)
+
+
+async def test_assigned_requests_stream_their_tokens_and_return_their_credit(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=30) as deployment:  # no heartbeat tidies up
+        deployment.scheduler()
+        worker = deployment.worker()
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=20)
+        await finish(streams)
+        check(streams, 20)
+        await eventually(lambda: not worker.worker.held())
+        [state] = await SchedulerQueue(deployment.connection(), KEYS, deployment.limits).workers()
+        assert (state.info.id, state.outstanding_tokens, state.outstanding_requests) == (worker.info.id, 0, 0)
+        assert worker.refused == []
+        assert not any(stream.doubled for stream in streams)
+
+
+async def test_publishing_overlaps_with_computing(server: RedisServer) -> None:
+    """Ten steps of 20 ms with a publish of at least 15 ms each end in well under the sum."""
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
+        slow = worker.worker._publisher._send
+
+        async def send(events: Sequence[object]) -> set[str]:
+            await asyncio.sleep(0.015)
+            return await slow(events)  # type: ignore[arg-type,no-any-return]
+
+        worker.worker._publisher._send = send  # type: ignore[assignment]
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=20)
+        await stream.first_token.wait()
+        started = time.monotonic()
+        await finish([stream])
+        assert time.monotonic() - started < 19 * 0.035 - 0.1
+
+
+async def test_a_cancel_stops_the_engine_within_a_step_and_frees_the_credit(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=5000)
+        await stream.first_token.wait()
+        started = time.monotonic()
+        assert await client.queue.cancel([stream.request.id]) == 1
+        await eventually(lambda: worker.engine.cancelled)
+        assert time.monotonic() - started < 0.1
+        assert worker.engine.held() == {}
+        await eventually(lambda: not worker.worker.held())
+        before = len(stream.tokens)
+        await asyncio.sleep(0.1)
+        assert len(stream.tokens) <= before + 1
+        assert stream.end is None  # nobody asked to hear of it
+
+
+async def test_a_taken_over_request_is_dropped_in_silence(server: RedisServer) -> None:
+    """The record moves to a later attempt behind the worker's back: the next publish says so."""
+    async with Deployment(server.url, lease_s=30) as deployment:  # no heartbeat helps
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=5000)
+        await stream.first_token.wait()
+        await deployment.connection().hset(KEYS.request(stream.request.id), "attempt", 7)
+        await eventually(lambda: worker.engine.cancelled == [(stream.request.id, 1)])
+        await eventually(lambda: not worker.worker.held())
+        assert worker.refused
+
+
+async def test_a_stale_idle_attempt_is_found_by_the_heartbeat(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        engine = SteppingEngine()
+        engine.gate.clear()  # never publishes
+        worker = deployment.worker(engine=engine)
+        client = await deployment.client()
+        [stream] = await client.submit([1])
+        await eventually(lambda: worker.worker.held())
+        await deployment.connection().delete(KEYS.request(stream.request.id))
+        await eventually(lambda: not worker.worker.held())
+
+
+async def test_assignments_of_earlier_or_equal_attempts_are_ignored(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=1000)
+        queue = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
+        epoch = await queue.campaign("me", 10)
+        assert epoch is not None
+        await eventually(queue.workers)
+        [request] = await queue.claim(epoch, 1)
+        await queue.assign(epoch, [(request, worker.info.id)])
+        await eventually(lambda: worker.engine.added)
+        for attempt in (1, 0, 2):
+            await _write_assign(deployment.connection(), worker, structs.replace(request, attempt=attempt))
+        await eventually(lambda: len(worker.engine.added) == 2)
+        assert worker.engine.added == [(stream.request.id, 1), (stream.request.id, 2)]
+
+
+async def _write_assign(redis: Redis, worker: RunningWorker, request: object) -> None:
+    from services.messages import Assign, encode
+
+    await redis.xadd(KEYS.inbox(worker.info.id), {"m": encode(Assign(request))})  # type: ignore[arg-type]
+
+
+async def test_leases_are_kept_while_a_long_step_runs(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=0.4) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=1.5))
+        client = await deployment.client()
+        streams = await client.submit([1], max_tokens=1)
+        await finish(streams)
+        check(streams, 1)
+        assert streams[0].lost == []
+        assert worker.refused == []
+
+
+async def test_redis_killed_and_started_again_costs_no_token(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=200)
+        await streams[0].first_token.wait()
+        server.kill()
+        await asyncio.sleep(1.2)  # longer than a lease
+        server.start()
+        await finish(streams)
+        check(streams, 200)
+        assert [stream.lost for stream in streams] == [[]] * len(streams)
+
+
+async def test_the_engine_pauses_when_the_buffer_is_full_and_goes_on(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(buffer_tokens=50, engine=SteppingEngine(step_s=0.002))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS[:4], max_tokens=150)
+        await streams[0].first_token.wait()
+        server.kill()
+        await eventually(lambda: worker.worker.unpublished >= 50)
+        steps = worker.engine.steps
+        await asyncio.sleep(0.2)
+        assert worker.engine.steps == steps
+        assert worker.worker.unpublished < 50 + 4
+        server.start()
+        await finish(streams)
+        check(streams, 150)
+
+
+async def test_a_drain_lets_running_requests_end_and_takes_no_new_ones(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        first = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        streams = await client.submit([1], [2], max_tokens=50)
+        await streams[1].first_token.wait()
+        stopping = asyncio.create_task(first.stop())
+        await asyncio.sleep(0.05)
+        second = deployment.worker()
+        later = await client.submit([3], max_tokens=5)
+        await finish([*streams, *later])
+        await stopping
+        check(streams, 50)
+        check(later, 5)
+        assert [stream.lost for stream in streams] == [[], []]
+        assert [name for name, _ in second.engine.added] == [later[0].request.id]
+
+
+async def test_a_drain_gives_back_what_has_not_begun(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        engine = SteppingEngine()
+        engine.gate.clear()
+        first = deployment.worker(engine=engine)
+        client = await deployment.client()
+        streams = await client.submit([1], [2], max_tokens=5)
+        await eventually(lambda: len(first.worker.held()) == 2)
+        stopping = asyncio.create_task(first.stop())
+        await eventually(lambda: not first.worker.held())
+        second = deployment.worker()
+        await finish(streams)
+        check(streams, 5)
+        assert sorted(second.engine.added) == sorted((stream.request.id, 1) for stream in streams)
+        engine.gate.set()
+        await stopping
+
+
+async def test_what_does_not_end_in_time_moves_to_another_worker_without_counting_as_failed(
+    server: RedisServer,
+) -> None:
+    async with Deployment(server.url, max_attempts=1) as deployment:
+        deployment.scheduler()
+        first = deployment.worker(engine=SteppingEngine(step_s=0.01), drain_s=0.1)
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=100)
+        await streams[0].first_token.wait()
+        await first.stop()
+        deployment.worker()
+        await finish(streams)
+        check(streams, 100)
+        assert any(stream.lost for stream in streams)
+        queue = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
+        assert (await queue.depth()).dead_letters == 0
+
+
+async def test_a_killed_worker_is_replaced_without_a_gap(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        first = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=100)
+        await streams[0].first_token.wait()
+        await first.kill()
+        deployment.worker()
+        await finish(streams)
+        check(streams, 100)
+        assert all(len(stream.lost) == 1 for stream in streams)
+
+
+async def test_a_worker_that_was_away_for_longer_than_its_lease_comes_back_under_its_id(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=300)
+        await stream.first_token.wait()
+        await deployment.connection().zadd(KEYS.workers, {worker.info.id: 1})  # as if it had expired
+        await eventually(lambda: stream.lost)
+        await finish([stream])
+        check([stream], 300)
+        assert worker.engine.added == [(stream.request.id, 1), (stream.request.id, 2)]
+
+
+async def test_a_dead_engine_ends_the_worker_and_its_requests_go_elsewhere(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=50)
+        await stream.first_token.wait()
+        worker.engine.fail = True
+        with pytest.raises(EngineError) as caught:
+            await worker.task
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        deployment.worker()
+        await finish([stream])
+        check([stream], 50)
+        assert len(stream.lost) == 1
+
+
+async def test_another_model_in_the_namespace_is_refused(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        worker = deployment.worker()
+        await eventually(lambda: not worker.worker.missing())
+        queue = WorkerQueue(deployment.connection(), KEYS, deployment.limits)
+        with pytest.raises(FingerprintMismatch):
+            await queue.register(
+                structs.replace(worker.info, id="x", fingerprint="other"), 1, credit_tokens=1, credit_requests=1
+            )
+
+
+async def test_a_worker_started_before_redis_waits_for_it(server: RedisServer) -> None:
+    server.kill()
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker()
+        await asyncio.sleep(0.1)
+        assert worker.worker.missing() == ["registration"]
+        server.start()
+        client: Client = await deployment.client()
+        streams = await client.submit([1])
+        await finish(streams)
+        check(streams, 8)
+
+
+async def test_stopping_while_redis_is_away_does_not_hang(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        worker = deployment.worker()
+        await eventually(lambda: not worker.worker.missing())
+        server.kill()
+        started = time.monotonic()
+        await worker.stop()
+        assert time.monotonic() - started < 5
