@@ -21,12 +21,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import psutil
 
 from loadgen.client import StreamResult, stream_completion
+
+if TYPE_CHECKING:  # the client side does not load torch
+    from services.attention.engine import Engine
+    from services.messages import GenerateRequest
 
 STREAMS = 32
 PROMPT_TOKENS = 32
@@ -34,6 +38,7 @@ STEP_RANGE_MS = (15.0, 25.0)
 STEP_TARGET_MS = 20.0
 VOCAB = 4096
 BASE_LAYERS = 4
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +94,17 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def engine_flags(model: Path) -> list[str]:
-    return ["--model", str(model), "--dtype", "float32", "--max-num-seqs", str(STREAMS), "--kv-blocks", "1024"]
+    return [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        str(STREAMS),
+        "--kv-blocks",
+        "1024",
+        "--no-prefix-cache",
+    ]
 
 
 def drive_in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str, float]:
@@ -98,35 +113,44 @@ def drive_in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str,
     from services.config import load_settings
     from services.messages import GenerateRequest, SamplingParams
 
+    def requests(count: int, new_tokens: int, seed: int) -> list[GenerateRequest]:
+        return [
+            GenerateRequest(
+                id=f"{seed}-{i}",
+                attempt=1,
+                token_ids=prompt,
+                prompt_len=len(prompt),
+                sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+                deadline_ms=2**62,
+                priority=5,
+                tenant="bench",
+                reply_to="",
+            )
+            for i, prompt in enumerate(prompts(count, seed))
+        ]
+
     engine = build(load_settings(engine_flags(model)), clock=lambda: time.time_ns() // 1_000_000).engine
-    waiting = [
-        GenerateRequest(
-            id=str(i),
-            attempt=1,
-            token_ids=prompt,
-            prompt_len=len(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            deadline_ms=2**62,
-            priority=5,
-            tenant="bench",
-            reply_to="",
-        )
-        for i, prompt in enumerate(prompts(STREAMS * per_stream, seed=1))
-    ]
-    waiting.reverse()
+    _run_engine(engine, requests(STREAMS, WARM_UP_TOKENS, seed=99))
+    start = time.perf_counter()
+    tokens, steps_s = _run_engine(engine, requests(STREAMS * per_stream, max_tokens, seed=1))
+    return {"tokens": tokens, "wall_s": time.perf_counter() - start, "step_ms": statistics.median(steps_s) * 1e3}
+
+
+def _run_engine(engine: Engine[Any], requests: list[GenerateRequest]) -> tuple[int, list[float]]:
+    """Generated tokens and seconds of every step until all ``requests`` ended, ``STREAMS`` of them at a time."""
+    waiting = requests[::-1]
     for _ in range(STREAMS):
         engine.add(waiting.pop())
-    tokens, steps = 0, []
-    start = time.perf_counter()
+    tokens, steps_s = 0, []
     while engine.has_work:
         step_start = time.perf_counter()
         events = engine.step()
-        steps.append(time.perf_counter() - step_start)
+        steps_s.append(time.perf_counter() - step_start)
         tokens += sum(event.token_id is not None for event in events)
         for event in events:
             if event.finish and waiting:
                 engine.add(waiting.pop())
-    return {"tokens": tokens, "wall_s": time.perf_counter() - start, "step_ms": statistics.median(steps) * 1e3}
+    return tokens, steps_s
 
 
 def in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str, float]:
@@ -157,7 +181,7 @@ class Serve:
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "services", "serve", *engine_flags(model), "--port", str(port)]
         env = os.environ | {"EXPERTMESH_SERVED_MODEL_NAME": "bench", "EXPERTMESH_LOG_LEVEL": "warning"}
-        self.popen = subprocess.Popen([*command, "--no-prefix-cache"], env=env)
+        self.popen = subprocess.Popen(command, env=env)
 
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
         for _ in range(1200):
@@ -237,7 +261,7 @@ async def compare(
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=STREAMS)) as session:
             try:
                 await serve.wait_ready(session)
-                await rest_round(serve, session, 8, 1, seed=99)  # connections, first allocations
+                await rest_round(serve, session, WARM_UP_TOKENS, 1, seed=99)  # connections, first allocations
                 rest.append(await rest_round(serve, session, max_tokens, per_stream, seed=1))
             finally:
                 serve.stop()
@@ -263,7 +287,7 @@ def report(step_ms: float, alone: Sequence[Round], rest: Sequence[Round]) -> flo
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench_cpu", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--per-stream", type=int, default=2, help="requests each stream sends, one after the other")
     parser.add_argument("--port", type=int, default=8123)

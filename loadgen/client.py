@@ -46,18 +46,21 @@ async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict
         if response.status != 200:
             result.error = (await response.text())[:500]
             return result
-        async for line in response.content:
-            _read_line(line, result)
+        pending = b""
+        async for data in response.content.iter_any():
+            *events, pending = (pending + data).split(b"\n\n")
+            for event in events:
+                _read_event(event, result)
     result.ended = time.perf_counter()
     return result
 
 
-def _read_line(line: bytes, result: StreamResult) -> None:
-    if not line.startswith(b"data: {"):
+def _read_event(event: bytes, result: StreamResult) -> None:
+    if not event.startswith(b"data: {"):
         return
     now = time.perf_counter()
-    if b'"choices":[]' in line or b'"error"' in line:
-        chunk = _chunk_decoder.decode(line[6:])
+    if b'"choices":[]' in event or b'"error"' in event:
+        chunk = _chunk_decoder.decode(event[6:])
         if chunk.usage:
             result.completion_tokens = chunk.usage.completion_tokens
         if chunk.error:
