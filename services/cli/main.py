@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv`` (default: the process's arguments) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except StartupError as error:
         print(f"expertmesh: {error.message}", file=sys.stderr)
         return error.exit_code

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
-from redis import Redis as SyncRedis
 from redis.asyncio import Redis
+from testkit.redis_server import RedisServer, running_redis
 
 from services.messages import (
     AttemptLost,
@@ -44,59 +40,6 @@ def _binaries() -> dict[str, str]:
     except ImportError:
         pass
     return found
-
-
-class RedisServer:
-    """A private redis-server on a Unix socket, which tests may kill and start again."""
-
-    def __init__(self, binary: str, *options: str) -> None:
-        self.binary = binary
-        self._folder = tempfile.mkdtemp(prefix="emq")
-        self.socket = f"{self._folder}/s"
-        self.url = f"unix://{self.socket}"
-        fixed = (
-            "--port",
-            "0",
-            "--unixsocket",
-            self.socket,
-            "--dir",
-            self._folder,
-            "--save",
-            "",
-            "--loglevel",
-            "warning",
-        )
-        self._command = [binary, *fixed, *options]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, password: str | None = None) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            try:
-                with SyncRedis(unix_socket_path=self.socket, password=password) as probe:
-                    probe.ping()
-                return
-            except Exception:  # noqa: BLE001 - any refusal while it starts
-                time.sleep(0.01)
-        raise RuntimeError(f"{self._command[0]} did not start")
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        Path(self.socket).unlink(missing_ok=True)
-
-    def tear(self, size: int) -> None:
-        """Cuts ``size`` bytes off the append-only file, as a crash of the machine may."""
-        (file,) = [file for file in Path(self._folder).rglob("*.aof") if ".base." not in file.name]
-        with file.open("r+b") as stream:
-            stream.truncate(file.stat().st_size - size)
-
-    def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Bench:
@@ -232,10 +175,8 @@ class Bench:
 
 @pytest.fixture(scope="session", params=sorted(_binaries()))
 def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    server = RedisServer(_binaries()[request.param], "--appendonly", "no")
-    server.start()
-    yield server
-    server.close()
+    with running_redis(_binaries()[request.param], "--appendonly", "no") as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,57 +1,72 @@
-"""A redis-server of one test: append-only on disk, on a Unix socket, to be killed and started again."""
+"""A redis-server of one test on a Unix socket, to be killed, damaged and started again."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import redis
 
-from services.queue.embedded import find_redis_server
+APPEND_ONLY = ("--appendonly", "yes", "--appendfsync", "always")
 
 
 class RedisServer:
-    """Starts at once. Its socket lies in a short path: sockaddr_un has no room for pytest's folders."""
+    """``binary`` with ``options``, not started yet. Its socket has a short path: sockaddr_un has no room for more."""
 
-    def __init__(self, *, fsync: str = "always") -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="redis-"))
+    def __init__(self, binary: str, *options: str) -> None:
+        self.binary = binary
+        self._folder = tempfile.mkdtemp(prefix="emq")
+        self.socket = f"{self._folder}/s"
+        self.url = f"unix://{self.socket}"
+        place = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder)
+        self._command = [binary, *place, "--save", "", "--loglevel", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
-        self._fsync = fsync
-        self.start()
 
-    @property
-    def url(self) -> str:
-        return f"unix://{self._socket}"
-
-    @property
-    def _socket(self) -> Path:
-        return self._folder / "redis.sock"
-
-    def start(self) -> None:
-        """Start, or start again from the append-only file."""
-        command = [find_redis_server(), "--port", "0", "--unixsocket", self._socket, "--dir", self._folder]
-        options = ["--appendonly", "yes", "--appendfsync", self._fsync, "--save", "", "--loglevel", "warning"]
-        self._process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
-        client = redis.Redis(unix_socket_path=str(self._socket))
+    def start(self, password: str | None = None) -> None:
+        """Start, or start again from the append-only file; returns when it answers."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.exceptions.ConnectionError:
-                assert time.monotonic() < deadline, "redis-server does not come up"
+        with redis.Redis(unix_socket_path=self.socket, password=password) as probe:
+            while not _answers(probe):
+                assert time.monotonic() < deadline, f"{self.binary} does not come up"
                 time.sleep(0.01)
-        client.close()
 
     def kill(self) -> None:
         """Kill -9."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+        Path(self.socket).unlink(missing_ok=True)
+
+    def tear(self, size: int) -> None:
+        """Cuts ``size`` bytes off the append-only file, as a crash of the machine may."""
+        (file,) = [file for file in Path(self._folder).rglob("*.aof") if ".base." not in file.name]
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - size)
 
     def close(self) -> None:
-        self.kill()
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _answers(client: redis.Redis) -> bool:
+    with contextlib.suppress(redis.RedisError):
+        return bool(client.ping())
+    return False
+
+
+@contextlib.contextmanager
+def running_redis(binary: str, *options: str) -> Iterator[RedisServer]:
+    """A :class:`RedisServer` that answers, for the length of the block."""
+    server = RedisServer(binary, *options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()

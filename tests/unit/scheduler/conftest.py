@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis.asyncio import Redis
-from testkit.redis_server import RedisServer
+from testkit.redis_server import APPEND_ONLY, RedisServer, running_redis
 
 from services.queue.connect import connect
+from services.queue.embedded import find_redis_server
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    redis_server = RedisServer()
-    yield redis_server
-    redis_server.close()
+    with running_redis(str(find_redis_server()), *APPEND_ONLY) as running:
+        yield running
 
 
 @pytest.fixture

@@ -39,6 +39,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def offspring() -> Callable[[], list[psutil.Process]]:
+    """Our child processes that this test started; servers that other tests share do not count."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
 def _policy() -> RestartPolicy:
     return RestartPolicy(first_delay_s=0.01, max_failures=3)
 
@@ -122,7 +129,9 @@ async def test_ready_is_announced_once(home: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"expertmesh serves m at {urls[0]}/v1\n"
 
 
-async def test_the_gateway_stops_first_and_nothing_is_left(home: Path) -> None:
+async def test_the_gateway_stops_first_and_nothing_is_left(
+    home: Path, offspring: Callable[[], list[psutil.Process]]
+) -> None:
     folders: list[Path] = []
 
     async def during(_: str) -> None:
@@ -133,7 +142,7 @@ async def test_the_gateway_stops_first_and_nothing_is_left(home: Path) -> None:
     assert await _run(during) == 0
     assert [note["role"] for note in _notes(home, "stopped")] == ["gateway", "scheduler", "attention"]
     assert not folders[0].exists()
-    assert not psutil.Process().children()
+    assert not offspring()
 
 
 async def test_long_names_of_temporary_folders_do_no_harm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +166,12 @@ async def test_a_role_that_dies_is_started_again(home: Path, role: str) -> None:
     assert first["settings"] == second["settings"]
 
 
-async def test_redis_is_started_again_at_the_same_place(home: Path) -> None:
+async def test_redis_is_started_again_at_the_same_place(
+    home: Path, offspring: Callable[[], list[psutil.Process]]
+) -> None:
     async def during(_: str) -> None:
         path = Path(_notes(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
-        server = next(child for child in psutil.Process().children() if child.name() == "redis-server")
+        server = next(child for child in offspring() if child.name() == "redis-server")
         server.kill()
         await _until(lambda: _answers(path) and not server.is_running())
 
@@ -195,7 +206,7 @@ async def _nothing_ever(_: str) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_second_signal_does_not_wait(home: Path) -> None:
+async def test_a_second_signal_does_not_wait(home: Path, offspring: Callable[[], list[psutil.Process]]) -> None:
     for role in ROLES:
         (home / f"{role}.stubborn").touch()
     stop = asyncio.Event()
@@ -209,13 +220,13 @@ async def test_a_second_signal_does_not_wait(home: Path) -> None:
     supervisor.kill()
     assert await running == FORCED
     assert time.monotonic() - began < 2
-    assert not psutil.Process().children()
+    assert not offspring()
 
 
-async def test_a_role_that_ignores_sigterm_is_killed(home: Path) -> None:
+async def test_a_role_that_ignores_sigterm_is_killed(home: Path, offspring: Callable[[], list[psutil.Process]]) -> None:
     (home / "scheduler.stubborn").touch()
     assert await _run(_nothing, stop_margin_s=0.5) == 0
-    assert not psutil.Process().children()
+    assert not offspring()
 
 
 async def test_an_external_redis_is_used_as_it_is(home: Path, redis_url: str) -> None:
