@@ -32,6 +32,7 @@ test: env
 
 lint: env
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: env
 	$(BIN)/mypy

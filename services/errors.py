@@ -124,9 +124,7 @@ class RequestError(ExpertMeshError):
 
     def info(self) -> ErrorInfo:
         """This error as it travels along the token path."""
-        return ErrorInfo(
-            code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s
-        )
+        return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 
 class InvalidRequest(RequestError):

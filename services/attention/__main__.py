@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.observer import ExpertObserver, StepObserver
-from services.attention.worker import AttentionWorker, WorkerOptions
+from services.attention.worker import AttentionWorker, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.messages import WorkerInfo
 from services.metrics import WorkerMetrics
@@ -28,7 +28,7 @@ from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.worker_side import WorkerQueue
-from services.runtime import MetricsServer, run_role
+from services.runtime import CRASHED, MetricsServer, run_role
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -78,6 +78,9 @@ class AttentionRole:
         experts = asyncio.create_task(_watch(ExpertObserver(metrics, built.link.expert_rows)))
         try:
             await worker.run(stop)
+        except EngineHung:
+            log.exception("exiting at once")
+            os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
         finally:
             experts.cancel()
 
@@ -109,6 +112,7 @@ class AttentionRole:
             lease_s=settings.lease,
             buffer_tokens=settings.publish_buffer_tokens,
             drain_s=settings.drain_timeout,
+            step_timeout_s=settings.step_timeout,
         )
 
 

@@ -15,13 +15,24 @@ from services.model.spec import ModelSpec
 
 
 class KVCache:
-    """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0."""
+    """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0.
+
+    Raises (constructor):
+        ConfigError: the device has no room for them.
+    """
 
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
+        try:
+            self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
+        except RuntimeError as error:
+            needed = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
+            raise ConfigError(
+                f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, which do not fit into the memory of {device}.",
+                hint="Lower --kv-blocks or --kv-memory-gib.",
+            ) from error
         self._num_blocks, self._block_size = num_blocks, block_size
 
     @property

@@ -81,6 +81,8 @@ class EngineThread:
         self._unpublished = 0
         self._announced = False
         self._stopping = False
+        self._steps = 0
+        self._in_step = False
         self._silenced: dict[str, int] = {}
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -91,10 +93,14 @@ class EngineThread:
 
     def stop(self) -> None:
         """End the thread after its current step and wait for it. Unpublished events can still be taken."""
+        self.abandon()
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """End the thread after its current step, if that ever ends."""
         with self._ready:
             self._stopping = True
             self._ready.notify()
-        self._thread.join()
 
     def send(self, command: Command) -> None:
         with self._ready:
@@ -121,6 +127,11 @@ class EngineThread:
                 self._ready.notify()
 
     @property
+    def step(self) -> int | None:
+        """Number of the step under way; None between steps."""
+        return self._steps if self._in_step else None
+
+    @property
     def unpublished(self) -> int:
         """Events computed and not yet published."""
         return self._unpublished
@@ -144,12 +155,20 @@ class EngineThread:
         for command in commands:
             self._apply(command)
         if may_step and self._engine.has_work:
-            events = self._audible(self._engine.step())
+            events = self._audible(self._step())
             self._after_step()
             self._hand_over(events)
         elif commands:
             self._after_step()  # a cancel while paused frees blocks too
         return True
+
+    def _step(self) -> list[TokenEvent]:
+        self._steps += 1
+        self._in_step = True
+        try:
+            return self._engine.step()
+        finally:
+            self._in_step = False
 
     def _next(self) -> tuple[list[Command], bool]:
         """Wait for something to do: commands, or whether a step may follow."""
@@ -174,13 +193,16 @@ class EngineThread:
                 self._engine.cancel(request_id, attempt)
 
     def _audible(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        if not self._silenced:
-            return events
-        audible = [event for event in events if event.attempt > self._silenced.get(event.request_id, -1)]
-        for event in events:
-            if event.finish is not None and event.attempt == self._silenced.get(event.request_id):
-                del self._silenced[event.request_id]
-        return audible
+        """Without those of silenced attempts. A silence ends with its attempt: what follows may be the same once more,
+        assigned again because a crash made Redis forget the first time.
+        """
+        return [event for event in events if not self._silences(event)] if self._silenced else events
+
+    def _silences(self, event: TokenEvent) -> bool:
+        silenced = self._silenced.get(event.request_id, -1)
+        if event.finish is not None and event.attempt == silenced:
+            del self._silenced[event.request_id]
+        return event.attempt <= silenced
 
     def _hand_over(self, events: list[TokenEvent]) -> None:
         if not events:

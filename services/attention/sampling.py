@@ -12,7 +12,7 @@ Legend: R rows, V vocabulary, S rows that are drawn with a temperature, K head o
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -139,16 +139,21 @@ def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
 def _edit_row(logits_V: Tensor, row: DrawRow, vocab_size: int) -> None:
     params, device = row.params, logits_V.device
     if params.repetition_penalty != 1:
-        seen = torch.tensor(row.token_ids, device=device)
+        seen = _token_tensor(row.token_ids, device)
         values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and row.generated:
-        counts = Counter(row.token_ids[row.prompt_len :])
-        penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
-        logits_V[torch.tensor(list(counts), device=device)] -= torch.tensor(penalties, device=device)
+        generated = _token_tensor(row.token_ids[row.prompt_len :], device)
+        seen, counts = torch.unique(generated, return_counts=True)
+        logits_V[seen] -= (params.presence_penalty + params.frequency_penalty * counts.double()).float()
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=device)
         logits_V[biased] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
     if row.bans_stop:
         banned = [token for token in row.stop_ids if 0 <= token < vocab_size]
         logits_V[torch.tensor(banned, dtype=torch.int64, device=device)] = -torch.inf
+
+
+def _token_tensor(token_ids: Sequence[int], device: torch.device) -> Tensor:
+    """One id or more as int64. By way of an array: ``torch.tensor`` takes 0.1 us for each element of a list."""
+    return torch.frombuffer(array("q", token_ids), dtype=torch.int64).to(device)

@@ -29,6 +29,8 @@ from services.queue.worker_side import FIRST_ID, WorkerQueue
 HEARTBEATS_PER_LEASE = 4
 FLUSH_S = 2.0
 """At shutdown: how long the last tokens, and then the farewell, may take to reach Redis."""
+WATCH_S = 1.0
+"""How often the step under way is looked at."""
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +44,15 @@ class WorkerOptions:
     lease_s: float
     buffer_tokens: int
     drain_s: float
+    step_timeout_s: float
 
 
 class EngineError(RuntimeError):
     """The engine's thread ended by itself. The process must exit: only its death returns what it holds."""
+
+
+class EngineHung(EngineError):
+    """A step does not end. Its thread cannot be stopped, so the process must exit without waiting for it."""
 
 
 class AttentionWorker:
@@ -106,21 +113,27 @@ class AttentionWorker:
 
         Raises:
             FingerprintMismatch: the namespace serves another model.
-            EngineError: the engine's thread ended; leases are left to expire, so that this counts as a failure.
+            EngineError: the engine's thread ended, or hangs in a step (EngineHung); leases are left to expire, so that
+                this counts as a failure.
         """
         background = [
             asyncio.ensure_future(self._publisher.run()),
             asyncio.ensure_future(self._follow_inbox()),
             asyncio.ensure_future(self._keep_leases()),
+            asyncio.ensure_future(self._watch_engine()),
             self._engine_ended,
         ]
         self._thread.start()
+        halt = self._thread.stop
         try:
             await _unless_failed(self._serve(stop), background)
             await _unless_failed(self._drain(), background)
+        except EngineHung:
+            halt = self._thread.abandon
+            raise
         finally:
             await end_tasks(background)
-            await asyncio.to_thread(self._thread.stop)
+            await asyncio.to_thread(halt)
 
     async def _serve(self, stop: asyncio.Event) -> None:
         registration = asyncio.ensure_future(self._register())
@@ -231,6 +244,16 @@ class AttentionWorker:
         for request_id in await self._queue.hand_back(self._info.id):
             if request_id in held:
                 self._abandon(request_id, held[request_id])
+
+    async def _watch_engine(self) -> None:
+        """Counts the ticks of this loop that fall into one step: while the process stood still there were none."""
+        tick_s = min(WATCH_S, self._options.step_timeout_s / 4)
+        step, lasted_s = None, 0.0
+        while lasted_s < self._options.step_timeout_s:
+            await asyncio.sleep(tick_s)
+            before, step = step, self._thread.step
+            lasted_s = lasted_s + tick_s if step is not None and step == before else 0.0
+        raise EngineHung(f"A step has lasted for {lasted_s:.0f} s; what this worker holds goes to others.")
 
     def _note_end(self, failure: BaseException | None) -> None:
         if failure is not None and not self._engine_ended.done():

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import ConfigError
 from services.gateway.auth import ApiKey, digest, read_key_file
-from services.queue.connect import connect, queue_errors
+from services.queue.connect import command, connect, queue_errors
 from services.queue.keys import Keys
 
 _LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
@@ -68,9 +68,8 @@ class RedisBook:
         self._name = name
 
     async def read(self) -> list[ApiKey]:
-        with queue_errors():
-            records = await self._redis.hgetall(self._name)
-        return [msgspec.json.decode(record, type=ApiKey) for record in records.values()]
+        records: dict[bytes, bytes] = await command(self._redis, "HGETALL", self._name)
+        return [_decoded(record, sha256.decode(errors="replace")) for sha256, record in records.items()]
 
     async def add(self, key: ApiKey) -> None:
         with queue_errors():
@@ -79,6 +78,15 @@ class RedisBook:
     async def remove(self, key: ApiKey) -> None:
         with queue_errors():
             await self._redis.hdel(self._name, key.sha256)
+
+
+def _decoded(record: bytes, sha256: str) -> ApiKey:
+    try:
+        return msgspec.json.decode(record, type=ApiKey)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"The key {sha256[:12]} in Redis is damaged: {error}.", hint=f"Remove it: HDEL <namespace>:keys {sha256}"
+        ) from error
 
 
 def main(argv: Sequence[str]) -> int:

@@ -101,7 +101,9 @@ class Settings(BaseSettings):
         4_000_000, "tokens (prompt + max_tokens) that may wait; more get 429", roles=(GATEWAY,), ge=1
     )
     lease: float = _knob(6.0, "seconds without a heartbeat after which a process counts as dead", ge=0.1, le=3600)
-    max_attempts: int = _knob(3, "lost attempts after which a request is dead-lettered", ge=1, le=100)
+    max_attempts: int = _knob(
+        8, "lost attempts after which a request is dead-lettered; 3 without a new token suffice", ge=1, le=100
+    )
     request_timeout: float = _knob(
         600.0, "seconds from admission to the deadline of a request", roles=(GATEWAY, SCHEDULER), gt=0, le=86_400
     )
@@ -126,6 +128,10 @@ class Settings(BaseSettings):
     )
     publish_buffer_tokens: int = _knob(
         65_536, "computed tokens held while Redis is away; then the engine pauses", roles=(ATTENTION,), ge=1
+    )
+
+    step_timeout: float = _knob(
+        300.0, "seconds after which a step of the engine counts as hung: the worker exits", roles=(ATTENTION,), gt=0
     )
 
     # Gateway

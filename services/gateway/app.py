@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from msgspec.structs import asdict
@@ -27,7 +30,7 @@ from services.gateway.middleware import BodyLimit, RequestContext
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.prompts import PromptReader
 from services.gateway.results import ResultFollower
-from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
+from services.gateway.schema import B, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
 from services.gateway.stream import EventResponse, WholeResponse
 from services.metrics import GatewayMetrics
 
@@ -58,6 +61,7 @@ def build_app(parts: Parts) -> ASGIApp:
         title="expertmesh",
         version=parts.version,
         description="OpenAI-compatible server for Mixture-of-Experts language models.",
+        redirect_slashes=False,
     )
     app.openapi = lambda: _cached_document(app, parts)  # type: ignore[method-assign]
     app.add_exception_handler(RequestError, on_request_error)
@@ -88,7 +92,7 @@ def _add_generation(app: FastAPI, parts: Parts) -> None:
     async def completions(request: Request, key: Key = None, authorization: Authorization = None) -> Response:
         """Continues a prompt."""
         caller = await parts.authenticator.identify(authorization)
-        body = parse(CompletionBody, await request.body())
+        body = await _read(CompletionBody, request)
         job = await parts.intake.completion(body, caller, _checked(key))
         return _answer(parts, job, body, CompletionFormat, logprobs=body.logprobs is not None)
 
@@ -100,9 +104,16 @@ def _add_generation(app: FastAPI, parts: Parts) -> None:
     async def chat(request: Request, key: Key = None, authorization: Authorization = None) -> Response:
         """Answers a conversation, through the checkpoint's chat template."""
         caller = await parts.authenticator.identify(authorization)
-        body = parse(ChatBody, await request.body())
+        body = await _read(ChatBody, request)
         job = await parts.intake.chat(body, caller, _checked(key))
         return _answer(parts, job, body, ChatFormat, logprobs=body.logprobs or False)
+
+
+async def _read(body_type: type[B], request: Request) -> B:
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise InvalidRequest(f"Bodies in {coding[:40]!r} are not read here.", hint="Send plain JSON, uncompressed.")
+    return parse(body_type, await request.body())
 
 
 def _checked(key: str | None) -> str | None:
@@ -147,28 +158,39 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
 def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
     prompts, refusals = parts.intake.prompts, openapi.refusals(400, 401, 404, 503)
 
-    @app.post("/tokenize", responses=refusals, openapi_extra=openapi.takes(TokenizeBody))
-    async def tokenize(request: Request, authorization: Authorization = None) -> shapes.TokenizeResponse:
+    @app.post(
+        "/tokenize",
+        responses={200: {"model": shapes.TokenizeResponse}, **refusals},
+        openapi_extra=openapi.takes(TokenizeBody),
+    )
+    async def tokenize(request: Request, authorization: Authorization = None) -> Response:
         """Token ids of a text or of messages."""
         await parts.authenticator.identify(authorization)
-        body = parse(TokenizeBody, await request.body())
+        body = await _read(TokenizeBody, request)
         prompts.check_model(body.model)
         token_ids = await _token_ids(prompts, body)
-        codec = prompts.model.codec
-        return shapes.TokenizeResponse(
-            count=len(token_ids),
-            max_model_len=prompts.max_model_len,
-            tokens=token_ids,
-            token_strs=[codec.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None,
+        codec, named = prompts.model.codec, body.return_token_strs
+        return await _encoded(
+            lambda: {
+                "count": len(token_ids),
+                "max_model_len": prompts.max_model_len,
+                "tokens": token_ids,
+                "token_strs": [codec.token_text(token_id) for token_id in token_ids] if named else None,
+            }
         )
 
-    @app.post("/detokenize", responses=refusals, openapi_extra=openapi.takes(DetokenizeBody))
-    async def detokenize(request: Request, authorization: Authorization = None) -> shapes.DetokenizeResponse:
+    @app.post(
+        "/detokenize",
+        responses={200: {"model": shapes.DetokenizeResponse}, **refusals},
+        openapi_extra=openapi.takes(DetokenizeBody),
+    )
+    async def detokenize(request: Request, authorization: Authorization = None) -> Response:
         """The text of token ids, special tokens included."""
         await parts.authenticator.identify(authorization)
-        body = parse(DetokenizeBody, await request.body())
+        body = await _read(DetokenizeBody, request)
         prompts.check_model(body.model)
-        return shapes.DetokenizeResponse(prompt=prompts.model.codec.decode(body.tokens))
+        prompts.check_ids(body.tokens, "tokens")
+        return await _encoded(lambda: {"prompt": prompts.model.codec.decode(body.tokens)})
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401, 503))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:
@@ -178,6 +200,12 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         return shapes.TokenizerInfo(
             **asdict(prompts.model.codec.special), chat_template=None if template is None else template.source
         )
+
+
+async def _encoded(build: Callable[[], dict[str, object]]) -> Response:
+    """``build()`` as JSON, made in a thread: it may be millions of tokens, and open streams go on meanwhile."""
+    content = await asyncio.to_thread(lambda: msgspec.json.encode(build()))
+    return Response(content, media_type="application/json")
 
 
 async def _token_ids(prompts: PromptReader, body: TokenizeBody) -> list[int]:

@@ -108,10 +108,21 @@ def _configured(value: object) -> str | None:
     return None
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.", hint="Download the checkpoint again.") from error
+
+
 def load_chat_template(model_dir: Path, config: Mapping[str, object], special: SpecialTokens) -> ChatTemplate | None:
-    """The template file of the checkpoint, else the one in its tokenizer configuration, else None."""
+    """The template file of the checkpoint, else the one in its tokenizer configuration, else None.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not parse.
+    """
     for name in _FILES:
         if (model_dir / name).is_file():
-            return ChatTemplate((model_dir / name).read_text(encoding="utf-8"), special)
+            return ChatTemplate(_read(model_dir / name), special)
     source = _configured(config.get("chat_template"))
     return None if source is None else ChatTemplate(source, special)

@@ -70,7 +70,8 @@ class Intake:
         """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""
         arrived = time.monotonic()
         self._check_open(body)
-        prompts = await self.prompts.of_completion(body, self._max_sequences)
+        self._check_count(len(body.prompts) * (body.n or 1), caller)
+        prompts = await self.prompts.of_completion(body)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for 1 token at least.", param="max_tokens")
         wanted = body.max_tokens
@@ -91,6 +92,7 @@ class Intake:
         """The job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
         arrived = time.monotonic()
         self._check_open(body)
+        self._check_count(body.n or 1, caller)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
         prompts = [await self.prompts.of_messages(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
@@ -116,6 +118,17 @@ class Intake:
         if not self._follower.up:
             raise QueueUnavailable("The queue does not answer.", hint="Try again soon.", retry_after_s=_AWAY_RETRY_S)
 
+    def _check_count(self, sequences: int, caller: Caller) -> None:
+        """Refuses what admission would refuse for ever: a 429 would send the client round in circles."""
+        allowed = caller.limits.concurrency if caller.limits else None
+        most = self._max_sequences if allowed is None else min(allowed, self._max_sequences)
+        if sequences > most:
+            raise InvalidRequest(
+                f"The request asks for {sequences} sequences (prompts times n); {most} is the most.",
+                hint="Split it into several requests.",
+                param="n",
+            )
+
     async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
         self._check(body, plan)
 
@@ -128,7 +141,7 @@ class Intake:
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, content), start)
 
     def _check(self, body: GenerationBody, plan: _Plan) -> None:
-        vocabulary, room = self.prompts.model.vocab_size, self.prompts.max_model_len
+        room = self.prompts.max_model_len
         for prompt in plan.prompts:
             length = len(prompt.token_ids)
             if not length:
@@ -140,9 +153,9 @@ class Intake:
                     hint="Shorten the prompt or lower max_tokens.",
                     param="prompt",
                 )
-            _check_ids(prompt.token_ids, vocabulary, "prompt")
-        _check_ids([int(token_id) for token_id in body.logit_bias or {}], vocabulary, "logit_bias")
-        _check_ids(body.stop_token_ids or (), vocabulary, "stop_token_ids")
+            self.prompts.check_ids(prompt.token_ids, "prompt")
+        self.prompts.check_ids([int(token_id) for token_id in body.logit_bias or {}], "logit_bias")
+        self.prompts.check_ids(body.stop_token_ids or (), "stop_token_ids")
         if (body.min_tokens or 0) > plan.max_tokens:
             raise InvalidRequest(
                 f"min_tokens {body.min_tokens} exceeds max_tokens {plan.max_tokens}.",
@@ -217,16 +230,6 @@ class Intake:
             await self._queue.take_up(request, timeout_s=self._timeout_s, tenant_limits=caller.limits)
             for request in requests
         ]
-
-
-def _check_ids(token_ids: Sequence[int], vocabulary: int, param: str) -> None:
-    worst = max(token_ids, default=0)
-    if worst >= vocabulary:
-        raise InvalidRequest(
-            f"{param} has the token id {worst}; the model knows 0 to {vocabulary - 1}.",
-            hint="Use this model's own tokenizer.",
-            param=param,
-        )
 
 
 def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int, choice: int) -> SamplingParams:

@@ -129,15 +129,15 @@ class Choice:
         if self._echo is None:
             return
         if self._wants_logprobs and event.prompt_logprobs is not None:
-            self._echo_records(event.prompt_logprobs)
+            self._echo_records(self._echo, event.prompt_logprobs)
         self._decoded = len(self._echo)
         self._release(self._echo)
 
-    def _echo_records(self, logprobs: Sequence[TokenLogprob | None]) -> None:
+    def _echo_records(self, echo: str, logprobs: Sequence[TokenLogprob | None]) -> None:
         text, offset = detokenizer(self._codec), 0
         for token_id, logprob in zip(self.prompt_ids, logprobs, strict=False):
             self.records.append(Record(token_id, logprob, offset))
-            offset += len(text.push(token_id))
+            offset += len(text.push(token_id)) or self._codec.special_length(token_id, echo, offset)
         self.prompt_records = self.visible = len(self.records)
 
     def _take(self, token_id: int, event: TokenEvent) -> bool:

@@ -90,9 +90,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._limit:
-            await self._discard(receive)
+            if headers.get("expect", "").lower() != "100-continue":  # such a client reads the answer before it sends
+                await self._discard(receive)
             await error_response(self._refusal(), {"connection": "close"})(scope, receive, send)
             return
         read = 0

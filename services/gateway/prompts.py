@@ -55,23 +55,23 @@ class PromptReader:
                 f"The model {name[:200]!r} does not exist here.", hint=f"Use {self.model.name!r}.", param="model"
             )
 
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequest, naming ``param``, where a token id is beyond the model's vocabulary."""
+        worst, vocabulary = max(token_ids, default=0), self.model.vocab_size
+        if worst >= vocabulary:
+            raise InvalidRequest(
+                f"{param} has the token id {worst}; the model knows 0 to {vocabulary - 1}.",
+                hint="Use this model's own tokenizer.",
+                param=param,
+            )
+
     def room_after(self, prompts: Sequence[Prompt]) -> int:
         """Tokens that fit after the longest prompt; 1 where none does, so that the length check names it."""
         return max(1, self.max_model_len - max(len(prompt.token_ids) for prompt in prompts))
 
-    async def of_completion(self, body: CompletionBody, max_sequences: int) -> list[Prompt]:
-        """The prompts of ``body``. Raises InvalidRequest for none, or for more than ``max_sequences`` choices."""
-        prompt = body.prompt
-        alone = isinstance(prompt, str) or isinstance(prompt[0], int)
-        items: Sequence[Any] = [prompt] if alone else prompt
-        sequences = len(items) * (body.n or 1)
-        if sequences > max_sequences:
-            raise InvalidRequest(
-                f"The request asks for {sequences} sequences (prompts times n); {max_sequences} is the most.",
-                hint="Split it into several requests.",
-                param="n",
-            )
-        return [await self._prompt(item, body.add_special_tokens is not False) for item in items]
+    async def of_completion(self, body: CompletionBody) -> list[Prompt]:
+        """The prompts of ``body`` in their order."""
+        return [await self._prompt(item, body.add_special_tokens is not False) for item in body.prompts]
 
     async def of_messages(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool | None, options: Mapping[str, Any] | None

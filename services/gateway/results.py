@@ -27,6 +27,7 @@ _DRAIN_MS = 1
 _RETRY_S = 0.1
 _LONGEST_RETRY_S = 1.0
 _SURVEY_LEASES = 2.0
+_SECOND_LOOK_LEASES = 0.5  # where a survey left a doubt
 _KEEPALIVE_S = 15.0
 Cancels = Mapping[str, int]
 
@@ -58,9 +59,9 @@ class ResultFollower:
         self._fingerprint = fingerprint
         self._clock = clock
         self._last_id = FIRST_ID
-        self._surveyed_at = clock()
+        self._survey_due = clock()
         self._poked_at = clock()
-        self._done_before: set[str] = set()
+        self._doubts: set[tuple[str, RequestState]] = set()  # what the last survey saw and the stream may explain
         self._unsent: dict[str, int] = {}  # cancels that Redis has not heard
         self._tasks: set[asyncio.Task[None]] = set()
         self._cancelling: set[asyncio.Task[None]] = set()
@@ -128,7 +129,7 @@ class ResultFollower:
             try:
                 await self._queue.heartbeat(self._lease_s, self._fingerprint)
                 self.workers = await self._queue.workers()
-                if self.up and self._clock() - self._surveyed_at > _SURVEY_LEASES * self._lease_s:
+                if self.up and self._clock() > self._survey_due:
                     await self._survey()
             except QueueUnavailable as error:
                 self._away(error)
@@ -159,24 +160,25 @@ class ResultFollower:
 
     async def _survey(self) -> None:
         """Compares the jobs in flight with the queue's records; see ``GatewayQueue.survey`` for the rules."""
-        self._surveyed_at = self._clock()
         waiting = {choice.request.id: (job, choice) for job, choice in self._table.waiting()}
         known = await self._queue.survey({key: choice.request.attempt for key, (_, choice) in waiting.items()})
-        done_before, self._done_before = self._done_before, set()
+        doubts, self._doubts = self._doubts, set()
         for key, (state, attempt) in known.items():
             job, choice = waiting[key]
             if choice.finish is not None:
                 continue
-            if state == "moved":
-                self.fail(job, Unavailable("The request was taken up by another gateway."))
-            elif state == "done" and key not in done_before:
-                self._done_before.add(key)
+            if state in ("done", "moved") and (key, state) not in doubts:
+                self._doubts.add((key, state))  # its end may be in the stream, not read yet
             else:
                 self._repair(job, choice, state, attempt)
+        leases = _SECOND_LOOK_LEASES if self._doubts else _SURVEY_LEASES
+        self._survey_due = self._clock() + leases * self._lease_s
 
     def _repair(self, job: Job, choice: Choice, state: RequestState, attempt: int) -> None:
         mine = choice.request.attempt
-        if state == "done" or (choice.recovering and state not in ("missing", "lost")):
+        if state == "moved":  # a take-up would have ended it here: Redis forgot that its client came to this gateway
+            self._spawn(self._resync(job, choice, retake=True))
+        elif state == "done" or (choice.recovering and state not in ("missing", "lost")):
             self._spawn(self._resync(job, choice))
         elif state == "missing":
             self._spawn(self._resubmit(choice, mine))
@@ -203,9 +205,9 @@ class ResultFollower:
         log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
         await self._queue.resubmit(request)  # False: the next survey tells why
 
-    async def _resync(self, job: Job, choice: Choice) -> None:
+    async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True
-        attempt = await self._queue.resync(choice.request.id, choice.request.attempt)
+        attempt = await self._queue.resync(choice.request.id, choice.request.attempt, retake=retake)
         if attempt is None:
             self.fail(job, Unavailable("The request was cancelled by the server.", hint="Send it again."))
         else:

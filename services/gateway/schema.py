@@ -6,6 +6,7 @@ nothing (:data:`NO_OPS`): a parameter that would be ignored is never accepted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -104,6 +105,12 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token.")
     add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its tokens; true by default.")
 
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, each a text or token ids, however the client wrote them."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
 
 class TextPart(Body):
     type: Literal["text"]
@@ -155,7 +162,10 @@ class DetokenizeBody(Body):
 B = TypeVar("B", bound=Body)
 
 _EMPTY = ("string_too_short", "too_short")
+_OUT_OF_RANGE = ("greater_than_equal", "less_than_equal")
 _PROMPT_HINT = "Send a string, a list of strings, a list of token ids or a list of such lists."
+_LONGEST_NAME = 200  # characters of a field's name in an error
+_BRANCHES = ("str", "int", "float", "bool")  # as a union's branches appear in the path of an error, beside list[...]
 
 
 def parse(body_type: type[B], raw: bytes) -> B:
@@ -180,15 +190,36 @@ def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
     if not first["loc"]:
         return InvalidRequest("The body is not a JSON object.", hint='Send an object such as {"prompt": "Hello"}.')
     if first["loc"][0] == "prompt" and first["type"] != "missing":
-        empty = any(error["type"] in _EMPTY for error in errors)
-        return InvalidRequest(
-            "prompt is empty." if empty else "prompt has the wrong type.", hint=_PROMPT_HINT, param="prompt"
-        )
-    # A union reports one error per branch, with the branch in the path; the field itself is what the client knows.
-    path = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
-    if len({error["loc"][0] for error in errors}) == 1 and len(errors) > 1:
-        path = str(first["loc"][0])
-    return InvalidRequest(f"{path}: {first['msg']}.", param=path)
+        return InvalidRequest(_prompt_fault({error["type"] for error in errors}), hint=_PROMPT_HINT, param="prompt")
+    # A union reports an error per branch: the branch that got furthest is the one that the client meant.
+    furthest = max((error for error in errors if error["loc"][0] == first["loc"][0]), key=_progress)
+    path = _path(furthest)
+    rivals = [error for error in errors if _progress(error) == _progress(furthest) and _path(error) == path]
+    messages = dict.fromkeys(error["msg"] for error in rivals)
+    return InvalidRequest(f"{path}: {'; or: '.join(messages)}.", param=path)
+
+
+def _progress(error: ErrorDetails) -> tuple[int, bool]:
+    """How far validation got before ``error``: deeper is further, and a value's fault is further than its type's."""
+    return len(error["loc"]), not error["type"].endswith("_type")
+
+
+def _path(error: ErrorDetails) -> str:
+    """The field as the client knows it: without the names of a union's branches."""
+    parts = (str(part) for part in error["loc"] if isinstance(part, int) or _is_field(part))
+    return ".".join(parts)[:_LONGEST_NAME]
+
+
+def _is_field(part: str) -> bool:
+    return part.isidentifier() and part not in _BRANCHES
+
+
+def _prompt_fault(kinds: set[str]) -> str:
+    if kinds.intersection(_EMPTY):
+        return "prompt is empty."
+    if kinds.intersection(_OUT_OF_RANGE):
+        return "prompt has a token id out of range."
+    return "prompt has the wrong type."
 
 
 def _refuse_extras(value: Any, path: str) -> None:
@@ -201,9 +232,8 @@ def _refuse_extras(value: Any, path: str) -> None:
     elif isinstance(value, Body):
         for name, extra in (value.model_extra or {}).items():
             if extra is not None and extra not in NO_OPS.get(name, ()):
-                raise UnsupportedParameter(
-                    f"{path}{name} is not supported.", hint="Leave it out.", param=f"{path}{name}"[:200]
-                )
+                field = f"{path}{name}"[:_LONGEST_NAME]
+                raise UnsupportedParameter(f"{field} is not supported.", hint="Leave it out.", param=field)
         for name in type(value).model_fields:
             inner = getattr(value, name)
             if isinstance(inner, Body | list):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
-from services.model.spec import INDEX, ModelSpec
+from services.model.spec import INDEX, ModelSpec, unreadable
 
 _SINGLE = "model.safetensors"
 _DOWNLOAD_AGAIN = "Download the file again."
@@ -49,7 +49,10 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
         self._dir = model_dir
-        self._entries = _read_entries(model_dir)
+        try:
+            self._entries = _read_entries(model_dir)
+        except OSError as error:
+            raise unreadable(model_dir, error) from error
         self._check(spec)
         self._open_files: dict[Path, Any] = {}
         self._stack = ExitStack()
@@ -166,7 +169,7 @@ def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}.", hint=_DOWNLOAD_AGAIN) from error
     # A path in the index must not lead out of the folder.
     if not isinstance(weight_map, dict) or not all(
@@ -191,7 +194,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         header = {name: item for name, item in json.loads(raw).items() if name != "__metadata__"}
         entries = {name: _entry(file, item) for name, item in header.items()}
         end = max((int(item["data_offsets"][1]) for item in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{file} is no safetensors file, or damaged: {error!r}.", hint=_DOWNLOAD_AGAIN) from error
     if size < (promised := _LENGTH_BYTES + length + end):
         raise _truncated(file, promised, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from services.errors import CheckpointError
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 _REPAIR = "Correct the file, or download the checkpoint again."
+_MAX_COUNT = 2**31 - 1
 
 
 class ConfigFile:
@@ -49,23 +50,26 @@ class ConfigFile:
     def number(self, *keys: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._find(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        # Bounds first: JSON's whole numbers may be too large for a float. No comparison holds for NaN.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(keys[0], "a number above 0", value)
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
         return None if self.values.get(key) is None else self.number(key)
 
-    def count(self, *keys: str, default: int | None = None) -> int:
-        """A whole number above 0."""
+    def count(self, *keys: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
+        """A whole number above 0. ``most`` keeps a damaged one from sizing a list or a loop that never ends."""
         value = self._find(keys, default)
         if not _is_int(value) or value <= 0:
             raise self.wrong(keys[0], "a whole number above 0", value)
+        if value > most:
+            raise self.wrong(keys[0], f"at most {most}", value)
         return int(value)
 
-    def optional_count(self, key: str) -> int | None:
-        """As :meth:`count`; null, absence and 0 are None."""
-        return None if self.values.get(key) in (None, 0) else self.count(key)
+    def optional_count(self, key: str, default: int | None = None) -> int | None:
+        """As :meth:`count`; null and 0 are None, and absence is ``default``."""
+        return None if self.values.get(key, default) in (None, 0) else self.count(key, default=default)
 
     def token_id(self, key: str) -> int | None:
         value = self.values.get(key)

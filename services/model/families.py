@@ -15,6 +15,11 @@ from services.model.spec import DType, LayerSpec, ModelSpec, QKNorm, RouterSpec
 
 DEFAULT_THETA = 10_000.0
 MIXTRAL_THETA = 1_000_000.0
+DEFAULT_WINDOW = 4096
+
+MAX_LAYERS = 1 << 14
+MAX_EXPERTS = 1 << 18
+"""Over all layers. Each is a handful of names to look for, so a damaged number must not reach the loader."""
 
 
 def spec_from_config(model_dir: Path) -> ModelSpec:
@@ -40,12 +45,14 @@ def spec_from_config(model_dir: Path) -> ModelSpec:
 
 
 def _qwen3_moe(config: ConfigFile, eos: tuple[int, ...]) -> ModelSpec:
-    window = config.optional_count("sliding_window") if config.flag("use_sliding_window", default=False) else None
+    window = None
+    if config.flag("use_sliding_window", default=False):
+        window = config.optional_count("sliding_window", default=DEFAULT_WINDOW)
     bias = config.flag("attention_bias", default=False)
     return _build(
         config,
         eos,
-        layers=_sparse_layers(config, [window] * config.count("num_hidden_layers")),
+        layers=_sparse_layers(config, [window] * _layer_count(config)),
         qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
@@ -75,7 +82,7 @@ def _mixtral(config: ConfigFile, eos: tuple[int, ...]) -> ModelSpec:
     return _build(
         config,
         eos,
-        layers=[LayerSpec(kind="moe", window=window)] * config.count("num_hidden_layers"),
+        layers=[LayerSpec(kind="moe", window=window)] * _layer_count(config),
         renormalise=True,
         num_experts=config.count("num_local_experts", "num_experts", default=8),
         expert_ffn=config.count("intermediate_size"),
@@ -90,7 +97,7 @@ def _olmoe(config: ConfigFile, eos: tuple[int, ...]) -> ModelSpec:
     return _build(
         config,
         eos,
-        layers=[LayerSpec(kind="moe")] * config.count("num_hidden_layers"),
+        layers=[LayerSpec(kind="moe")] * _layer_count(config),
         qk_norm="projection",
         qkv_bias=bias,
         o_bias=bias,
@@ -154,6 +161,10 @@ def _build(
     )
 
 
+def _layer_count(config: ConfigFile) -> int:
+    return config.count("num_hidden_layers", most=MAX_LAYERS)
+
+
 def _sparse_layers(config: ConfigFile, windows: list[int | None]) -> list[LayerSpec]:
     """Every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
     step = config.count("decoder_sparse_step", default=1)
@@ -166,7 +177,7 @@ def _sparse_layers(config: ConfigFile, windows: list[int | None]) -> list[LayerS
 
 def _alternating_windows(config: ConfigFile) -> list[int | None]:
     """``layer_types`` says which layers have the window; without it, every other layer below ``max_window_layers``."""
-    count = config.count("num_hidden_layers")
+    count = _layer_count(config)
     if not config.flag("use_sliding_window", default=False):
         return [None] * count
     types = config.strings("layer_types")
@@ -176,7 +187,7 @@ def _alternating_windows(config: ConfigFile) -> list[int | None]:
     if len(types) != count or not set(types) <= {"sliding_attention", "full_attention"}:
         expected = f'{count} times "full_attention" or "sliding_attention"'
         raise config.wrong("layer_types", expected, list(types))
-    window = config.count("sliding_window", default=4096)
+    window = config.count("sliding_window", default=DEFAULT_WINDOW)
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
@@ -225,4 +236,8 @@ def _check(spec: ModelSpec, config: ConfigFile) -> None:
     demand(
         spec.top_k <= spec.num_experts,
         f'"num_experts_per_tok" {spec.top_k} is more than the {spec.num_experts} experts there are',
+    )
+    demand(
+        len(spec.moe_layers) * spec.num_experts <= MAX_EXPERTS,
+        f"{len(spec.moe_layers)} layers of {spec.num_experts} experts are more than {MAX_EXPERTS} experts",
     )

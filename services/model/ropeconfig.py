@@ -31,14 +31,7 @@ def rope_spec(config: ConfigFile, *, max_position: int, default_theta: float) ->
     if kind == "linear":
         return RopeSpec(kind="linear", theta=theta, factor=scaling.number("factor"))
     if kind == "llama3":
-        return RopeSpec(
-            kind="llama3",
-            theta=theta,
-            factor=scaling.number("factor"),
-            original_max_position=original,
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
-        )
+        return _llama3(scaling, theta, original)
     if kind == "yarn":
         return _yarn(scaling, theta, original, max_position)
     raise UnsupportedModel(
@@ -47,8 +40,24 @@ def rope_spec(config: ConfigFile, *, max_position: int, default_theta: float) ->
     )
 
 
+def _llama3(scaling: ConfigFile, theta: float, original: int) -> RopeSpec:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.wrong("high_freq_factor", f'more than "low_freq_factor" {low:g}', high)
+    return RopeSpec(
+        kind="llama3",
+        theta=theta,
+        factor=scaling.number("factor"),
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
 def _yarn(scaling: ConfigFile, theta: float, original: int, max_position: int) -> RopeSpec:
     """YaRN (Peng et al. 2023, section 3.4): the attention temperature becomes a factor on cos and sin."""
+    if theta <= 1:
+        raise scaling.wrong("rope_theta", "more than 1", theta)
     factor = scaling.number("factor", default=max_position / original)
     mscale, mscale_all_dim = scaling.optional_number("mscale"), scaling.optional_number("mscale_all_dim")
     attention_factor = scaling.optional_number("attention_factor")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from services.errors import CheckpointError
+
 DType = Literal["float32", "bfloat16", "float16"]
 QKNorm = Literal["none", "head", "projection"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -122,12 +124,22 @@ def load_spec(model_dir: Path) -> ModelSpec:
     return dataclasses.replace(spec, fingerprint=_fingerprint(spec, model_dir))
 
 
+def unreadable(model_dir: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"A weight file of {model_dir} cannot be read: {error}.",
+        hint="Check that it is a file, complete, and readable by this user.",
+    )
+
+
 def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
     """Hash of the spec and of the names and sizes of the weights, or of their index where there is one."""
     index = model_dir / INDEX
-    if index.is_file():
-        weights = [index.read_bytes().hex()]
-    else:
-        weights = [f"{file.name}:{file.stat().st_size}" for file in sorted(model_dir.glob("*.safetensors"))]
+    try:
+        if index.is_file():
+            weights = [index.read_bytes().hex()]
+        else:
+            weights = [f"{file.name}:{file.stat().st_size}" for file in sorted(model_dir.glob("*.safetensors"))]
+    except OSError as error:
+        raise unreadable(model_dir, error) from error
     content = json.dumps([dataclasses.asdict(spec), weights], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

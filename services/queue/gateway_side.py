@@ -123,13 +123,13 @@ class GatewayQueue:
         raise_refusal(reply, 1)
         return structs.replace(request, attempt=reply[1], deadline_ms=reply[2], reply_to=self._incarnation)
 
-    async def resync(self, request_id: str, attempt: int) -> int | None:
+    async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None:
         """Ends ``attempt``, of which events are missing, and names the attempt to :meth:`resubmit` as.
 
         For a gap in TokenEvent.index, or a request that :meth:`survey` calls done though no end arrived. Not counted
-        as a failure. None: the request was cancelled or is another gateway's.
+        as a failure. None: the request was cancelled or is another gateway's; ``retake`` moves it from there to here.
         """
-        attempt = await self._scripts.run("resync", request_id, attempt, self._incarnation)
+        attempt = await self._scripts.run("resync", request_id, attempt, self._incarnation, int(retake))
         return attempt or None
 
     async def cancel(self, request_ids: Iterable[str], delivered: Mapping[str, int] | None = None) -> int:
@@ -152,7 +152,8 @@ class GatewayQueue:
         - ``lost``: resubmit with the record's attempt.
         - ``queued``, ``claimed``, ``running`` with a lower attempt than ``mine``: resubmit with attempt ``mine``.
         - ``done`` in two surveys in a row without an end in the stream: :meth:`resync`, then resubmit.
-        - ``moved``: another gateway took it up; end it here as cancelled.
+        - ``moved``: it is another gateway's. If that took it up, "cancelled" is in the stream. In two surveys in a row
+          without it: Redis lost the move to this gateway; :meth:`resync` with ``retake``, then resubmit.
         """
         items: list[tuple[Argument, ...]] = [(request_id,) for request_id in attempts]
         replies = await self._scripts.run_chunks("survey", (self._incarnation,), items)

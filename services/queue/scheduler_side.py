@@ -176,7 +176,8 @@ class SchedulerQueue:
         """Ends what expired and takes back what was lost, up to ``max_items`` of each kind.
 
         Deadlines in the queue and claims of older epochs at any time; leases of requests, workers and gateways only
-        while no hold is on. A hold of one lease period starts by itself when the Redis server's run id changes.
+        while no hold is on. A hold of one lease period starts by itself when the Redis server's run id changes, or
+        when nobody has called this for two thirds of a lease: the server may have stood still.
         """
         expired, stale_claims, more_queue = await self._scripts.run("reap_queue", epoch, max_items)
         removed, lost_workers, dead_workers, more_workers = await self._scripts.run("reap_workers", epoch, max_items)

@@ -94,7 +94,7 @@ def pack_limits(limits: QueueLimits) -> bytes:
     errors = {
         "expired": DeadlineExceeded("The request waited in the queue until its deadline passed.", retry_after_s=10),
         "exhausted": AttemptsExhausted(
-            f"The request failed on {limits.max_attempts} workers in turn and was moved to the dead-letter list.",
+            "Too many workers died while they ran this request: it was moved to the dead-letter list.",
             hint="An operator can examine and retry it with `expertmesh queue`.",
         ),
         "abandoned": Unavailable("The request lost its worker and was not resubmitted in time.", retry_after_s=1),
@@ -106,6 +106,7 @@ def pack_limits(limits: QueueLimits) -> bytes:
             "quantum": limits.quantum,
             "refund_quanta": limits.refund_quanta,
             "max_attempts": limits.max_attempts,
+            "max_stuck": limits.max_stuck,
             "max_dead": limits.max_dead_letters,
             "stream_entries": limits.stream_entries,
             "lease_ms": milliseconds(limits.lease_s),

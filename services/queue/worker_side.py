@@ -53,8 +53,9 @@ class WorkerQueue:
     async def _renew(self, worker_id: str, items: list[tuple[Argument, ...]]) -> list[int]:
         arguments = (worker_id, *(value for item in items for value in item))
         reply: list[int] | None = await self._scripts.run("worker_heartbeat", *arguments)
-        if reply is None:
-            await self._scripts.run("register", *self._registrations[worker_id])
+        registration = self._registrations.get(worker_id)
+        if reply is None and registration is not None:
+            await self._scripts.run("register", *registration)
             reply = await self._scripts.run("worker_heartbeat", *arguments)
         return reply or []
 
@@ -69,8 +70,8 @@ class WorkerQueue:
         """Leaves at once. Requests that published nothing go back to their places in the queue; the others are lost
         to AttemptLost. Neither counts as a failure.
         """
+        self._registrations.pop(worker_id, None)  # first: a heartbeat on its way must not enter it again
         await self._scripts.run("deregister", worker_id)
-        self._registrations.pop(worker_id, None)
         self._inboxes.pop(worker_id, None)
 
     async def read_inbox(self, worker_id: str, last_id: str, block_ms: int) -> tuple[str, list[InboxMessage]]:

@@ -83,6 +83,8 @@ class Supervisor:
         try:
             await self._start(folder, port)
             code = await self._watch(stop, base_url(self._settings.host, port))
+            if stop.is_set():
+                print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
         finally:
             await self._stop()
             folder.remove()

@@ -106,6 +106,29 @@ async def test_over_the_cap_a_request_becomes_a_dead_letter(bench):
     assert not await bench.gateway.resubmit(next_attempt(request, 3))
 
 
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=5, max_stuck=2)])
+@pytest.mark.parametrize(("new_tokens", "deaths"), [(True, 5), (False, 2)])
+async def test_a_request_that_is_stuck_reaches_the_dead_letters_sooner(bench, new_tokens, deaths):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a"))
+    for attempt in range(1, deaths + 1):
+        if new_tokens:
+            await bench.worker.publish("w", [bench.token(structs.replace(request, attempt=attempt), attempt - 1)])
+        await bench.expire_lease(bench.keys.leases, "a")
+        report = await bench.scheduler.reap(bench.epoch)
+        assert (report.lost, report.dead) == ((1, 0) if attempt < deaths else (0, 1))
+        if attempt < deaths:
+            assert await bench.gateway.resubmit(next_attempt(request, attempt + 1))
+            await bench.scheduler.assign(bench.epoch, [(claimed, "w") for claimed in await bench.claim()])
+
+
+async def test_a_heartbeat_that_overlaps_a_farewell_does_not_enter_the_worker_again(bench):
+    await bench.add_worker("w")
+    await bench.worker.deregister("w")
+    assert await bench.worker.heartbeat("w", {}) == set()
+    assert await bench.scheduler.workers() == []
+
+
 async def test_a_worker_that_leaves_gives_back_without_blame(bench):
     await bench.add_worker("w")
     started, waiting = await bench.run_on("w", bench.request("started"), bench.request("waiting"))
@@ -199,9 +222,31 @@ async def test_a_new_run_id_of_the_server_starts_a_hold(bench):
     await bench.redis.set(f"{bench.keys.prefix}run_id", "the server before")
     assert (await bench.scheduler.reap(bench.epoch)).held
     assert (await bench.scheduler.reap(bench.epoch)).held
-    await asyncio.sleep(0.12)
+    for _ in range(6):
+        await asyncio.sleep(0.02)
+        await bench.scheduler.reap(bench.epoch)
     assert not (await bench.scheduler.reap(bench.epoch)).held
     assert await bench.scheduler.run_id() == (await bench.redis.get(f"{bench.keys.prefix}run_id")).decode()
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=0.3)])
+async def test_a_server_that_stood_still_starts_a_hold(bench):
+    """Its own clock ran on, and everybody's lease with it; that nobody called shows it."""
+    await bench.add_worker("w")
+    await bench.run_on("w", bench.request("a"))
+    assert not (await bench.scheduler.reap(bench.epoch)).held
+    await bench.expire_lease(bench.keys.leases, "a")
+    await bench.expire_lease(bench.keys.gateways, "g1")
+    await asyncio.sleep(0.25)
+    report = await bench.scheduler.reap(bench.epoch)
+    assert (report.held, report.lost, report.gateways) == (True, 0, 0)
+    await bench.gateway.heartbeat(60)
+    assert await bench.worker.heartbeat("w", {"a": 1}) == set()
+    for _ in range(16):
+        await asyncio.sleep(0.02)
+        report = await bench.scheduler.reap(bench.epoch)
+        assert (report.lost, report.gateways) == (0, 0)
+    assert not report.held
 
 
 async def test_resync_fences_the_running_attempt_off(bench):

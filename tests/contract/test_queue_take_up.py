@@ -66,6 +66,29 @@ async def test_taking_up_a_resubmitted_request_drops_what_the_former_client_got(
     assert claimed.token_ids == request.token_ids
 
 
+@pytest.mark.parametrize("state", ["queued", "running", "cancelled"])
+async def test_a_take_up_that_redis_forgot_is_made_good_by_the_heir(bench, state):
+    """The record is the former gateway's again; the client came to the heir last and has a token already."""
+    await bench.add_worker("w")
+    heir = bench.new_gateway("g2")
+    if state == "queued":
+        (request,) = await bench.admit(bench.request("a"))
+    else:
+        (request,) = await bench.run_on("w", bench.request("a"))
+    if state == "cancelled":
+        await bench.gateway.cancel(["a"])
+    assert await heir.survey({"a": 2}) == {"a": ("moved", 1)}
+    assert await heir.resync("a", 2) is None
+    assert await heir.resync("a", 2, retake=True) == 3
+    assert await heir.resubmit(next_attempt(structs.replace(request, reply_to="g2"), 3, delivered=1))
+    assert bench.ends(await bench.events("g1")) == ([] if state == "cancelled" else [("a", "cancelled")])
+    assert await bench.gateway.cancel(["a"]) == 0
+    (claimed,) = await bench.claim()
+    assert (claimed.reply_to, claimed.attempt, claimed.delivered) == ("g2", 3, 1)
+    await bench.expire_lease(bench.keys.gateways, "g1")
+    assert (await bench.scheduler.reap(bench.epoch)).cancelled == 0
+
+
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=2)])
 async def test_taking_up_an_ended_request_is_an_admission(bench):
     (request,) = await bench.admit(bench.request("a"))

@@ -10,7 +10,7 @@ from testkit.queue_world import World, ended_well, settle
 
 from services.queue.limits import QueueLimits
 
-LIMITS = QueueLimits(max_requests=30, quantum=16, max_attempts=10**6)
+LIMITS = QueueLimits(max_requests=30, quantum=16, max_attempts=10**6, max_stuck=10**6)
 CALM = (
     ["admit"] * 6 + ["claim", "assign"] * 8 + ["work"] * 10 + ["pump"] * 6 + ["beat", "release", "cancel", "reap"] * 2
 )

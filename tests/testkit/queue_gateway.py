@@ -33,7 +33,7 @@ class SimGateway:
         self.ends = ends
         self.last_id = FIRST_ID
         self.live: dict[str, GenerateRequest] = {}
-        self.done_once: set[str] = set()
+        self.doubts: set[tuple[str, str]] = set()
 
     def end(self, request_id: str, how: str) -> None:
         self.ends[request_id].append(how)
@@ -71,16 +71,14 @@ class SimGateway:
 
     async def survey(self) -> None:
         answer = await self.queue.survey({request.id: request.attempt for request in self.live.values()})
-        done = {request_id for request_id, (state, _) in answer.items() if state == "done"}
+        doubts = {(request_id, state) for request_id, (state, _) in answer.items() if state in ("done", "moved")}
         for request_id, (state, attempt) in answer.items():
             request = self.live[request_id]
-            if state == "moved":
-                self.end(request_id, "moved")
-            elif state == "missing" or attempt < request.attempt:
+            if state == "missing" or (state not in ("done", "moved") and attempt < request.attempt):
                 await self.again(request, request.attempt)
             elif state == "lost":
                 await self.again(request, attempt)
-            elif state == "done" and request_id in self.done_once:
-                later = await self.queue.resync(request_id, request.attempt)
+            elif (request_id, state) in doubts & self.doubts:
+                later = await self.queue.resync(request_id, request.attempt, retake=state == "moved")
                 await self.again(request, later) if later else self.end(request_id, "gone")
-        self.done_once = done
+        self.doubts = doubts

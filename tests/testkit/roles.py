@@ -28,7 +28,9 @@ from testkit.client import Client
 from testkit.stepping import SteppingEngine
 
 KEYS = Keys("test")
-OPTIONS = WorkerOptions(credit_tokens=10_000, credit_requests=64, lease_s=0.8, buffer_tokens=1000, drain_s=5.0)
+OPTIONS = WorkerOptions(
+    credit_tokens=10_000, credit_requests=64, lease_s=0.8, buffer_tokens=1000, drain_s=5.0, step_timeout_s=60
+)
 
 
 @dataclass

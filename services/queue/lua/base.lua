@@ -6,11 +6,11 @@ local TIME = redis.call('TIME')
 local NOW = TIME[1] * 1000 + math.floor(TIME[2] / 1000)
 
 local FIELDS = {
-  'state', 'attempt', 'failures', 'holder', 'seq', 'deadline', 'tenant', 'priority', 'cost', 'budget',
+  'state', 'attempt', 'failures', 'stuck', 'holder', 'seq', 'deadline', 'tenant', 'priority', 'cost', 'budget',
   'delivered', 'streamed', 'reply_to', 'admitted', 'queued_at', 'cancelled',
 }
 local NUMBERS = {
-  'attempt', 'failures', 'deadline', 'priority', 'cost', 'budget', 'delivered', 'admitted', 'queued_at',
+  'attempt', 'failures', 'stuck', 'deadline', 'priority', 'cost', 'budget', 'delivered', 'admitted', 'queued_at',
 }
 
 -- The record of a request as a table, or nil. An ended one (state done) has attempt, reply_to and cancelled only.

@@ -7,6 +7,15 @@ local function own(r)
   redis.call('ZADD', P .. 'gateways', 'NX', NOW + C.lease_ms, r.reply_to)
 end
 
+-- Gives r to another gateway; the one that had it hears 'cancelled', if it lives.
+local function move(r, reply_to)
+  if redis.call('ZSCORE', P .. 'gateways', r.reply_to) then send_end(r, 'cancelled') end
+  redis.call('SREM', P .. 'owned:' .. r.reply_to, r.id)
+  r.reply_to = reply_to
+  set(r, 'reply_to', reply_to)
+  own(r)
+end
+
 -- Writes a new record and queues it. r: id, tenant, priority, cost, budget, delivered, reply_to, attempt, deadline.
 local function create(r, body)
   r.seq = string.format('%020.0f', redis.call('INCR', P .. 'seq'))
@@ -93,19 +102,23 @@ local function bury(r, reason)
 end
 
 -- The running attempt of r is over without an end. Returns 'lost' or, over the cap of failures, 'dead'.
+-- A request that kills its workers dies at the same token each time: it is stuck, and the smaller cap on that spares the
+-- requests beside it, which got further between the same failures.
 local function lose(r, reason, failures)
   tell_worker(r)
   detach(r)
   refund(r, r.cost)
   r.attempt = r.attempt + 1
   r.failures = r.failures + failures
-  if failures > 0 and r.failures >= C.max_attempts then
+  r.stuck = (r.streamed == '' and r.stuck or 0) + failures
+  if failures > 0 and (r.failures >= C.max_attempts or r.stuck >= C.max_stuck) then
     bury(r, reason)
     send_end(r, 'error', C.exhausted)
     conclude(r, 0)
     return 'dead'
   end
-  set(r, 'state', 'lost', 'attempt', r.attempt, 'failures', r.failures, 'holder', '', 'streamed', '')
+  set(r, 'state', 'lost', 'attempt', r.attempt, 'failures', r.failures, 'stuck', r.stuck,
+    'holder', '', 'streamed', '')
   redis.call('ZADD', P .. 'leases', NOW + C.lost_ms, r.id)
   send_lost(r, reason)
   return 'lost'

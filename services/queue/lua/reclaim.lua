@@ -5,16 +5,16 @@ local function hold(ms)
   if NOW + ms > current then redis.call('SET', key, NOW + ms, 'PX', ms + 1000) end
 end
 
--- True while leases must not be reclaimed. A server that restarted starts a hold of its own accord: while it was away
--- nobody could renew a lease.
+local DAY_MS = 86400000
+
+-- True while leases must not be reclaimed. A server that restarted, or stood still for long enough to let leases expire
+-- (it looks as if no leader had asked), starts a hold of its own accord: nobody could renew a lease meanwhile.
 local function on_hold()
-  local key = P .. 'run_id'
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
-  local seen = redis.call('GET', key)
-  if seen ~= run_id then
-    redis.call('SET', key, run_id)
-    if seen then hold(C.lease_ms) end
-  end
-  extend(key, 86400000)
+  local v = redis.call('MGET', P .. 'run_id', P .. 'asked')
+  redis.call('SET', P .. 'run_id', run_id, 'PX', DAY_MS)
+  redis.call('SET', P .. 'asked', NOW, 'PX', DAY_MS)
+  local restarted = v[1] and v[1] ~= run_id
+  if restarted or NOW - (tonumber(v[2]) or NOW) > C.lease_ms * 2 / 3 then hold(C.lease_ms) end
   return (tonumber(redis.call('GET', P .. 'reclaim_after')) or 0) > NOW
 end

@@ -18,13 +18,7 @@ if not r or r.state == 'done' then
   wake()
   return { 'ok', attempt, deadline }
 end
-if r.reply_to ~= reply_to then
-  if redis.call('ZSCORE', P .. 'gateways', r.reply_to) then send_end(r, 'cancelled') end
-  redis.call('SREM', P .. 'owned:' .. r.reply_to, r.id)
-  r.reply_to = reply_to
-  set(r, 'reply_to', reply_to)
-  own(r)
-end
+if r.reply_to ~= reply_to then move(r, reply_to) end
 local untouched = r.streamed == '' and r.delivered == 0
 if untouched and r.state ~= 'lost' then return { 'ok', r.attempt, r.deadline } end
 if not untouched then

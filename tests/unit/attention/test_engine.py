@@ -89,6 +89,26 @@ def test_greedy_equals_the_oracle_whatever_the_batch_does(
     assert stats.decode_tokens == sum(len(want) for _, want in workload.values())
 
 
+TIGHT: dict[str, dict[str, Any]] = {
+    "blocks of one token": {"block_size": 1, "kv_blocks": 80, "max_num_seqs": 64},
+    "one token a step": {"block_size": 16, "kv_blocks": 5, "max_num_batched_tokens": 1},
+    "fewer tokens than sequences": {"block_size": 3, "kv_blocks": 40, "max_num_batched_tokens": 3, "max_num_seqs": 12},
+    "one sequence": {"block_size": 64, "kv_blocks": 2, "max_num_seqs": 1, "chunked_prefill": False},
+}
+
+
+@pytest.mark.parametrize("options", TIGHT.values(), ids=TIGHT)
+def test_greedy_equals_the_oracle_with_the_least_of_everything(
+    make_engine: MakeEngine, workload: dict[str, tuple[GenerateRequest, list[int]]], options: dict[str, Any]
+) -> None:
+    """The longest request takes 80 tokens, all that the blocks hold (or nearly)."""
+    engine = make_engine(**options)
+    for request, _ in workload.values():
+        engine.add(request)
+    events = run(engine)
+    assert {name: tokens(of_one) for name, of_one in events.items()} == {n: want for n, (_, want) in workload.items()}
+
+
 def test_a_full_prefix_hit_recomputes_the_last_token_and_changes_nothing(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     prompt = SHARED[:8]
@@ -302,6 +322,8 @@ def test_sizes_come_from_memory_or_from_blocks(make_engine: MakeEngine) -> None:
         make_engine(kv_blocks=None, kv_memory_gib=bytes_per_block / 2**31)
     with pytest.raises(ConfigError, match="max-model-len"):
         make_engine(max_model_len=257)
+    with pytest.raises(ConfigError, match=r"GiB.*Lower --kv-blocks"):
+        make_engine(kv_blocks=10**12)
 
 
 def test_stats_tell_the_last_step_and_the_totals(make_engine: MakeEngine) -> None:

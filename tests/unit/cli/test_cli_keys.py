@@ -91,5 +91,13 @@ async def test_keys_in_redis_are_those_the_gateway_reads(redis_url: str, capsys:
     await redis.aclose()
 
 
+async def test_a_damaged_key_in_redis_is_named(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    redis = Redis.from_url(redis_url)
+    await redis.hset(_name(), "ab" * 32, b"{")  # type: ignore[misc]
+    assert await asyncio.to_thread(main, ["keys", "list", "--redis-url", redis_url]) == 2
+    assert "The key abababababab in Redis is damaged" in capsys.readouterr().err
+    await redis.aclose()
+
+
 def _name() -> str:
     return f"{Keys('expertmesh').prefix}keys"

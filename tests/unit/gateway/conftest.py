@@ -85,6 +85,7 @@ class ScriptedQueue:
         self.taken_up: list[GenerateRequest] = []
         self.cancelled: dict[str, int] = {}
         self.resynced: list[tuple[str, int]] = []
+        self.retaken: list[str] = []
         self.limits: list[TenantLimits | None] = []
         self.survey_answer: dict[str, tuple[Any, int]] = {}
         self.surveys = 0
@@ -162,8 +163,9 @@ class ScriptedQueue:
             self.emit(*self.answer(granted))
         return granted
 
-    async def resync(self, request_id: str, attempt: int) -> int | None:
+    async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None:
         self._check()
+        self.retaken += [request_id] * retake
         self.resynced.append((request_id, attempt))
         return attempt + 1
 

@@ -70,7 +70,7 @@ async def test_a_gap_is_fenced_and_resubmitted(gateway, script):
 async def test_a_gap_of_a_request_that_is_gone_ends_it(gateway, script):
     task, request = await ask(gateway)
 
-    async def gone(_request_id: str, _attempt: int) -> None:
+    async def gone(_request_id: str, _attempt: int, *, retake: bool = False) -> None:  # noqa: ARG001
         return None
 
     gateway.queue.resync = gone
@@ -168,11 +168,30 @@ async def test_done_twice_without_an_end_is_resynced(start, script):
     assert await text_of(task) == "fine"
 
 
-async def test_a_request_that_moved_to_another_gateway_ends_here(start):
-    gateway = await start(lease_s=0.04)
+async def test_a_request_that_moved_to_another_gateway_ends_here(start, script):
+    """The survey may see it before the stream tells."""
+    gateway = await start(lease_s=0.4)
     task, request = await ask(gateway)
     gateway.queue.survey_answer = {request.id: ("moved", 2)}
+    await down_and_up(gateway)
+    gateway.queue.emit(*script.events(request, [5], finish="cancelled"))
     assert (await task).status_code == 503
+    assert gateway.queue.resynced == []
+
+
+async def test_a_request_that_redis_gave_back_to_its_former_gateway_is_taken_again(start, script):
+    """Nobody took it from here, so a crash erased that it came here; what was delivered stays delivered."""
+    gateway = await start(lease_s=0.04)
+    task, request = await ask(gateway)
+    ids = gateway.ids("over the dog")
+    gateway.queue.emit(*script.events(request, ids[:2], finish=None))
+    gateway.queue.survey_answer = {request.id: ("moved", 1)}
+    again = (await gateway.queue.wait_for("resubmitted"))[0]
+    gateway.queue.survey_answer = {}
+    assert gateway.queue.retaken == [request.id]
+    assert (again.attempt, again.token_ids) == (2, request.token_ids + ids[:2])
+    gateway.queue.emit(*script.events(again, ids[2:], start=2))
+    assert await text_of(task) == "over the dog"
 
 
 async def test_a_cancel_from_the_server_is_an_error_not_an_empty_answer(gateway, script):

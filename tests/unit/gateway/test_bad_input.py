@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 
@@ -43,7 +44,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"logit_bias": {"x": 1}}, None),
         ({"logit_bias": {"1": 101}}, None),
         ({"stop": ""}, "stop"),
-        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"x" * 5000: 1}, "x" * 200),
         ({"stop_token_ids": [400]}, "stop_token_ids"),
         ({"min_tokens": 4}, "min_tokens"),
         ({"priority": 10}, "priority"),
@@ -185,8 +187,78 @@ async def test_a_long_prompt_is_tokenized_beside_the_loop(start, script, monkeyp
     assert (await long).status_code == 200
 
 
-async def test_unknown_paths_and_methods_have_openai_errors(gateway):
-    missing = await gateway.http.get("/v1/nothing")
+async def test_a_client_that_asks_first_is_refused_before_it_sends(start):
+    gateway = await start(max_body_bytes=4096)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    writer.write(f"POST {URL} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\nExpect: 100-continue\r\n\r\n".encode())
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413")
+    writer.close()
+
+
+async def test_a_compressed_body_is_named_as_such(gateway):
+    content = gzip.compress(json.dumps(GOOD).encode())
+    answer = await gateway.http.post(URL, content=content, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 400
+    assert "'gzip'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"stop": ["a"] * 65}, "stop", "at most 64 items"),
+        ({"stop": 5}, "stop", "a valid string; or: Input should be a valid array"),
+        ({"prompt": [-1]}, "prompt", "out of range"),
+        ({"prompt": [1.5]}, "prompt", "wrong type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "be 'text'",
+        ),
+    ],
+)
+async def test_a_field_of_several_forms_is_refused_for_the_form_that_was_meant(gateway, change, param, says):
+    path, body = (CHAT, change) if "messages" in change else (URL, {**GOOD, **change})
+    error = (await gateway.http.post(path, json=body)).json()["error"]
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+async def test_more_sequences_than_can_ever_wait_are_a_fault_of_the_request(start):
+    gateway = await start(max_queued_requests=8)
+    for path, body in ((URL, GOOD), (CHAT, {"messages": MESSAGES})):
+        answer = await gateway.http.post(path, json={**body, "n": 9})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert gateway.queue.admitted == []
+
+
+async def test_a_long_text_is_counted_beside_the_loop(gateway, monkeypatch):
+    """Naming its tokens takes seconds for a text of megabytes; open streams go on meanwhile."""
+    served = threading.Event()
+    token_text = gateway.codec.token_text
+
+    def wait_and_name(token_id: int) -> str:
+        assert served.wait(5), "the loop stood still"
+        return token_text(token_id)
+
+    monkeypatch.setattr(gateway.codec, "token_text", wait_and_name)
+    body = {"prompt": "fox", "return_token_strs": True}
+    counting = asyncio.create_task(gateway.http.post("/tokenize", json=body))
+    await asyncio.sleep(0.02)
+    assert (await gateway.http.get("/health")).status_code == 200
+    served.set()
+    assert (await counting).json()["token_strs"] == [token_text(token_id) for token_id in gateway.ids("fox")]
+
+
+@pytest.mark.parametrize("tokens", [[5, 400], [-1], [2**31], ["5"]])
+async def test_detokenize_knows_the_models_own_tokens_only(gateway, tokens):
+    answer = await gateway.http.post("/detokenize", json={"tokens": tokens})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("tokens")
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", f"{URL}/"])
+async def test_unknown_paths_and_methods_have_openai_errors(gateway, path):
+    missing = await gateway.http.post(path, json=GOOD)
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = await gateway.http.get(URL)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")

@@ -147,6 +147,19 @@ async def test_echoed_logprobs_as_lm_eval_reads_them(gateway, script):
     assert gateway.queue.admitted[0].sampling.prompt_logprobs == 1
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+async def test_echoed_offsets_count_special_tokens_as_far_as_the_text_shows_them(gateway, script, as_text):
+    """They are spelled out where the client gave ids, or wrote them."""
+    spelled = "<|bos|>the fox<|eos|>dog"
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("!"))
+    prompt = spelled if as_text else gateway.ids(spelled)
+    body = {**ASK, "prompt": prompt, "echo": True, "logprobs": 0}
+    choice = (await gateway.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert choice["text"] == f"{spelled}!"
+    for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+
+
 async def test_echo_of_a_prompt_with_nothing_generated(gateway, script):
     def answer(request):
         event = script.events(request, [5])[0]

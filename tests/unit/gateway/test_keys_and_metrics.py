@@ -52,6 +52,8 @@ async def test_keys_of_a_file_with_limits_and_priority(start, script, tmp_path):
     assert gateway.queue.limits[0] == TenantLimits(concurrency=3, requests_per_minute=60, burst=2)
     urgent = await gateway.http.post("/v1/completions", json={**BODY, "priority": 2}, headers=bearer("sk-a"))
     assert (urgent.status_code, urgent.json()["error"]["param"]) == (400, "priority")
+    many = await gateway.http.post("/v1/completions", json={**BODY, "n": 4}, headers=bearer("sk-a"))
+    assert (many.status_code, many.json()["error"]["param"]) == (400, "n"), "no wait would let 4 in where 3 may run"
 
 
 async def test_a_changed_file_is_read_again_and_a_broken_one_is_not_believed(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -143,6 +146,15 @@ def test_checkpoint_files(model_dir):
     assert load_chat_template(model_dir, {}, codec.special) is None
 
 
+def test_encoding_a_long_text_lets_other_threads_run(codec):
+    with ThreadPoolExecutor(1) as pool:
+        encoding, beats = pool.submit(codec.encode, "the fox " * 200_000), 0
+        while not encoding.done():
+            time.sleep(0.001)
+            beats += 1
+    assert beats > 10, "the event loop would have stood still"
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_damaged_tokenizer_files_are_startup_errors(model_dir, content):
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -154,6 +166,12 @@ def test_damaged_tokenizer_files_are_startup_errors(model_dir, content):
     (model_dir / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="does not exist"):
         load_codec(model_dir, {})
+
+
+def test_a_template_that_is_not_text_is_a_startup_error(model_dir, codec):
+    (model_dir / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        load_chat_template(model_dir, {}, codec.special)
 
 
 def test_a_template_that_does_not_parse_is_a_startup_error():

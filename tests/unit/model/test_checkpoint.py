@@ -108,12 +108,28 @@ def test_truncated_file(folder: Path, keep: int) -> None:
     assert "Download the file again" in message
 
 
-@pytest.mark.parametrize("junk", [b"not a tensor file" * 40, (20).to_bytes(8, "little") + b'{"a": {"dtype": 1}} ' * 3])
+JUNK = {
+    "text": b"not a tensor file" * 40,
+    "fields": (20).to_bytes(8, "little") + b'{"a": {"dtype": 1}} ' * 3,
+    "nested": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
 def test_corrupt_file(folder: Path, junk: bytes) -> None:
     (folder / WEIGHTS).write_bytes(junk)
     message = refused(folder)
     assert "damaged" in message
     assert "Download the file again" in message
+
+
+@pytest.mark.parametrize("instead", [Path.mkdir, lambda path: path.symlink_to("nowhere")], ids=["folder", "no target"])
+def test_unreadable_file(folder: Path, instead: Callable[[Path], object]) -> None:
+    (folder / WEIGHTS).unlink()
+    instead(folder / WEIGHTS)
+    message = refused(folder)
+    assert WEIGHTS in message
+    assert "readable by this user" in message
 
 
 def test_lfs_pointer(folder: Path) -> None:
@@ -154,7 +170,10 @@ def test_index_names_a_missing_tensor(sharded: Path) -> None:
     assert "model.ghost.weight" in refused(sharded)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../../etc/passwd"}}'])
+BAD_INDEXES = ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../../etc/passwd"}}', "[" * 200_000]
+
+
+@pytest.mark.parametrize("text", BAD_INDEXES, ids=lambda text: text[:16])
 def test_bad_index(sharded: Path, text: str) -> None:
     (sharded / INDEX).write_text(text)
     assert INDEX in refused(sharded)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, OLMOE, QWEN2, QWEN3
+from testkit.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, OLMOE, QWEN2, QWEN3, YARN_ROPE
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.spec import ModelSpec, load_spec
@@ -52,6 +52,14 @@ def test_qwen2_windows(tmp_path: Path) -> None:
     types = ["full_attention"] * 4 + ["sliding_attention"]
     assert [layer.window for layer in spec_of(tmp_path, QWEN2, window, {"layer_types": types}).layers][4] == 9
     assert {layer.window for layer in spec_of(tmp_path, QWEN2, {"sliding_window": 9}).layers} == {None}
+
+
+def test_qwen3_windows(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True}
+    assert {layer.window for layer in spec_of(tmp_path, QWEN3, window).layers} == {4096}
+    assert {layer.window for layer in spec_of(tmp_path, QWEN3, window, {"sliding_window": 9}).layers} == {9}
+    assert {layer.window for layer in spec_of(tmp_path, QWEN3, window, {"sliding_window": None}).layers} == {None}
+    assert {layer.window for layer in spec_of(tmp_path, QWEN3, {"sliding_window": 9}).layers} == {None}
 
 
 def test_defaults_are_those_of_the_family(tmp_path: Path) -> None:
@@ -133,6 +141,12 @@ WRONG = {
     "rope_is_no_object": ({"rope_parameters": [1]}, "rope_parameters"),
     "rope_lacks_factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     "infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+    "beyond_floats": ({"rms_norm_eps": 10**400}, '"rms_norm_eps" must be a number above 0'),
+    "beyond_counts": ({"hidden_size": 2**40}, '"hidden_size" must be at most'),
+    "layers_without_end": ({"num_hidden_layers": 10**9}, '"num_hidden_layers" must be at most'),
+    "experts_without_end": ({"num_experts": 10**9}, "1000000000 experts"),
+    "yarn_of_1": ({"rope_parameters": YARN_ROPE | {"rope_theta": 1}}, '"rope_theta" must be more than 1'),
+    "llama3_without_a_band": ({"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1}}, "high_freq_factor"),
 }
 
 

@@ -175,8 +175,8 @@ async def test_while_all_credit_is_used_the_loop_sleeps(server: RedisServer) -> 
 async def test_an_idle_leader_and_its_standby_sleep(server: RedisServer) -> None:
     async with Deployment(server.url, lease_s=6.0) as deployment:
         leader = deployment.scheduler()
-        deployment.scheduler()
         await eventually(lambda: leads(leader))
+        deployment.scheduler()
         before = await calls(deployment)
         await asyncio.sleep(2.0)
         assert await calls(deployment) - before < 2 * 60
@@ -259,7 +259,7 @@ async def test_a_request_that_fails_on_every_worker_is_dead_lettered(server: Red
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=1000)
         for attempt in (1, 2):
-            worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
+            worker = deployment.worker(engine=SteppingEngine(step_s=0.2))  # no token before its death
             await eventually(lambda attempt=attempt, worker=worker: (stream.request.id, attempt) in worker.engine.added)
             await worker.kill()
         await stream.ended.wait()

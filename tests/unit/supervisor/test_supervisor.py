@@ -112,7 +112,7 @@ async def test_every_role_gets_the_effective_settings(home: Path) -> None:
     assert len(set(ports.values())) == 2
 
 
-async def test_ready_is_announced_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_ready_is_announced_once_and_so_is_the_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "not-ready").touch()
     urls: list[str] = []
 
@@ -126,7 +126,9 @@ async def test_ready_is_announced_once(home: Path, capsys: pytest.CaptureFixture
         (home / "not-ready").unlink()
 
     await asyncio.gather(_run(during), become_ready())
-    assert capsys.readouterr().out == f"expertmesh serves m at {urls[0]}/v1\n"
+    ready, stopping = capsys.readouterr().out.splitlines()
+    assert ready == f"expertmesh serves m at {urls[0]}/v1"
+    assert "a second Ctrl-C stops at once" in stopping
 
 
 async def test_the_gateway_stops_first_and_nothing_is_left(

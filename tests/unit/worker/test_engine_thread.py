@@ -123,6 +123,20 @@ def test_a_stopped_request_can_come_back_as_a_later_attempt(rig: Rig) -> None:
     assert [event.index for event in rig.events if event.attempt == 2] == [0, 1, 2]
 
 
+def test_a_stopped_attempt_that_is_assigned_once_more_is_heard_from_its_first_token(rig: Rig) -> None:
+    """A crash can make Redis forget an assignment: the worker drops the attempt, and then gets the same one again."""
+    rig.engine.gate.clear()
+    rig.thread.send(Add(request("a", max_tokens=1000)))
+    wait_for(lambda: rig.engine.added)
+    rig.thread.send(Stop("a", 1))  # while the first step runs
+    rig.thread.send(Add(request("a", max_tokens=1)))
+    rig.engine.gate.set()
+    wait_for(lambda: rig.engine.steps == 2 and rig.thread.step is None)
+    wait_for(lambda: rig.thread.unpublished == 2)
+    rig.collect()
+    assert [(event.index, event.finish) for event in rig.events] == [(0, None), (0, "length")]
+
+
 def test_a_stop_for_an_earlier_attempt_is_ignored(rig: Rig) -> None:
     rig.thread.send(Add(request("a", max_tokens=50, attempt=2)))
     rig.thread.send(Stop("a", 1))

@@ -14,7 +14,7 @@ from testkit.redis_server import RedisServer
 from testkit.roles import KEYS, Deployment, RunningWorker, eventually
 from testkit.stepping import SteppingEngine, continuation
 
-from services.attention.worker import EngineError
+from services.attention.worker import EngineError, EngineHung
 from services.errors import FingerprintMismatch
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
@@ -285,6 +285,38 @@ async def test_a_dead_engine_ends_the_worker_and_its_requests_go_elsewhere(serve
         await finish([stream])
         check([stream], 50)
         assert len(stream.lost) == 1
+
+
+async def test_a_step_that_hangs_ends_the_worker_and_its_requests_go_elsewhere(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01), step_timeout_s=0.4)
+        client = await deployment.client()
+        [stream] = await client.submit([1], max_tokens=100)  # its steps together last longer than one may
+        await stream.first_token.wait()
+        await asyncio.sleep(0.5)
+        assert not worker.task.done()
+        worker.engine.gate.clear()
+        with pytest.raises(EngineHung):
+            await worker.task
+        deployment.worker()
+        await finish([stream])
+        check([stream], 100)
+        assert len(stream.lost) == 1
+        worker.engine.gate.set()
+
+
+async def test_a_worker_whose_step_hangs_does_not_hang_in_its_drain(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(step_timeout_s=0.4, drain_s=0.1)
+        client = await deployment.client()
+        worker.engine.gate.clear()
+        await client.submit([1])
+        await eventually(lambda: worker.engine.added)
+        with pytest.raises(EngineHung):
+            await worker.stop()
+        worker.engine.gate.set()
 
 
 async def test_another_model_in_the_namespace_is_refused(server: RedisServer) -> None:
