@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import psutil
 
-from loadgen.bench_model import VOCAB, write_checkpoint
+from loadgen.bench_model import write_checkpoint
 from loadgen.client import StreamResult, stream_completion
+from services.demo.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:  # the client side does not load torch
     from services.attention.engine import Engine
@@ -54,11 +55,13 @@ class Round:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
+    """``count`` prompts of ``PROMPT_TOKENS`` random token ids, none of them special; one ``seed``, one answer."""
     rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
 def engine_flags(model: Path) -> list[str]:
+    """Options of both sides: a batch of ``STREAMS``, and no prefix cache to make one round easier than another."""
     return [
         "--model",
         str(model),

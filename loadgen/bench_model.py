@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-VOCAB = 4096
+from services.demo.tokenizer import VOCAB_SIZE
 
 
 def shape(layers: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def write_checkpoint(cache: Path, layers: int) -> Path:
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     config = json.loads((demo / "config.json").read_text()) | shape(layers)
     (folder / "config.json").write_text(json.dumps(config))
-    text = torch.randint(0, VOCAB, (100_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = torch.randint(0, VOCAB_SIZE, (100_000,), generator=torch.Generator().manual_seed(0)).tolist()
     save_file(make_weights(config, text, torch.float32, seed=0), folder / "unfinished")
     (folder / "unfinished").rename(folder / "model.safetensors")
     return folder

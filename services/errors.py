@@ -103,7 +103,7 @@ class StaleLeader(ExpertMeshError):
 
 
 class RequestError(ExpertMeshError):
-    """One request fails. ``status`` is HTTP's; ``kind`` is OpenAI's ``error.type``."""
+    """One request fails. ``status`` is HTTP's; ``kind`` is OpenAI's ``error.type``; ``retryable``: waiting may help."""
 
     code = "request_error"
     status: ClassVar[int] = 500

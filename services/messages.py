@@ -1,6 +1,7 @@
 """The wire: every message that crosses a process boundary, and its codec. Torch-free.
 
-Messages are msgpack arrays, so field order is part of the wire: new fields go last, with a default.
+Events and inbox messages are msgpack arrays: their field order is part of the wire, new fields go last. Requests and
+workers are maps. In all of them a new field has a default.
 Ids and lengths are counted in tokens, times in milliseconds by Redis TIME.
 """
 

@@ -109,8 +109,6 @@ class BatchManager:
         events, self._events = self._events, []
         return events
 
-    # -- planning
-
     def _expire(self) -> None:
         now_ms = self._clock()
         for state in [state for state in self._held.values() if state.request.deadline_ms <= now_ms]:
@@ -209,8 +207,6 @@ class BatchManager:
         ends = start + length == len(state.token_ids)
         return Piece(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
 
-    # -- what a step computed
-
     def _advance(self, piece: Piece, outcome: Outcome) -> None:
         state = piece.state
         state.computed = piece.end
@@ -251,8 +247,6 @@ class BatchManager:
         blocks = state.blocks
         self._end(state, "error", error)
         return self.pool.forget(blocks)
-
-    # -- ends
 
     def _end(self, state: SequenceState, finish: FinishReason, error: RequestError | None = None) -> None:
         self._drop(state)

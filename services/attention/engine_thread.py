@@ -86,8 +86,6 @@ class EngineThread:
         self._silenced: dict[str, int] = {}
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
-    # -- event loop's side
-
     def start(self) -> None:
         self._thread.start()
 
@@ -135,8 +133,6 @@ class EngineThread:
     def unpublished(self) -> int:
         """Events computed and not yet published."""
         return self._unpublished
-
-    # -- engine's side
 
     def _main(self) -> None:
         failure: BaseException | None = None

@@ -146,8 +146,6 @@ class AttentionWorker:
         finally:
             await end_tasks([registration, stopped])
 
-    # -- registry
-
     async def _register(self) -> None:
         async def enter() -> None:
             await self._clock.sync()
@@ -183,8 +181,6 @@ class AttentionWorker:
         for request_id in stale:
             self._abandon(request_id, held[request_id])
 
-    # -- requests
-
     async def _follow_inbox(self) -> None:
         last_id, backoff = FIRST_ID, Backoff()
         while True:
@@ -213,8 +209,6 @@ class AttentionWorker:
             self._abandon(request_id, attempt)
         if refused:
             self._on_refused(len(refused))
-
-    # -- the end
 
     async def _drain(self) -> None:
         """Take nothing new, give back what has not begun, let the rest end in time, hand over what does not.

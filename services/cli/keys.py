@@ -69,7 +69,7 @@ class RedisBook:
 
     async def read(self) -> list[ApiKey]:
         records: dict[bytes, bytes] = await command(self._redis, "HGETALL", self._name)
-        return [_decoded(record, sha256.decode(errors="replace")) for sha256, record in records.items()]
+        return [self._decoded(record, sha256.decode(errors="replace")) for sha256, record in records.items()]
 
     async def add(self, key: ApiKey) -> None:
         with queue_errors():
@@ -79,14 +79,13 @@ class RedisBook:
         with queue_errors():
             await self._redis.hdel(self._name, key.sha256)
 
-
-def _decoded(record: bytes, sha256: str) -> ApiKey:
-    try:
-        return msgspec.json.decode(record, type=ApiKey)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"The key {sha256[:12]} in Redis is damaged: {error}.", hint=f"Remove it: HDEL <namespace>:keys {sha256}"
-        ) from error
+    def _decoded(self, record: bytes, sha256: str) -> ApiKey:
+        try:
+            return msgspec.json.decode(record, type=ApiKey)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"The key {sha256[:12]} in Redis is damaged: {error}.", hint=f"Remove it: HDEL {self._name} {sha256}"
+            ) from error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,7 +120,7 @@ async def _run(given: dict[str, Any], settings: Settings) -> None:
         raise ConfigError("No place for keys is given.", hint="Use --api-keys-file FILE or --redis-url URL.")
     redis = connect(settings.redis_url)
     try:
-        await _act(action, name, given, RedisBook(redis, f"{Keys(settings.namespace).prefix}keys"))
+        await _act(action, name, given, RedisBook(redis, Keys(settings.namespace).api_keys))
     finally:
         await redis.aclose()
 

@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     host: str = _knob("127.0.0.1", "address to listen on: REST on the gateway, metrics elsewhere", min_length=1)
     port: int = _knob(8000, "port of the REST API; 0 picks a free one", roles=(GATEWAY,), ge=0, le=65535)
     metrics_port: int = _knob(
-        0, "port of /metrics and /health; 0 picks a free one", roles=(SCHEDULER, ATTENTION), ge=0, le=65535
+        0, "port of /metrics, /health and /ready; 0 picks a free one", roles=(SCHEDULER, ATTENTION), ge=0, le=65535
     )
     metrics_upstreams: Annotated[list[str], NoDecode] = _knob(
         [],
@@ -105,7 +105,7 @@ class Settings(BaseSettings):
         8, "lost attempts after which a request is dead-lettered; 3 without a new token suffice", ge=1, le=100
     )
     request_timeout: float = _knob(
-        600.0, "seconds from admission to the deadline of a request", roles=(GATEWAY, SCHEDULER), gt=0, le=86_400
+        600.0, "seconds from admission to the deadline of a request", roles=(GATEWAY,), gt=0, le=86_400
     )
     fair_quantum: int = _knob(1024, "tokens a tenant may start per round of deficit round-robin", ge=1)
     idempotency_ttl: float = _knob(
@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     max_num_batched_tokens: int = _knob(512, "tokens in one step of the engine", roles=(ATTENTION,), ge=1, le=1 << 20)
     kv_blocks: int | None = _knob(None, "KV blocks (default: from --kv-memory-gib)", roles=(ATTENTION,), ge=1)
     kv_memory_gib: float = _knob(1.0, "memory for KV blocks, GiB", roles=(ATTENTION,), gt=0, le=1 << 20)
-    block_size: int = _knob(16, "tokens in a KV block", roles=(ATTENTION, SCHEDULER), ge=1, le=1024)
+    block_size: int = _knob(16, "tokens in a KV block", roles=(ATTENTION,), ge=1, le=1024)
     prefix_cache: bool = _knob(True, "keep the KV blocks of finished prompts for later ones", roles=(ATTENTION,))
     chunked_prefill: bool = _knob(True, "split long prompts over several steps", roles=(ATTENTION,))
     kv_overcommit: float = _knob(
@@ -129,7 +129,6 @@ class Settings(BaseSettings):
     publish_buffer_tokens: int = _knob(
         65_536, "computed tokens held while Redis is away; then the engine pauses", roles=(ATTENTION,), ge=1
     )
-
     step_timeout: float = _knob(
         300.0, "seconds after which a step of the engine counts as hung: the worker exits", roles=(ATTENTION,), gt=0
     )

@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from services.demo.corpus import docstrings
-from services.demo.tokenizer import END_OF_TEXT, TURN_END, tokenizer_config, train_tokenizer
+from services.demo.tokenizer import END_OF_TEXT, TURN_END, VOCAB_SIZE, tokenizer_config, train_tokenizer
 from services.demo.weights import make_weights
 from services.errors import ConfigError
 
-VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
 _SEED = 1234
 

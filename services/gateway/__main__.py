@@ -73,7 +73,7 @@ def key_store(settings: Settings, redis: Redis) -> KeyStore | None:
     if settings.api_keys_file is not None:
         return FileKeys(settings.api_keys_file, log.error)
     log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
-    return RedisKeys(redis, f"{Keys(settings.namespace).prefix}keys")
+    return RedisKeys(redis, Keys(settings.namespace).api_keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

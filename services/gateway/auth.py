@@ -28,7 +28,7 @@ from redis.asyncio import Redis
 
 from services.errors import ConfigError, InvalidRequest, Unauthorized
 from services.queue.connect import command
-from services.queue.keys import DEFAULT_PRIORITY
+from services.queue.keys import DEFAULT_PRIORITY, PRIORITIES
 from services.queue.limits import TenantLimits
 
 ANONYMOUS = "default"
@@ -46,7 +46,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests_per_minute: Annotated[float, msgspec.Meta(gt=0)] | None = None
     burst: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=PRIORITIES[0], le=PRIORITIES[-1])] = 0
 
 
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         if asked < self.most_urgent:
             raise InvalidRequest(
                 f"priority {asked} is not allowed for this API key.",
-                hint=f"Use {self.most_urgent} to 9, or leave it out.",
+                hint=f"Use {self.most_urgent} to {PRIORITIES[-1]}, or leave it out.",
                 param="priority",
             )
         return asked

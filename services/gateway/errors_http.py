@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from services.errors import (
     MAX_RETRY_AFTER_S,
-    AttemptsExhausted,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -30,13 +29,13 @@ _DEFAULT_RETRY_S = 1.0
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
-    """What tells a client when to come back: at most 120 seconds, or never for what failed too often."""
+    """What tells a client when to come back: at most 120 seconds, or never for what no retry can help."""
     headers = {}
     if isinstance(error, TooManyRequests | Unavailable):
         wait_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(min(max(1, math.ceil(wait_s)), MAX_RETRY_AFTER_S))
-    if isinstance(error, AttemptsExhausted):
-        headers["x-should-retry"] = "false"
+        if not error.retryable:
+            headers["x-should-retry"] = "false"
     return headers
 
 

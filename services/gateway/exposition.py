@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import httpx
 
 from services.errors import ConfigError
+from services.metrics import UPSTREAM_UP
 
 log = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TIMEOUT_S = 1.0
-_UP = "expertmesh_metrics_upstream_up"
 
 
 @dataclass(slots=True)
@@ -94,11 +94,11 @@ class Siblings:
         if not self._upstreams:
             return own
         pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))
-        up = [f"# HELP {_UP} 1 where the process answered.", f"# TYPE {_UP} gauge"]
+        up = [f"# HELP {UPSTREAM_UP} 1 where the process answered.", f"# TYPE {UPSTREAM_UP} gauge"]
         merged = [('role="gateway"', own)]
         for upstream, page in zip(self._upstreams, pages, strict=True):
             merged.append((upstream.labels, page or ""))
-            merged.append((upstream.labels, "\n".join([*up, f"{_UP} {int(page is not None)}"])))
+            merged.append((upstream.labels, "\n".join([*up, f"{UPSTREAM_UP} {int(page is not None)}"])))
         return merge(merged)
 
     async def _fetch(self, upstream: Upstream) -> str | None:

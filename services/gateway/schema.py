@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from services.errors import InvalidRequest, UnsupportedParameter
+from services.queue.keys import DEFAULT_PRIORITY, PRIORITIES
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
-MAX_PRIORITY = 9
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 
@@ -88,7 +88,9 @@ class GenerationBody(Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
-    priority: int | None = Field(None, ge=0, le=MAX_PRIORITY, description="0 is served first; 5 by default.")
+    priority: int | None = Field(
+        None, ge=PRIORITIES[0], le=PRIORITIES[-1], description=f"0 is served first; {DEFAULT_PRIORITY} by default."
+    )
     return_token_ids: bool | None = Field(None, description="Add `token_ids` to every choice.")
     user: str | None = Field(None, max_length=1024, description="Accepted for compatibility; not used.")
 

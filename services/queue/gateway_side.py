@@ -16,7 +16,6 @@ from redis.asyncio import Redis
 from services.errors import Conflict
 from services.messages import GenerateRequest, ResultEvent, WorkerInfo, decode_results, decode_worker, encode
 from services.queue.admission import raise_refusal, tenant_arguments
-from services.queue.connect import command
 from services.queue.keys import PRIORITIES, Keys
 from services.queue.limits import QueueLimits, TenantLimits
 from services.queue.scripts import Argument, Scripts, milliseconds
@@ -45,8 +44,6 @@ class GatewayQueue:
     """
 
     def __init__(self, redis: Redis, keys: Keys, incarnation: str, limits: QueueLimits | None = None) -> None:
-        self._redis = redis
-        self._keys = keys
         self._incarnation = incarnation
         self._limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, self._limits)
@@ -192,8 +189,3 @@ class GatewayQueue:
     async def workers(self) -> list[WorkerInfo]:
         """Workers whose lease is live."""
         return [decode_worker(row[0]) for row in await self._scripts.run("workers")]
-
-    async def queue_depth(self) -> tuple[int, int]:
-        """(requests, tokens) that wait in the queue."""
-        reply = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")
-        return int(reply[0] or 0), int(reply[1] or 0)

@@ -80,5 +80,9 @@ class Keys:
     def dead(self) -> str:
         return f"{self.prefix}dead"
 
+    @property
+    def api_keys(self) -> str:
+        return f"{self.prefix}keys"
+
     def dead_letter(self, request_id: str) -> str:
         return f"{self.prefix}dead:{request_id}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -16,7 +15,7 @@ from redis.asyncio import Redis
 
 from services.errors import ErrorInfo, InternalError
 from services.messages import Assign, GenerateRequest, WorkerInfo, decode_request, decode_worker, encode
-from services.queue.connect import MAX_BLOCK_MS, command, queue_errors
+from services.queue.connect import MAX_BLOCK_MS, command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scripts import Argument, Scripts, milliseconds
@@ -199,12 +198,6 @@ class SchedulerQueue:
     async def hold_reclaims(self, for_s: float) -> None:
         """No lease is reclaimed for ``for_s`` seconds: call it after a connection error. Never shortens a hold."""
         await self._scripts.run("hold", milliseconds(for_s))
-
-    async def run_id(self) -> str:
-        """Changes whenever the Redis server restarts."""
-        with queue_errors():
-            info: Any = await self._redis.info("server")
-        return str(info["run_id"])
 
     async def depth(self) -> QueueDepth:
         """What waits, for metrics."""

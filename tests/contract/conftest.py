@@ -99,6 +99,11 @@ class Bench:
     async def claim(self, count: int = 100) -> list[GenerateRequest]:
         return await self.scheduler.claim(self.epoch, count)
 
+    async def depth(self) -> tuple[int, int]:
+        """(requests, tokens) that wait in the queue."""
+        depth = await self.scheduler.depth()
+        return depth.requests, depth.tokens
+
     async def run_on(self, worker_id: str, *requests: GenerateRequest) -> list[GenerateRequest]:
         """Admits ``requests`` and assigns them to a worker."""
         await self.admit(*requests)

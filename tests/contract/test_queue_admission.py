@@ -17,7 +17,7 @@ async def test_admission_sets_attempt_and_deadline_by_redis_time(bench):
     (admitted,) = await bench.admit(bench.request(), timeout_s=60)
     assert admitted.attempt == 1
     assert 0 <= admitted.deadline_ms - (seconds * 1000 + microseconds // 1000) - 60_000 < 5_000
-    assert await bench.gateway.queue_depth() == (1, 12)
+    assert await bench.depth() == (1, 12)
 
 
 @pytest.mark.parametrize("queue_limits", [SMALL])
@@ -26,10 +26,10 @@ async def test_a_batch_that_does_not_fit_is_refused_whole(bench):
     with pytest.raises(QueueFull) as refusal:
         await bench.admit(*(bench.request() for _ in range(3)))
     assert 1 <= refusal.value.retry_after_s <= 120
-    assert await bench.gateway.queue_depth() == (2, 24)
+    assert await bench.depth() == (2, 24)
     assert await bench.live() == 2
     await bench.admit(bench.request(), bench.request())
-    assert await bench.gateway.queue_depth() == (4, 48)
+    assert await bench.depth() == (4, 48)
 
 
 @pytest.mark.parametrize("queue_limits", [SMALL])
@@ -44,7 +44,7 @@ async def test_only_queued_requests_count(bench):
     await bench.admit(*(bench.request() for _ in range(4)))
     assert len(await bench.claim(3)) == 3
     await bench.admit(*(bench.request() for _ in range(3)))
-    assert await bench.gateway.queue_depth() == (4, 48)
+    assert await bench.depth() == (4, 48)
 
 
 @pytest.mark.parametrize("queue_limits", [SMALL])
@@ -53,7 +53,7 @@ async def test_admitting_an_id_again_changes_nothing_even_when_full(bench):
     first = await bench.admit(*batch)
     await asyncio.sleep(0.005)
     assert await bench.admit(*batch) == first
-    assert await bench.gateway.queue_depth() == (4, 48)
+    assert await bench.depth() == (4, 48)
 
 
 async def test_concurrency_counts_until_the_end(bench):

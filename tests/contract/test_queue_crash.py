@@ -45,9 +45,8 @@ async def test_a_kill_keeps_queued_running_and_written_work(crashing, durable):
         bench.worker.publish("w", [bench.token(request, 1)]),
         bench.gateway.follow(FIRST_ID, 10),
         bench.scheduler.wait_for_work(0.1),
-        bench.scheduler.run_id(),
         bench.dead.list(),
-        bench.gateway.queue_depth(),
+        bench.depth(),
     ):
         with pytest.raises(QueueUnavailable) as refusal:
             await call
@@ -132,7 +131,7 @@ async def test_a_survey_repairs_indexes_that_are_gone(bench):
     waiting = {"running": 1, "claimed": 1, "q1": 1, "q2": 1}
     states = {request_id: state for request_id, (state, _) in (await bench.gateway.survey(waiting)).items()}
     assert states == {"running": "running", "claimed": "claimed", "q1": "queued", "q2": "queued"}
-    assert await bench.gateway.queue_depth() == (2, 24)
+    assert await bench.depth() == (2, 24)
     assert await bench.order() == ["q1", "q2"]
     for request_id in ("running", "claimed"):
         await bench.expire_lease(bench.keys.leases, request_id)
@@ -144,14 +143,14 @@ async def test_a_record_that_vanished_does_not_block_the_queue(bench):
     await bench.admit(bench.request("gone"), bench.request("next"))
     await bench.redis.delete(bench.keys.request("gone"))
     assert [request.id for request in await bench.claim()] == ["next"]
-    assert await bench.gateway.queue_depth() == (0, 0)
+    assert await bench.depth() == (0, 0)
 
 
 async def test_scripts_survive_a_script_flush(bench):
     await bench.admit(bench.request("a"))
     await bench.redis.script_flush()
     await bench.admit(bench.request("b"))
-    assert await bench.gateway.queue_depth() == (2, 24)
+    assert await bench.depth() == (2, 24)
 
 
 async def test_a_full_server_is_unavailable_and_says_why(durable):
@@ -162,7 +161,7 @@ async def test_a_full_server_is_unavailable_and_says_why(durable):
     with pytest.raises(QueueUnavailable, match="maxmemory"):
         await bench.admit(bench.request("b"))
     assert await bench.state("b") == "missing"
-    assert await bench.gateway.queue_depth() == (0, 0)
+    assert await bench.depth() == (0, 0)
     with pytest.raises(QueueUnavailable, match="maxmemory"):
         await bench.worker.publish("w", [bench.token(request, 0)])
     await bench.redis.config_set("maxmemory", "0")

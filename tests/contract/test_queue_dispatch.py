@@ -136,7 +136,7 @@ async def test_a_request_cancelled_while_claimed_is_not_assigned(bench):
     await bench.gateway.cancel(["a"])
     outcomes = await bench.scheduler.assign(bench.epoch, [(request, "w") for request in claimed])
     assert [bool(outcome) for outcome in outcomes] == [False, True]
-    assert await bench.gateway.queue_depth() == (0, 0)
+    assert await bench.depth() == (0, 0)
 
 
 async def test_an_older_claim_of_the_same_request_is_not_assigned(bench):

@@ -34,7 +34,7 @@ def largest_gap(served: list[tuple[str, int]], until: int) -> int:
 
 async def test_a_lower_number_goes_first(bench):
     for priority in (9, 5, 0, 5, 9, 0):
-        await bench.admit(bench.request(f"p{priority}-{await bench.gateway.queue_depth()}", priority=priority))
+        await bench.admit(bench.request(f"p{priority}-{await bench.depth()}", priority=priority))
     assert [name[:2] for name in await bench.order()] == ["p0", "p0", "p5", "p5", "p9", "p9"]
 
 
@@ -100,7 +100,7 @@ async def test_release_restores_place_and_share(bench):
     served = await drain(bench)
     assert len(served) == 40
     assert largest_gap(served, 38) <= 1000 + BIG.quantum
-    assert await bench.gateway.queue_depth() == (0, 0)
+    assert await bench.depth() == (0, 0)
 
 
 async def test_release_keeps_the_order_within_a_tenant(bench):
@@ -158,7 +158,7 @@ async def test_cancelled_and_expired_requests_do_not_stand_in_the_way(bench):
     await asyncio.sleep(0.005)
     assert [request.id for request in await bench.claim()] == ["x1", "x3", "x4"]
     assert bench.ends(await bench.events()) == [("short", "deadline_exceeded")]
-    assert await bench.gateway.queue_depth() == (0, 0)
+    assert await bench.depth() == (0, 0)
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=1000, max_tokens=10**15)])

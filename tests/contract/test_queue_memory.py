@@ -35,7 +35,7 @@ async def test_two_thousand_requests_leave_nothing_behind(bench):
     for i in range(4):
         await bench.worker.deregister(f"w{i}")
     await asyncio.sleep(0.1)
-    assert await bench.gateway.queue_depth() == (0, 0)
+    assert await bench.depth() == (0, 0)
     left = {key.decode().removeprefix(bench.keys.prefix) for key in await bench.redis.keys("*")}
     assert left <= {
         "drain", "gateways", "leader", "leader:epoch", "model", "queue:stats", "seq", "wake", "results:g1", "run_id",

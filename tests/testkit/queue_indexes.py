@@ -47,7 +47,7 @@ async def _check_queues(bench: Any, queued: set[str]) -> None:
             members.add(request_id)
             tokens += int(cost)
     assert members == queued == names(await redis.zrange(prefix + "deadlines", 0, -1))
-    assert await bench.gateway.queue_depth() == (len(members), tokens)
+    assert await bench.depth() == (len(members), tokens)
     rings: Counter[str] = Counter()
     for priority in range(10):
         ring = await redis.lrange(bench.keys.ring(priority), 0, -1)

@@ -223,7 +223,7 @@ async def ended_well(world: World) -> None:
     assert world.ends
     assert {request_id: ends for request_id, ends in world.ends.items() if len(ends) != 1} == {}
     await check(world.bench)
-    assert await world.bench.gateway.queue_depth() == (0, 0)
+    assert await world.bench.depth() == (0, 0)
     for pattern in (
         "queue:[0-9]*",
         "ring:*",

@@ -100,4 +100,4 @@ async def test_a_damaged_key_in_redis_is_named(redis_url: str, capsys: pytest.Ca
 
 
 def _name() -> str:
-    return f"{Keys('expertmesh').prefix}keys"
+    return Keys("expertmesh").api_keys

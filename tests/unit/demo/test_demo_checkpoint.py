@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from services.demo import checkpoint
-from services.demo.checkpoint import VOCAB_SIZE, make_demo_model
+from services.demo.checkpoint import make_demo_model
+from services.demo.tokenizer import VOCAB_SIZE
 from services.errors import ConfigError
 from services.model.spec import load_spec
 

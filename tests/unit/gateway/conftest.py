@@ -205,9 +205,6 @@ class ScriptedQueue:
         self._check()
         return self.live_workers
 
-    async def queue_depth(self) -> tuple[int, int]:
-        return 0, 0
-
 
 class _Leader:
     def __init__(self) -> None:

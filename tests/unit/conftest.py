@@ -1,4 +1,4 @@
-"""A Redis per test, for the scheduler."""
+"""A Redis per test, append-only, that the test may kill."""
 
 from __future__ import annotations
 
