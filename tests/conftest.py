@@ -1,4 +1,5 @@
-"""What every test gets: an environment without our variables, one torch thread, and on request a private Redis."""
+"""What every test gets: an environment without our variables, one torch thread, interpreted Triton kernels, and on
+request a private Redis."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores are all there is; read when torch is first imported
+os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU is needed; read when triton is first imported
 
 
 @pytest.fixture(autouse=True)

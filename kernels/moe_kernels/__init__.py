@@ -1,10 +1,47 @@
-"""Ops of a Mixture-of-Experts layer: choose the experts, run them, sum what they return.
+"""Ops of a Mixture-of-Experts layer: choose the experts, run them, sum what they return; and train them.
 
-Stands alone: imports torch and nothing of the server. :mod:`moe_kernels.reference` says what each op means.
+Stands alone: imports torch and nothing of the server. On CUDA tensors the ops launch Triton kernels (``*_triton``
+modules, imported when first needed); elsewhere their twins in plain torch run, and :mod:`moe_kernels.reference` says what
+they mean. Every op can be held in a CUDA graph.
 """
 
+from moe_kernels.activations import Activation
 from moe_kernels.arguments import ArgumentError
-from moe_kernels.experts import fused_moe
+from moe_kernels.combine import combine
+from moe_kernels.experts import WeightsOn, fused_moe, grouped_mlp
+from moe_kernels.mixture_of_attention import MixtureOfAttention
+from moe_kernels.parallel_linear import parallel_linear
+from moe_kernels.plan import FirstCome, Plan, plan
+from moe_kernels.quant import (
+    QuantisationError,
+    QuantisedWeight,
+    dequantize_experts,
+    quantisation_error,
+    quantize_experts,
+)
 from moe_kernels.router import GroupScore, Order, Score, route
+from moe_kernels.sparse_mlp import SparseMLP
 
-__all__ = ["ArgumentError", "GroupScore", "Order", "Score", "fused_moe", "route"]
+__all__ = [
+    "Activation",
+    "ArgumentError",
+    "FirstCome",
+    "GroupScore",
+    "MixtureOfAttention",
+    "Order",
+    "Plan",
+    "QuantisationError",
+    "QuantisedWeight",
+    "Score",
+    "SparseMLP",
+    "WeightsOn",
+    "combine",
+    "dequantize_experts",
+    "fused_moe",
+    "grouped_mlp",
+    "parallel_linear",
+    "plan",
+    "quantisation_error",
+    "quantize_experts",
+    "route",
+]

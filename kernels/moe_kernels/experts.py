@@ -1,94 +1,121 @@
 """Rows and their chosen experts in, the weighted sum of the experts' outputs out.
 
-Rows are sorted by expert and go through two grouped matrix products without padding (ScatterMoE's ParallelLinear,
-with torch's ``grouped_mm`` as the product).
-Legend: T rows, D hidden size, E experts, F expert width, K slots per row, S = T x K slots, N slots that an expert
-here takes.
+Three ways through on a GPU, by how many rows there are (the table's op "fused_moe"): one token at a time on CUDA
+cores, few rows per expert on tensor cores without a sort, and a plan with two grouped products and a combine.
+Legend: T rows, D hidden size, E experts, F expert width, K slots per row, S = T x K pairs, N rows that lie grouped.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from moe_kernels.arguments import check_moe
+from moe_kernels import backend, experts_torch
+from moe_kernels.activations import Activation
+from moe_kernels.expert_checks import Weight, check_choice, check_counts, check_experts, weight_shape
+from moe_kernels.plan import Plan
 
-_GROUPED_MM_STRIDE_BYTES = 16
-"""``grouped_mm`` refuses matrices whose row stride is no multiple of this."""
+WeightsOn = Literal["output", "input"]
 
 
-def fused_moe(x_TD: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """y[t] = sum over k of weights[t, k] * W_down[e] (silu(W_gate[e] x[t]) * (W_up[e] x[t])) with e = ids[t, k].
+def fused_moe(
+    x_TD: Tensor,
+    w_in: Weight,
+    w_down: Weight,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    activation: Activation = "swiglu",
+    bias_in: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    weights_on: WeightsOn = "output",
+    keep_T: Tensor | None = None,
+    local_E: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """y[t] = sum over k of weights[t, k] x (W_down[e] act(W_in[e] x[t] + b_in[e]) + b_down[e]) with e = ids[t, k].
 
     The sum runs in float32 in slot order (k = 0, 1, ...), so it depends neither on the batch nor on how rows were
-    grouped; it is rounded once, to ``x``'s dtype.
+    grouped; it is rounded once, to ``x``'s dtype. Nothing waits for the device and no shape depends on values, so a
+    CUDA graph can hold the call.
 
     Args:
         x_TD: float32, bfloat16 or float16.
-        w_gate_up_E2FD: gate rows, then up rows; same dtype, contiguous.
-        w_down_EDF: same dtype, contiguous.
-        ids_TK: int64 in 0..E-1, or -1: the slot's expert is elsewhere and contributes nothing here.
+        w_in: ``[E, 2F, D]``, gate rows and then up rows, if the activation is gated; else ``[E, F, D]``. In x's dtype
+            or a :class:`~moe_kernels.quant.QuantisedWeight`.
+        w_down: ``[E, D, F]``, likewise. Both contiguous.
+        ids_TK: int32 or int64. An id outside 0..E-1 is an expert elsewhere: its slot contributes nothing.
         weights_TK: float32.
+        activation: see :data:`~moe_kernels.activations.Activation`.
+        bias_in: ``[E, 2F]`` or ``[E, F]`` in x's dtype.
+        bias_down: ``[E, D]`` in x's dtype; weighted like the expert's output.
+        weights_on: "input" multiplies the row by its weight before the expert (Llama 4) and adds outputs unweighted.
+        keep_T: bool; where false the row takes part in nothing, loads no weights and comes out as 0 (batch pruning,
+            "Elephants" section 3.5).
+        local_E: int32, global expert id -> index into the weights here, -1 = elsewhere. ``ids_TK`` then holds global
+            ids (expert parallelism).
+        plan: of these ids, from :func:`~moe_kernels.plan.plan`, e.g. with a capacity; ``keep_T`` and ``local_E`` are
+            then the plan's business. Else made here where it is needed.
 
     Returns:
-        ``y_TD`` in ``x``'s dtype. T may be 0; experts may have no rows.
+        ``y_TD`` in ``x``'s dtype. T may be 0; experts may have no rows. NaN or inf in a row stays in that row.
 
     Raises:
-        ArgumentError: a shape or dtype does not fit.
+        ArgumentError: a shape, dtype or device does not fit.
 
     Example: D = F = E = 1, ``x = [[2]]``, gate 1, up 3, down 5, weight 0.5: silu(2) = 1.7616, times up 6 is 10.5696,
     times down 52.848, times the weight ``y = [[26.424]]``.
     """
-    check_moe(x_TD, w_gate_up_E2FD, w_down_EDF, ids_TK, weights_TK)
-    slots = ids_TK.shape[1]
-    order_N, ends_E = _group_by_expert(ids_TK.flatten(), w_down_EDF.shape[0])
-    h_N2F = _grouped_linear(x_TD[order_N // slots], w_gate_up_E2FD, ends_E)
-    gate_NF, up_NF = h_N2F.chunk(2, dim=1)
-    out_ND = _grouped_linear(F.silu(gate_NF).mul_(up_NF), w_down_EDF, ends_E)
-    return _combine(out_ND, order_N, weights_TK).to(x_TD.dtype)
+    check_experts(x_TD, w_in, w_down, activation, bias_in, bias_down)
+    experts = weight_shape(w_down)[0]
+    check_choice(x_TD, experts, ids_TK, weights_TK, weights_on, keep_T, local_E, plan)
+    if backend.use_triton(x_TD) and ids_TK.numel():
+        from moe_kernels import experts_triton
+
+        return experts_triton.fused_moe(
+            x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on, keep_T, local_E, plan
+        )
+    return experts_torch.fused_moe(
+        x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on, keep_T, local_E, plan
+    )
 
 
-def _group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The slots that have an expert here, sorted by expert, and where each expert's run ends (int32)."""
-    sorted_S, order_S = ids_S.sort(stable=True)
-    ids_E = torch.arange(experts, device=ids_S.device)
-    # -1 sorts first: everything before expert 0 is elsewhere.
-    absent = int(torch.searchsorted(sorted_S, 0))
-    ends_E = torch.searchsorted(sorted_S, ids_E, right=True, out_int32=True)
-    return (order_S[absent:], ends_E - absent) if absent else (order_S, ends_E)
+def grouped_mlp(
+    x_ND: Tensor,
+    counts_E: Tensor,
+    w_in: Weight,
+    w_down: Weight,
+    *,
+    activation: Activation = "swiglu",
+    bias_in: Tensor | None = None,
+    bias_down: Tensor | None = None,
+) -> Tensor:
+    """Experts on rows that arrive grouped: expert 0's ``counts[0]`` rows, then expert 1's, and so on.
 
+    Args:
+        x_ND: float32, bfloat16 or float16. May be longer than the counts' sum (a buffer of fixed size).
+        counts_E: int32 or int64, on the device; never read by the host. Negative counts count as 0, and rows past N
+            do not exist.
+        w_in, w_down, activation, bias_in, bias_down: as in :func:`fused_moe`.
 
-def _grouped_linear(x_NI: Tensor, w_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Row n times the transposed weight of the expert whose run holds n."""
-    if _grouped_mm_takes(x_NI, w_EOI):
-        return F.grouped_mm(x_NI, w_EOI.transpose(1, 2), offs=ends_E)
-    out_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
-    start = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > start:
-            torch.mm(x_NI[start:end], w_EOI[expert].t(), out=out_NO[start:end])
-        start = end
-    return out_NO
+    Returns:
+        ``y_ND`` in ``x``'s dtype; rows past the counts' sum are 0.
 
+    Raises:
+        ArgumentError: a shape, dtype or device does not fit.
 
-def _grouped_mm_takes(x_NI: Tensor, w_EOI: Tensor) -> bool:
-    out_width, in_width = w_EOI.shape[1:]
-    size = x_NI.element_size()
-    aligned = (in_width * size) % _GROUPED_MM_STRIDE_BYTES == 0 and (out_width * size) % _GROUPED_MM_STRIDE_BYTES == 0
-    # On a CPU it takes all three dtypes, on a GPU only bfloat16 everywhere.
-    return aligned and (x_NI.device.type == "cpu" or x_NI.dtype == torch.bfloat16)
+    Example: counts ``[1, 0, 2]``: row 0 passes through expert 0, rows 1 and 2 through expert 2.
+    """
+    check_experts(x_ND, w_in, w_down, activation, bias_in, bias_down)
+    check_counts(counts_E, weight_shape(w_down)[0], x_ND)
+    if backend.use_triton(x_ND) and x_ND.numel():
+        from moe_kernels import experts_triton
 
-
-def _combine(out_ND: Tensor, order_N: Tensor, weights_TK: Tensor) -> Tensor:
-    """float32 sum over each row's slots, slot 0 first. Explicit, because ``sum`` adds in an order of its own."""
-    rows, slots = weights_TK.shape
-    hidden = out_ND.shape[1]
-    every_slot_here = out_ND.shape[0] == rows * slots
-    out_SD = (out_ND.new_empty if every_slot_here else out_ND.new_zeros)(rows * slots, hidden)
-    out_SD.index_copy_(0, order_N, out_ND)
-    weighted_TKD = out_SD.view(rows, slots, hidden) * weights_TK.unsqueeze(2)
-    y_TD = weighted_TKD[:, 0].clone()
-    for slot in range(1, slots):
-        y_TD += weighted_TKD[:, slot]
-    return y_TD
+        return experts_triton.grouped_mlp(x_ND, counts_E, w_in, w_down, activation, bias_in, bias_down)
+    ids_N1 = experts_torch.experts_of_rows(counts_E, x_ND.shape[0]).unsqueeze(1)
+    ones_N1 = torch.ones(ids_N1.shape, device=x_ND.device)
+    return experts_torch.fused_moe(
+        x_ND, w_in, w_down, ids_N1, ones_N1, activation, bias_in, bias_down, "output", None, None, None
+    )

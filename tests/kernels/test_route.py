@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moe_kernels import ArgumentError, reference, route
 
+both_paths = pytest.mark.usefixtures("path")
 TOLERANCE = 4 * torch.finfo(torch.float32).eps
 
 FLAGS: list[dict[str, Any]] = [
@@ -49,6 +50,7 @@ def test_equals_the_definition(flags: dict[str, Any], biased: bool) -> None:
         torch.testing.assert_close(weights_K, torch.tensor(expected), atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@both_paths
 def test_example_of_the_docstring() -> None:
     logits_TE = torch.tensor([[0, math.log(2), 0, math.log(4)]])
     ids_TK, weights_TK = route(logits_TE, top_k=2)
@@ -66,6 +68,7 @@ def test_ties_go_to_the_lowest_id(rows: list[list[float]]) -> None:
         assert ids == sorted(range(6), key=lambda expert: (-row[expert], expert))[:4]
 
 
+@both_paths
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_logits_are_scored_in_float32(dtype: torch.dtype) -> None:
     logits_TE = random_logits(30, 8, seed=3).to(dtype)
@@ -73,6 +76,7 @@ def test_half_precision_logits_are_scored_in_float32(dtype: torch.dtype) -> None
         assert torch.equal(half, full)
 
 
+@both_paths
 def test_choice_does_not_depend_on_the_batch() -> None:
     logits_TE = random_logits(64, 16, seed=4)
     ids_TK, weights_TK = route(logits_TE, top_k=4, renormalise=True)
@@ -82,6 +86,7 @@ def test_choice_does_not_depend_on_the_batch() -> None:
         torch.testing.assert_close(weights_1K[0], weights_TK[row], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@both_paths
 def test_extreme_logits_still_choose_distinct_experts() -> None:
     extreme = torch.tensor([[1e30, -1e30, 0.0, 1.0], [-torch.inf] * 3 + [0.0], [torch.nan] * 4])
     ids_TK, weights_TK = route(extreme, top_k=3)
@@ -90,6 +95,8 @@ def test_extreme_logits_still_choose_distinct_experts() -> None:
     assert weights_TK[:2].isfinite().all()
 
 
+@both_paths
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_vanishing_sigmoid_scores_do_not_divide_by_zero() -> None:
     _, weights_TK = route(torch.full((1, 4), -1e4), top_k=2, score="sigmoid", renormalise=True)
     assert weights_TK.isfinite().all()

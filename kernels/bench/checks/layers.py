@@ -1,0 +1,94 @@
+"""fused_moe and grouped_mlp: all shapes and dtypes of the tables, in every regime, against the twin in float32."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from bench import draws
+from bench.bank import DTYPES, QUANTISED
+from bench.checks.base import Check, Layer, kernels, layer, random, share, twins
+from bench.draws import Draw
+from moe_kernels.activations import Activation
+from moe_kernels.experts import fused_moe, grouped_mlp
+
+DIVISORS: Final = {
+    "mixtral": 4,
+    "qwen3-30b": 2,
+    "olmoe": 2,
+    "scattermoe": 4,
+    "expertflow": 2,
+    "deepseek-v3": 8,
+    "ds-1.3b-moe128": 8,
+    "glm-4.5-air": 4,
+}
+"""Layers of at most 400 MB that keep their number of experts and slots."""
+ROWS: Final = (1, 7, 32, 150, 1000)
+"""One token, the small regime with and without few rows per expert, both sides of where the large one begins."""
+DTYPE_PAIRS: Final = (
+    ("bf16", "bf16"),
+    ("fp16", "fp16"),
+    *((dtype, "bf16") for dtype in QUANTISED),
+    ("int4", "fp16"),
+    ("int8_channel", "fp16"),
+)
+"""Of the weights, of the activations."""
+
+
+def layer_checks(scale: int) -> list[Check]:
+    names = [f"{name}/{divisor * scale}" for name, divisor in DIVISORS.items()]
+    cases = [(name, *pair) for name in names for pair in DTYPE_PAIRS] + [("tiny", "fp32", "fp32")]
+    return [
+        Check(name=f"{op} {name} {dtype} {kind} rows {rows}", key=f"{name} {dtype} {kind}", run=run)
+        for name, dtype, kind in cases
+        for rows in ROWS
+        for op, run in (
+            ("fused_moe", partial(check_fused_moe, name, dtype, kind, rows)),
+            ("grouped_mlp", partial(check_grouped_mlp, name, dtype, kind, rows)),
+        )
+        if op == "fused_moe" or rows == 150
+    ]
+
+
+def check_fused_moe(name: str, dtype: str, kind: str, rows: int, device: str) -> float:
+    made = layer(name, dtype, kind, device)
+    draw = draws.uniform(rows, made.shape.E, made.shape.k, device=device)
+    x_TD = random((rows, made.shape.d), DTYPES[kind], device, seed=rows)
+    with kernels(device):
+        found = fused_moe(x_TD, made.w_in, made.w_down, draw.ids_TK, draw.weights_TK, activation=act(made))
+    return share(found, exact(made, x_TD, draw), x_TD.dtype)
+
+
+def check_grouped_mlp(name: str, dtype: str, kind: str, rows: int, device: str) -> float:
+    """A buffer with 9 rows more than the counts add up to, and every third expert empty."""
+    made = layer(name, dtype, kind, device)
+    counts_E = _counts(rows, made.shape.E, device)
+    x_ND = random((rows + 9, made.shape.d), DTYPES[kind], device, seed=rows)
+    with kernels(device):
+        found = grouped_mlp(x_ND, counts_E, made.w_in, made.w_down, activation=act(made))
+    with twins():
+        expected = grouped_mlp(x_ND.float(), counts_E, made.exact_in, made.exact_down, activation=act(made))
+    return share(found, expected, x_ND.dtype)
+
+
+def exact(made: Layer, x_TD: Tensor, draw: Draw) -> Tensor:
+    """The twin in float32 on the same numbers."""
+    with twins():
+        return fused_moe(
+            x_TD.float(), made.exact_in, made.exact_down, draw.ids_TK, draw.weights_TK, activation=act(made)
+        )
+
+
+def act(made: Layer) -> Activation:
+    return made.shape.activation  # type: ignore[return-value]  # a name of moe_kernels.activations by construction
+
+
+def _counts(rows: int, experts: int, device: str) -> Tensor:
+    """Rows dealt unevenly over experts 0, 1, 3, 4, 6, ... Example: 10 rows, 4 experts: 5, 3, 0, 2."""
+    weights = torch.tensor([0.0 if e % 3 == 2 else 1.0 / (1 + e) for e in range(experts)])
+    counts = (weights / weights.sum() * rows).floor().int()
+    counts[0] += rows - int(counts.sum())
+    return counts.to(device)

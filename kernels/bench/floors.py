@@ -1,0 +1,67 @@
+"""How fast an H200 could run a layer at best: its weights' bytes or its arithmetic at measured rates, the larger.
+
+Only bytes that no implementation can avoid count: the weights of the experts that the draw hit. Activations, the router
+and launches do not, so 100 % is out of reach.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bench.shapes import LayerShape
+
+BYTES_PER_S: Final = 4.3e12
+"""Device-to-device copy on an H200, bytes read plus written (datasheet: 4.8e12)."""
+FLOP_PER_S: Final = 790e12
+"""bf16 product of two 8192 x 8192 matrices of random values (datasheet: 990e12)."""
+GROUP: Final = 128
+"""Input columns that share one scale, in ``int4``."""
+SCALE_BYTES: Final = 2
+WEIGHT_BYTES: Final = {
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp32": 4.0,
+    "int8": 1.0,
+    "int8_channel": 1.0,
+    "int4": 0.5,
+    "int4_channel": 0.5,
+}
+"""Per weight, without scales."""
+
+
+def expert_bytes(shape: LayerShape, dtype: str) -> float:
+    """Weights of one expert and their scales: per output channel in ``_channel`` dtypes, else per 128 inputs.
+
+    Example: d 2048, f 768 gated: 4,718,592 weights; 9.44 MB in bf16, 4.73 MB in int8_channel, 2.43 MB in int4.
+    """
+    weights = shape.parameters * WEIGHT_BYTES[dtype]
+    if not dtype.startswith("int"):
+        return weights
+    scales = shape.in_rows + shape.d if dtype.endswith("_channel") else shape.parameters / GROUP
+    return weights + scales * SCALE_BYTES
+
+
+def layer_flops(shape: LayerShape, pairs: int) -> float:
+    """Of ``pairs`` (token, expert) pairs: two per weight that a pair meets."""
+    return 2.0 * pairs * shape.parameters
+
+
+def layer_us(shape: LayerShape, pairs: int, active: int, dtype: str) -> float:
+    """Floor of one forward pass in microseconds when ``active`` experts have rows.
+
+    Example: Mixtral, one token, two experts in bf16: 705 MB / 4.3 TB/s = 164 us.
+    """
+    return max(memory_us(active * expert_bytes(shape, dtype)), compute_us(layer_flops(shape, pairs)))
+
+
+def training_us(shape: LayerShape, pairs: int) -> float:
+    """Forward and backward, compute-bound: the gradients of inputs and of weights cost as much as the forward each."""
+    return 3.0 * compute_us(layer_flops(shape, pairs))
+
+
+def memory_us(byte_count: float) -> float:
+    return byte_count / BYTES_PER_S * 1e6
+
+
+def compute_us(flops: float) -> float:
+    return flops / FLOP_PER_S * 1e6

@@ -1,0 +1,23 @@
+"""Implementations that are measured side by side: each turns a case into a call, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from bench.providers.base import Prepare, Unsupported
+from bench.providers.ours import prepare_ours, prepare_twin
+from bench.providers.torch_chains import prepare_grouped_mm, prepare_transformers
+from bench.providers.vllm import prepare_marlin, prepare_vllm
+
+PROVIDERS: Final[Mapping[str, Prepare]] = {
+    "ours": prepare_ours,
+    "vllm": prepare_vllm,
+    "vllm_marlin": prepare_marlin,
+    "grouped_mm": prepare_grouped_mm,
+    "transformers": prepare_transformers,
+    "torch": prepare_twin,
+}
+"""In the order in which they run: those that may leave a failed capture behind come last."""
+
+__all__ = ["PROVIDERS", "Prepare", "Unsupported"]

@@ -1,0 +1,20 @@
+"""What a provider is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.case import Case
+from bench.timing import Call
+
+Prepare = Callable[[Case], Call]
+"""Allocates what the call needs beforehand. The call takes the number of the weights' copy and returns the output."""
+
+
+class Unsupported(Exception):
+    """The provider has no such op or dtype, or is not installed."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise Unsupported(message)

@@ -1,0 +1,123 @@
+"""Peers from vLLM 0.25.1: its Triton ``fused_experts``, its Marlin int4 and int8 layer, and its routing kernels.
+
+Looked up by name, because the bench must run where vLLM is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from bench.bank import QUANTISED
+from bench.case import Case
+from bench.providers.base import Unsupported, require
+from bench.timing import Call
+
+_MOE: Final = "vllm.model_executor.layers.fused_moe"
+_BLOCK_ROWS: Final = 64
+"""Rows per block for ``moe_align_block_size`` where it is measured alone."""
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unsupported(f"{name}: {error}") from error
+
+
+def prepare_vllm(case: Case) -> Call:
+    require(case.device != "cpu", "vLLM's kernels need a GPU")
+    if case.op == "fused_moe":
+        return _fused_experts(case)
+    require(case.op in ("route", "plan", "route_plan"), f"vLLM has no {case.op}")
+    return _routing(case)
+
+
+def _fused_experts(case: Case) -> Call:
+    require(case.dtype in ("bf16", "fp16"), "measured with 16-bit weights; Marlin is its integer path")
+    module = _module(f"{_MOE}.fused_moe")
+    activations = _module(f"{_MOE}.activation").MoEActivation
+    activation = activations.SILU if case.shape.gated else activations.GELU_NO_MUL
+    weights, draw = case.bank.floats(case.copies), case.draw
+
+    def call(number: int) -> object:
+        w_in, w_down = weights[number % len(weights)]
+        return module.fused_experts(case.x_TD, w_in, w_down, draw.weights_TK, draw.ids_TK, activation=activation)
+
+    return call
+
+
+def _routing(case: Case) -> Call:
+    route = _module(f"{_MOE}.router.fused_topk_router").fused_topk
+    align = _module(f"{_MOE}.moe_align_block_size").moe_align_block_size
+
+    def run_route() -> Any:
+        return route(case.x_TD, case.logits_TE, case.shape.k, True)
+
+    def call(_: int) -> object:
+        if case.op == "route":
+            return run_route()
+        ids_TK = case.draw.ids_TK if case.op == "plan" else run_route()[1]
+        return align(ids_TK, _BLOCK_ROWS, case.shape.E)
+
+    return call
+
+
+def prepare_marlin(case: Case) -> Call:
+    """The same integers and scales as ours, repacked the way vLLM repacks a GPTQ checkpoint."""
+    require(case.device != "cpu", "Marlin needs a GPU")
+    require(case.op == "fused_moe" and case.dtype in QUANTISED, "Marlin takes integer expert layers only")
+    require(case.shape.gated, "measured with gated experts")
+    fused_marlin_moe = _module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
+    ops = _module("vllm._custom_ops")
+    utils = _module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    kinds = _module("vllm.scalar_type").scalar_types
+    kind = kinds.uint4b8 if QUANTISED[case.dtype][0] == 4 else kinds.uint8b128
+    first = tuple(_repack(weight, case.x_TD.dtype, ops, utils) for weight in case.bank.weights(case.dtype, 1)[0])
+    layers = [first, *(tuple((q.clone(), s.clone()) for q, s in first) for _ in range(case.copies - 1))]
+    workspace = utils.marlin_make_workspace_new(case.x_TD.device, 4)
+    x_TD, draw = case.x_TD, case.draw
+
+    def call(number: int) -> object:
+        (w_in, s_in), (w_down, s_down) = layers[number % len(layers)]
+        return fused_marlin_moe(
+            x_TD, w_in, w_down, None, None, s_in, s_down, draw.weights_TK, draw.ids_TK,
+            quant_type_id=kind.id, workspace=workspace, moe_sum=ops.moe_sum, output=torch.empty_like(x_TD),
+        )  # fmt: skip
+
+    return call
+
+
+def _repack(weight: Any, dtype: torch.dtype, ops: Any, utils: Any) -> tuple[Tensor, Tensor]:
+    """Marlin's weights and scales from ours."""
+    bits, columns = weight.bits, weight.in_features
+    experts, rows, _ = weight.packed.shape
+    perm = torch.empty((experts, 0), dtype=torch.int32, device=weight.packed.device)
+    packed = torch.stack([gptq_words(weight.packed[e], bits) for e in range(experts)])
+    repacked = ops.gptq_marlin_moe_repack(packed, perm, columns, rows, bits)
+    scales = weight.scales.to(dtype).transpose(1, 2).contiguous()
+    group = weight.group or -1
+    return repacked, utils.marlin_moe_permute_scales(scales, columns, rows, group)
+
+
+def gptq_words(packed: Tensor, bits: int) -> Tensor:
+    """int32 ``[I / per word, O]`` as GPTQ stores it: word r holds input columns r x 8 (or 4) and on, lowest bits first.
+
+    ``packed`` is ours, ``[O, I / 2]`` split-half nibbles or ``[O, I]`` bytes; both sides store the value plus 8 or 128.
+    """
+    values = _nibbles(packed) if bits == 4 else packed.view(torch.uint8)
+    per_word = 32 // bits
+    grouped = values.view(values.shape[0], -1, per_word).to(torch.int32)
+    words = torch.zeros(grouped.shape[:2], dtype=torch.int32, device=packed.device)
+    for at in range(per_word):
+        words |= grouped[:, :, at] << (bits * at)
+    return words.t().contiguous()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """``[O, I]`` from ``[O, I / 2]``: bytes 0..63 of a run hold columns 0..63 low and 64..127 high."""
+    runs = packed.view(packed.shape[0], -1, 64)
+    return torch.cat([runs & 0xF, runs >> 4], dim=2).flatten(1)

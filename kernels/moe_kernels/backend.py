@@ -1,0 +1,54 @@
+"""Which of an op's two implementations runs: the Triton kernel or its twin in plain torch.
+
+The device decides; :func:`forced` overrules it, for tests and measurements. Triton is not imported here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moe_kernels.arguments import require
+
+Path = Literal["triton", "torch"]
+
+INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run in Triton's interpreter, which takes tensors of any device. Triton reads the variable when it is
+imported, so it must be set before the process starts or first thing in it."""
+
+_forced: ContextVar[Path | None] = ContextVar("moe_kernels_path", default=None)
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether an op on ``tensor`` launches its kernel: on CUDA, unless :func:`forced` says otherwise."""
+    path = _forced.get()
+    return tensor.is_cuda if path is None else path == "triton"
+
+
+@contextmanager
+def forced(path: Path) -> Iterator[None]:
+    """Every op called inside takes ``path``, in this thread and task. Kernels on CPU tensors need the interpreter.
+
+    Raises:
+        ArgumentError: no such path.
+    """
+    require(path in get_args(Path), f"path must be one of {get_args(Path)}, found {path!r}")
+    token = _forced.set(path)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def upcast(dtype: torch.dtype) -> bool:
+    """Whether a kernel must widen operands of ``dtype`` to float32 before ``tl.dot``.
+
+    The interpreter multiplies the bit patterns of bfloat16 instead of their values (triton-lang/triton#11585).
+    """
+    return INTERPRETED and dtype == torch.bfloat16

@@ -1,0 +1,236 @@
+"""An expert MLP over scattered tokens, forward and backward (ScatterMoE's algorithm 3), and its module.
+
+Scattered to grouped, activation, grouped to scattered: one order serves both products. The backward pass keeps the
+rows before the activation and ``x`` by reference, nothing else of size S.
+Legend: T tokens, D hidden size, E experts, F expert width, K slots per token, S = T x K pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_kernels.activation_gradients import activate_rows, activation_backward
+from moe_kernels.activations import Activation, gated
+from moe_kernels.arguments import check_sparse_mlp, require
+from moe_kernels.combine import combine
+from moe_kernels.experts import fused_moe
+from moe_kernels.grouped_gemm import grouped_gemm
+from moe_kernels.grouped_outer import grouped_outer, grouped_sum
+from moe_kernels.pair_rows import pair_dots
+from moe_kernels.plan import Plan, plan
+from moe_kernels.router import route
+
+
+def sparse_mlp(
+    x_TD: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    plan: Plan,
+    gates_TK: Tensor,
+    *,
+    activation: Activation = "gelu",
+    bias_in: Tensor | None = None,
+    bias_out: Tensor | None = None,
+) -> Tensor:
+    """y[t] = sum over k = 0, 1, ... of gates[t, k] (W_out[e] activation(W_in[e] x[t] + b_in[e]) + b_out[e]).
+
+    What two :func:`moe_kernels.parallel_linear` calls around the activation compute, with a leaner backward pass.
+    Differentiable (once) in everything that is floating point. Deterministic.
+
+    Args:
+        x_TD: float32, bfloat16, float16 (on a CPU float64 too), contiguous.
+        w_in: ``[E, F, D]``, or ``[E, 2F, D]``, gate rows first, if the activation is gated.
+        w_out: ``[E, D, F]``.
+        gates_TK: float32 (float64 for float64).
+        bias_in: ``[E, F]`` or ``[E, 2F]``.
+        bias_out: ``[E, D]``.
+
+    Returns:
+        ``[T, D]`` in ``x``'s dtype. Pairs that no expert takes contribute nothing and get zero gradients.
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not fit.
+
+    Example: one expert, "relu", x ``[[2]]``, W_in ``[[[3], [-1]]]``, W_out ``[[[10, 1]]]``, gate 0.5: h = (6, 0),
+    y ``[[30]]``.
+    """
+    inner = 1 + gated(activation)
+    check_sparse_mlp(x_TD, w_in, w_out, plan, gates_TK, bias_in, bias_out, inner=inner)
+    tensors = (x_TD, w_in, w_out, gates_TK, bias_in, bias_out)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        y_TD: Tensor = _SparseMlp.apply(*tensors, plan, activation)  # type: ignore[no-untyped-call]
+        return y_TD
+    h_SF = grouped_gemm(x_TD, w_in, plan, gather="token", scatter=False, activation=activation, bias_EO=bias_in)
+    out_SD = grouped_gemm(h_SF, w_out, plan, gather=None, scatter=False, bias_EO=bias_out)
+    del h_SF  # before y is there: the peak
+    return combine(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
+
+
+class _SparseMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        gates_TK: Tensor,
+        bias_in: Tensor | None,
+        bias_out: Tensor | None,
+        plan: Plan,
+        activation: Activation,
+    ) -> Tensor:
+        pre_S = grouped_gemm(x_TD, w_in, plan, gather="token", scatter=False, bias_EO=bias_in)
+        ctx.save_for_backward(x_TD, w_in, w_out, gates_TK, bias_out, pre_S)
+        ctx.plan, ctx.activation = plan, activation
+        h_SF = activate_rows(pre_S, plan, activation)
+        out_SD = grouped_gemm(h_SF, w_out, plan, gather=None, scatter=False, bias_EO=bias_out)
+        del h_SF  # before y is there: the peak
+        return combine(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        """With u = W_out^T dy[t], before the gate: the gate's gradient is h . u, the row's is gate x u, and
+        dW_out = sum of dy[t]^T (gate x h), so dy is never weighed, grouped or copied."""
+        x_TD, w_in, w_out, gates_TK, bias_out, pre_S = ctx.saved_tensors
+        plan, needs = ctx.plan, ctx.needs_input_grad
+        dy_TD = dy_TD.contiguous()
+        du_SF = grouped_gemm(dy_TD, w_out, plan, gather="token", scatter=False, transpose_w=True)
+        dpre_S, weighted_SF, dgates_TK = activation_backward(du_SF, pre_S, gates_TK, plan, ctx.activation)
+        del du_SF, pre_S
+        if bias_out is not None:
+            dgates_TK = dgates_TK + pair_dots(dy_TD, bias_out, plan, a_rows="token", b_rows="expert")
+        dw_out = grouped_outer(dy_TD, weighted_SF, plan, dy_rows="token", x_rows="grouped") if needs[2] else None
+        del weighted_SF
+        dx_TD = _input_gradient(dpre_S, w_in, plan) if needs[0] else None
+        dw_in = grouped_outer(dpre_S, x_TD, plan, dy_rows="grouped", x_rows="token") if needs[1] else None
+        dbias_in = grouped_sum(dpre_S, plan, rows="grouped") if needs[4] else None
+        dbias_out = grouped_sum(dy_TD, plan, rows="token", gates_TK=gates_TK) if needs[5] else None
+        return dx_TD, dw_in, dw_out, dgates_TK if needs[3] else None, dbias_in, dbias_out, None, None
+
+
+def _input_gradient(dpre_S: Tensor, w_in: Tensor, plan: Plan) -> Tensor:
+    dx_SD = grouped_gemm(dpre_S, w_in, plan, gather=None, scatter=False, transpose_w=True)
+    return combine(dx_SD, plan.place_S.view(-1, plan.slots), None)
+
+
+class SparseMLP(nn.Module):
+    """E expert MLPs of which every token takes K, with a softmax router of its own or one outside.
+
+    Args:
+        hidden: D.
+        width: F, of one expert.
+        top_k: K.
+        bias: biases on both layers of the experts.
+        router: hold a linear router; else the caller passes its logits, or ids and gates.
+        renormalise: divide a token's gates by their sum.
+
+    Example: ``SparseMLP(4096, 2048, experts=32, top_k=4, router=True)(x)`` is ScatterMoE's unit benchmark.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        *,
+        experts: int,
+        top_k: int,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        router: bool = False,
+        renormalise: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        inner = width * (1 + gated(activation))
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.top_k, self.activation, self.renormalise = top_k, activation, renormalise
+        self.w_in = nn.Parameter(torch.empty(experts, inner, hidden, **where))
+        self.w_out = nn.Parameter(torch.empty(experts, hidden, width, **where))
+        self.bias_in = nn.Parameter(torch.empty(experts, inner, **where)) if bias else None
+        self.bias_out = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
+        self.router = nn.Linear(hidden, experts, bias=False, **where) if router else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within 1 / sqrt(inputs), as ``nn.Linear`` starts; biases zero."""
+        for weight in (self.w_in, self.w_out):
+            bound = weight.shape[2] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+        for bias in (self.bias_in, self.bias_out):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        logits_TE: Tensor | None = None,
+        *,
+        ids_TK: Tensor | None = None,
+        gates_TK: Tensor | None = None,
+    ) -> Tensor:
+        """``[..., D] -> [..., D]``; T counts the rows of ``x`` flattened.
+
+        Raises:
+            ArgumentError: neither or both of logits (or a router) and ids with gates; or a shape does not fit.
+        """
+        x_TD = x.reshape(-1, x.shape[-1]).contiguous()
+        ids_TK, gates_TK = choose(self, x_TD, logits_TE, ids_TK, gates_TK)
+        if not torch.is_grad_enabled():
+            return self._infer(x_TD, ids_TK, gates_TK).view(x.shape)
+        y_TD = sparse_mlp(
+            x_TD,
+            self.w_in,
+            self.w_out,
+            plan(ids_TK, self.w_in.shape[0]),
+            gates_TK,
+            activation=self.activation,
+            bias_in=self.bias_in,
+            bias_out=self.bias_out,
+        )
+        return y_TD.view(x.shape)
+
+    def _infer(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """The op that knows what is fastest for few tokens too."""
+        return fused_moe(
+            x_TD,
+            self.w_in,
+            self.w_out,
+            ids_TK,
+            gates_TK,
+            activation=self.activation,
+            bias_in=self.bias_in,
+            bias_down=self.bias_out,
+        )
+
+
+def choose(
+    module: Any, x_TD: Tensor, logits_TE: Tensor | None, ids_TK: Tensor | None, gates_TK: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Ids and gates of a module with ``router``, ``top_k`` and ``renormalise``, from whichever source there is."""
+    given = ids_TK is not None or gates_TK is not None
+    if logits_TE is None and not given and module.router is not None:
+        logits_TE = module.router(x_TD)
+    require((logits_TE is not None) != given, "pass either router logits or ids with gates, unless there is a router")
+    if logits_TE is not None:
+        return softmax_gates(logits_TE, module.top_k, renormalise=module.renormalise)
+    require(ids_TK is not None and gates_TK is not None, "ids and gates come together")
+    assert ids_TK is not None
+    assert gates_TK is not None
+    return ids_TK, gates_TK
+
+
+def softmax_gates(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """:func:`moe_kernels.route` chooses; the gates are computed again from the logits, so that they get gradients.
+
+    Example: logits ``[[0, ln 2, 0, ln 4]]``, top_k 2: ids ``[[3, 1]]``, gates ``[[0.5, 0.25]]``, or ``[[2/3, 1/3]]``.
+    """
+    ids_TK, _ = route(logits_TE.detach(), top_k=top_k)
+    exact = torch.promote_types(logits_TE.dtype, torch.float32)
+    gates_TK = torch.softmax(logits_TE, dim=-1, dtype=exact).gather(1, ids_TK.long())
+    return ids_TK, gates_TK / gates_TK.sum(1, keepdim=True) if renormalise else gates_TK

@@ -1,0 +1,135 @@
+"""fused_moe on what does not fit: an ArgumentError that names the argument and shows its shape."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from testkit.moe_layers import random_layer
+
+from moe_kernels import ArgumentError, plan
+
+pytestmark = pytest.mark.usefixtures("path")
+
+LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, biased=True)
+
+
+def shown(value: Any) -> str:
+    """A regular expression for the part of a message that describes a tensor."""
+    return re.escape(str(tuple(value.shape))) if isinstance(value, torch.Tensor) else re.escape(repr(value))
+
+
+def cut(name: str, *at: Any) -> dict[str, Any]:
+    return {name: getattr(LAYER, name)[at]}
+
+
+def cast(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    return {name: getattr(LAYER, name).to(dtype)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        (cut("x_TD", 0), "x"),
+        (cut("x_TD", slice(None), slice(8)), "x|w_in|w_down"),
+        (cut("x_TD", slice(3)), "x|ids|weights"),
+        (cut("w_in", 0), "w_in"),
+        (cut("w_in", slice(3)), "w_in"),
+        (cut("w_in", slice(None), slice(8)), "w_in"),
+        (cut("w_in", slice(None), slice(None), slice(8)), "w_in"),
+        (cut("w_down", 0), "w_down"),
+        (cut("w_down", slice(3)), "w_in|w_down"),
+        (cut("w_down", slice(None), slice(4)), "w_down"),
+        (cut("w_down", slice(None), slice(None), slice(4)), "w_in|w_down"),
+        (cut("ids_TK", 0), "ids"),
+        (cut("ids_TK", slice(3)), "ids"),
+        (cut("ids_TK", slice(None), slice(1)), "ids|weights"),
+        (cut("weights_TK", 0), "weights"),
+        (cut("weights_TK", slice(3)), "weights"),
+        (cut("weights_TK", slice(None), slice(1)), "weights"),
+        (cut("bias_in", 0), "bias_in"),
+        (cut("bias_in", slice(None), slice(8)), "bias_in"),
+        (cut("bias_down", slice(3)), "bias_down"),
+        (cut("bias_down", slice(None), slice(4)), "bias_down"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_wrong_shapes_are_named(changes: dict[str, Any], argument: str) -> None:
+    wrong = LAYER.but(**changes)
+    shapes = "|".join(shown(tensor) for tensor in wrong.tensors().values())
+    with pytest.raises(ArgumentError, match=rf"(?s)\b({argument})\b.*({shapes})"):
+        wrong()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("x_TD", torch.float64),
+        ("x_TD", torch.int32),
+        ("w_in", torch.float16),
+        ("w_down", torch.bfloat16),
+        ("w_down", torch.int8),
+        ("ids_TK", torch.float32),
+        ("ids_TK", torch.uint8),
+        ("ids_TK", torch.bool),
+        ("weights_TK", torch.float16),
+        ("weights_TK", torch.float64),
+        ("bias_in", torch.float16),
+        ("bias_down", torch.float64),
+    ],
+    ids=str,
+)
+def test_wrong_dtypes_are_named(name: str, dtype: torch.dtype) -> None:
+    argument = name.removesuffix("_TD").removesuffix("_TK")
+    with pytest.raises(ArgumentError, match=rf"(?s)\b{argument}\b.*{dtype}.*\({LAYER.tensors()[name].shape[0]}, "):
+        LAYER.but(**cast(name, dtype))()
+
+
+@pytest.mark.parametrize("name", ["w_in", "w_down", "ids_TK", "weights_TK", "bias_in", "bias_down"])
+def test_other_devices_are_named(name: str) -> None:
+    argument = name.removesuffix("_TK")
+    with pytest.raises(ArgumentError, match=rf"(?s)\b{argument}\b.*meta"):
+        LAYER.but(**{name: LAYER.tensors()[name].to("meta")})()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"activation": "tanh"}, "'tanh'"),
+        ({"activation": "SwiGLU"}, "'SwiGLU'"),
+        ({"weights_on": "both"}, "'both'"),
+    ],
+)
+def test_unknown_flags_are_named(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        LAYER.but(**flags)()
+
+
+def test_an_ungated_layer_in_a_gated_ones_shape() -> None:
+    with pytest.raises(ArgumentError, match=r"w_in.*\(4, 8, 16\).*found.*\(4, 16, 16\)"):
+        LAYER.but(activation="relu", bias_in=None)()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"keep_T": torch.ones(4, dtype=torch.bool)}, r"keep.*\(4,\)"),
+        ({"keep_T": torch.ones(5, 1, dtype=torch.bool)}, r"keep.*\(5, 1\)"),
+        ({"keep_T": torch.ones(5)}, r"keep.*float32"),
+        ({"local_E": torch.zeros(4, 1, dtype=torch.int32)}, r"local.*\(4, 1\)"),
+        ({"local_E": torch.zeros(4)}, r"local.*float32"),
+        ({"keep_T": torch.ones(5, dtype=torch.bool, device="meta")}, "keep.*meta"),
+    ],
+)
+def test_wrong_masks_and_tables_are_named(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        LAYER(**extra)
+
+
+def test_a_plan_of_another_batch_is_named() -> None:
+    with pytest.raises(ArgumentError, match="plan"):
+        LAYER(plan=plan(LAYER.ids_TK[:3], 4))
+    with pytest.raises(ArgumentError, match="plan"):
+        LAYER(plan=plan(LAYER.ids_TK, 7))

@@ -1,0 +1,115 @@
+"""fused_moe and grouped_mlp with int8 and int4 weights: what they return with the weights' exact values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from testkit.layouts import LAYOUTS
+from testkit.moe_layers import DTYPES, Layer, random_layer
+from testkit.regimes import larger_tiles
+from testkit.tolerances import assert_close
+from torch import Tensor
+
+from moe_kernels import ArgumentError, dequantize_experts, grouped_mlp, quantize_experts
+
+pytestmark = pytest.mark.usefixtures("regime")
+
+
+def run(layer: Layer) -> Tensor:
+    with larger_tiles():
+        return layer()
+
+
+ROUNDINGS = {torch.float32: 128, torch.float16: 4, torch.bfloat16: 4}
+"""Kernels sum codes with an offset that they subtract at the end, which costs float32 the bits of the offset."""
+FORMATS = [(8, 0), (8, 128), (4, 0), (4, 128)]
+
+
+def quantised(layer: Layer, bits: int, group: int) -> tuple[Layer, Tensor]:
+    """The layer with packed weights, and its output by definition with the values that they stand for."""
+    packed = [quantize_experts(weight, bits, group) for weight in (layer.w_in, layer.w_down)]
+    values = [dequantize_experts(weight, torch.float64) for weight in packed]
+    return layer.but(w_in=packed[0], w_down=packed[1]), layer.but(w_in=values[0], w_down=values[1]).expected()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_equals_the_weights_values(bits: int, group: int, dtype: torch.dtype) -> None:
+    layer, expected_TD = quantised(random_layer(2, 256, 128, 3, 2, dtype=dtype), bits, group)
+    assert_close(run(layer), expected_TD, ROUNDINGS[dtype])
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_biases_absent_slots_and_input_weights(bits: int, group: int) -> None:
+    layer = random_layer(3, 128, 128, 3, 2, activation="gelu", biased=True).but(weights_on="input")
+    layer.ids_TK[::2, 1] = -1
+    layer, expected_TD = quantised(layer, bits, group)
+    assert_close(run(layer), expected_TD, ROUNDINGS[torch.float32])
+
+
+def test_narrow_matrices_of_bytes() -> None:
+    layer, expected_TD = quantised(random_layer(3, 48, 16, 5, 2), 8, 0)
+    assert_close(run(layer), expected_TD)
+
+
+@pytest.mark.parametrize("which", ["w_in", "w_down"])
+def test_one_matrix_may_stay_plain(which: str) -> None:
+    plain = random_layer(2, 128, 128, 3, 2)
+    packed = quantize_experts(getattr(plain, which), 4, 128)
+    values = plain.but(**{which: dequantize_experts(packed, torch.float64)})
+    assert_close(run(plain.but(**{which: packed})), values.expected(), ROUNDINGS[torch.float32])
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_grouped_rows(bits: int, group: int) -> None:
+    plain = random_layer(4, 128, 128, 3, 1, activation="relu")
+    counts_E = torch.tensor([1, 0, 2], dtype=torch.int32)
+    plain = plain.but(ids_TK=torch.tensor([[0], [2], [2], [-1]]), weights_TK=torch.ones(4, 1))
+    layer, expected_ND = quantised(plain, bits, group)
+    with larger_tiles():
+        y_ND = grouped_mlp(layer.x_TD, counts_E, layer.w_in, layer.w_down, activation="relu")
+    assert_close(y_ND, expected_ND, ROUNDINGS[torch.float32])
+
+
+def test_other_experts_are_not_read() -> None:
+    layer = random_layer(2, 128, 128, 3, 1)
+    layer.ids_TK[:] = 1
+    layer, expected_TD = quantised(layer, 4, 128)
+    for weight in (layer.w_in, layer.w_down):
+        weight.scales[[0, 2]] = torch.nan
+    assert_close(run(layer), expected_TD, ROUNDINGS[torch.float32])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("part", ["x_TD", "packed", "scales"])
+def test_memory_layout_is_refused_or_harmless(part: str, layout: Callable[[Tensor], Tensor]) -> None:
+    layer, expected_TD = quantised(random_layer(2, 128, 128, 3, 1, dtype=torch.float16, activation="relu"), 4, 128)
+    try:
+        if part == "x_TD":
+            odd = layer.but(x_TD=layout(layer.x_TD))
+        else:
+            odd = layer.but(w_in=replace(layer.w_in, **{part: layout(getattr(layer.w_in, part))}))
+        y_TD = run(odd)
+    except ArgumentError as refused:
+        if part == "x_TD" or "contiguous" not in str(refused):
+            raise
+    else:
+        assert_close(y_TD, expected_TD)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((256, 128, 3), r"w_in.*\(3, 256, 128\).*found.*\(3, 256, 256\)"),
+        ((128, 256, 3), r"w_(in|down).*found.*\(3, (512|128), (128|256)\)"),
+        ((128, 128, 4), r"w_(in|down).*found.*\(4, "),
+    ],
+)
+def test_wrong_shapes_are_named(sizes: tuple[int, int, int], words: str) -> None:
+    layer, other = random_layer(5, 128, 128, 3), random_layer(5, *sizes)
+    packed = quantize_experts(other.w_in, 8, 0)
+    with pytest.raises(ArgumentError, match=words):
+        run(layer.but(w_in=packed))

@@ -1,0 +1,131 @@
+"""The large-T kernels as machine code for an H200."""
+
+from __future__ import annotations
+
+import pytest
+from testkit import aot
+
+INTEGERS = dict.fromkeys(("stride_x", "stride_o", "stride_out", "stride_bias", "O", "I", "WIDTH"), "i32:16")
+LISTS = dict.fromkeys(("order_S", "ends_E", "tile_expert_M", "tile_row_M", "tile_count_1"), "*i32")
+FLAGS = {
+    "SLOTS": 8, "SCATTER": False, "HAS_BIAS": False, "HAS_SCALE": False, "EVEN": True, "UPCAST": False,
+    "PRECISION": "tf32", "PDL": True, "GROUP_M": 8,
+}  # fmt: skip
+
+
+def grouped(
+    *, gated: bool = False, gather: str = "none", transpose: bool = False, tma: bool = True,
+    activation: str = "identity", block_m: int = 128, block_n: int = 256, num_warps: int = 8, stages: int = 4, programs: int = 132,
+    dtype: str = "bf16",
+) -> aot.Compiled:  # fmt: skip
+    box = (64, block_n) if transpose else (1, 2, block_n, 64) if gated else (block_n, 64)
+    sides = ",".join(map(str, box))
+    x_tma = tma and gather == "none"
+    signature = {
+        "x": f"tensordesc<{dtype}[{block_m},64]>" if x_tma else f"*{dtype}",
+        "w": f"tensordesc<{dtype}[{sides}]>" if tma else f"*{dtype}",
+        "out": f"*{dtype}", "bias": f"*{dtype}", "row_scale": "*fp32", "stride_e": "i64:16", "COLUMN_TILES": "i32",
+        **LISTS, **INTEGERS,
+    }  # fmt: skip
+    constants = FLAGS | {
+        "GATHER": gather, "ACT": activation, "GATED": gated, "TRANSPOSE": transpose, "X_TMA": x_tma, "W_TMA": tma,
+        "STAGES": stages, "PROGRAMS": programs, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64,
+    }  # fmt: skip
+    return aot.compile_sm90(
+        "moe_kernels.grouped_gemm_triton:grouped_gemm_kernel", signature, constants, num_warps=num_warps,
+        num_stages=stages, launch_pdl=True,
+    )  # fmt: skip
+
+
+def swapped(*, bits: int, block_m: int, block_n: int = 64, gated: bool = True, dtype: str = "bf16") -> aot.Compiled:
+    kind, columns = (dtype, 64) if bits == 16 else ("i32", 16)
+    signature = {
+        "x": f"*{dtype}", "w": f"tensordesc<{kind}[{block_n},{columns}]>", "out": f"*{dtype}", "scales": "*fp16",
+        "bias": f"*{dtype}", "row_scale": "*fp32", "stride_x": "i32:16", "stride_out": "i32:16",
+        "stride_bias": "i32:16", "I": "i32:16", "G": "i32", "WIDTH": "i32:16", "magic": "i32", **LISTS,
+    }  # fmt: skip
+    constants = {
+        "SLOTS": 8, "GATHER": "token" if gated else "none", "ACT": "swiglu" if gated else "identity", "GATED": gated,
+        "HAS_BIAS": False, "HAS_SCALE": False, "OUT_ARRANGED": bits < 16, "BITS": bits,
+        "GROUP": 128 if bits < 16 else 0, "WORDS": bits < 16, "WARPS": 4, "TMA": True, "EVEN_N": True, "EVEN_K": True,
+        "EVICT_FIRST": False, "UPCAST": False, "PRECISION": "tf32", "PDL": True, "STAGES": 3, "GROUP_M": 8,
+        "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": 128 if bits < 16 else 64,
+    }  # fmt: skip
+    return aot.compile_sm90(
+        "moe_kernels.swapped_gemm_triton:swapped_gemm_kernel", signature, constants, num_warps=4, num_stages=3,
+        launch_pdl=True,
+    )  # fmt: skip
+
+
+def check_resources(code: aot.Compiled) -> None:
+    aot.assert_no_stack(code)
+    aot.assert_smem_fits(code)
+
+
+@pytest.mark.parametrize("gather", ["token", "none"])
+@pytest.mark.parametrize("programs", [0, 132])
+def test_gate_and_up_are_one_instruction_of_full_width(programs: int, gather: str) -> None:
+    code = grouped(gated=True, activation="swiglu", gather=gather, block_n=128, programs=programs)
+    aot.assert_wgmma(code)
+    aot.assert_tma(code)
+    assert "HGMMA.64x256x16" in code.sass
+    check_resources(code)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_grouped_rows(dtype: str, transpose: bool) -> None:
+    code = grouped(transpose=transpose, dtype=dtype)
+    aot.assert_wgmma(code)
+    aot.assert_tma(code)
+    check_resources(code)
+
+
+def test_gathered_rows_of_a_plain_mlp() -> None:
+    code = grouped(gather="token", activation="gelu", stages=3, programs=0)
+    aot.assert_wgmma(code)
+    check_resources(code)
+
+
+def test_without_tma() -> None:
+    code = grouped(tma=False, gather="pair", block_n=128, stages=3, programs=0)
+    aot.assert_wgmma(code)
+    check_resources(code)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_swapped_half_types(block_m: int, gated: bool) -> None:
+    code = swapped(bits=16, block_m=block_m, gated=gated)
+    aot.assert_wgmma(code)
+    aot.assert_tma(code)
+    check_resources(code)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_swapped_quantised_weights_stay_in_registers(bits: int, block_m: int, dtype: str) -> None:
+    code = swapped(bits=bits, block_m=block_m, dtype=dtype)
+    aot.assert_wgmma_from_registers(code)
+    aot.assert_no_i2f(code)
+    check_resources(code)
+
+
+def test_dequantize_has_no_integer_conversion() -> None:
+    signature = {"packed": "*u8", "scales": "*fp16", "out": "*bf16", "R": "i32:16", "I": "i32:16", "G": "i32:16"}
+    constants = {"BITS": 4, "GROUP": 128, "DTYPE": "tl.bfloat16", "BLOCK_R": 16, "BLOCK_B": 256}
+    code = aot.compile_sm90("moe_kernels.dequantize_triton:dequantize_kernel", signature, constants)
+    aot.assert_no_i2f(code)
+    check_resources(code)
+
+
+def test_combine() -> None:
+    signature = {
+        "out": "*bf16", "place_TK": "*i32", "weights_TK": "*fp32", "y": "*bf16", "stride_out": "i32:16",
+        "stride_y": "i32:16", "D": "i32:16",
+    }  # fmt: skip
+    constants = {"SLOTS": 8, "HAS_WEIGHTS": True, "EVEN": True, "PDL": True, "BLOCK_D": 1024}
+    code = aot.compile_sm90("moe_kernels.combine_triton:combine_kernel", signature, constants, launch_pdl=True)
+    check_resources(code)
+    assert "ld.global.v4" in code.ptx

@@ -1,0 +1,223 @@
+"""route's kernel, interpreted, against its twin: every flag, ties, padding, odd values; and its machine code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testkit import aot
+from torch import Tensor
+
+from moe_kernels import ArgumentError, backend, route
+
+both_paths = pytest.mark.usefixtures("path")
+TOLERANCE = 8 * torch.finfo(torch.float32).eps
+V3 = {"score": "sigmoid", "renormalise": True, "scale": 2.5}
+CASES: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 1, {}),
+    (5, 1, {"order": "choose_first"}),
+    (8, 2, {"renormalise": True}),
+    (60, 4, {}),
+    (60, 8, {"score": "sigmoid", "order": "choose_first", "scale": 0.5}),
+    (64, 3, {"order": "choose_first", "renormalise": True}),
+    (128, 5, {"score": "sigmoid", "renormalise": True}),
+    (128, 6, {"scale": 16.0}),
+    (128, 7, {"score": "sigmoid"}),
+    (128, 16, {"renormalise": True}),
+    (160, 30, {"order": "choose_first"}),
+    (512, 8, {"renormalise": True}),
+    (512, 10, {"score": "sigmoid"}),
+]
+GROUPED: list[tuple[int, int, dict[str, Any]]] = [
+    (256, 8, {"groups": 8, "top_groups": 4, "group_score": "top2_sum", **V3}),
+    (160, 6, {"groups": 8, "top_groups": 3, "scale": 16.0}),
+    (60, 4, {"groups": 5, "top_groups": 2, "group_score": "top2_sum"}),
+    (16, 4, {"groups": 16, "top_groups": 4, "group_score": "top2_sum"}),
+    (18, 6, {"groups": 3, "top_groups": 1, "order": "choose_first"}),
+    (24, 8, {"groups": 3, "top_groups": 3}),
+]
+
+
+def logits(rows: int, experts: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Distinct in every row, also in half precision: no rounding decides between two experts."""
+    ranks_TE = torch.rand(rows, experts, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
+    return ((ranks_TE - experts / 2) / 32).to(dtype)
+
+
+def both(logits_TE: Tensor, **flags: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    with backend.forced("triton"):
+        kernel = route(logits_TE, **flags)
+    with backend.forced("torch"):
+        return kernel, route(logits_TE, **flags)
+
+
+def assert_equals_twin(logits_TE: Tensor, **flags: Any) -> tuple[Tensor, Tensor]:
+    (ids_TK, weights_TK), (twin_ids_TK, twin_weights_TK) = both(logits_TE, **flags)
+    assert ids_TK.dtype == twin_ids_TK.dtype
+    assert torch.equal(ids_TK, twin_ids_TK)
+    torch.testing.assert_close(weights_TK, twin_weights_TK, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
+    return ids_TK, weights_TK
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize(("experts", "top_k", "flags"), CASES + GROUPED)
+def test_equals_twin(experts: int, top_k: int, flags: dict[str, Any], biased: bool) -> None:
+    bias_E = torch.randn(experts, generator=torch.Generator().manual_seed(1)) if biased else None
+    assert_equals_twin(logits(6, experts), top_k=top_k, correction_bias_E=bias_E, **flags)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_every_k_and_dtype(top_k: int, dtype: torch.dtype) -> None:
+    assert_equals_twin(logits(3, 60, dtype), top_k=top_k, renormalise=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+def test_rows_that_do_not_fill_a_program(rows: int) -> None:
+    ids_TK, _ = assert_equals_twin(logits(rows, 12), top_k=2)
+    assert ids_TK.shape == (rows, 2)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-1.0, -0.0, 0.0, 2.0]), min_size=12, max_size=12), min_size=1, max_size=4),
+    st.sampled_from([{}, {"groups": 3, "top_groups": 2}, {"groups": 4, "top_groups": 2, "group_score": "top2_sum"}]),
+)
+@settings(max_examples=40, deadline=None)
+def test_ties_go_to_the_lowest_id(rows: list[list[float]], groups: dict[str, Any]) -> None:
+    assert_equals_twin(torch.tensor(rows), top_k=5, order="choose_first", **groups)
+
+
+@both_paths
+def test_any_strides() -> None:
+    wide_TE = logits(10, 40)
+    dense = route(wide_TE[::2, 4:36].contiguous(), top_k=3)
+    for strided_TE in (wide_TE[::2, 4:36], wide_TE[::2, 4:36].t().contiguous().t()):
+        assert not strided_TE.is_contiguous()
+        for actual, expected in zip(route(strided_TE, top_k=3), dense, strict=True):
+            assert torch.equal(actual, expected)
+
+
+@both_paths
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("flags", [{}, {"score": "sigmoid", "renormalise": True}, {"order": "choose_first"}], ids=str)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_odd_values_stay_in_their_row(odd: float, flags: dict[str, Any]) -> None:
+    clean_TE = logits(6, 12)
+    dirty_TE = clean_TE.clone()
+    dirty_TE[2, [3, 7]] = odd
+    dirty_TE[4] = odd
+    ids_TK, weights_TK = route(dirty_TE, top_k=4, **flags)
+    clean_ids_TK, clean_weights_TK = route(clean_TE, top_k=4, **flags)
+    assert [len(set(ids)) for ids in ids_TK.tolist()] == [4] * 6
+    assert ((ids_TK >= 0) & (ids_TK < 12)).all()
+    others = [0, 1, 3, 5]
+    assert torch.equal(ids_TK[others], clean_ids_TK[others])
+    assert torch.equal(weights_TK[others], clean_weights_TK[others])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("flags", [{}, {"order": "choose_first"}, {"score": "sigmoid", "groups": 4, "top_groups": 2}])
+def test_odd_values_choose_as_the_twin_does(odd: float, flags: dict[str, Any]) -> None:
+    dirty_TE = logits(5, 12)
+    dirty_TE[0], dirty_TE[1, 5], dirty_TE[2, 1:9], dirty_TE[3, ::2] = odd, odd, odd, -odd
+    assert_equals_twin(dirty_TE, top_k=5, **flags)
+
+
+@both_paths
+def test_excluded_groups_stay_excluded() -> None:
+    """A chosen group whose values are -inf still comes before a group that was not chosen."""
+    bias_E = torch.tensor([9.0, -torch.inf, -torch.inf, 0.0, 0.0, 0.0])
+    ids_TK, _ = route(torch.zeros(1, 6), top_k=3, correction_bias_E=bias_E, groups=2, top_groups=1)
+    assert ids_TK.tolist() == [[0, 1, 2]]
+
+
+@both_paths
+def test_rows_that_have_ended() -> None:
+    keep_T = torch.tensor([True, False, True, True, False])
+    logits_TE = logits(5, 12)
+    logits_TE[1] = torch.nan
+    ids_TK, weights_TK = route(logits_TE, top_k=3, keep_T=keep_T)
+    assert (ids_TK[~keep_T] == -1).all()
+    assert (weights_TK[~keep_T] == 0).all()
+    for kept_TK, all_TK in zip((ids_TK, weights_TK), route(logits_TE, top_k=3), strict=True):
+        assert torch.equal(kept_TK[keep_T], all_TK[keep_T])
+
+
+@both_paths
+def test_ids_in_int32() -> None:
+    ids_TK, _ = route(logits(3, 12), top_k=2, ids_dtype=torch.int32)
+    assert ids_TK.dtype == torch.int32
+    assert torch.equal(ids_TK, route(logits(3, 12), top_k=2)[0].int())
+
+
+@both_paths
+@pytest.mark.parametrize("groups", [{}, {"groups": 2, "top_groups": 1}], ids=str)
+def test_no_rows(groups: dict[str, Any]) -> None:
+    ids_TK, weights_TK = route(torch.zeros(0, 8), top_k=3, **groups)
+    assert ids_TK.shape == weights_TK.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"score": "tanh"}, "score must be"),
+        ({"order": "last"}, "order must be"),
+        ({"group_score": "mean"}, "group_score must be"),
+        ({"ids_dtype": torch.int16}, "ids_dtype must be"),
+        ({"keep_T": torch.ones(3, dtype=torch.bool)}, r"keep \[T\] must be torch.bool of shape \(2,\)"),
+        ({"keep_T": torch.ones(2)}, r"keep \[T\] must be torch.bool"),
+        ({"keep_T": torch.ones(2, dtype=torch.bool, device="meta")}, "keep is on meta, logits on cpu"),
+        ({"correction_bias_E": torch.ones(8, dtype=torch.int32)}, "correction_bias must be floating point"),
+        ({"correction_bias_E": torch.ones(8, device="meta")}, "correction_bias is on meta, logits on cpu"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_wrong_arguments_are_named(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        route(torch.zeros(2, 8), top_k=1, **flags)
+
+
+def compiled(experts: int, top_k: int, rows: int = 4, warps: int = 4, **flags: Any) -> aot.Compiled:
+    groups = flags.pop("groups", 1)
+    width = experts // groups
+    constants = {
+        "stride_e": 1, "K": top_k, "K_PAD": _padded(top_k), "GROUPS": groups, "GROUPS_PAD": _padded(groups),
+        "WIDTH": width, "WIDTH_PAD": _padded(width), "TOP_GROUPS": 1, "TOP2_SUM": False, "SIGMOID": False,
+        "CHOOSE_FIRST": False, "RENORMALISE": True, "HAS_BIAS": False, "HAS_KEEP": False, "R": rows, "PDL": True,
+        "EARLY": False,
+    }  # fmt: skip
+    signature = {
+        "logits": "*bf16", "bias": "*fp32", "keep": "*u8", "ids": "*i64", "weights": "*fp32", "rows": "i32",
+        "stride_t": "i32:16", "scale": "fp32",
+    }  # fmt: skip
+    return aot.compile_sm90("moe_kernels.router_triton:_route_kernel", signature, constants | flags, num_warps=warps)
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def test_machine_code_reduces_within_warps() -> None:
+    code = compiled(128, 8)
+    aot.assert_no_stack(code)
+    # Two per choice and one for the softmax's maximum; rows never wait for each other but to store.
+    assert code.count("REDUX") == 17
+    assert "griddepcontrol.wait" in code.ptx
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"experts": 60, "top_k": 4, "HAS_KEEP": True},
+        {"experts": 512, "top_k": 16, "rows": 1, "warps": 1, "SIGMOID": True, "HAS_BIAS": True},
+        {"experts": 256, "top_k": 8, "rows": 1, "warps": 1, "groups": 8, "TOP_GROUPS": 4, "TOP2_SUM": True},
+        {"experts": 32, "top_k": 30, "CHOOSE_FIRST": True},
+    ],
+    ids=str,
+)
+def test_machine_code_keeps_rows_in_registers(flags: dict[str, Any]) -> None:
+    aot.assert_no_stack(compiled(**flags))

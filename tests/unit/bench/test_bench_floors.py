@@ -1,0 +1,80 @@
+"""Floors and shapes against numbers worked out by hand, and against the figures that peers were measured by."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import draws, floors
+from bench.shapes import SHAPES, find
+
+
+def test_bytes_of_an_expert_by_hand() -> None:
+    qwen = find("qwen3-30b")
+    weights = 3 * 2048 * 768
+    assert qwen.parameters == weights == 4_718_592
+    assert floors.expert_bytes(qwen, "bf16") == 2 * weights
+    assert floors.expert_bytes(qwen, "int8_channel") == weights + 2 * (2 * 768 + 2048)
+    assert floors.expert_bytes(qwen, "int8") == weights + 2 * weights / 128
+    assert floors.expert_bytes(qwen, "int4") == weights / 2 + 2 * weights / 128
+    assert floors.expert_bytes(qwen, "int4_channel") == weights / 2 + 2 * (2 * 768 + 2048)
+
+
+def test_an_ungated_expert_has_two_matrices() -> None:
+    assert find("scattermoe").parameters == 2 * 4096 * 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "active", "dtype", "wanted_us"),
+    [
+        # Memory-bound: 2 x 352.3 MB / 4.3 TB/s.
+        ("mixtral", 2, 2, "bf16", 163.9),
+        ("mixtral", 2, 2, "int4", 42.3),
+        ("mixtral", 2, 2, "int8_channel", 82.0),
+        ("qwen3-30b", 8, 8, "bf16", 17.56),
+        ("qwen3-30b", 512 * 8, 128, "bf16", 280.9),
+        # Compute-bound: 6 x 4096 x 14336 x 2 x 8192 / 790 TFLOP/s.
+        ("mixtral", 8192 * 2, 8, "bf16", 7307),
+        ("qwen3-30b", 8192 * 8, 128, "bf16", 783),
+        ("olmoe", 2048 * 8, 64, "bf16", 261),
+        # ScatterMoE's unit: 4 x 4096 x 2048 x 4 x 61440 / 790 TFLOP/s.
+        ("scattermoe", 61_440 * 4, 32, "bf16", 10_440),
+    ],
+)
+def test_floors_of_a_layer_match_the_published_table(
+    name: str, pairs: int, active: int, dtype: str, wanted_us: float
+) -> None:
+    assert floors.layer_us(find(name), pairs, active, dtype) == pytest.approx(wanted_us, rel=2e-3)
+
+
+def test_training_costs_three_forwards() -> None:
+    assert floors.training_us(find("scattermoe"), 61_440 * 4) == pytest.approx(31_330, rel=2e-3)
+
+
+def test_scaled_shapes_keep_experts_and_whole_groups() -> None:
+    small = find("mixtral/32")
+    assert (small.d, small.f, small.E, small.k) == (128, 384, 8, 2)
+    assert find("qwen3-30b/1000").d == 128
+    assert find("mixtral/1") == SHAPES["mixtral"]
+
+
+@pytest.mark.parametrize("name", ["nope", "mixtral/x", "mixtral/-1"])
+def test_unknown_shapes_are_refused_with_the_known_names(name: str) -> None:
+    with pytest.raises(KeyError, match="qwen3-30b"):
+        find(name)
+
+
+def test_a_draw_counts_the_experts_that_it_hit() -> None:
+    draw = draws.uniform(5, 64, 8)
+    assert draw.active == len(draw.ids_TK.unique())
+    assert draw.pairs == 40
+    assert all(len(set(row)) == 8 for row in draw.ids_TK.tolist())
+    assert draw.weights_TK.sum(1).tolist() == pytest.approx([1.0] * 5)
+    assert draws.uniform(5, 64, 8).ids_TK.equal(draw.ids_TK)
+    assert not draws.uniform(5, 64, 8, seed=1).ids_TK.equal(draw.ids_TK)
+
+
+@pytest.mark.parametrize("active", [1, 4, 24, 32])
+def test_an_even_draw_hits_exactly_as_many_experts_as_asked(active: int) -> None:
+    draw = draws.over_first(active * 8, active, 1)
+    assert draw.active == active
+    assert draw.ids_TK.flatten().bincount().tolist() == [8] * active

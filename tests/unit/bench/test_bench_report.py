@@ -1,0 +1,90 @@
+"""docs/kernels.md's tables from results.csv."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import report, results
+from bench.machine import Machine
+from bench.results import Row
+from bench.timing import Timing
+
+H200 = Machine(gpu="NVIDIA H200", torch="2.11", triton="3.6", vllm="0.25.1", date="2026-11-21", commit="abc")
+CPU = Machine(gpu="none", torch="2.13", triton="3.7", vllm="", date="2026-11-22", commit="def")
+TEXT = "# Title\nkept\n<!-- bench:figures -->\nold\n<!-- /bench -->\nkept too\n<!-- bench:int4 -->\n<!-- /bench -->\n"
+
+
+def row(p50: float, provider: str = "ours", suite: str = "figures", rows: int = 8, **fields: object) -> Row:
+    timing = Timing(p20=p50, p50=p50, p80=p50, clock="graph")
+    base = {"op": "fused_moe", "shape": "qwen3-30b", "dtype": "bf16", "floor_us": 100.0, "timing": timing}
+    return Row(suite=suite, provider=provider, rows=rows, **{**base, **fields})  # type: ignore[arg-type]
+
+
+def write(path: Path, *rows: Row, machine: Machine = H200) -> None:
+    results.append(path, rows, machine)
+
+
+def test_tables_hold_the_latest_gpu_measurements_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    write(path, row(400), row(250, "vllm"), row(99, "vllm", suite="run"))
+    write(path, row(125), row(0, "grouped_mm", timing=None, error="unsupported: no"))
+    write(path, row(7), machine=CPU)
+    text = report.regenerate(TEXT, results.read(path))
+    lines = text.splitlines()
+    assert lines[:3] == TEXT.splitlines()[:3]
+    assert "kept too" in lines
+    (line,) = [line for line in lines if line.startswith("| fused_moe")]
+    cells = [cell.strip() for cell in line.split("|")][1:-1]
+    assert cells == ["fused_moe", "qwen3-30b", "bf16", "8", "100", "125 (80 %)", "250 (40 %)", "2.00"]
+    assert "NVIDIA H200; torch 2.11; triton 3.6; vllm 0.25.1; 2026-11-21, commit abc." in lines
+    assert "unsupported" not in text
+    assert "<!-- bench:int4 -->\nNot measured yet.\n<!-- /bench -->" in text
+
+
+def test_regenerating_changes_nothing_the_second_time(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    write(path, row(400), row(300, suite="int4", dtype="int4"))
+    once = report.regenerate(TEXT, results.read(path))
+    assert report.regenerate(once, results.read(path)) == once != TEXT
+
+
+def test_elephants_are_shown_relative_to_float16(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    suite = "elephants-table1"
+    names = {"fp16": 30.0, "int8 native": 20.0, "int8 trick": 15.0}
+    write(path, *(row(p50, name, suite, op="convert_gemm", dtype="x") for name, p50 in names.items()))
+    text = report.regenerate(f"<!-- bench:{suite} -->\n<!-- /bench -->\n", results.read(path))
+    first = [cell.strip() for cell in text.splitlines()[3].split("|")][1:-1]
+    assert first == ["qwen3-30b", "8", "1.00", "1.50", "2.00"]
+
+
+def test_failures_on_a_gpu_stay_visible(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    write(path, row(400), row(0, "vllm", timing=None, error="RuntimeError: boom"))
+    assert "RuntimeError: boom" in report.regenerate(TEXT, results.read(path))
+
+
+@pytest.mark.parametrize("field", ["memory_mib", "deviation"])
+def test_a_row_survives_the_file(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "r.csv"
+    first = row(123.25, **{field: 2.5})
+    write(path, first, row(0, timing=None, error="why"))
+    assert [results.parse(record) for record in results.read(path)] == [first, row(0, timing=None, error="why")]
+
+
+def test_the_command_writes_and_checks(tmp_path: Path) -> None:
+    path, document = tmp_path / "r.csv", tmp_path / "doc.md"
+    document.write_text(TEXT)
+    write(path, row(400))
+    arguments = ["--csv", str(path), "--document", str(document)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert document.read_text() == TEXT
+    assert report.main(arguments) == 0
+    assert report.main([*arguments, "--check"]) == 0
+    assert "400" in document.read_text()
+
+
+def test_the_document_matches_the_results_in_the_repository() -> None:
+    assert report.main(["--check"]) == 0, "run python -m bench.report"

@@ -1,0 +1,253 @@
+"""The bench end to end on a CPU: tables, CSV, plots, suites, and how failures show."""
+
+from __future__ import annotations
+
+import csv
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import plot, render, results, run
+from bench.bank import Bank
+from bench.case import Case, checked_rows, make
+from bench.draws import uniform
+from bench.machine import Machine
+from bench.measuring import Settings, measure_case
+from bench.precompile import Task, run_once
+from bench.providers import PROVIDERS, vllm
+from bench.results import COLUMNS, Row
+from bench.shapes import find
+from bench.suites import SUITES
+from bench.timing import Call, Timing, copies_for
+from moe_kernels.quant import quantize_experts
+
+MACHINE = Machine(gpu="G", torch="2", triton="3", vllm="", date="2026-11-21", commit="abc")
+CPU = Settings(device="cpu", budget_s=0.0, scale=32, tokens=8, suite="test")
+
+
+def row(provider: str = "ours", p50: float = 20.0, rows: int = 8, clock: str = "graph", **fields: object) -> Row:
+    timing = Timing(p20=p50 * 0.9, p50=p50, p80=p50 * 1.1, clock=clock)  # type: ignore[arg-type]
+    base = {"suite": "s", "op": "fused_moe", "shape": "tiny", "dtype": "bf16", "floor_us": 15.0, "timing": timing}
+    return Row(provider=provider, rows=rows, **{**base, **fields})  # type: ignore[arg-type]
+
+
+def test_every_op_and_provider_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ops = ["fused_moe", "grouped_mlp", "parallel_linear", "route", "plan", "route_plan"]
+    names = ["ours", "vllm", "vllm_marlin", "grouped_mm", "torch"]
+    path = tmp_path / "deep" / "results.csv"
+    arguments = ["--op", ",".join(ops), "--shape", "tiny", "--rows", "1,4", "--dtype", "fp32,int4", "--device", "cpu"]
+    arguments += ["--provider", ",".join(names), "--csv", str(path), "--plot", str(tmp_path), "--budget-s", "0"]
+    assert run.main([*arguments, "--quiet"]) == 0
+    records = list(results.read(path))
+    assert len(records) == len(ops) * 2 * 2 * len(names)
+    assert set(records[0]) == set(COLUMNS)
+    for record in records:
+        if record["provider"].startswith("vllm"):
+            assert record["error"].startswith("unsupported"), record
+            assert not record["p50_us"]
+        elif record["dtype"] == "fp32":
+            assert float(record["p20_us"]) <= float(record["p50_us"]) <= float(record["p80_us"])
+            # Without a GPU a share of an H200's floor would mislead.
+            assert (record["clock"], record["percent"], record["error"]) == ("host", "", "")
+    out = capsys.readouterr().out
+    assert "| fused_moe" in out
+    assert " cpu" in out
+    assert "vllm: fused_moe tiny fp32 rows 1: unsupported" in out
+    assert ET.parse(tmp_path / "fused_moe-tiny-fp32.svg").getroot().tag.endswith("svg")
+
+
+def test_appending_keeps_what_was_there_and_writes_one_header(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    results.append(path, [row()], MACHINE)
+    results.append(path, [row(provider="vllm", timing=None, error="Broken:\n no  luck")], MACHINE)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3
+    first, second = csv.DictReader(lines)
+    assert (first["p50_us"], first["floor_us"], first["percent"], first["commit"]) == ("20", "15", "75", "abc")
+    assert (second["p50_us"], second["error"]) == ("", "Broken: no luck")
+
+
+def test_the_table_shows_share_of_floor_clock_peers_and_each_error_once() -> None:
+    rows = [
+        row(),
+        row("vllm", 30.0),
+        row("torch", 1.0, clock="events"),
+        row("grouped_mm", timing=None, error="X: y"),
+        row("grouped_mm", timing=None, error="X: y", rows=9),
+    ]
+    text = render.side_by_side(rows)
+    cells = [cell.strip() for cell in text.splitlines()[2].split("|")]
+    # The plain-torch twin is no peer: 30 / 20.
+    assert cells[1:-1] == [
+        "fused_moe",
+        "tiny",
+        "bf16",
+        "8",
+        "15.0",
+        "20.0 (75 %)",
+        "30.0 (50 %)",
+        "1.00 (1500 %) e",
+        "1.50",
+    ]
+    assert text.count("X: y") == 1
+
+
+def test_a_provider_that_fails_is_a_row_and_not_the_end() -> None:
+    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
+    case = make("fused_moe", find("tiny"), 4, "fp32", bank, uniform(4, 8, 2))
+
+    def broken(_: object) -> Call:
+        raise RuntimeError("CUDA said no")
+
+    rows = list(measure_case(case, {"peer": broken, "ours": PROVIDERS["ours"]}, CPU))
+    assert (rows[0].timing, rows[0].error) == (None, "RuntimeError: CUDA said no")
+    assert rows[1].timing is not None
+
+
+@pytest.mark.parametrize(("fault", "row"), [(torch.nan, 1), (torch.inf, 1), (0.0, 3)])
+def test_a_wrong_or_unwritten_output_has_no_time(fault: float, row: int) -> None:
+    # Row 1 is none of those that are recomputed, row 3 is.
+    assert checked_rows(20) == [0, 3, 7, 11, 15, 19]
+    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
+    case = make("fused_moe", find("tiny"), 20, "fp32", bank, uniform(20, 8, 2))
+
+    def spoilt(inner: object) -> Call:
+        call = PROVIDERS["ours"](inner)  # type: ignore[arg-type]
+
+        def run_once(number: int) -> object:
+            y = call(number)
+            assert isinstance(y, torch.Tensor)
+            return y.index_fill(0, torch.tensor([row]), fault)
+
+        return run_once
+
+    (found,) = measure_case(case, {"peer": spoilt}, CPU)
+    assert found.timing is None
+    assert found.error.startswith("wrong: deviates")
+
+
+def test_a_call_that_is_right_only_the_first_time_has_no_time() -> None:
+    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
+    case = make("fused_moe", find("tiny"), 4, "fp32", bank, uniform(4, 8, 2))
+
+    def forgetful(inner: Case) -> Call:
+        call, seen = PROVIDERS["ours"](inner), []
+
+        def run_once(number: int) -> object:
+            seen.append(number)
+            return call(number) if len(seen) == 1 else torch.zeros_like(inner.x_TD)
+
+        return run_once
+
+    (found,) = measure_case(case, {"peer": forgetful}, CPU)
+    assert found.timing is None
+    assert found.error.startswith("wrong: deviates by 1 ")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8", "int8_channel", "int4", "int4_channel"])
+def test_providers_agree_with_the_float32_reference(dtype: str) -> None:
+    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
+    case = make("fused_moe", find("tiny"), 9, dtype, bank, uniform(9, 8, 2))
+    names = ["ours", "grouped_mm", "torch"] if dtype == "fp32" else ["ours", "torch"]
+    for found in measure_case(case, {name: PROVIDERS[name] for name in names}, CPU):
+        assert not found.error
+        assert found.deviation is not None
+        assert found.deviation < 1e-5, found.provider
+
+
+def test_transformers_experts_compute_the_same_layer() -> None:
+    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
+    case = make("fused_moe", find("tiny"), 9, "fp32", bank, uniform(9, 8, 2))
+    (found,) = measure_case(case, {"transformers": PROVIDERS["transformers"]}, CPU)
+    assert not found.error
+    assert found.deviation is not None
+    assert found.deviation < 1e-5
+
+
+def test_checked_rows_reach_from_the_first_to_the_last() -> None:
+    assert checked_rows(11) == [0, 2, 4, 6, 8, 10]
+    assert checked_rows(1) == [0]
+    assert checked_rows(3) == [0, 1, 2]
+
+
+def test_weights_rotate_past_the_cache_but_within_memory() -> None:
+    assert copies_for(19.5e6, 311e6, 140e9) == 13
+    assert copies_for(705e6, 2.8e9, 140e9) == 2
+    assert copies_for(1e6, 22.5e9, 140e9) == 2
+    assert copies_for(1e6, 90e9, 140e9) == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_marlins_words_hold_our_codes_in_order(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize_experts(torch.randn(1, 16, 256, generator=generator), bits, 128)
+    words = vllm.gptq_words(weight.packed[0], bits)
+    per_word = 32 // bits
+    assert words.shape == (256 // per_word, 16)
+    scale = weight.scales[0].float().repeat_interleave(128, dim=1)
+    from moe_kernels.quant import dequantize_experts
+
+    codes = (dequantize_experts(weight)[0] / scale).round().int() + 2 ** (bits - 1)
+    for column in (0, 1, 63, 64, 130, 255):
+        word = words[column // per_word] >> (bits * (column % per_word))
+        assert (word & (2**bits - 1)).tolist() == codes[:, column].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in SUITES if name not in ("elephants-table1", "int4", "figures")])
+def test_suites_run_at_reduced_size(name: str) -> None:
+    rows = list(SUITES[name](CPU))
+    assert rows
+    assert not [found.error for found in rows if found.error and not found.error.startswith("unsupported")]
+    assert any(found.timing for found in rows if found.provider == "ours")
+    assert all(found.floor_us > 0 for found in rows)
+
+
+def test_the_suite_for_elephants_table_1_runs_its_kernel_in_the_interpreter() -> None:
+    from bench.suites.elephants import COLUMNS as KINDS
+    from bench.suites.elephants import SHAPE, _convert_call
+
+    for bits, native in KINDS.values():
+        # Raises if the kernel's output differs from float32.
+        assert _convert_call(SHAPE.scaled(8), 2, bits, native, 1, CPU)(0) is not None
+
+
+def test_gating_by_table_and_by_einsum_give_the_same_tokens() -> None:
+    from bench.suites import deepspeed
+
+    shape = find("tiny")
+    x = torch.randn(40, shape.d, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(40, shape.E, generator=torch.Generator().manual_seed(1))
+    table, einsum = deepspeed.by_table(x, logits, shape), deepspeed.by_einsum(x, logits, shape)
+    torch.testing.assert_close(table, einsum)
+    dropped = int((table.abs().sum(1) == 0).sum())
+    # Capacity 7 of 8 experts for 40 tokens: this draw overflows some.
+    assert 0 < dropped < 20
+
+
+def test_bad_arguments_are_refused_with_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--op", "nope"])
+    assert "fused_moe" in capsys.readouterr().err
+
+
+def test_plots_need_two_points(tmp_path: Path) -> None:
+    assert plot.write([row(), row("vllm", 30.0)], tmp_path) == []
+    (path,) = plot.write([row(), row(rows=64, p50=900.0), row("vllm", rows=64)], tmp_path)
+    text = path.read_text()
+    assert "polyline" in text
+    assert ">vllm<" in text
+    assert "nan" not in text
+
+
+def test_kernels_can_be_compiled_ahead_in_other_processes(tmp_path: Path) -> None:
+    arguments = ["--shape", "tiny", "--rows", "1,2", "--dtype", "fp32", "--device", "cpu", "--provider", "ours,torch"]
+    assert run.main([*arguments, "--jobs", "2", "--csv", str(tmp_path / "r.csv"), "--budget-s", "0", "--quiet"]) == 0
+    assert [record["error"] for record in results.read(tmp_path / "r.csv")] == [""] * 4
+
+
+def test_a_task_that_fails_while_compiling_is_left_to_the_measurement() -> None:
+    task = Task(op="fused_moe", shape=find("tiny"), rows=1, dtype="fp32", provider="vllm", device="cpu")
+    run_once([task, replace(task, provider="ours")])
