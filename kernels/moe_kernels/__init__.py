@@ -1,7 +1,7 @@
 """Ops of a Mixture-of-Experts layer: choose the experts, run them, sum what they return; and train them.
 
 Stands alone: imports torch and nothing of the server. On CUDA tensors the ops launch Triton kernels (``*_triton``
-modules, imported when first needed); elsewhere their twins in plain torch run, and :mod:`moe_kernels.reference` says what
+modules, imported when first needed); elsewhere their twins in plain torch run; :mod:`moe_kernels.reference` says what
 they mean. Every op can be held in a CUDA graph.
 """
 

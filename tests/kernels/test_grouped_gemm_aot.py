@@ -15,8 +15,8 @@ FLAGS = {
 
 def grouped(
     *, gated: bool = False, gather: str = "none", transpose: bool = False, tma: bool = True,
-    activation: str = "identity", block_m: int = 128, block_n: int = 256, num_warps: int = 8, stages: int = 4, programs: int = 132,
-    dtype: str = "bf16",
+    activation: str = "identity", block_m: int = 128, block_n: int = 256, num_warps: int = 8, stages: int = 4,
+    programs: int = 132, dtype: str = "bf16",
 ) -> aot.Compiled:  # fmt: skip
     box = (64, block_n) if transpose else (1, 2, block_n, 64) if gated else (block_n, 64)
     sides = ",".join(map(str, box))
