@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from moe_kernels.plan import Plan
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TILE_ROWS = (16, 32, 64, 128)
+"""Rows of a plan's tiles that the products by expert are compiled for: more do not fit shared memory."""
 
 
 class ArgumentError(ValueError):
@@ -22,6 +24,74 @@ def require(condition: bool, message: str) -> None:
         raise ArgumentError(message)
 
 
+def check_no_gradient(op: str, instead: str, **tensors: object) -> None:
+    """Refuses what would come out without the gradient that its inputs ask for.
+
+    Raises:
+        ArgumentError: gradients are being recorded and one of ``tensors`` wants them.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            message = f"{op} has no backward pass, and {name} ({describe(tensor)}) requires a gradient: {instead}"
+            require(not tensor.requires_grad, message)
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    require(isinstance(value, int), f"{name} must be an integer, found {value!r}")
+    assert isinstance(value, int)
+    bound = f"be at least {least}" if least else "not be negative"
+    require(value >= least, f"{name} must {bound}, found {value}")
+
+
+def check_tile_rows(plan: Plan) -> None:
+    """Kernels hold a tile's rows in registers and shared memory; :func:`moe_kernels.plan` itself takes any number."""
+    allowed = plan.block_rows in TILE_ROWS
+    require(allowed, f"plan must have block_rows in {TILE_ROWS} for expert matrices, found {plan.block_rows}")
+
+
+def check_combine(out_SD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> None:
+    floats = _dtypes_on(out_SD.device)
+    require(out_SD.dim() == 2 and out_SD.dtype in floats, f"out must be [S, D] in {floats}, found {describe(out_SD)}")
+    require(
+        place_TK.dim() == 2 and place_TK.dtype in (torch.int32, torch.int64),
+        f"place must be [T, K] in int32 or int64, found {describe(place_TK)}",
+    )
+    _check_device(place_TK, out_SD, "place", "out")
+    if weights_TK is not None:
+        _check_like(weights_TK, tuple(place_TK.shape), torch.promote_types(out_SD.dtype, torch.float32), "weights")
+        _check_device(weights_TK, out_SD, "weights", "out")
+
+
+def check_module_rows(x: Tensor, w_EOI: Tensor) -> None:
+    """What a module is called with fits its experts' first matrix."""
+    hidden = w_EOI.shape[2]
+    fits = x.dim() >= 1 and x.shape[-1] == hidden and x.dtype == w_EOI.dtype
+    require(fits, f"x must be [..., D={hidden}] in the module's {w_EOI.dtype}, found {describe(x)}")
+    _check_device(x, w_EOI, "x", "the module")
+
+
+def check_module_choice(x_TD: Tensor, experts: int, logits_TE: Tensor | None, ids_TK: Tensor | None) -> None:
+    rows = x_TD.shape[0]
+    if logits_TE is not None:
+        fits = tuple(logits_TE.shape) == (rows, experts)
+        require(fits, f"logits must be [T={rows}, E={experts}], found {describe(logits_TE)}")
+        _check_device(logits_TE, x_TD, "logits", "x")
+    if ids_TK is not None:
+        fits = ids_TK.dim() == 2 and ids_TK.shape[0] == rows
+        require(fits, f"ids must be [T={rows}, K], found {describe(ids_TK)}")
+        _check_device(ids_TK, x_TD, "ids", "x")
+
+
+def check_positions(positions_BL: Tensor | None, x_BLD: Tensor) -> None:
+    if positions_BL is not None:
+        batch, length, _ = x_BLD.shape
+        fits = tuple(positions_BL.shape) in ((batch, length), (1, length))
+        require(fits, f"positions must be [{batch} or 1, {length}], found {describe(positions_BL)}")
+        _check_device(positions_BL, x_BLD, "positions", "x")
+
+
 def check_route(logits_TE: Tensor, top_k: int, bias_E: Tensor | None, groups: int, top_groups: int) -> None:
     require(logits_TE.dim() == 2, f"logits must be [T, E], found {tuple(logits_TE.shape)}")
     require(logits_TE.is_floating_point(), f"logits must be floating point, found {logits_TE.dtype}")
@@ -29,7 +99,8 @@ def check_route(logits_TE: Tensor, top_k: int, bias_E: Tensor | None, groups: in
     require(groups >= 1 and experts % groups == 0, f"{experts} experts do not divide into groups={groups}")
     require(1 <= top_groups <= groups, f"top_groups must be in 1..{groups}, found {top_groups}")
     choosable = experts // groups * top_groups
-    require(1 <= top_k <= choosable, f"top_k must be in 1..{choosable} (experts to choose from), found {top_k}")
+    fits = isinstance(top_k, int) and 1 <= top_k <= choosable
+    require(fits, f"top_k must be in 1..{choosable} (experts to choose from), found {top_k}")
     if bias_E is not None:
         require(bias_E.shape == (experts,), f"correction_bias must be [{experts}], found {tuple(bias_E.shape)}")
 
@@ -59,12 +130,13 @@ def check_plan(
     keep_T: Tensor | None,
     local_E: Tensor | None,
 ) -> None:
-    require(ids_TK.dim() == 2 and ids_TK.shape[1] >= 1, f"ids must be [T, K], found {_describe(ids_TK)}")
-    require(ids_TK.dtype in (torch.int32, torch.int64), f"ids must be int32 or int64, found {_describe(ids_TK)}")
-    require(ids_TK.numel() < 2**31, f"ids must number less than 2**31, found {_describe(ids_TK)}")
-    require(experts >= 1, f"experts must be at least 1, found {experts}")
-    require(block_rows >= 1, f"block_rows must be at least 1, found {block_rows}")
-    require(capacity is None or capacity >= 0, f"capacity must not be negative, found {capacity}")
+    require(ids_TK.dim() == 2 and ids_TK.shape[1] >= 1, f"ids must be [T, K], found {describe(ids_TK)}")
+    require(ids_TK.dtype in (torch.int32, torch.int64), f"ids must be int32 or int64, found {describe(ids_TK)}")
+    require(ids_TK.numel() < 2**31, f"ids must number less than 2**31, found {describe(ids_TK)}")
+    check_count("experts", experts, 1)
+    check_count("block_rows", block_rows, 1)
+    if capacity is not None:
+        check_count("capacity", capacity, 0)
     require(first_come in ("token", "slot"), f"first_come must be token or slot, found {first_come!r}")
     if keep_T is not None:
         _check_like(keep_T, (ids_TK.shape[0],), torch.bool, "keep [T]")
@@ -72,7 +144,7 @@ def check_plan(
     if local_E is not None:
         require(
             local_E.dim() == 1 and local_E.shape[0] >= 1 and local_E.dtype == torch.int32,
-            f"local must be [global experts] of torch.int32, found {_describe(local_E)}",
+            f"local must be [global experts] of torch.int32, found {describe(local_E)}",
         )
         _check_device(local_E, ids_TK, "local", "ids")
 
@@ -81,32 +153,22 @@ def _check_device(tensor: Tensor, like: Tensor, name: str, like_name: str) -> No
     require(tensor.device == like.device, f"{name} is on {tensor.device}, {like_name} on {like.device}")
 
 
-def check_moe(x_TD: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-    require(x_TD.dim() == 2 and x_TD.dtype in FLOATS, f"x must be [T, D] in {FLOATS}, found {_describe(x_TD)}")
-    rows, hidden = x_TD.shape
-    require(w_down_EDF.dim() == 3, f"w_down must be [E, D, F], found {_describe(w_down_EDF)}")
-    experts, _, width = w_down_EDF.shape
-    _check_like(w_down_EDF, (experts, hidden, width), x_TD.dtype, "w_down [E, D, F]")
-    _check_like(w_gate_up_E2FD, (experts, 2 * width, hidden), x_TD.dtype, "w_gate_up [E, 2F, D]")
-    require(ids_TK.dim() == 2 and ids_TK.shape[0] == rows, f"ids must be [T={rows}, K], found {_describe(ids_TK)}")
-    _check_like(ids_TK, tuple(ids_TK.shape), torch.int64, "ids [T, K]")
-    _check_like(weights_TK, tuple(ids_TK.shape), torch.float32, "weights [T, K]")
-
-
 def _check_like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
     if tensor.shape != shape or tensor.dtype != dtype:
-        raise ArgumentError(f"{name} must be {dtype} of shape {shape}, found {_describe(tensor)}")
+        raise ArgumentError(f"{name} must be {dtype} of shape {shape}, found {describe(tensor)}")
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, and strides where they are not the usual ones."""
+    strides = "" if tensor.is_contiguous() else f" and strides {tuple(tensor.stride())}"
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{strides}"
 
 
 def check_quantise(w_EOI: Tensor, bits: int, group: int) -> None:
     require(bits in (4, 8), f"bits must be 4 or 8, found {bits!r}")
     require(group in (0, 128), f"group must be 0 (per channel) or 128, found {group!r}")
     fits = w_EOI.dim() == 3 and w_EOI.dtype in FLOATS
-    require(fits, f"weights must be [E, O, I] in {FLOATS}, found {_describe(w_EOI)}")
+    require(fits, f"weights must be [E, O, I] in {FLOATS}, found {describe(w_EOI)}")
     _check_quantisable(w_EOI.shape[2], bits, group)
 
 
@@ -114,7 +176,7 @@ def check_quantised(packed: Tensor, scales: Tensor, bits: int, group: int, in_fe
     require(bits in (4, 8), f"bits must be 4 or 8, found {bits!r}")
     require(group in (0, 128), f"group must be 0 (per channel) or 128, found {group!r}")
     _check_quantisable(in_features, bits, group)
-    require(packed.dim() == 3, f"packed weights must be [E, O, I x bits / 8], found {_describe(packed)}")
+    require(packed.dim() == 3, f"packed weights must be [E, O, I x bits / 8], found {describe(packed)}")
     experts, out_features, _ = packed.shape
     wide = (experts, out_features, in_features * bits // 8)
     _check_like(packed, wide, torch.uint8, f"packed weights of {in_features} columns in {bits} bits")
@@ -151,7 +213,7 @@ def check_parallel_linear(
     _check_matrix_of_experts(x, w_EOI, plan, "w [E, O, I]")
     held = pairs // slots if rows == "token" else pairs
     _check_like(x, (held, w_EOI.shape[2]), w_EOI.dtype, f"x ({rows} rows)")
-    require(x.is_contiguous(), f"x must be contiguous, found strides {x.stride()}")
+    require(x.is_contiguous(), f"x must be contiguous, found {describe(x)}")
     if gates is not None:
         check_gates(gates, x, plan)
     if bias_EO is not None:
@@ -182,7 +244,7 @@ def check_sparse_mlp(
     experts, hidden, width = w_out.shape
     _check_like(w_in, (experts, inner * width, hidden), w_out.dtype, f"w_in [E, {inner} x F, D]")
     _check_like(x_TD, (plan.order_S.shape[0] // plan.slots, hidden), w_out.dtype, "x [T, D]")
-    require(x_TD.is_contiguous(), f"x must be contiguous, found strides {x_TD.stride()}")
+    require(x_TD.is_contiguous(), f"x must be contiguous, found {describe(x_TD)}")
     check_gates(gates_TK, x_TD, plan)
     for bias, columns, name in ((bias_in, inner * width, "bias_in"), (bias_out, hidden, "bias_out")):
         if bias is not None:
@@ -191,11 +253,17 @@ def check_sparse_mlp(
 
 
 def _check_matrix_of_experts(x: Tensor, w: Tensor, plan: Plan, name: str) -> None:
-    exact_on_cpu = (torch.float64,) if x.device.type == "cpu" else ()
-    dtypes = FLOATS + exact_on_cpu
-    require(x.dim() == 2 and x.dtype in dtypes, f"x must be a matrix in {dtypes}, found {_describe(x)}")
-    require(w.dim() == 3 and w.is_contiguous(), f"{name} must be contiguous, found {_describe(w)}")
+    dtypes = _dtypes_on(x.device)
+    require(x.dim() == 2 and x.dtype in dtypes, f"x must be a matrix in {dtypes}, found {describe(x)}")
+    require(w.dim() == 3 and w.is_contiguous(), f"{name} must be contiguous, found {describe(w)}")
     experts = plan.ends_E.shape[0]
-    require(w.shape[0] == experts, f"{name} must be of the plan's {experts} experts, found {_describe(w)}")
+    require(w.shape[0] == experts, f"{name} must be of the plan's {experts} experts, found {describe(w)}")
+    require(w.numel() > 0, f"{name} must have rows and columns, found {describe(w)}")
+    check_tile_rows(plan)
     _check_device(w, x, name, "x")
     _check_device(plan.order_S, x, "plan", "x")
+
+
+def _dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The twins can be exact; kernels sum in float32."""
+    return (*FLOATS, torch.float64) if device.type == "cpu" else FLOATS

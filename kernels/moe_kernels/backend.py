@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Final, Literal, get_args
 
@@ -29,6 +29,16 @@ def use_triton(tensor: Tensor) -> bool:
     """Whether an op on ``tensor`` launches its kernel: on CUDA, unless :func:`forced` says otherwise."""
     path = _forced.get()
     return tensor.is_cuda if path is None else path == "triton"
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes ``tensor``'s GPU the current one: Triton launches on that, wherever a kernel's tensors lie.
+
+    Every public op enters it before its first launch, so ops run on the current stream of their tensors' device.
+    Backward passes need none: autograd's threads have their device set.
+    """
+    here = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(tensor.device)
 
 
 @contextmanager

@@ -9,19 +9,39 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
+from moe_kernels.arguments import check_combine, check_no_gradient
 
 
 def combine(out_SD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """y[t] = sum over k of weights[t, k] x out[place[t, k]], in float32, slot 0 first; rounded once to out's dtype.
 
     Args:
-        place_TK: int32, row of ``out_SD`` that holds the pair; -1: no expert here took it, nothing is added (and
-            nothing read: such rows may hold NaN).
-        weights_TK: float32; None counts as 1.
+        out_SD: float32, bfloat16 or float16 (on a CPU float64 too).
+        place_TK: int32 or int64, row of ``out_SD`` that holds the pair; outside 0..S-1 (a plan has -1): no expert here
+            took it, nothing is added (and nothing read: such rows may hold NaN).
+        weights_TK: float32 (float64 for float64); None counts as 1.
+
+    Returns:
+        ``y_TD`` in out's dtype.
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not fit; or a gradient is asked for, which
+            :func:`moe_kernels.parallel_linear` with ``gates`` has.
 
     Example: out ``[[1], [10], [100]]``, place ``[[2, 0], [-1, 1]]``, weights ``[[0.5, 2], [3, 4]]``: ``[[52], [40]]``.
     """
-    if backend.use_triton(out_SD) and place_TK.numel():
+    check_combine(out_SD, place_TK, weights_TK)
+    check_no_gradient("combine", "use parallel_linear with gates", out=out_SD, weights=weights_TK)
+    # A place that does not exist would be read from memory of somebody else's.
+    place_TK = torch.where(place_TK < out_SD.shape[0], place_TK, -1).contiguous()
+    out_SD = out_SD if out_SD.stride(1) == 1 else out_SD.contiguous()
+    with backend.device_of(out_SD):
+        return combine_places(out_SD, place_TK, None if weights_TK is None else weights_TK.contiguous())
+
+
+def combine_places(out_SD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """:func:`combine` of a plan's places, which all exist; rows of ``out_SD`` contiguous, the others altogether."""
+    if backend.use_triton(out_SD) and place_TK.numel() and out_SD.numel():
         from moe_kernels import combine_triton
 
         return combine_triton.launch(out_SD, place_TK, weights_TK)

@@ -1,6 +1,7 @@
 """Quantised weights to numbers in memory, for products of so many rows that unpacking them per tile costs more.
 
-Kernel of :func:`moe_kernels.quant.dequantize_experts`. Legend: R rows of all experts, I input columns, G groups per row.
+Kernel of :func:`moe_kernels.quant.dequantize_experts`. Legend: R rows of all experts, I input columns, G groups per
+row.
 """
 
 import torch

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_kernels import arguments
 from moe_kernels.activations import gated
-from moe_kernels.arguments import FLOATS, require
+from moe_kernels.arguments import FLOATS, check_tile_rows, require
 from moe_kernels.quant import QuantisedWeight
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def check_experts(
     require(x_ND.dim() == 2 and x_ND.dtype in FLOATS, f"x must be [rows, D] in {FLOATS}, found {describe(x_ND)}")
     require(len(weight_shape(w_down)) == 3, f"w_down must be [E, D, F], found {describe(w_down)}")
     experts, hidden, width = weight_shape(w_down)
-    require(experts >= 1 and width >= 1, f"w_down must hold an expert of some width, found {describe(w_down)}")
+    held = experts >= 1 and hidden >= 1 and width >= 1
+    require(held, f"w_down must hold an expert with rows and columns, found {describe(w_down)}")
     require(x_ND.shape[1] == hidden, f"x must be [rows, D={hidden}] as w_down [E, D, F], found {describe(x_ND)}")
     rows_in, name = (2 * width, "w_in [E, 2F, D]") if gated(activation) else (width, "w_in [E, F, D]")
     _check_weight(w_down, (experts, hidden, width), x_ND, "w_down [E, D, F]")
@@ -63,6 +65,7 @@ def check_choice(
     require(weights_on in ("output", "input"), f"weights_on must be 'output' or 'input', found {weights_on!r}")
     check_optional(keep_T, (rows,), torch.bool, x_TD, "keep [T]")
     if local_E is not None:
+        require(local_E.numel() >= 1, f"local must be [global experts], found {describe(local_E)}")
         check_optional(local_E, (local_E.numel(),), torch.int32, x_TD, "local [global experts]")
     if plan is not None:
         pairs, held = plan.order_S.numel(), plan.ends_E.numel()
@@ -70,6 +73,9 @@ def check_choice(
         found = f"{pairs} pairs of {plan.slots} slots and {held} experts"
         require(fits, f"plan must be of {rows * slots} pairs of {slots} slots and {experts} experts, found {found}")
         _same_device(plan.order_S, x_TD, "plan")
+        check_tile_rows(plan)
+        given = [name for name, tensor in (("keep", keep_T), ("local", local_E)) if tensor is not None]
+        require(not given, f"plan already says which pairs take part: make it with {given}, do not pass them again")
 
 
 def check_grouped_gemm(
@@ -91,6 +97,8 @@ def check_grouped_gemm(
     rows = pairs // plan.slots if gather == "token" else pairs
     require(gather in ("token", "pair", None), f"gather must be 'token', 'pair' or None, found {gather!r}")
     require(x_NI.shape == (rows, depth), f"x must be [{rows}, {depth}] for gather={gather!r}, found {describe(x_NI)}")
+    require(w_EOI.numel() > 0, f"w must have experts, rows and columns, found {describe(w_EOI)}")
+    check_tile_rows(plan)
     require(w_EOI.dtype == x_NI.dtype, f"w must be {x_NI.dtype} like x, found {describe(w_EOI)}")
     require(plan.ends_E.shape == (experts,), f"plan is for {plan.ends_E.numel()} experts, w is {describe(w_EOI)}")
     require(not is_gated or columns % 2 == 0, f"a gated w must have an even number of columns, found {describe(w_EOI)}")
@@ -133,5 +141,4 @@ def _same_device(tensor: Tensor, like: Tensor, name: str) -> None:
 def describe(weight: Weight) -> str:
     if isinstance(weight, QuantisedWeight):
         return f"int{weight.bits} of shape {weight_shape(weight)}"
-    strides = "" if weight.is_contiguous() else f" and strides {tuple(weight.stride())}"
-    return f"{weight.dtype} of shape {tuple(weight.shape)}{strides}"
+    return arguments.describe(weight)

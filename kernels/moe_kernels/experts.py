@@ -14,10 +14,12 @@ from torch import Tensor
 
 from moe_kernels import backend, experts_torch
 from moe_kernels.activations import Activation
+from moe_kernels.arguments import check_no_gradient
 from moe_kernels.expert_checks import Weight, check_choice, check_counts, check_experts, weight_shape
 from moe_kernels.plan import Plan
 
 WeightsOn = Literal["output", "input"]
+_INSTEAD = "call it under torch.no_grad() or inference_mode(), or train with SparseMLP or parallel_linear"
 
 
 def fused_moe(
@@ -56,14 +58,14 @@ def fused_moe(
             "Elephants" section 3.5).
         local_E: int32, global expert id -> index into the weights here, -1 = elsewhere. ``ids_TK`` then holds global
             ids (expert parallelism).
-        plan: of these ids, from :func:`~moe_kernels.plan.plan`, e.g. with a capacity; ``keep_T`` and ``local_E`` are
-            then the plan's business. Else made here where it is needed.
+        plan: of these ids, from :func:`~moe_kernels.plan.plan`, e.g. with a capacity; ``block_rows`` 16, 32, 64 or 128.
+            ``keep_T`` and ``local_E`` then go to the plan, not here. Else made here where it is needed.
 
     Returns:
         ``y_TD`` in ``x``'s dtype. T may be 0; experts may have no rows. NaN or inf in a row stays in that row.
 
     Raises:
-        ArgumentError: a shape, dtype or device does not fit.
+        ArgumentError: a shape, dtype or device does not fit; or a gradient is asked for, which this op does not have.
 
     Example: D = F = E = 1, ``x = [[2]]``, gate 1, up 3, down 5, weight 0.5: silu(2) = 1.7616, times up 6 is 10.5696,
     times down 52.848, times the weight ``y = [[26.424]]``.
@@ -71,15 +73,18 @@ def fused_moe(
     check_experts(x_TD, w_in, w_down, activation, bias_in, bias_down)
     experts = weight_shape(w_down)[0]
     check_choice(x_TD, experts, ids_TK, weights_TK, weights_on, keep_T, local_E, plan)
+    biases = {"bias_in": bias_in, "bias_down": bias_down}
+    check_no_gradient("fused_moe", _INSTEAD, x=x_TD, w_in=w_in, w_down=w_down, weights=weights_TK, **biases)
     if backend.use_triton(x_TD) and ids_TK.numel():
         from moe_kernels import experts_triton
 
-        return experts_triton.fused_moe(
+        run = experts_triton.fused_moe
+    else:
+        run = experts_torch.fused_moe
+    with backend.device_of(x_TD):
+        return run(
             x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on, keep_T, local_E, plan
         )
-    return experts_torch.fused_moe(
-        x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on, keep_T, local_E, plan
-    )
 
 
 def grouped_mlp(
@@ -104,16 +109,19 @@ def grouped_mlp(
         ``y_ND`` in ``x``'s dtype; rows past the counts' sum are 0.
 
     Raises:
-        ArgumentError: a shape, dtype or device does not fit.
+        ArgumentError: a shape, dtype or device does not fit; or a gradient is asked for, which this op does not have.
 
     Example: counts ``[1, 0, 2]``: row 0 passes through expert 0, rows 1 and 2 through expert 2.
     """
     check_experts(x_ND, w_in, w_down, activation, bias_in, bias_down)
     check_counts(counts_E, weight_shape(w_down)[0], x_ND)
+    biases = {"bias_in": bias_in, "bias_down": bias_down}
+    check_no_gradient("grouped_mlp", _INSTEAD, x=x_ND, w_in=w_in, w_down=w_down, **biases)
     if backend.use_triton(x_ND) and x_ND.numel():
         from moe_kernels import experts_triton
 
-        return experts_triton.grouped_mlp(x_ND, counts_E, w_in, w_down, activation, bias_in, bias_down)
+        with backend.device_of(x_ND):
+            return experts_triton.grouped_mlp(x_ND, counts_E, w_in, w_down, activation, bias_in, bias_down)
     ids_N1 = experts_torch.experts_of_rows(counts_E, x_ND.shape[0]).unsqueeze(1)
     ones_N1 = torch.ones(ids_N1.shape, device=x_ND.device)
     return experts_torch.fused_moe(

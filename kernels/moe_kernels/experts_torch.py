@@ -51,7 +51,7 @@ def fused_moe(
 
 def experts_of_rows(counts_E: Tensor, rows: int) -> Tensor:
     """int64 ``[rows]``: the expert of each row of a grouped buffer, -1 past the counts' sum."""
-    ends_E = counts_E.clamp(min=0).long().cumsum(0)
+    ends_E = counts_E.clamp(0, rows).long().cumsum(0)  # a sum of unbounded ones may wrap around
     ids_N = torch.searchsorted(ends_E, torch.arange(rows, device=counts_E.device), right=True)
     return torch.where(ids_N < len(counts_E), ids_N, -1)
 

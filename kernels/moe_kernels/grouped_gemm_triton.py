@@ -104,8 +104,9 @@ def _grouped_gemm_tile(
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if GATED and not JOINED:
+            # Masked even if EVEN, which speaks of both halves together: an up block may reach past the last expert.
             c = _weight_tile(w, expert, WIDTH + column, k, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE,
-                             W_TMA, EVEN)
+                             W_TMA, False)
             if UPCAST:
                 c = c.to(tl.float32)
             up = tl.dot(a, c, up, input_precision=PRECISION)

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_kernels.arguments import require
+from moe_kernels.arguments import check_module_rows, check_positions, require
 from moe_kernels.parallel_linear import parallel_linear
 from moe_kernels.plan import plan
 from moe_kernels.rotary import HEADS_FIRST, ROWS_FIRST, rotate_heads
-from moe_kernels.sparse_mlp import choose
+from moe_kernels.sparse_mlp import autocast, check_sizes, choose
 
 
 class MixtureOfAttention(nn.Module):
     """K x H query heads per token out of E x H, over G shared key and value heads, causal, with rotary positions.
 
     Query head h of any expert attends to key head h // (H / G): with G = H each of an expert's heads has a key head
-    of its own, which the K chosen experts share.
+    of its own, which the K chosen experts share. Under autocast all of it runs in autocast's dtype.
 
     Args:
         hidden: D.
@@ -54,6 +54,7 @@ class MixtureOfAttention(nn.Module):
     ) -> None:
         super().__init__()
         key_heads = heads if key_heads is None else key_heads
+        check_sizes(hidden=hidden, head_size=head_size, heads=heads, experts=experts, top_k=top_k)
         require(key_heads >= 1 and heads % key_heads == 0, f"{heads} heads do not divide into {key_heads} key heads")
         require(head_size % 2 == 0, f"head_size must be even, found {head_size}")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -84,18 +85,22 @@ class MixtureOfAttention(nn.Module):
         """
         require(x_BLD.dim() == 3, f"x must be [B, L, D], found {tuple(x_BLD.shape)}")
         batch, length, hidden = x_BLD.shape
+        x_BLD, w_query, w_out = autocast(x_BLD, self.w_query, self.w_out)
+        check_module_rows(x_BLD, w_query)
+        check_positions(positions_BL, x_BLD)
         x_TD = x_BLD.reshape(-1, hidden).contiguous()
-        ids_TK, gates_TK = choose(self, x_TD, logits_TE, ids_TK, gates_TK)
-        order = plan(ids_TK, self.w_query.shape[0])
-        query_SHC = parallel_linear(x_TD, self.w_query, order)
+        ids_TK, gates_TK = choose(self, x_TD, w_query.shape[0], logits_TE, ids_TK, gates_TK)
+        order = plan(ids_TK, w_query.shape[0])
+        query_SHC = parallel_linear(x_TD, w_query, order)
         attended_SHC = self._attend(query_SHC, x_TD, batch, length, positions_BL)
-        y_TD = parallel_linear(attended_SHC, self.w_out, order, gates=gates_TK, fan_out=1)
+        y_TD = parallel_linear(attended_SHC, w_out, order, gates=gates_TK, fan_out=1)
         return y_TD.view(batch, length, hidden)
 
     def _attend(self, query_SHC: Tensor, x_TD: Tensor, batch: int, length: int, positions_BL: Tensor | None) -> Tensor:
         """Rows by pair in, rows by pair out."""
-        groups, size, slots = self.key_heads, self.head_size, self.top_k
-        query = query_SHC.view(batch, length, slots, groups, -1, size)
+        groups, size, repeats = self.key_heads, self.head_size, self.heads // self.key_heads
+        slots = query_SHC.shape[0] // max(batch * length, 1) or self.top_k
+        query = query_SHC.view(batch, length, slots, groups, repeats, size)
         key = self.key(x_TD).view(batch, length, 1, groups, 1, size)
         value = self.value(x_TD).view(batch, length, groups, size).transpose(1, 2)
         if self.rope_theta is None:
@@ -110,8 +115,13 @@ class MixtureOfAttention(nn.Module):
             is_causal=self.causal,
             enable_gqa=slots * self.heads != groups,
         )
-        by_pair = attended.view(batch, groups, slots, -1, length, size).permute(ROWS_FIRST)
-        return by_pair.reshape(batch * length * slots, -1).contiguous()
+        by_pair = attended.view(batch, groups, slots, repeats, length, size).permute(ROWS_FIRST)
+        return by_pair.reshape(batch * length * slots, self.heads * size).contiguous()
+
+    def extra_repr(self) -> str:
+        experts, hidden, _ = self.w_out.shape
+        heads = f"head_size={self.head_size}, heads={self.heads}, key_heads={self.key_heads}"
+        return f"hidden={hidden}, {heads}, experts={experts}, top_k={self.top_k}"
 
 
 def _angles(x_TD: Tensor, length: int, size: int, theta: float, positions_BL: Tensor | None) -> Tensor:

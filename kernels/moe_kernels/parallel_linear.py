@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_kernels import backend
 from moe_kernels.arguments import check_parallel_linear
-from moe_kernels.combine import combine
+from moe_kernels.combine import combine_places
 from moe_kernels.grouped_gemm import Gather, grouped_gemm
 from moe_kernels.grouped_outer import Rows, grouped_outer, grouped_sum
 from moe_kernels.pair_rows import group_rows, pair_dots
@@ -42,6 +43,7 @@ def parallel_linear(
         x: ``[T, I]``; if ``fan_out`` is 1 ``[S, I]`` by pair; if ``grouped_in`` ``[S, I]`` in the plan's grouped
             order. float32, bfloat16 or float16 (on a CPU float64 too), contiguous.
         w_EOI: same dtype, contiguous.
+        plan: of these pairs, from :func:`moe_kernels.plan`, ``block_rows`` 16, 32, 64 or 128.
         gates: ``[T, K]`` float32 (float64 for float64): the result is y[t] = sum over k = 0, 1, ... of
             gates[t, k] x row (t, k), added in float32 and rounded once.
         grouped_out: rows in grouped order instead of by pair; not with ``gates``.
@@ -59,7 +61,8 @@ def parallel_linear(
     """
     rows: Rows = "grouped" if grouped_in else "token" if fan_out is None or fan_out == plan.slots else "pair"
     check_parallel_linear(x, w_EOI, plan, gates, bias_EO, rows=rows, grouped_out=grouped_out, fan_out=fan_out)
-    y: Tensor = _ParallelLinear.apply(x, w_EOI, gates, bias_EO, plan, rows, grouped_out)  # type: ignore[no-untyped-call]
+    with backend.device_of(x):
+        y: Tensor = _ParallelLinear.apply(x, w_EOI, gates, bias_EO, plan, rows, grouped_out)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -79,7 +82,7 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.plan, ctx.rows, ctx.grouped_out = plan, rows, grouped_out
         scatter = not grouped_out and gates is None
         y_SO = grouped_gemm(x, w_EOI, plan, gather=_GATHER[rows], scatter=scatter, bias_EO=bias_EO)
-        return y_SO if gates is None else combine(y_SO, plan.place_S.view(-1, plan.slots), gates.contiguous())
+        return y_SO if gates is None else combine_places(y_SO, plan.place_S.view(-1, plan.slots), gates.contiguous())
 
     @staticmethod
     @once_differentiable
@@ -121,12 +124,12 @@ class _Backward:
 
     def input_gradient(self, du_SI: Tensor) -> Tensor:
         if self.rows == "token":
-            return combine(du_SI, self.plan.place_S.view(-1, self.plan.slots), self.gates)
+            return combine_places(du_SI, self.plan.place_S.view(-1, self.plan.slots), self.gates)
         if self.gates is None:
             return du_SI
         if self.rows == "grouped":
             return group_rows(du_SI, self.gates, self.plan, layout="grouped")
-        return combine(du_SI, self.plan.place_S.view(-1, 1), self.gates.reshape(-1, 1))
+        return combine_places(du_SI, self.plan.place_S.view(-1, 1), self.gates.reshape(-1, 1))
 
     def weight_gradient(self) -> Tensor:
         if self.gates is None:

@@ -19,7 +19,7 @@ FirstCome = Literal["token", "slot"]
 """Who is served first where capacity is short: rows in order, or everyone's slot 0 before anyone's slot 1 (GShard)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
     """Grouped position n holds pair ``order_S[n]``, which is row ``order_S[n] // slots`` of the input."""
 
@@ -62,6 +62,7 @@ def plan(
     Args:
         ids_TK: int32 or int64; ids outside 0..experts-1 are experts elsewhere.
         experts: how many there are here.
+        block_rows: rows of a tile, at least 1; the products by expert take plans of 16, 32, 64 or 128.
         keep_T: bool; rows where it is false (sequences that have ended) take part in nothing.
         local_E: int32, global expert id to the id here, -1 = elsewhere; ``ids_TK`` then holds global ids, and those
             outside the table are elsewhere.
@@ -84,7 +85,8 @@ def plan(
     if backend.use_triton(ids_TK) and ids_TK.numel():
         from moe_kernels import plan_launch
 
-        return plan_launch.launch(ids_TK, experts, block_rows, capacity, first_come, keep_T, local_E)
+        with backend.device_of(ids_TK):
+            return plan_launch.launch(ids_TK, experts, block_rows, capacity, first_come, keep_T, local_E)
     wanted_S = _local_experts(ids_TK, experts, keep_T, local_E)
     expert_S = wanted_S if capacity is None else _drop(wanted_S, experts, capacity, first_come, ids_TK.shape[1])
     order_S, ends_E = _sort(expert_S, experts)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.arguments import FLOATS, check_quantise, check_quantised, require
+from moe_kernels.arguments import FLOATS, check_quantise, check_quantised, describe, require
 
 GROUP: Final = 128
 """Input columns of a group, and of a run of the int4 layout."""
@@ -29,7 +29,7 @@ SMALLEST_SCALE: Final = 2.0**-24
 """float16's smallest positive number."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantisedWeight:
     """``w_EOI`` as codes and scales: ``w[e, o, i] = (code[e, o, i] - bias) * scales[e, o, i // 128 or 0]``.
 
@@ -77,10 +77,19 @@ class QuantisedWeight:
         return self.packed.nbytes + self.scales.nbytes
 
     def to(self, device: torch.device | str) -> QuantisedWeight:
+        """Codes and scales on ``device``, themselves if they are there. Their dtypes are part of the layout."""
+        fits = isinstance(device, (torch.device, str))
+        require(fits, f"quantised weights of shape {self.shape} go to a device, not to {device!r}")
         return self._with(self.packed.to(device), self.scales.to(device))
 
     def experts(self, first: int, last: int) -> QuantisedWeight:
-        """A view of experts ``first..last - 1``: a shard."""
+        """A view of experts ``first..last - 1``: a shard.
+
+        Raises:
+            ArgumentError: not all of them are here.
+        """
+        held = self.shape[0]
+        require(0 <= first <= last <= held, f"experts {first}..{last - 1} are not all among the {held} of {self.shape}")
         return self._with(self.packed[first:last], self.scales[first:last])
 
     def _with(self, packed: Tensor, scales: Tensor) -> QuantisedWeight:
@@ -89,7 +98,7 @@ class QuantisedWeight:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantisationError:
     """What rounding did to each expert's matrix, float32 ``[E]`` each.
 
@@ -103,6 +112,7 @@ class QuantisationError:
     snr_db_E: Tensor
 
 
+@torch.no_grad()
 def quantize_experts(w_EOI: Tensor, bits: int, group: int = GROUP) -> QuantisedWeight:
     """Round ``w_EOI`` to ``bits`` with one scale per row (``group`` 0) or per 128 columns of a row (``group`` 128).
 
@@ -138,11 +148,18 @@ def quantize_experts(w_EOI: Tensor, bits: int, group: int = GROUP) -> QuantisedW
 
 
 def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``w_EOI``: code x scale, exact in float32 (8 + 11 bits) and rounded once to another ``dtype``."""
+    """``w_EOI``: code x scale, exact in float32 (8 + 11 bits) and rounded once to another ``dtype``.
+
+    Raises:
+        ArgumentError: ``dtype`` is not float32, bfloat16, float16 or float64.
+    """
+    floats = (*FLOATS, torch.float64)
+    require(dtype in floats, f"dtype must be one of {floats} for weights of shape {q.shape}, found {dtype}")
     if backend.use_triton(q.packed) and dtype in FLOATS:
         from moe_kernels import dequantize_triton
 
-        return dequantize_triton.launch(q, dtype)
+        with backend.device_of(q.packed):
+            return dequantize_triton.launch(q, dtype)
     experts, out_features, in_features = q.shape
     w_EOI = torch.empty(q.shape, dtype=dtype, device=q.device)
     for expert in range(experts):
@@ -152,13 +169,15 @@ def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -
     return w_EOI
 
 
+@torch.no_grad()
 def quantisation_error(w_EOI: Tensor, q: QuantisedWeight) -> QuantisationError:
     """How far ``q`` is from the ``w_EOI`` it was made from, per expert.
 
     Raises:
-        ArgumentError: different shapes.
+        ArgumentError: different shapes or devices.
     """
-    require(tuple(w_EOI.shape) == q.shape, f"w must be {q.shape} as its quantised form, found {tuple(w_EOI.shape)}")
+    fits = tuple(w_EOI.shape) == q.shape and w_EOI.device == q.device
+    require(fits, f"w must be {q.shape} on {q.device} like q, found {describe(w_EOI)} on {w_EOI.device}")
     stats = torch.zeros(3, q.shape[0], dtype=torch.float64, device=w_EOI.device)
     for expert in range(q.shape[0]):
         w_OI = w_EOI[expert].double()

@@ -34,7 +34,8 @@ def rotate_heads(x_BLKGRC: Tensor, angles_BLC: Tensor) -> Tensor:
     if not backend.use_triton(x_BLKGRC) or x_BLKGRC.numel() == 0:
         angles = angles_BLC[:, :, None, None, None]
         return _rotate(x_BLKGRC, angles).permute(HEADS_FIRST).contiguous()
-    turned: Tensor = _RotateHeads.apply(x_BLKGRC, angles_BLC.cos(), angles_BLC.sin())  # type: ignore[no-untyped-call]
+    with backend.device_of(x_BLKGRC):
+        turned: Tensor = _RotateHeads.apply(x_BLKGRC, angles_BLC.cos(), angles_BLC.sin())  # type: ignore[no-untyped-call]
     return turned
 
 

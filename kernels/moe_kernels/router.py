@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.arguments import check_route, check_route_flags, check_route_tensors
+from moe_kernels.arguments import check_no_gradient, check_route, check_route_flags, check_route_tensors
 
 Score = Literal["softmax", "sigmoid"]
 Order = Literal["score_first", "choose_first"]
@@ -19,6 +19,7 @@ GroupScore = Literal["max", "top2_sum"]
 
 _RENORM_EPS = 1e-20
 """Keeps a row whose sigmoid scores all vanish from dividing by 0; too small to change any other sum in float32."""
+_INSTEAD = "detach it, and compute the chosen experts' weights from the logits again, as SparseMLP does"
 
 
 def route(
@@ -58,7 +59,8 @@ def route(
         ``ids_TK``, largest choice value first, and ``weights_TK`` float32. On CUDA one launch.
 
     Raises:
-        ArgumentError: a shape, dtype or device does not fit, or fewer than ``top_k`` experts can be chosen from.
+        ArgumentError: a shape, dtype or device does not fit, fewer than ``top_k`` experts can be chosen from, or a
+            gradient is asked for, which this op does not have.
 
     Example: logits ``[[0, ln 2, 0, ln 4]]`` have softmax ``[1/8, 2/8, 1/8, 4/8]``. ``top_k=2`` gives ids
     ``[[3, 1]]`` and weights ``[[0.5, 0.25]]``; with ``renormalise`` ``[[2/3, 1/3]]``. ``top_k=3`` appends expert 0,
@@ -67,23 +69,25 @@ def route(
     check_route(logits_TE, top_k, correction_bias_E, groups, top_groups)
     check_route_flags(score, order, group_score, ids_dtype)
     check_route_tensors(logits_TE, correction_bias_E, keep_T)
+    check_no_gradient("route", _INSTEAD, logits=logits_TE, correction_bias=correction_bias_E)
     if backend.use_triton(logits_TE):
         from moe_kernels import router_triton
 
-        return router_triton.launch(
-            logits_TE,
-            top_k=top_k,
-            sigmoid=score == "sigmoid",
-            choose_first=order == "choose_first",
-            renormalise=renormalise,
-            bias_E=correction_bias_E,
-            groups=groups,
-            top_groups=top_groups,
-            top2_sum=group_score == "top2_sum",
-            scale=scale,
-            keep_T=keep_T,
-            ids_dtype=ids_dtype,
-        )
+        with backend.device_of(logits_TE):
+            return router_triton.launch(
+                logits_TE,
+                top_k=top_k,
+                sigmoid=score == "sigmoid",
+                choose_first=order == "choose_first",
+                renormalise=renormalise,
+                bias_E=correction_bias_E,
+                groups=groups,
+                top_groups=top_groups,
+                top2_sum=group_score == "top2_sum",
+                scale=scale,
+                keep_T=keep_T,
+                ids_dtype=ids_dtype,
+            )
     logits_TE = logits_TE.float()
     scores_TE = logits_TE if order == "choose_first" else _score(logits_TE, score)
     choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()

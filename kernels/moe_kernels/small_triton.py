@@ -150,9 +150,8 @@ def small_down(
 ) -> None:
     """The second launch: y of every token; a third one sums the slots if the tiles say so."""
     hidden, width = y_TD.shape[1], w.columns
-    splits = tiles.get("SPLIT_K", 1)
     weight = weight_arguments(w, hidden, width, h_SF, tiles)
-    depth = triton.cdiv(triton.cdiv(width, weight["BLOCK_K"]), splits) * weight["BLOCK_K"]
+    splits, depth = runs(width, weight["BLOCK_K"], tiles.get("SPLIT_K", 1))
     dtype = torch.float32 if tiles.get("PARTS_FP32") else y_TD.dtype
     parts = torch.empty(splits, pairs.count, hidden, dtype=dtype, device=y_TD.device)
     own_launch = bool(tiles.get("COMBINE_LAUNCH"))
@@ -170,3 +169,14 @@ def small_down(
         small_combine_kernel[(pairs.tokens, triton.cdiv(hidden, 256))](
             **combine, BLOCK_N=256, PDL=weight["PDL"], num_warps=2, **launch_pdl(weight["PDL"])
         )
+
+
+def runs(width: int, block_k: int, most: int) -> tuple[int, int]:
+    """How many runs of how many columns, whole blocks, ``width`` falls into: ``most`` or as many as none of is empty.
+
+    A run that begins past the end would read scales past the end.
+    Example: 768 columns in blocks of 256, at most 4 runs: 3 of 256. 1024 in blocks of 256, at most 3: 2 of 512.
+    """
+    blocks = triton.cdiv(width, block_k)
+    each = triton.cdiv(blocks, most)
+    return int(triton.cdiv(blocks, each)), int(each * block_k)

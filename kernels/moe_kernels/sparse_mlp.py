@@ -13,10 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe_kernels import backend
 from moe_kernels.activation_gradients import activate_rows, activation_backward
 from moe_kernels.activations import Activation, gated
-from moe_kernels.arguments import check_sparse_mlp, require
-from moe_kernels.combine import combine
+from moe_kernels.arguments import (
+    FLOATS,
+    check_count,
+    check_module_choice,
+    check_module_rows,
+    check_sparse_mlp,
+    require,
+)
+from moe_kernels.combine import combine_places
 from moe_kernels.experts import fused_moe
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.grouped_outer import grouped_outer, grouped_sum
@@ -61,13 +69,27 @@ def sparse_mlp(
     inner = 1 + gated(activation)
     check_sparse_mlp(x_TD, w_in, w_out, plan, gates_TK, bias_in, bias_out, inner=inner)
     tensors = (x_TD, w_in, w_out, gates_TK, bias_in, bias_out)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        y_TD: Tensor = _SparseMlp.apply(*tensors, plan, activation)  # type: ignore[no-untyped-call]
-        return y_TD
+    with backend.device_of(x_TD):
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            y_TD: Tensor = _SparseMlp.apply(*tensors, plan, activation)  # type: ignore[no-untyped-call]
+            return y_TD
+        return _infer(x_TD, w_in, w_out, gates_TK, bias_in, bias_out, plan, activation)
+
+
+def _infer(
+    x_TD: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    gates_TK: Tensor,
+    bias_in: Tensor | None,
+    bias_out: Tensor | None,
+    plan: Plan,
+    activation: Activation,
+) -> Tensor:
     h_SF = grouped_gemm(x_TD, w_in, plan, gather="token", scatter=False, activation=activation, bias_EO=bias_in)
     out_SD = grouped_gemm(h_SF, w_out, plan, gather=None, scatter=False, bias_EO=bias_out)
     del h_SF  # before y is there: the peak
-    return combine(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
+    return combine_places(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
 
 
 class _SparseMlp(torch.autograd.Function):
@@ -89,7 +111,7 @@ class _SparseMlp(torch.autograd.Function):
         h_SF = activate_rows(pre_S, plan, activation)
         out_SD = grouped_gemm(h_SF, w_out, plan, gather=None, scatter=False, bias_EO=bias_out)
         del h_SF  # before y is there: the peak
-        return combine(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
+        return combine_places(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
 
     @staticmethod
     @once_differentiable
@@ -115,11 +137,13 @@ class _SparseMlp(torch.autograd.Function):
 
 def _input_gradient(dpre_S: Tensor, w_in: Tensor, plan: Plan) -> Tensor:
     dx_SD = grouped_gemm(dpre_S, w_in, plan, gather=None, scatter=False, transpose_w=True)
-    return combine(dx_SD, plan.place_S.view(-1, plan.slots), None)
+    return combine_places(dx_SD, plan.place_S.view(-1, plan.slots), None)
 
 
 class SparseMLP(nn.Module):
     """E expert MLPs of which every token takes K, with a softmax router of its own or one outside.
+
+    Under autocast rows, weights and biases go through the experts in autocast's dtype, as in ``nn.Linear``.
 
     Args:
         hidden: D.
@@ -147,6 +171,7 @@ class SparseMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(hidden=hidden, width=width, experts=experts, top_k=top_k)
         inner = width * (1 + gated(activation))
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.top_k, self.activation, self.renormalise = top_k, activation, renormalise
@@ -179,40 +204,59 @@ class SparseMLP(nn.Module):
         Raises:
             ArgumentError: neither or both of logits (or a router) and ids with gates; or a shape does not fit.
         """
-        x_TD = x.reshape(-1, x.shape[-1]).contiguous()
-        ids_TK, gates_TK = choose(self, x_TD, logits_TE, ids_TK, gates_TK)
-        if not torch.is_grad_enabled():
-            return self._infer(x_TD, ids_TK, gates_TK).view(x.shape)
-        y_TD = sparse_mlp(
-            x_TD,
-            self.w_in,
-            self.w_out,
-            plan(ids_TK, self.w_in.shape[0]),
-            gates_TK,
-            activation=self.activation,
-            bias_in=self.bias_in,
-            bias_out=self.bias_out,
-        )
+        x_in, w_in, w_out, bias_in, bias_out = autocast(x, self.w_in, self.w_out, self.bias_in, self.bias_out)
+        check_module_rows(x_in, w_in)
+        x_TD = x_in.reshape(-1, x.shape[-1]).contiguous()
+        ids_TK, gates_TK = choose(self, x_TD, w_in.shape[0], logits_TE, ids_TK, gates_TK)
+        if torch.is_grad_enabled() or x_TD.dtype not in FLOATS:
+            order = plan(ids_TK, w_in.shape[0])
+            y_TD = sparse_mlp(
+                x_TD, w_in, w_out, order, gates_TK, activation=self.activation, bias_in=bias_in, bias_out=bias_out
+            )
+        else:  # The op that knows what is fastest for few tokens too.
+            y_TD = fused_moe(
+                x_TD, w_in, w_out, ids_TK, gates_TK, activation=self.activation, bias_in=bias_in, bias_down=bias_out
+            )
         return y_TD.view(x.shape)
 
-    def _infer(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """The op that knows what is fastest for few tokens too."""
-        return fused_moe(
-            x_TD,
-            self.w_in,
-            self.w_out,
-            ids_TK,
-            gates_TK,
-            activation=self.activation,
-            bias_in=self.bias_in,
-            bias_down=self.bias_out,
-        )
+    def extra_repr(self) -> str:
+        experts, hidden, width = self.w_out.shape
+        sizes = f"hidden={hidden}, width={width}, experts={experts}, top_k={self.top_k}"
+        return f"{sizes}, activation={self.activation!r}, bias={self.bias_in is not None}"
+
+
+def check_sizes(*, experts: int, top_k: int, **others: int) -> None:
+    """Of a module, when it is made.
+
+    Raises:
+        ArgumentError: a size is no positive integer, or a token takes more experts than there are.
+    """
+    for name, size in {"experts": experts, "top_k": top_k, **others}.items():
+        check_count(name, size, 1)
+    require(top_k <= experts, f"top_k must be in 1..{experts} (experts), found {top_k}")
+
+
+def autocast(x: Tensor, *weights: Any) -> tuple[Any, ...]:
+    """Under autocast all in its dtype, as torch's own layers have it, but for float64; absent ones stay None."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return (x, *weights)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor for tensor in (x, *weights)
+    )
 
 
 def choose(
-    module: Any, x_TD: Tensor, logits_TE: Tensor | None, ids_TK: Tensor | None, gates_TK: Tensor | None
+    module: Any,
+    x_TD: Tensor,
+    experts: int,
+    logits_TE: Tensor | None,
+    ids_TK: Tensor | None,
+    gates_TK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Ids and gates of a module with ``router``, ``top_k`` and ``renormalise``, from whichever source there is."""
+    check_module_choice(x_TD, experts, logits_TE, ids_TK)
     given = ids_TK is not None or gates_TK is not None
     if logits_TE is None and not given and module.router is not None:
         logits_TE = module.router(x_TD)

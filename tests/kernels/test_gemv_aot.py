@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from testkit import aot
 
-POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+KERNELS = {"in": "gemv_in_kernel", "down": "gemv_down_kernel"}
 
 
 def compiled(
@@ -45,7 +45,7 @@ def compiled(
         **({"ACT": "swiglu", "PARTS": 2} if first else {"J": slots}),
         **changes,
     }
-    return aot.compile_sm90(f"moe_kernels.gemv_triton:gemv_{launch}_kernel", signature, constants, num_warps=warps)
+    return aot.compile_sm90(f"moe_kernels.gemv_triton:{KERNELS[launch]}", signature, constants, num_warps=warps)
 
 
 def loads(kernel: aot.Compiled, width: int) -> int:

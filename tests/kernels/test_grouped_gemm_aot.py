@@ -87,8 +87,10 @@ def test_gathered_rows_of_a_plain_mlp() -> None:
     check_resources(code)
 
 
-def test_without_tma() -> None:
-    code = grouped(tma=False, gather="pair", block_n=128, stages=3, programs=0)
+@pytest.mark.parametrize("activation", ["identity", "swiglu"])
+def test_without_tma(activation: str) -> None:
+    gated = activation == "swiglu"
+    code = grouped(tma=False, gather="pair", gated=gated, activation=activation, block_n=128, stages=3, programs=0)
     aot.assert_wgmma(code)
     check_resources(code)
 
@@ -112,11 +114,37 @@ def test_swapped_quantised_weights_stay_in_registers(bits: int, block_m: int, dt
     check_resources(code)
 
 
-def test_dequantize_has_no_integer_conversion() -> None:
-    signature = {"packed": "*u8", "scales": "*fp16", "out": "*bf16", "R": "i32:16", "I": "i32:16", "G": "i32:16"}
-    constants = {"BITS": 4, "GROUP": 128, "DTYPE": "tl.bfloat16", "BLOCK_R": 16, "BLOCK_B": 256}
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dequantize_has_no_integer_conversion(dtype: str, bits: int) -> None:
+    pointer = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
+    signature = {"packed": "*u8", "scales": "*fp16", "out": pointer, "R": "i32:16", "I": "i32:16", "G": "i32:16"}
+    constants = {"BITS": bits, "GROUP": 128, "DTYPE": f"tl.{dtype}", "BLOCK_R": 16, "BLOCK_B": 256}
     code = aot.compile_sm90("moe_kernels.dequantize_triton:dequantize_kernel", signature, constants)
     aot.assert_no_i2f(code)
+    check_resources(code)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_clearing_absent_rows(scatter: bool) -> None:
+    signature = {"out": "*bf16", "order_S": "*i32", "ends_E": "*i32", "pairs": "i32", "WIDTH": "i32:16"}
+    constants = {"LAST": 127, "SCATTER": scatter, "ROWS": 32, "BLOCK": 1024}
+    code = aot.compile_sm90("moe_kernels.grouped_gemm_triton:clear_absent_kernel", signature, constants)
+    check_resources(code)
+    assert "st.global.v4" in code.ptx
+
+
+def test_arranging_columns() -> None:
+    signature = {"x": "*bf16", "out": "*bf16", "stride_x": "i32:16", "D": "i32:16"}
+    code = aot.compile_sm90("moe_kernels.swapped_gemm_triton:arrange_kernel", signature, {"BLOCK": 1024})
+    check_resources(code)
+
+
+@pytest.mark.parametrize("experts", [8, 512])
+def test_experts_of_grouped_rows(experts: int) -> None:
+    signature = {"counts_E": "*i64", "ids_N": "*i32", "ones_N": "*fp32", "rows": "i32", "E": "i32"}
+    constants = {"BLOCK_E": experts, "BLOCK": 128}
+    code = aot.compile_sm90("moe_kernels.experts_triton:expert_of_row_kernel", signature, constants)
     check_resources(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -190,3 +191,74 @@ def test_wrong_arguments_are_named() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=words):
             call()
+
+
+@both_paths
+def test_what_does_not_fit_a_call_is_named() -> None:
+    module = module_of(torch.float32)
+    x, ids, gates = inputs(2, 3, torch.float32)
+    chosen = {"ids_TK": ids, "gates_TK": gates}
+
+    def at(*shape: int, device: str = "cpu") -> Tensor:
+        return module(x, **chosen, positions_BL=torch.ones(shape, device=device))
+
+    for words, call in {
+        r"x must be \[..., D=8\].*found .*\(2, 3, 7\)": lambda: module(x[..., :7], **chosen),
+        r"x must be .*found .*float16 of shape \(2, 3, 8\)": lambda: module(x.half(), **chosen),
+        r"positions must be \[2 or 1, 3\], found .*\(2, 4\)": lambda: module(
+            x, **chosen, positions_BL=torch.ones(2, 4)
+        ),
+        r"positions must be .*found .*\(3, 3\)": lambda: at(3, 3),
+        r"positions must be .*found .*\(3,\)": lambda: at(3),
+        "positions is on meta": lambda: at(2, 3, device="meta"),
+        r"logits must be \[T=6, E=5\], found .*\(5, 5\)": lambda: module(x, torch.ones(5, 5)),
+        r"ids must be \[T=6, K\], found .*\(5, 2\)": lambda: module(x, ids_TK=ids[:5], gates_TK=gates[:5]),
+    }.items():
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    with pytest.raises(ArgumentError, match=r"top_k must be in 1\.\.5"):
+        module_of(top_k=6)
+
+
+@both_paths
+def test_as_many_slots_as_the_ids_have() -> None:
+    x, ids, gates = inputs(2, 3, torch.float32)
+    module, wider = module_of(torch.float32), module_of(torch.float32, top_k=3)
+    ids, gates = torch.cat([ids, ids[:, :1]], 1), torch.cat([gates, gates[:, :1]], 1)
+    assert torch.equal(module(x, ids_TK=ids, gates_TK=gates), wider(x, ids_TK=ids, gates_TK=gates))
+
+
+@both_paths
+@pytest.mark.parametrize(("batch", "length"), [(0, 3), (2, 0)])
+def test_no_tokens(batch: int, length: int) -> None:
+    x, ids, gates = inputs(batch, length, torch.float32)
+    module = module_of(torch.float32)
+    y = module(x, ids_TK=ids, gates_TK=gates)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert module.w_out.grad is not None
+    assert not module.w_out.grad.any()
+
+
+@both_paths
+def test_under_autocast_it_runs_in_autocasts_dtype() -> None:
+    module = module_of(torch.float32, router=True)
+    x, _, _ = inputs(2, 3, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x)
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+    assert_close(y.detach(), module(x).detach(), 16)
+
+
+def test_copies_and_saves() -> None:
+    module, other = (
+        module_of(torch.float32, router=True),
+        MixtureOfAttention(HIDDEN, SIZE, heads=4, key_heads=2, experts=EXPERTS, top_k=SLOTS, router=True),
+    )
+    x, _, _ = inputs(2, 3, torch.float32)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.eval()(x), module(x))
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+    assert f"experts={EXPERTS}, top_k={SLOTS}" in repr(module)

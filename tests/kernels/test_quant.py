@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -239,3 +241,33 @@ def test_parts_must_fit_each_other(changes: dict[str, object], words: str) -> No
 def test_statistics_need_the_same_shape() -> None:
     with pytest.raises(ArgumentError, match=r"w must be \(2, 3, 256\)"):
         quantisation_error(torch.zeros(2, 3, 128), random_packed(4, 128, seed=4))
+
+
+def test_weights_that_want_gradients_leave_no_graph_behind() -> None:
+    w_EOI = torch.nn.Parameter(random_weights(2, 3, 128))
+    q = quantize_experts(w_EOI, 4)
+    assert not q.scales.requires_grad
+    assert not quantisation_error(w_EOI, q).rms_E.requires_grad
+
+
+@pytest.mark.usefixtures("path")
+def test_what_is_no_number_of_a_weight_is_named() -> None:
+    q = quantize_experts(random_weights(3, 2, 128), 4)
+    for words, call in {
+        r"dtype must be one of .*\(3, 2, 128\), found torch.int32": lambda: dequantize_experts(q, torch.int32),
+        r"go to a device, not to torch.float16": lambda: q.to(torch.float16),  # type: ignore[arg-type]
+        r"experts 1\.\.4 are not all among the 3": lambda: q.experts(1, 5),
+        r"experts -1\.\.2": lambda: q.experts(-1, 3),
+        r"experts 2\.\.0": lambda: q.experts(2, 1),
+        r"w must be \(3, 2, 128\) on cpu .*on meta": lambda: quantisation_error(torch.ones(3, 2, 128).to("meta"), q),
+    }.items():
+        with pytest.raises(ArgumentError, match=words):
+            call()
+
+
+def test_copies_and_comparisons() -> None:
+    q = quantize_experts(random_weights(3, 2, 128), 4)
+    other = copy.deepcopy(q)
+    assert torch.equal(pickle.loads(pickle.dumps(q)).packed, other.packed)
+    assert q != other
+    assert q in {q: 1}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from testkit.guarded import guarded
 from testkit.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_layer
 from testkit.tolerances import assert_close
 from torch import Tensor
@@ -186,3 +188,24 @@ def test_quantised_in_other_blocks(bits: int, block_k: int) -> None:
     w_in, w_down = (quantize_experts(w, bits) for w in (layer.w_in, layer.w_down))
     exact = layer.but(w_in=dequantize_experts(w_in), w_down=dequantize_experts(w_down))
     assert_close(small(layer, w_in, w_down, {"BLOCK_N": 64, "BLOCK_K": block_k, "SPLIT_K": 2}), exact.expected())
+
+
+@pytest.mark.parametrize(("width", "block_k", "most"), [(768, 256, 4), (1024, 256, 3), (80, 16, 3), (1, 128, 4)])
+def test_no_split_is_empty(width: int, block_k: int, most: int) -> None:
+    """One that began past the last column would read scales past the last row's."""
+    from moe_kernels.small_triton import runs
+
+    count, depth = runs(width, block_k, most)
+    assert count <= most
+    assert depth % block_k == 0
+    assert (count - 1) * depth < width <= count * depth
+
+
+@pytest.mark.parametrize("combine_launch", [0, 1])
+def test_more_splits_than_blocks(combine_launch: int) -> None:
+    layer = random_layer(3, 128, 384, 2, 1, dtype=torch.float16).but(ids_TK=torch.tensor([[1], [0], [1]]))
+    w_in, w_down = (quantize_experts(w, 4, 128) for w in (layer.w_in, layer.w_down))
+    exact = layer.but(w_in=dequantize_experts(w_in), w_down=dequantize_experts(w_down))
+    w_down = replace(w_down, scales=guarded(w_down.scales))
+    tiles = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 4, "COMBINE_LAUNCH": combine_launch}
+    assert_close(small(layer, w_in, w_down, tiles), exact.expected())

@@ -40,10 +40,9 @@ def compiled(
         signature |= {"x": f"*{dtype}", "stride_x": "i32:16", "COUNTERS": "i32"}
         constants |= {"ACT": "swiglu", "GATED": True, "SCALED": False, "H_ARRANGED": bits < 16, "LISTED": bits < 16}
         constants |= {"BLOCK_S": pairs, "BLOCK_C": 64}
-    name = "small_down" if down else "small_in"
+    kernel = "small_down_triton:small_down_kernel" if down else "small_in_triton:small_in_kernel"
     return aot.compile_sm90(
-        f"moe_kernels.{name}_triton:{name}_kernel", signature, constants, num_warps=num_warps, num_stages=num_stages,
-        launch_pdl=True,
+        f"moe_kernels.{kernel}", signature, constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=True
     )  # fmt: skip
 
 
@@ -73,6 +72,50 @@ def test_quantised_weights_are_unpacked_where_they_lie(bits: int, dtype: str, tm
 @pytest.mark.parametrize("pairs", [64, 512, 2048])
 def test_any_number_of_pairs_fits_the_registers(pairs: int) -> None:
     check_resources(compiled(False, pairs=pairs))
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_whoever_comes_last_sees_all_parts(bits: int) -> None:
+    """No interpreter shows this: all threads store, one counts with release and acquire, all load past the L1."""
+    ptx = compiled(True, bits=bits).ptx
+    (count,) = re.finditer(r"atom\.\S+", ptx)
+    assert count[0] == "atom.global.gpu.acq_rel.add.u32"
+    before, after = ptx[: count.start()], ptx[count.start() :]
+    # Barriers in the basic block that counts: every thread passes them, whatever loop it comes from.
+    assert "bar.sync" in before[before.rindex("$L__BB") :]
+    assert "bar.sync" in after[: after.index("$L__BB")]
+    assert "st.global" in before
+    assert "ld.global.cg" not in before
+    assert "ld.global.cg" in after
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_nothing_is_touched_before_the_wait(down: bool) -> None:
+    ptx = compiled(down).ptx
+    assert not re.search(r"\b(ld|st|atom)\.global|cp\.async", ptx[: ptx.index("griddepcontrol.wait")])
+
+
+@pytest.mark.parametrize("pairs", [64, 2048])
+def test_lists_and_the_sum_in_launches_of_their_own(pairs: int) -> None:
+    sizes = dict.fromkeys(("T", "C", "S", "IDS", "E", "COUNTERS"), "i32")
+    choice = {name: POINTERS[name] for name in ("ids", "local", "keep")}
+    shared = {"SLOTS": 8, "HAS_LOCAL": True, "HAS_KEEP": True, "PDL": True}
+    lists = aot.compile_sm90(
+        "moe_kernels.small_in_triton:small_lists_kernel",
+        {"x": "*bf16", "out": "*bf16", "stride_x": "i32:16", "D": "i32:16", **LISTS, **choice, **sizes},
+        shared | {"BY_PAIR": pairs <= 512, "ARRANGE": True, "BLOCK_S": pairs, "BLOCK_C": 64, "BLOCK_D": 1024},
+        launch_pdl=True,
+    )
+    total = aot.compile_sm90(
+        "moe_kernels.small_down_triton:small_combine_kernel",
+        {"parts": "*bf16", "y": "*bf16", "D": "i32:16", "weights": "*fp32", **choice}
+        | {name: sizes[name] for name in ("T", "S", "IDS", "E")},
+        shared | {"WEIGHTED": True, "SPLIT_K": 4, "BLOCK_T": 1, "BLOCK_N": 256},
+        num_warps=2,
+        launch_pdl=True,
+    )
+    for code in (lists, total):
+        check_resources(code)
 
 
 def check_resources(code: aot.Compiled) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import get_args
 
 import pytest
@@ -229,3 +231,74 @@ def test_wrong_arguments_are_named() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=words):
             call()
+
+
+@both_paths
+def test_module_names_what_does_not_fit() -> None:
+    module = SparseMLP(8, 12, experts=3, top_k=2, router=True)
+    x = torch.ones(2, 5, 8)
+    ids_TK, gates_TK = torch.zeros(10, 2, dtype=torch.int64), torch.ones(10, 2)
+    for words, call in {
+        r"x must be \[..., D=8\] .*float32, found .*\(2, 5, 7\)": lambda: module(x[..., :7]),
+        r"x must be .*found .*float16 of shape \(2, 5, 8\)": lambda: module(x.half()),
+        r"x must be .*found .*\(\)": lambda: module(x[0, 0, 0]),
+        "x is on meta, the module on cpu": lambda: module(x.to("meta")),
+        r"logits must be \[T=10, E=3\], found .*\(10, 4\)": lambda: module(x, torch.ones(10, 4)),
+        r"logits must be \[T=10, E=3\], found .*\(9, 3\)": lambda: module(x, torch.ones(9, 3)),
+        "logits is on meta": lambda: module(x, torch.ones(10, 3, device="meta")),
+        r"ids must be \[T=10, K\], found .*\(9, 2\)": lambda: module(x, ids_TK=ids_TK[:9], gates_TK=gates_TK[:9]),
+    }.items():
+        for record in (True, False):
+            with pytest.raises(ArgumentError, match=words), torch.set_grad_enabled(record):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"top_k": 4}, r"top_k must be in 1\.\.3 \(experts\), found 4"),
+        ({"top_k": 0}, "top_k must be at least 1, found 0"),
+        ({"experts": 0}, "experts must be at least 1, found 0"),
+        ({"width": 0}, "width must be at least 1, found 0"),
+    ],
+)
+def test_sizes_are_checked_when_a_module_is_made(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        SparseMLP(**{"hidden": 8, "width": 12, "experts": 3, "top_k": 2, **sizes})
+
+
+def test_float64_with_and_without_gradients() -> None:
+    torch.manual_seed(0)
+    module = SparseMLP(8, 12, experts=3, top_k=2, router=True, dtype=torch.float64)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    with torch.no_grad():
+        inferred = module(x)
+    assert torch.equal(inferred, module(x).detach())
+
+
+@both_paths
+@pytest.mark.parametrize("record", [True, False])
+def test_under_autocast_a_module_runs_in_its_dtype(record: bool) -> None:
+    torch.manual_seed(0)
+    module = SparseMLP(8, 12, experts=3, top_k=2, activation="swiglu", bias=True, router=True)
+    x = torch.randn(5, 8)
+    with torch.set_grad_enabled(record):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = module(x)
+            assert torch.equal(y, module(x.bfloat16()))
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(y, module.bfloat16()(x.bfloat16()))
+
+
+@both_paths
+def test_module_copies_saves_and_casts() -> None:
+    torch.manual_seed(0)
+    module = SparseMLP(8, 12, experts=3, top_k=2, bias=True, router=True)
+    x = torch.randn(5, 8)
+    y = module(x)
+    other = SparseMLP(8, 12, experts=3, top_k=2, bias=True, router=True)
+    other.load_state_dict(module.state_dict())
+    for same in (other, copy.deepcopy(module), copy.deepcopy(module).eval(), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(same(x), y)
+    assert copy.deepcopy(module).half()(x.half()).dtype == torch.float16
+    assert "experts=3, top_k=2" in repr(module)

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from bench import draws
 from bench.bank import DTYPES
+from bench.candidates import PRESETS
 from bench.checks.base import Check, Layer, kernels, layer, random, require, share, twins, unaligned
 from bench.checks.layers import act
 from bench.draws import Draw
+from bench.tune import lookup
+from bench.tune_workers import Work
+from moe_kernels import tiles as table
 from moe_kernels.experts import fused_moe
 from moe_kernels.plan import plan
 from moe_kernels.quant import QuantisedWeight, dequantize_experts, quantize_experts
@@ -23,6 +27,17 @@ ROWS: Final = (1, 24, 400)
 DTYPES_CHECKED: Final = ("bf16", "int8", "int4")
 DRAWS: Final = ("one_expert", "ragged", "absent", "out_of_range", "all_absent", "int64")
 OPTIONS: Final = ("biases", "weights_on_input", "keep", "local", "capacity")
+SWITCHES: Final = (
+    ("small.down", "COMBINE_LAUNCH", 0),
+    ("small.down", "COMBINE_LAUNCH", 1),
+    ("small.down", "PARTS_FP32", 1),
+    ("small.down", "SPLIT_K", 3),
+    ("small.in", "LISTS_LAUNCH", 1),
+)
+"""Ways through the small regime that a table may choose: checked whether or not this GPU's does."""
+SWITCH_ROWS: Final = (5, 24, 200)
+"""Fewer pairs than experts, more, and more than fit the registers."""
+REPEATS: Final = 20
 ACTIVATIONS: Final = ("swiglu_oai", "gelu", "gelu_tanh", "relu", "silu", "identity")
 
 
@@ -37,6 +52,16 @@ def option_checks() -> list[Check]:
             (("nan_row", "same_bits", "unaligned"), check_promise),
         )
         for kind in kinds
+    ]
+    found += [
+        Check(
+            name=f"{op} {name} {value} {dtype} rows {rows}",
+            key=f"options {dtype}",
+            run=partial(check_switch, op, name, value, dtype, rows),
+        )
+        for dtype in DTYPES_CHECKED
+        for rows in SWITCH_ROWS
+        for op, name, value in SWITCHES
     ]
     found += [
         Check(name=f"{name} rows {rows}", key=f"activation {name}", run=partial(check_activation, name, rows))
@@ -79,6 +104,19 @@ def check_promise(kind: str, dtype: str, rows: int, device: str) -> float:
     require(torch.equal(first[others], second[others]), "other rows changed")
     require(kind != "nan_row" or bool(second[rows // 2].isnan().all()), "the row with NaN has numbers")
     return 0.0
+
+
+def check_switch(op: str, name: str, value: int, dtype: str, rows: int, device: str) -> float:
+    """Right, and the same bits again and again: whichever program of a launch ends last."""
+    made = layer(SHAPE, dtype, "bf16", device)
+    draw = draws.uniform(rows, made.shape.E, made.shape.k, device=device)
+    chosen = lookup(op, Work(shape=made.shape, dtype=dtype, device=device), rows)
+    x_TD = random((rows, made.shape.d), DTYPES["bf16"], device, seed=rows)
+    with table.overridden({"fused_moe": PRESETS["small"], op: {**chosen, name: value}}):
+        first = _run(made, x_TD, draw, device)
+        for _ in range(REPEATS if device != "cpu" else 1):
+            require(torch.equal(_run(made, x_TD, draw, device), first), "another call gave other bits")
+        return _compare(made, rows, draw, {}, {}, device)
 
 
 def check_activation(name: str, rows: int, device: str) -> float:

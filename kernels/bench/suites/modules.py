@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ Mlp = Callable[[Tensor, Draw], Tensor]
 
 class Experts(nn.Module):
     """The parameters, scaled as a fresh model's are."""
+
+    waits: ClassVar[bool] = False
+    """Its forward pass reads something back, so it must not be captured: an attempt that fails leaves torch's random
+    numbers in the state of a capture, and whoever draws next fails too."""
 
     def __init__(self, shape: LayerShape, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -59,6 +63,8 @@ class GroupedMm(Experts):
 
 class Naive(Experts):
     """Expert after expert over a boolean mask of its tokens, as Hugging Face's first Mixtral did."""
+
+    waits = True
 
     def forward(self, x_TD: Tensor, draw: Draw) -> Tensor:
         y_TD = torch.zeros_like(x_TD)

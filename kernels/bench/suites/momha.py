@@ -64,6 +64,7 @@ def momha(settings: Settings) -> Iterator[Row]:
     length = settings.tokens or LENGTH
     batch, hidden = max(1, SEQUENCES // settings.scale), max(HEAD, HIDDEN // settings.scale)
     dtype = "bf16" if settings.on_gpu else "fp32"
+    scaled = "" if settings.scale == 1 else f"/{settings.scale}"
     for slots in GRANULARITY:
         x_BLD = torch.randn(batch, length, hidden, dtype=DTYPES[dtype], device=settings.device)
         draw = draws.uniform(batch * length, 8 * slots, slots, seed=settings.seed, device=settings.device)
@@ -72,7 +73,7 @@ def momha(settings: Settings) -> Iterator[Row]:
             for training in (False, True):
                 row = Row(
                     suite=settings.suite, op="momha.training" if training else "momha.forward", provider=provider,
-                    shape=f"momha-k{slots}", rows=batch * length, dtype=dtype,
+                    shape=f"momha-k{slots}{scaled}", rows=batch * length, dtype=dtype,
                     floor_us=_floor_us(batch, length, hidden, ACTIVE_HEADS // slots) * (3 if training else 1),
                 )  # fmt: skip
                 build = training_call if training else forward_call

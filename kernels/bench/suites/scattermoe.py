@@ -58,7 +58,7 @@ def mlp_rows(shape: LayerShape, providers: Sequence[str], settings: Settings, *,
         torch.manual_seed(settings.seed)
         module = KINDS[provider](shape, DTYPES[dtype], settings.device)
         forward, training = _rows(shape, draw, provider, dtype, settings)
-        yield timed(partial(forward_call, module, x_TD, draw), forward, settings, graph=True)
+        yield timed(partial(forward_call, module, x_TD, draw), forward, settings, graph=not module.waits)
         yield timed(partial(training_call, module, x_TD, draw), training, settings)
 
 

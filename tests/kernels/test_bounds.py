@@ -1,0 +1,47 @@
+"""No kernel of an expert layer touches memory past its tensors, whatever its tiles leave over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from testkit.guarded import guarded
+from testkit.moe_layers import Layer, random_layer
+from testkit.regimes import larger_tiles
+from testkit.tolerances import assert_close
+
+from moe_kernels.quant import dequantize_experts, quantize_experts
+
+NAMES = ("x_TD", "w_in", "w_down", "weights_TK", "bias_in", "bias_down")
+
+
+def behind_guards(layer: Layer, short: int = 0) -> Layer:
+    """The last expert, behind whose weights nothing follows, is chosen for certain."""
+    layer.ids_TK[-1, 0] = layer.w_down.shape[0] - 1
+    return layer.but(ids_TK=guarded(layer.ids_TK), **{n: guarded(getattr(layer, n), short=short) for n in NAMES})
+
+
+@pytest.mark.usefixtures("regime")
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(("hidden", "width"), [(24, 20), (32, 24), (16, 8)])
+def test_sizes_that_fill_no_tile(hidden: int, width: int, activation: str, short: int) -> None:
+    """short 1: not aligned for TMA, so weights come through pointers."""
+    layer = random_layer(5, hidden, width, 3, 2, activation=activation, biased=True, dtype=torch.float16)
+    assert_close(behind_guards(layer, short)(), layer.expected())
+
+
+@pytest.mark.usefixtures("regime")
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (8, 128), (4, 0), (4, 128)])
+def test_quantised(bits: int, group: int) -> None:
+    plain = random_layer(3, 128, 384, 3, 2, biased=True, dtype=torch.float16)
+    exact, packed = plain, behind_guards(plain)
+    for name in ("w_in", "w_down"):
+        stored = quantize_experts(getattr(plain, name), bits, group)
+        exact = exact.but(**{name: dequantize_experts(stored)})
+        held = replace(stored, packed=guarded(stored.packed), scales=guarded(stored.scales))
+        packed = packed.but(**{name: held})
+    with larger_tiles():
+        y_TD = packed()
+    assert_close(y_TD, exact.expected())
