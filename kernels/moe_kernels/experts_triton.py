@@ -163,7 +163,9 @@ def expert_of_row_kernel(counts_E, ids_N, ones_N, rows, E, BLOCK_E: tl.constexpr
     Example: counts ``[1, 0, 2]``, 4 rows: ids ``[0, 2, 2, -1]``.
     """
     experts = tl.arange(0, BLOCK_E)
-    counts = tl.maximum(tl.load(counts_E + experts, mask=experts < E, other=0), 0).to(tl.int64)
+    # At most all rows each, so that no sum of counts wraps.
+    counts = tl.load(counts_E + experts, mask=experts < E, other=0)
+    counts = tl.minimum(tl.maximum(counts, 0).to(tl.int64), rows)
     ends = tl.cumsum(counts, axis=0)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     passed = tl.sum(((ends[None, :] <= row[:, None]) & (experts < E)[None, :]).to(tl.int32), axis=1)

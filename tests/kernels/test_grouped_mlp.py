@@ -159,3 +159,12 @@ def test_rows_past_the_counts_are_zero() -> None:
 def test_negative_counts_count_as_none() -> None:
     layer = random_layer(9)
     assert_close(run(layer, [3, -2, 5, -1, 1]), by_definition(layer, [3, 0, 5, 0, 1]))
+
+
+@pytest.mark.usefixtures("path")
+def test_counts_that_no_sum_could_hold() -> None:
+    """Counts near the end of int64 would wrap when added up."""
+    w_in, w_down = torch.randn(3, 32, 16), torch.randn(3, 16, 16)
+    x = torch.randn(5, 16)
+    huge = torch.tensor([2, 2**62, 2**62])
+    assert torch.equal(grouped_mlp(x, huge, w_in, w_down), grouped_mlp(x, torch.tensor([2, 3, 0]), w_in, w_down))
