@@ -19,20 +19,13 @@ Weight = Tensor | QuantisedWeight
 """Experts' matrices ``[E, O, I]``, as numbers or quantised."""
 
 
-def weight_shape(weight: Weight) -> tuple[int, ...]:
-    """``(E, O, I)`` of either kind."""
-    if isinstance(weight, QuantisedWeight):
-        return (*weight.packed.shape[:2], weight.in_features)
-    return tuple(weight.shape)
-
-
 def check_experts(
     x_ND: Tensor, w_in: Weight, w_down: Weight, activation: str, bias_in: Tensor | None, bias_down: Tensor | None
 ) -> None:
     """Rows and the two matrices of every expert fit together."""
     require(x_ND.dim() == 2 and x_ND.dtype in FLOATS, f"x must be [rows, D] in {FLOATS}, found {describe(x_ND)}")
-    require(len(weight_shape(w_down)) == 3, f"w_down must be [E, D, F], found {describe(w_down)}")
-    experts, hidden, width = weight_shape(w_down)
+    require(len(w_down.shape) == 3, f"w_down must be [E, D, F], found {describe(w_down)}")
+    experts, hidden, width = w_down.shape
     held = experts >= 1 and hidden >= 1 and width >= 1
     require(held, f"w_down must hold an expert with rows and columns, found {describe(w_down)}")
     require(x_ND.shape[1] == hidden, f"x must be [rows, D={hidden}] as w_down [E, D, F], found {describe(x_ND)}")
@@ -125,7 +118,7 @@ def check_optional(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.d
 
 
 def _check_weight(weight: Weight, shape: tuple[int, ...], x_ND: Tensor, name: str) -> None:
-    require(weight_shape(weight) == shape, f"{name} must be {shape}, found {describe(weight)}")
+    require(tuple(weight.shape) == shape, f"{name} must be {shape}, found {describe(weight)}")
     if isinstance(weight, QuantisedWeight):
         _same_device(weight.packed, x_ND, name)
         return
@@ -140,5 +133,5 @@ def _same_device(tensor: Tensor, like: Tensor, name: str) -> None:
 
 def describe(weight: Weight) -> str:
     if isinstance(weight, QuantisedWeight):
-        return f"int{weight.bits} of shape {weight_shape(weight)}"
+        return f"int{weight.bits} of shape {tuple(weight.shape)}"
     return arguments.describe(weight)

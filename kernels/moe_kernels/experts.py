@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_kernels import backend, experts_torch
 from moe_kernels.activations import Activation
 from moe_kernels.arguments import check_no_gradient
-from moe_kernels.expert_checks import Weight, check_choice, check_counts, check_experts, weight_shape
+from moe_kernels.expert_checks import Weight, check_choice, check_counts, check_experts
 from moe_kernels.plan import Plan
 
 WeightsOn = Literal["output", "input"]
@@ -71,8 +71,7 @@ def fused_moe(
     times down 52.848, times the weight ``y = [[26.424]]``.
     """
     check_experts(x_TD, w_in, w_down, activation, bias_in, bias_down)
-    experts = weight_shape(w_down)[0]
-    check_choice(x_TD, experts, ids_TK, weights_TK, weights_on, keep_T, local_E, plan)
+    check_choice(x_TD, w_down.shape[0], ids_TK, weights_TK, weights_on, keep_T, local_E, plan)
     biases = {"bias_in": bias_in, "bias_down": bias_down}
     check_no_gradient("fused_moe", _INSTEAD, x=x_TD, w_in=w_in, w_down=w_down, weights=weights_TK, **biases)
     if backend.use_triton(x_TD) and ids_TK.numel():
@@ -114,7 +113,7 @@ def grouped_mlp(
     Example: counts ``[1, 0, 2]``: row 0 passes through expert 0, rows 1 and 2 through expert 2.
     """
     check_experts(x_ND, w_in, w_down, activation, bias_in, bias_down)
-    check_counts(counts_E, weight_shape(w_down)[0], x_ND)
+    check_counts(counts_E, w_down.shape[0], x_ND)
     biases = {"bias_in": bias_in, "bias_down": bias_down}
     check_no_gradient("grouped_mlp", _INSTEAD, x=x_ND, w_in=w_in, w_down=w_down, **biases)
     if backend.use_triton(x_ND) and x_ND.numel():

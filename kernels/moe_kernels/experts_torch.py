@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_kernels.activations import Activation, activate
 from moe_kernels.expert_checks import Weight
-from moe_kernels.plan import Plan
+from moe_kernels.grouped_gemm import grouped_product
+from moe_kernels.plan import Plan, local_ids
 from moe_kernels.quant import QuantisedWeight, dequantize_experts
-
-_GROUPED_MM_STRIDE_BYTES = 16
-"""``grouped_mm`` refuses matrices whose row stride is no multiple of this."""
 
 
 def fused_moe(
@@ -40,7 +37,7 @@ def fused_moe(
     if plan is not None:
         ends_E, order_N = plan.ends_E, plan.order_S[: int(plan.ends_E[-1])].long()
     else:
-        order_N, ends_E = _group_by_expert(_local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
+        order_N, ends_E = _group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
     x_ND = x_TD[order_N // slots]
     if weights_on == "input":
         x_ND = x_ND * weights_TK.flatten()[order_N].unsqueeze(1).to(x_ND.dtype)
@@ -60,15 +57,6 @@ def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
     return dequantize_experts(weight, dtype) if isinstance(weight, QuantisedWeight) else weight
 
 
-def _local_ids(ids_TK: Tensor, experts: int, keep_T: Tensor | None, local_E: Tensor | None) -> Tensor:
-    """Ids as indices into the weights here, -1 for all that no expert here takes."""
-    if local_E is not None:
-        known_TK = (ids_TK >= 0) & (ids_TK < len(local_E))
-        ids_TK = torch.where(known_TK, local_E[ids_TK.clamp(0, len(local_E) - 1).long()], -1)
-    ids_TK = torch.where(ids_TK < experts, ids_TK, -1)
-    return ids_TK if keep_T is None else torch.where(keep_T.unsqueeze(1), ids_TK, -1)
-
-
 def _group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The pairs that have an expert here, sorted by expert, and where each expert's run ends (int32)."""
     sorted_S, order_S = ids_S.sort(stable=True)
@@ -81,31 +69,11 @@ def _group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def _grouped_linear(x_NI: Tensor, w_EOI: Tensor, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
     """Row n times the transposed weight of the expert whose run holds n, plus its bias."""
-    out_NO = _grouped_product(x_NI, w_EOI, ends_E)
+    out_NO = grouped_product(x_NI, w_EOI, ends_E)
     if bias_EO is None:
         return out_NO
     rows_N = torch.arange(len(x_NI), device=x_NI.device, dtype=ends_E.dtype)
     return out_NO + bias_EO[torch.searchsorted(ends_E, rows_N, right=True)]
-
-
-def _grouped_product(x_NI: Tensor, w_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    if _grouped_mm_takes(x_NI, w_EOI):
-        return F.grouped_mm(x_NI, w_EOI.transpose(1, 2), offs=ends_E)
-    out_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
-    start = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > start:
-            torch.mm(x_NI[start:end], w_EOI[expert].t(), out=out_NO[start:end])
-        start = end
-    return out_NO
-
-
-def _grouped_mm_takes(x_NI: Tensor, w_EOI: Tensor) -> bool:
-    out_width, in_width = w_EOI.shape[1:]
-    size = x_NI.element_size()
-    aligned = (in_width * size) % _GROUPED_MM_STRIDE_BYTES == 0 and (out_width * size) % _GROUPED_MM_STRIDE_BYTES == 0
-    # On a CPU it takes all three dtypes, on a GPU only bfloat16 everywhere.
-    return aligned and w_EOI.is_contiguous() and (x_NI.device.type == "cpu" or x_NI.dtype == torch.bfloat16)
 
 
 def _combine(out_ND: Tensor, order_N: Tensor, weights_TK: Tensor) -> Tensor:

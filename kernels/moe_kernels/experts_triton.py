@@ -18,7 +18,7 @@ from moe_kernels import swapped_gemm_launch as swapped
 from moe_kernels import tiles as table
 from moe_kernels.activations import Activation
 from moe_kernels.combine_triton import launch as combine
-from moe_kernels.expert_checks import Weight, weight_shape
+from moe_kernels.expert_checks import Weight
 from moe_kernels.experts_torch import as_tensor
 from moe_kernels.gemv_triton import gemv_moe
 from moe_kernels.plan import Plan
@@ -94,8 +94,8 @@ def _large(
     if plan is None:
         plan = make_plan(ids_TK, shape["E"], block_rows=tiles_in["BLOCK_M"], keep_T=keep_T, local_E=local_E)
     scale_S = weights_TK.view(-1) if weigh_input else None
-    h_arranged = bool(tiles_down.get("SWAP")) and swapped.wants_arranged(x_TD, w_down, tiles_down)
-    if tiles_in.get("SWAP"):
+    h_arranged = bool(tiles_down["SWAP"]) and swapped.wants_arranged(x_TD, w_down, tiles_down)
+    if tiles_in["SWAP"]:
         x_in = swapped.arrange(x_TD, w_in, tiles_in)
         h_SF = swapped.launch(
             x_in, w_in, plan, "token", activation, bias_in, scale_S, tiles_in, out_arranged=h_arranged
@@ -103,7 +103,7 @@ def _large(
     else:
         w = as_tensor(w_in, x_TD.dtype)
         h_SF = gemm.launch(x_TD, w, plan, "token", False, activation, bias_in, scale_S, False, tiles_in, clear=False)
-    if tiles_down.get("SWAP"):
+    if tiles_down["SWAP"]:
         out_SD = swapped.launch(h_SF, w_down, plan, None, "identity", bias_down, None, tiles_down)
     else:
         w = as_tensor(w_down, x_TD.dtype)
@@ -142,14 +142,12 @@ def packed(tensor: Tensor | None) -> Tensor | None:
 
 def shape_of(w_in: Weight, w_down: Weight, slots: int) -> dict[str, int]:
     """The dimensions that tiles are tuned over."""
-    experts, hidden, width = weight_shape(w_down)
-    return {"d": hidden, "f": width, "E": experts, "k": slots, "gated": weight_shape(w_in)[1] // width}
+    experts, hidden, width = w_down.shape
+    return {"d": hidden, "f": width, "E": experts, "k": slots, "gated": w_in.shape[1] // width}
 
 
 def dtype_of(weight: Weight, x: Tensor) -> str:
-    if isinstance(weight, QuantisedWeight):
-        return f"int{weight.bits}" if weight.group else f"int{weight.bits}_channel"
-    return gemm.DTYPE_NAMES[x.dtype]
+    return weight.dtype_name if isinstance(weight, QuantisedWeight) else gemm.DTYPE_NAMES[x.dtype]
 
 
 def lookup(op: str, shape: Mapping[str, int], rows: int, dtype: str, x: Tensor) -> Mapping[str, int]:

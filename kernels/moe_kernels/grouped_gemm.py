@@ -67,7 +67,7 @@ def grouped_gemm(
         )
     order_S = plan.order_S.long()
     rows_S = {"token": order_S // plan.slots, "pair": order_S, None: torch.arange(len(order_S), device=x_NI.device)}
-    out_SO = _grouped_linear(x_NI[rows_S[gather]], w_EOI.mT if transpose_w else w_EOI, plan.ends_E)
+    out_SO = grouped_product(x_NI[rows_S[gather]], w_EOI.mT if transpose_w else w_EOI, plan.ends_E)
     if row_scale_S is not None:
         out_SO = out_SO * row_scale_S[order_S].unsqueeze(1).to(out_SO.dtype)
     if bias_EO is not None:
@@ -83,24 +83,23 @@ def expert_of_rows(plan: Plan, experts: int) -> Tensor:
     return torch.searchsorted(plan.ends_E.long(), rows_S, right=True).clamp(max=experts - 1)
 
 
-def _grouped_linear(x_SI: Tensor, w_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_product(x_NI: Tensor, w_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Row n times the transposed weight of the expert whose run holds n; rows past the last run are unspecified."""
-    if _grouped_mm_takes(x_SI, w_EOI):
-        return F.grouped_mm(x_SI, w_EOI.transpose(1, 2), offs=ends_E)
-    parts = [x_SI.new_zeros(0, w_EOI.shape[1])]
+    if _grouped_mm_takes(x_NI, w_EOI):
+        return F.grouped_mm(x_NI, w_EOI.transpose(1, 2), offs=ends_E)
+    out_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         if end > start:
-            parts.append(x_SI[start:end] @ w_EOI[expert].t())
-        start = max(start, end)
-    parts.append(x_SI.new_zeros(len(x_SI) - start, w_EOI.shape[1]))
-    return torch.cat(parts)
+            torch.mm(x_NI[start:end], w_EOI[expert].t(), out=out_NO[start:end])
+        start = end
+    return out_NO
 
 
-def _grouped_mm_takes(x_SI: Tensor, w_EOI: Tensor) -> bool:
+def _grouped_mm_takes(x_NI: Tensor, w_EOI: Tensor) -> bool:
     out_width, in_width = w_EOI.shape[1:]
-    size = x_SI.element_size()
+    size = x_NI.element_size()
     aligned = (in_width * size) % _GROUPED_MM_STRIDE_BYTES == 0 and (out_width * size) % _GROUPED_MM_STRIDE_BYTES == 0
     # On a CPU it takes float32, bfloat16 and float16, on a GPU only bfloat16 everywhere.
-    on_cpu = x_SI.device.type == "cpu" and x_SI.dtype != torch.float64
-    return aligned and w_EOI.is_contiguous() and (on_cpu or x_SI.dtype == torch.bfloat16)
+    on_cpu = x_NI.device.type == "cpu" and x_NI.dtype != torch.float64
+    return aligned and w_EOI.is_contiguous() and (on_cpu or x_NI.dtype == torch.bfloat16)

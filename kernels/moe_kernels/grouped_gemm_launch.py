@@ -47,7 +47,7 @@ def launch(
     width = columns // 2 if is_gated else columns
     pairs = plan.order_S.numel()
     op = "large.in" if gather == "token" else "large.down"
-    choice = dict(tiles or tiles_for(op, x_NI, experts, depth, width, pairs))
+    choice = tiles or tiles_for(op, x_NI, experts, depth, width, pairs)
     block_m, block_n, block_k = plan.block_rows, choice["BLOCK_N"], choice["BLOCK_K"]
     out_SW = x_NI.new_empty(pairs, width)
     x_tma = gather is None and _tma_takes(x_NI)
@@ -59,18 +59,18 @@ def launch(
         w_argument = _weight_descriptor(w_EOI, is_gated, transpose_w, block_n, block_k)
     column_tiles = triton.cdiv(width, block_n)
     pdl = overlaps(x_NI.device)
-    programs = choice.get("PERSIST", 0) * _multiprocessors(x_NI.device)
+    programs = choice["PERSIST"] * _multiprocessors(x_NI.device)
     grid = programs or plan.tile_expert_M.numel() * column_tiles
     grouped_gemm_kernel[(grid,)](
         x_argument, w_argument, out_SW, plan.order_S, plan.ends_E, plan.tile_expert_M, plan.tile_row_M,
         plan.tile_count_1, bias_EO, row_scale_S,
         x_NI.stride(0), w_EOI.stride(0), w_EOI.stride(1), out_SW.stride(0), 0 if bias_EO is None else bias_EO.stride(0),
         stored_rows, stored_columns, width, column_tiles,
-        SLOTS=plan.slots, GATHER=gather or "none", SCATTER=scatter, ACT=activation, GATED=is_gated,
+        SLOTS=plan.slots, GATHER=gather or "grouped", SCATTER=scatter, ACT=activation, GATED=is_gated,
         HAS_BIAS=bias_EO is not None, HAS_SCALE=row_scale_S is not None, TRANSPOSE=transpose_w,
         X_TMA=x_tma, W_TMA=w_tma,
         # TMA fills what lies past the ends of x with zeros; pointer loads need masks there.
-        EVEN=depth % block_k == 0 and (w_tma or columns % block_n == 0),
+        EVEN=depth % block_k == 0 and (w_tma or width % block_n == 0),
         UPCAST=backend.upcast(x_NI.dtype), PRECISION="ieee" if x_NI.dtype == torch.float32 else "tf32",
         STAGES=choice["num_stages"], PROGRAMS=programs, PDL=pdl, GROUP_M=choice["GROUP_M"],
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,

@@ -26,14 +26,17 @@ def tile_of(pid, row_tiles, COLUMN_TILES, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def input_rows(order_S, rows, end, SLOTS: tl.constexpr, GATHER: tl.constexpr):
-    """Rows of x behind grouped rows; rows past ``end`` repeat the last one, so that no load needs a mask."""
-    rows = tl.minimum(rows, end - 1)
-    if GATHER == "token":
+def source_rows(order_S, rows, ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """Stored rows behind grouped rows. ``rows`` must be rows that some expert owns.
+
+    Example: order ``[2, 0, 3, 1]``, SLOTS 2: grouped row 2 is pair 3, token 1.
+    """
+    if ROWS == "token":
         return tl.load(order_S + rows) // SLOTS
-    elif GATHER == "pair":
+    elif ROWS == "pair":
         return tl.load(order_S + rows)
     else:
+        tl.static_assert(ROWS == "grouped", "unknown layout of rows")
         return rows
 
 
@@ -67,19 +70,25 @@ def _weight_tile(w, expert, row, column, stride_e, stride_o, O, I,
 
 @triton.jit
 def _grouped_gemm_tile(
-    x, w, out, order_S, bias, row_scale, expert, first, end, column,
-    stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH,
+    pid, row_tiles, x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, bias, row_scale,
+    stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
     SLOTS: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, TRANSPOSE: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    row_tile, column_tile = tile_of(pid, row_tiles, COLUMN_TILES, GROUP_M)
+    expert = tl.load(tile_expert_M + row_tile)
+    first = tl.load(tile_row_M + row_tile)
+    end = tl.load(ends_E + expert)
+    column = column_tile * BLOCK_N
     # The reduction runs over I, or over O where the transposed weight is used.
     depth = O if TRANSPOSE else I
     rows = first + tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     if not X_TMA:
-        sources = input_rows(order_S, rows, end, SLOTS, GATHER)
+        # Rows past the end repeat the last one, so that no load needs a mask.
+        sources = source_rows(order_S, tl.minimum(rows, end - 1), GATHER, SLOTS)
         x_at = x + sources.to(tl.int64)[:, None] * stride_x + tl.arange(0, BLOCK_K)[None, :]
     # Gate and up in one product of twice the width: TMA brings both blocks as one operand, and Hopper's widest matrix
     # instruction reads the rows once for both. Without TMA they are two products.
@@ -104,9 +113,8 @@ def _grouped_gemm_tile(
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if GATED and not JOINED:
-            # Masked even if EVEN, which speaks of both halves together: an up block may reach past the last expert.
             c = _weight_tile(w, expert, WIDTH + column, k, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE,
-                             W_TMA, False)
+                             W_TMA, EVEN)
             if UPCAST:
                 c = c.to(tl.float32)
             up = tl.dot(a, c, up, input_precision=PRECISION)
@@ -156,23 +164,19 @@ def grouped_gemm_kernel(
     if PROGRAMS == 0:
         pid = tl.program_id(0)
         if pid < row_tiles * COLUMN_TILES:
-            row_tile, column_tile = tile_of(pid, row_tiles, COLUMN_TILES, GROUP_M)
-            expert = tl.load(tile_expert_M + row_tile)
             _grouped_gemm_tile(
-                x, w, out, order_S, bias, row_scale, expert, tl.load(tile_row_M + row_tile), tl.load(ends_E + expert),
-                column_tile * BLOCK_N, stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH,
+                pid, row_tiles, x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, bias, row_scale,
+                stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
                 SLOTS, GATHER, SCATTER, ACT, GATED, HAS_BIAS, HAS_SCALE, TRANSPOSE, X_TMA, W_TMA, EVEN, UPCAST,
-                PRECISION, STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
+                PRECISION, STAGES, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
             )
     else:
         for pid in tl.range(tl.program_id(0), row_tiles * COLUMN_TILES, PROGRAMS, flatten=True):
-            row_tile, column_tile = tile_of(pid, row_tiles, COLUMN_TILES, GROUP_M)
-            expert = tl.load(tile_expert_M + row_tile)
             _grouped_gemm_tile(
-                x, w, out, order_S, bias, row_scale, expert, tl.load(tile_row_M + row_tile), tl.load(ends_E + expert),
-                column_tile * BLOCK_N, stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH,
+                pid, row_tiles, x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, bias, row_scale,
+                stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
                 SLOTS, GATHER, SCATTER, ACT, GATED, HAS_BIAS, HAS_SCALE, TRANSPOSE, X_TMA, W_TMA, EVEN, UPCAST,
-                PRECISION, STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
+                PRECISION, STAGES, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
             )
 
 

@@ -18,34 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_kernels import backend
 from moe_kernels import tiles as table
 from moe_kernels.grouped_gemm_launch import DTYPE_NAMES, device_name
-
-
-@triton.jit
-def _tile_of(pid, O_TILES: tl.constexpr, I_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Tile of dW[e] of a program: O tiles fastest within bands of GROUP of them.
-
-    Example: GROUP 2, 3 O tiles, 2 I tiles: (0,0) (1,0) (0,1) (1,1) (2,0) (2,1).
-    """
-    band = pid // (GROUP * I_TILES)
-    first = band * GROUP
-    height = tl.minimum(O_TILES - first, GROUP)
-    inside = pid - first * I_TILES
-    return first + inside % height, inside // height
-
-
-@triton.jit
-def source_rows(order_S, rows, ROWS: tl.constexpr, SLOTS: tl.constexpr):
-    """Stored rows behind grouped rows. ``rows`` must be rows that some expert owns.
-
-    Example: order ``[2, 0, 3, 1]``, SLOTS 2: grouped row 2 is pair 3, token 1.
-    """
-    if ROWS == "token":
-        return tl.load(order_S + rows) // SLOTS
-    elif ROWS == "pair":
-        return tl.load(order_S + rows)
-    else:
-        tl.static_assert(ROWS == "grouped", "unknown layout of rows")
-        return rows
+from moe_kernels.grouped_gemm_triton import source_rows, tile_of
 
 
 @triton.jit
@@ -102,7 +75,7 @@ def grouped_outer_kernel(
     """
     pid = tl.program_id(0)
     expert = pid // (O_TILES * I_TILES)
-    o_tile, i_tile = _tile_of(pid % (O_TILES * I_TILES), O_TILES, I_TILES, GROUP)
+    o_tile, i_tile = tile_of(pid % (O_TILES * I_TILES), O_TILES, I_TILES, GROUP)
     o = o_tile * BLOCK_O
     i = i_tile * BLOCK_I
     start = tl.load(ends_E + expert - 1, mask=expert > 0, other=0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.grouped_outer_triton import source_rows
+from moe_kernels.grouped_gemm_triton import source_rows
 
 
 @triton.jit

@@ -111,16 +111,19 @@ def tile_bound(pairs: int, experts: int, block_rows: int) -> int:
     return -(-pairs // block_rows) + min(experts, pairs)
 
 
-def _local_experts(ids_TK: Tensor, experts: int, keep_T: Tensor | None, local_E: Tensor | None) -> Tensor:
-    """int64 ``[S]``: 0..E-1, or E if no expert here takes the pair."""
-    ids_TK = ids_TK.long()
+def local_ids(ids_TK: Tensor, experts: int, keep_T: Tensor | None, local_E: Tensor | None) -> Tensor:
+    """Ids as indices of the experts here, negative for all that no expert here takes; int32 or int64."""
     if local_E is not None:
         known_TK = (ids_TK >= 0) & (ids_TK < len(local_E))
-        ids_TK = torch.where(known_TK, local_E.long()[ids_TK.clamp(0, len(local_E) - 1)], -1)
-    here_TK = (ids_TK >= 0) & (ids_TK < experts)
-    if keep_T is not None:
-        here_TK = here_TK & keep_T.unsqueeze(1)
-    return torch.where(here_TK, ids_TK, experts).flatten()
+        ids_TK = torch.where(known_TK, local_E[ids_TK.clamp(0, len(local_E) - 1).long()], -1)
+    ids_TK = torch.where(ids_TK < experts, ids_TK, -1)
+    return ids_TK if keep_T is None else torch.where(keep_T.unsqueeze(1), ids_TK, -1)
+
+
+def _local_experts(ids_TK: Tensor, experts: int, keep_T: Tensor | None, local_E: Tensor | None) -> Tensor:
+    """int64 ``[S]``: 0..E-1, or E if no expert here takes the pair: those sort last."""
+    here_TK = local_ids(ids_TK, experts, keep_T, local_E).long()
+    return torch.where(here_TK >= 0, here_TK, experts).flatten()
 
 
 def _sort(expert_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ def launch(
         tile_row_M=plan.tile_row_M, tile_count_1=plan.tile_count_1, bias=x if bias_EO is None else bias_EO,
         row_scale=x if row_scale_S is None else row_scale_S, stride_x=x.stride(0), stride_out=out_SW.stride(0),
         stride_bias=0 if bias_EO is None else bias_EO.stride(0), I=matrices.columns, WIDTH=width,
-        SLOTS=plan.slots, GATHER=gather or "none", ACT=activation, GATED=gated(activation),
+        SLOTS=plan.slots, GATHER=gather or "grouped", ACT=activation, GATED=gated(activation),
         HAS_BIAS=bias_EO is not None, HAS_SCALE=row_scale_S is not None, OUT_ARRANGED=out_arranged,
         GROUP_M=tiles["GROUP_M"], **weight, **small.launch_options(tiles),
     )  # fmt: skip

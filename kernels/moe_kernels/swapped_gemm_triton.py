@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_kernels.activations_triton import activate
-from moe_kernels.grouped_gemm_triton import input_rows
+from moe_kernels.grouped_gemm_triton import source_rows
 from moe_kernels.small_tiles_triton import products, row_of, slot_of
 
 
@@ -44,7 +44,7 @@ def swapped_gemm_kernel(
         column = column_tile * BLOCK_N
         rows = first + tl.arange(0, BLOCK_M)
         valid = rows < end
-        sources = input_rows(order_S, rows, end, SLOTS, GATHER)
+        sources = source_rows(order_S, tl.minimum(rows, end - 1), GATHER, SLOTS)
         matrix_row = expert.to(tl.int64) * (2 * WIDTH if GATED else WIDTH) + column
         gate, up = products(
             x, sources, valid, stride_x, w, scales, magic, matrix_row, WIDTH, WIDTH - column, 0, I, I, G, GATED, BITS,

@@ -52,17 +52,14 @@ class ExpertShard:
             weights_TK: float32.
         """
         held = self._layers[layer]
-        slots_E = self._slots[layer]
-        ids_TK = expert_ids_TK
-        if slots_E is not None:
-            ids_TK = torch.where(ids_TK >= 0, slots_E[ids_TK.clamp(min=0)], -1)
-        return fused_moe(x_TD, held.w_gate_up_E2FD, held.w_down_EDF, ids_TK, weights_TK)
+        weights = held.w_gate_up_E2FD, held.w_down_EDF
+        return fused_moe(x_TD, *weights, expert_ids_TK, weights_TK, local_E=self._slots[layer])
 
 
 def _slot_of_expert(held: ExpertWeights, num_experts: int) -> Tensor | None:
     """Index into the held weights by the model's expert id, -1 where absent; None if they are the same."""
     if held.expert_ids == tuple(range(num_experts)):
         return None
-    slots_E = torch.full((num_experts,), -1, dtype=torch.int64, device=held.w_down_EDF.device)
-    slots_E[list(held.expert_ids)] = torch.arange(len(held.expert_ids), device=slots_E.device)
+    slots_E = torch.full((num_experts,), -1, dtype=torch.int32, device=held.w_down_EDF.device)
+    slots_E[list(held.expert_ids)] = torch.arange(len(held.expert_ids), dtype=torch.int32, device=slots_E.device)
     return slots_E

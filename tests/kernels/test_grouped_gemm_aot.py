@@ -14,13 +14,13 @@ FLAGS = {
 
 
 def grouped(
-    *, gated: bool = False, gather: str = "none", transpose: bool = False, tma: bool = True,
+    *, gated: bool = False, gather: str = "grouped", transpose: bool = False, tma: bool = True,
     activation: str = "identity", block_m: int = 128, block_n: int = 256, num_warps: int = 8, stages: int = 4,
     programs: int = 132, dtype: str = "bf16",
 ) -> aot.Compiled:  # fmt: skip
     box = (64, block_n) if transpose else (1, 2, block_n, 64) if gated else (block_n, 64)
     sides = ",".join(map(str, box))
-    x_tma = tma and gather == "none"
+    x_tma = tma and gather == "grouped"
     signature = {
         "x": f"tensordesc<{dtype}[{block_m},64]>" if x_tma else f"*{dtype}",
         "w": f"tensordesc<{dtype}[{sides}]>" if tma else f"*{dtype}",
@@ -45,7 +45,7 @@ def swapped(*, bits: int, block_m: int, block_n: int = 64, gated: bool = True, d
         "stride_bias": "i32:16", "I": "i32:16", "G": "i32", "WIDTH": "i32:16", "magic": "i32", **LISTS,
     }  # fmt: skip
     constants = {
-        "SLOTS": 8, "GATHER": "token" if gated else "none", "ACT": "swiglu" if gated else "identity", "GATED": gated,
+        "SLOTS": 8, "GATHER": "token" if gated else "grouped", "ACT": "swiglu" if gated else "identity", "GATED": gated,
         "HAS_BIAS": False, "HAS_SCALE": False, "OUT_ARRANGED": bits < 16, "BITS": bits,
         "GROUP": 128 if bits < 16 else 0, "WORDS": bits < 16, "WARPS": 4, "TMA": True, "EVEN_N": True, "EVEN_K": True,
         "EVICT_FIRST": False, "UPCAST": False, "PRECISION": "tf32", "PDL": True, "STAGES": 3, "GROUP_M": 8,
@@ -62,7 +62,7 @@ def check_resources(code: aot.Compiled) -> None:
     aot.assert_smem_fits(code)
 
 
-@pytest.mark.parametrize("gather", ["token", "none"])
+@pytest.mark.parametrize("gather", ["token", "grouped"])
 @pytest.mark.parametrize("programs", [0, 132])
 def test_gate_and_up_are_one_instruction_of_full_width(programs: int, gather: str) -> None:
     code = grouped(gated=True, activation="swiglu", gather=gather, block_n=128, programs=programs)

@@ -25,8 +25,6 @@ from moe_kernels.activations import Activation, activate
 from moe_kernels.plan import plan
 from moe_kernels.sparse_mlp import sparse_mlp
 
-Mlp = Callable[[Tensor, Draw], Tensor]
-
 
 class Experts(nn.Module):
     """The parameters, scaled as a fresh model's are."""
