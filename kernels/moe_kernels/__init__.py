@@ -22,6 +22,8 @@ from moe_kernels.quant import (
 from moe_kernels.router import GroupScore, Order, Score, route
 from moe_kernels.sparse_mlp import SparseMLP
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Activation",
     "ArgumentError",
