@@ -11,6 +11,7 @@ from typing import Final
 
 from bench.floors import WEIGHT_BYTES
 from bench.shapes import LayerShape
+from moe_kernels import fitting
 
 Tiles = dict[str, int]
 
@@ -85,10 +86,10 @@ def shared_bytes(op: str, tiles: Mapping[str, int], shape: LayerShape, dtype: st
     """
     if not {"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_stages"} <= tiles.keys():
         return 0.0
-    matrices = 2 if shape.gated and op.endswith(".in") else 1
-    weights = matrices * tiles["BLOCK_N"] * tiles["BLOCK_K"] * WEIGHT_BYTES[dtype]
-    rows = tiles["BLOCK_M"] * tiles["BLOCK_K"] * ACTIVATION_BYTES
-    return tiles["num_stages"] * (weights + rows)
+    return fitting.shared_bytes(
+        tiles, block_m=tiles["BLOCK_M"], matrices=2 if shape.gated and op.endswith(".in") else 1,
+        weight_bytes=WEIGHT_BYTES[dtype], row_bytes=ACTIVATION_BYTES,
+    )  # fmt: skip
 
 
 def _gemv(shape: LayerShape, dtype: str, *, down: bool) -> Iterator[Tiles]:

@@ -54,9 +54,13 @@ def layer_us(shape: LayerShape, pairs: int, active: int, dtype: str) -> float:
     return max(memory_us(active * expert_bytes(shape, dtype)), compute_us(layer_flops(shape, pairs)))
 
 
-def training_us(shape: LayerShape, pairs: int) -> float:
-    """Forward and backward, compute-bound: the gradients of inputs and of weights cost as much as the forward each."""
-    return 3.0 * compute_us(layer_flops(shape, pairs))
+def training_us(shape: LayerShape, pairs: int, active: int, dtype: str) -> float:
+    """Forward and backward: three forward passes, in arithmetic as in bytes.
+
+    The gradients of inputs and of weights are as many products as the forward each; weights are read forward and
+    backward, and their gradients, as many bytes, are written. Example: ScatterMoE's unit, 61,440 tokens: 31.3 ms.
+    """
+    return 3.0 * layer_us(shape, pairs, active, dtype)
 
 
 def memory_us(byte_count: float) -> float:

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from bench.machine import Machine
 from bench.timing import Timing
@@ -66,15 +66,18 @@ def record(row: Row, machine: Machine) -> dict[str, str]:
     return {**texts, **{name: _number(value) for name, value in numbers.items()}, **rest}
 
 
-def append(path: Path, rows: Iterable[Row], machine: Machine) -> None:
-    """Adds rows; a new or empty file gets the header first."""
+def start(path: Path) -> None:
+    """Makes sure that rows can be added; a new or empty file gets the header. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or path.stat().st_size == 0
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(record(row, machine) for row in rows)
+        if file.tell() == 0:
+            _writer(file).writeheader()
+
+
+def append(path: Path, rows: Iterable[Row], machine: Machine) -> None:
+    start(path)
+    with path.open("a", newline="") as file:
+        _writer(file).writerows(record(row, machine) for row in rows)
 
 
 def read(path: Path) -> Iterator[dict[str, str]]:
@@ -102,6 +105,10 @@ def parse(record: Mapping[str, str]) -> Row:
         deviation=known("deviation"),
         memory_mib=known("memory_mib"),
     )
+
+
+def _writer(file: IO[str]) -> csv.DictWriter[str]:
+    return csv.DictWriter(file, COLUMNS, lineterminator="\n")
 
 
 def _number(value: float | None) -> str:

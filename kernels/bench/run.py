@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
-import torch
-
-from bench import plot, results
+from bench import arguments, plot, results
 from bench.case import OPS
 from bench.floors import WEIGHT_BYTES
 from bench.machine import this_machine
@@ -28,17 +27,29 @@ from bench.results import Row
 from bench.shapes import ROWS, SHAPES, find
 from bench.suites import SUITES
 
+CASES: Final[Mapping[str, object]] = {
+    "op": ["fused_moe"],
+    "shape": [find("qwen3-30b")],
+    "rows": list(ROWS),
+    "dtype": ["bf16"],
+    "provider": ["ours", "vllm", "grouped_mm"],
+}
+"""Options that choose what is measured without a suite, and their defaults."""
+SUITE: Final[Mapping[str, object]] = {"scale": 1, "tokens": None}
+"""Options that reduce a suite, and their defaults."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if at least one measurement succeeded."""
-    options = _parser().parse_args(argv)
+    options = _parse(argv)
     rows: list[Row] = []
     machine = this_machine()
     with compilers(options.jobs) as pool:
         settings = _settings(options, pool)
         for row in SUITES[options.suite](settings) if options.suite else _cross_product(options, settings):
             rows.append(row)
-            results.append(options.csv, [row], machine)
+            if options.csv:
+                results.append(options.csv, [row], machine)
             if not options.quiet:
                 _progress(row)
     print(for_suite(settings.suite, rows))
@@ -61,8 +72,8 @@ def _settings(options: argparse.Namespace, pool: Compilers | None) -> Settings:
 
 
 def _cross_product(options: argparse.Namespace, settings: Settings) -> Iterator[Row]:
-    for name in options.shape:
-        yield from measure_shape(options.op, find(name), options.rows, options.dtype, options.provider, settings)
+    for shape in options.shape:
+        yield from measure_shape(options.op, shape, options.rows, options.dtype, options.provider, settings)
 
 
 def _progress(row: Row) -> None:
@@ -70,46 +81,67 @@ def _progress(row: Row) -> None:
     print(f"{row.op} {row.shape} {row.dtype} rows {row.rows} {row.provider}: {outcome}", file=sys.stderr, flush=True)
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Complete options; what cannot be done ends here, with exit code 2, and not after an hour of measuring."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    _refuse_mixture(parser, given)
+    options = argparse.Namespace(**{**CASES, **SUITE, **vars(given)})
+    if options.csv is None and options.device == "cpu":
+        print("on a CPU nothing is recorded unless --csv names a file", file=sys.stderr)
+    elif options.csv is None:
+        options.csv = results.DEFAULT_CSV
+    try:
+        if options.csv:
+            results.start(options.csv)
+        if options.plot:
+            options.plot.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        parser.error(f"cannot write what --csv or --plot names: {failure}")
+    return options
+
+
+def _refuse_mixture(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """An option that the run would ignore is an error: its numbers would be of something else than was asked for."""
+    ignored = [f"--{name}" for name in (CASES if given.suite else SUITE) if name in given]
+    if not ignored:
+        return
+    cases, suite = (", ".join(f"--{name}" for name in names) for names in (CASES, SUITE))
+    where = "with" if given.suite else "without"
+    parser.error(f"{', '.join(ignored)} {where} --suite: {suite} belong to a suite, {cases} to a run without one")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.run", description=__doc__.partition("\n")[0] if __doc__ else "")
-    several = "several separated by commas"
-    parser.add_argument("--op", type=_Names(OPS), default=["fused_moe"], help=f"{', '.join(OPS)}; {several}")
-    parser.add_argument("--shape", type=_list, default=["qwen3-30b"], help=f"{', '.join(SHAPES)} or NAME/DIVISOR")
-    parser.add_argument("--rows", type=_numbers, default=list(ROWS), help=f"tokens per call; {several}")
-    parser.add_argument("--dtype", type=_Names(WEIGHT_BYTES), default=["bf16"], help="of the weights")
-    parser.add_argument("--provider", type=_Names(PROVIDERS), default=["ours", "vllm", "grouped_mm"])
-    parser.add_argument("--suite", choices=SUITES, help="a named set of measurements instead of the above")
-    parser.add_argument("--scale", type=int, default=1, help="suites: divide widths by this")
-    parser.add_argument("--tokens", type=int, help="suites: tokens per call instead of the suite's own")
-    parser.add_argument("--csv", type=Path, default=results.DEFAULT_CSV, help="file to append to")
+    _add_choices(parser)
+    on_gpu = "on a GPU the repository's bench/results.csv, on a CPU none"
+    parser.add_argument("--csv", type=Path, help=f"file to append to; default: {on_gpu}")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write one SVG per op, shape and dtype")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-s", type=float, default=0.4, help="measuring time per case and provider")
+    parser.add_argument("--device", type=arguments.device, default=arguments.default_device(), help="cuda or cpu")
+    parser.add_argument("--budget-s", type=arguments.seconds, default=0.4, help="measuring time per case and provider")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile kernels before they are measured")
+    jobs = "processes that compile kernels before they are measured"
+    parser.add_argument("--jobs", type=arguments.whole(1), default=1, help=jobs)
     parser.add_argument("--quiet", action="store_true", help="no line per measurement on stderr")
     return parser
 
 
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in _list(text)]
-
-
-class _Names:
-    """argparse type: comma-separated names out of ``known``."""
-
-    def __init__(self, known: Iterable[str]) -> None:
-        self._known = tuple(known)
-
-    def __call__(self, text: str) -> list[str]:
-        unknown = [name for name in _list(text) if name not in self._known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(self._known)}")
-        return _list(text)
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """What is measured. No defaults here, so that what was given can be told from what was not."""
+    several, absent = "several separated by commas", argparse.SUPPRESS
+    shapes = f"{', '.join(SHAPES)} or NAME/DIVISOR; {several}"
+    cases = parser.add_argument_group("without --suite")
+    cases.add_argument("--op", type=arguments.names(OPS), default=absent, help=f"{', '.join(OPS)}; {several}")
+    cases.add_argument("--shape", type=arguments.shapes, default=absent, help=shapes)
+    cases.add_argument("--rows", type=arguments.rows, default=absent, help=f"tokens per call, 1 or more; {several}")
+    cases.add_argument("--dtype", type=arguments.names(WEIGHT_BYTES), default=absent, help="of the weights")
+    cases.add_argument("--provider", type=arguments.names(PROVIDERS), default=absent, help=", ".join(PROVIDERS))
+    suites = parser.add_argument_group("a named set of measurements")
+    suites.add_argument("--suite", choices=SUITES)
+    suites.add_argument("--scale", type=arguments.whole(1), default=absent, help="divide widths by this")
+    suites.add_argument(
+        "--tokens", type=arguments.whole(1), default=absent, help="per call, instead of the suite's own"
+    )
 
 
 if __name__ == "__main__":

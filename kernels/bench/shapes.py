@@ -59,7 +59,8 @@ SHAPES: Final = {shape.name: shape for shape in _ALL}
 
 def find(name: str) -> LayerShape:
     """A shape by name; ``name/divisor`` is its :meth:`LayerShape.scaled`. Raises KeyError with the known names."""
-    base, _, divisor = name.partition("/")
-    if base not in SHAPES or (divisor and not divisor.isdigit()):
-        raise KeyError(f"no shape {name!r}; known: {', '.join(SHAPES)} (and NAME/DIVISOR)")
-    return SHAPES[base].scaled(int(divisor or 1))
+    base, slash, divisor = name.partition("/")
+    scale = int(divisor) if divisor.isdecimal() else 0 if slash else 1
+    if base not in SHAPES or scale < 1:
+        raise KeyError(f"no shape {name!r}; known: {', '.join(SHAPES)} (and NAME/DIVISOR, a divisor of at least 1)")
+    return SHAPES[base].scaled(scale)

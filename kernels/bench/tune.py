@@ -14,21 +14,21 @@ import multiprocessing.pool
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from bench import candidates, tile_file
+from bench import arguments, candidates, tile_file
 from bench.bank import Bank, poison
 from bench.candidates import PRESETS, Tiles
 from bench.case import Case, activation_dtype, deviation
 from bench.floors import WEIGHT_BYTES
 from bench.measuring import WRONG, Kept, Settings, release
 from bench.providers.ours import prepare_ours
-from bench.shapes import ROWS, SHAPES, LayerShape, find
+from bench.shapes import ROWS, SHAPES, LayerShape
 from bench.timing import measure
 from bench.tune_workers import Work, compilers, make_case, run_once
 from moe_kernels import tiles as table
@@ -116,12 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     device_name = torch.cuda.get_device_name() if options.device != "cpu" else "cpu"
     path = options.out or table.DIRECTORY / table.file_name(device_name)
     deadline = time.monotonic() + options.budget_s
-    for name in options.shape:
+    for shape in options.shape:
         for dtype in options.dtype:
-            work = Work(shape=find(name), dtype=dtype, device=options.device)
+            work = Work(shape=shape, dtype=dtype, device=options.device)
             missing = _missing(work, options, path)
             if not missing:
-                print(f"{name} {dtype}: all in the table")
+                print(f"{shape.name} {dtype}: all in the table")
                 continue
             if not _tune_layer(work, missing, options, path, device_name, deadline):
                 print("out of time; run again to go on")
@@ -223,29 +223,17 @@ def _missing(work: Work, options: argparse.Namespace, path: Path) -> dict[int, l
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.tune", description="Fills the tile table of this machine's GPU.")
-    parser.add_argument("--op", type=_one_of(OPS), default=list(OPS))
-    parser.add_argument("--shape", type=_one_of(SHAPES), default=[s.name for s in SHAPES.values() if s.tuned])
-    parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=list(ROWS))
-    parser.add_argument("--dtype", type=_one_of(WEIGHT_BYTES), default=["bf16"])
-    parser.add_argument("--budget-s", type=float, default=600.0, help="stop starting searches after this")
-    parser.add_argument("--case-s", type=float, default=0.03, help="measuring time per candidate")
+    parser.add_argument("--op", type=arguments.names(OPS), default=list(OPS))
+    parser.add_argument("--shape", type=arguments.shapes, default=[s for s in SHAPES.values() if s.tuned])
+    parser.add_argument("--rows", type=arguments.rows, default=list(ROWS))
+    parser.add_argument("--dtype", type=arguments.names(WEIGHT_BYTES), default=["bf16"])
+    parser.add_argument("--budget-s", type=arguments.seconds, default=600.0, help="stop starting searches after this")
+    parser.add_argument("--case-s", type=arguments.seconds, default=0.03, help="measuring time per candidate")
     parser.add_argument("--again", action="store_true", help="measure what the table has already")
     parser.add_argument("--out", type=Path, help="the table's file; default: the package's, by GPU name")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--device", type=arguments.device, default=arguments.default_device(), help="cuda or cpu")
+    parser.add_argument("--jobs", type=arguments.whole(1), default=os.cpu_count() or 1)
     return parser
-
-
-def _one_of(known: Iterable[str]) -> Any:
-    names = tuple(known)
-
-    def parse(text: str) -> list[str]:
-        found = [part.strip() for part in text.split(",")]
-        if unknown := [name for name in found if name not in names]:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(names)}")
-        return found
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Triton's interpreter (set TRITON_INTERPRET=1), which is slow: pick checks with `
 from __future__ import annotations
 
 import argparse
+import difflib
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Final
 
 import torch
 
+from bench import arguments
 from bench.checks import all_checks
 from bench.checks.base import Check
 from bench.table import markdown
@@ -26,6 +28,8 @@ from moe_kernels import backend
 
 MOST_PROCESSES: Final = 14
 """Each holds a CUDA context and a layer of up to 200 MB with its float32 twin."""
+NEAR: Final = 5
+"""Names to offer where ``--only`` matches none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +47,18 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    if options.device == "cpu" and not backend.INTERPRETED:
-        print("no GPU: set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter", file=sys.stderr)
+    known = all_checks(scale=options.scale)
+    if unmatched := [text for text in options.only if not any(text in check.name for check in known)]:
+        for text in unmatched:
+            print(_nothing_matches(text, [check.name for check in known]), file=sys.stderr)
         return 2
-    checks = [check for check in all_checks(scale=options.scale) if _wanted(check.name, options.only)]
+    checks = [check for check in known if _wanted(check.name, options.only)]
     if options.list:
         print("\n".join(check.name for check in checks))
         return 0
+    if options.device == "cpu" and not backend.INTERPRETED:
+        print("no GPU: set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter", file=sys.stderr)
+        return 2
     began = time.monotonic()
     outcomes = list(_progress(run(checks, options.device, options.jobs), len(checks)))
     print(summary(outcomes))
@@ -117,15 +126,30 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(text in name for text in only)
 
 
+def _nothing_matches(text: str, names: Sequence[str]) -> str:
+    """With up to :data:`NEAR` names in which as many words on end as ``text`` has look like it, else the kinds."""
+    count = max(1, len(text.split()))
+    holders: dict[str, list[str]] = {}
+    for name in names:
+        words = name.split()
+        for start in range(len(words) - count + 1):
+            holders.setdefault(" ".join(words[start : start + count]), []).append(name)
+    close = difflib.get_close_matches(text.lower(), holders, n=NEAR)
+    near = list(dict.fromkeys(name for phrase in close for name in holders[phrase]))[:NEAR]
+    kinds = dict.fromkeys(name.split()[0] for name in names)
+    hint = f"near it: {'; '.join(near)}" if near else f"names begin with {', '.join(kinds)}"
+    return f"--only {text!r} matches nothing; {hint} (--list prints all)"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.verify", description="Compares every op with its twin.")
     parser.add_argument("--only", action="append", default=[], help="run checks whose name contains this; repeatable")
     parser.add_argument("--list", action="store_true", help="print the names of the checks and stop")
-    parser.add_argument("--scale", type=int, default=1, help="divide the layers' widths by this")
-    parser.add_argument("--show", type=int, default=40, help="how many failures to print")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--scale", type=arguments.whole(1), default=1, help="divide the layers' widths by this")
+    parser.add_argument("--show", type=arguments.whole(0), default=40, help="how many failures to print")
+    parser.add_argument("--device", type=arguments.device, default=arguments.default_device(), help="cuda or cpu")
     cores = min(MOST_PROCESSES, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=int, default=cores if torch.cuda.is_available() else 1)
+    parser.add_argument("--jobs", type=arguments.whole(1), default=cores if torch.cuda.is_available() else 1)
     return parser
 
 

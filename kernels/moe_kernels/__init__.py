@@ -20,7 +20,7 @@ from moe_kernels.quant import (
     quantize_experts,
 )
 from moe_kernels.router import GroupScore, Order, Score, route
-from moe_kernels.sparse_mlp import SparseMLP
+from moe_kernels.sparse_mlp import SparseMLP, sparse_mlp
 
 __version__ = "0.1.0"
 
@@ -46,4 +46,5 @@ __all__ = [
     "quantisation_error",
     "quantize_experts",
     "route",
+    "sparse_mlp",
 ]

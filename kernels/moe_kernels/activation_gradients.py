@@ -72,5 +72,6 @@ def _backward_twin(
         (dpre_S,) = torch.autograd.grad(h_SF, leaf_S, gates_S * du_SF)
     owned_S = torch.arange(len(pairs_S), device=pairs_S.device) < plan.ends_E[-1]
     dots_S = torch.where(owned_S, (h_SF.detach() * du_SF).sum(1), 0.0)
-    dgates_TK = torch.empty_like(gates_TK).view(-1).scatter_(0, pairs_S, dots_S.to(gates_TK.dtype)).view_as(gates_TK)
+    dgates_TK = gates_TK.new_empty(gates_TK.shape)  # empty_like would keep strides
+    dgates_TK.view(-1).scatter_(0, pairs_S, dots_S.to(gates_TK.dtype))
     return dpre_S.to(dtype), (gates_S * h_SF.detach()).to(dtype), dgates_TK

@@ -112,6 +112,7 @@ def launch_backward(
     du_SF: Tensor, pre_S: Tensor, gates_TK: Tensor, dpre_S: Tensor, weighted_SF: Tensor, dgates_TK: Tensor,
     order_S: Tensor, ends_E: Tensor, activation: str, *, block: int = 1024,
 ) -> None:
+    assert gates_TK.is_contiguous()
     rows, columns = du_SF.shape
     activation_backward_kernel[(rows,)](
         du_SF, pre_S, gates_TK, dpre_S, weighted_SF, dgates_TK, order_S, ends_E, ends_E.shape[0], columns,

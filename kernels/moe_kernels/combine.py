@@ -12,6 +12,7 @@ from moe_kernels import backend
 from moe_kernels.arguments import check_combine, check_no_gradient
 
 
+@backend.eager
 def combine(out_SD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """y[t] = sum over k of weights[t, k] x out[place[t, k]], in float32, slot 0 first; rounded once to out's dtype.
 

@@ -42,6 +42,8 @@ def combine_kernel(
 
 
 def launch(out_SD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    assert place_TK.is_contiguous()
+    assert weights_TK is None or weights_TK.is_contiguous()
     rows, slots = place_TK.shape
     hidden = out_SD.shape[1]
     name = device_name(out_SD.device)

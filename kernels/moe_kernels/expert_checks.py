@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from moe_kernels import arguments
 from moe_kernels.activations import gated
-from moe_kernels.arguments import FLOATS, check_tile_rows, require
+from moe_kernels.arguments import (
+    FLOATS,
+    check_tile_rows,
+    require,
+    require_kind,
+    require_optional_tensors,
+    require_tensors,
+)
+from moe_kernels.plan import Plan
 from moe_kernels.quant import QuantisedWeight
-
-if TYPE_CHECKING:
-    from moe_kernels.plan import Plan
 
 Weight = Tensor | QuantisedWeight
 """Experts' matrices ``[E, O, I]``, as numbers or quantised."""
@@ -23,6 +26,9 @@ def check_experts(
     x_ND: Tensor, w_in: Weight, w_down: Weight, activation: str, bias_in: Tensor | None, bias_down: Tensor | None
 ) -> None:
     """Rows and the two matrices of every expert fit together."""
+    require_tensors(x=x_ND)
+    require_tensors(**{n: w for n, w in (("w_in", w_in), ("w_down", w_down)) if not isinstance(w, QuantisedWeight)})
+    require_optional_tensors(bias_in=bias_in, bias_down=bias_down)
     require(x_ND.dim() == 2 and x_ND.dtype in FLOATS, f"x must be [rows, D] in {FLOATS}, found {describe(x_ND)}")
     require(len(w_down.shape) == 3, f"w_down must be [E, D, F], found {describe(w_down)}")
     experts, hidden, width = w_down.shape
@@ -47,6 +53,8 @@ def check_choice(
     plan: Plan | None,
 ) -> None:
     """Chosen experts and their weights fit the rows."""
+    require_tensors(ids=ids_TK, weights=weights_TK)
+    require_optional_tensors(keep=keep_T, local=local_E)
     rows = x_TD.shape[0]
     require(ids_TK.dim() == 2 and ids_TK.shape[0] == rows, f"ids must be [T={rows}, K], found {describe(ids_TK)}")
     require(ids_TK.dtype in (torch.int32, torch.int64), f"ids must be int32 or int64, found {describe(ids_TK)}")
@@ -61,14 +69,24 @@ def check_choice(
         require(local_E.numel() >= 1, f"local must be [global experts], found {describe(local_E)}")
         check_optional(local_E, (local_E.numel(),), torch.int32, x_TD, "local [global experts]")
     if plan is not None:
-        pairs, held = plan.order_S.numel(), plan.ends_E.numel()
-        fits = (pairs, plan.slots, held) == (rows * slots, slots, experts)
-        found = f"{pairs} pairs of {plan.slots} slots and {held} experts"
-        require(fits, f"plan must be of {rows * slots} pairs of {slots} slots and {experts} experts, found {found}")
+        check_plan_of(plan, rows, slots, experts)
         _same_device(plan.order_S, x_TD, "plan")
         check_tile_rows(plan)
         given = [name for name, tensor in (("keep", keep_T), ("local", local_E)) if tensor is not None]
         require(not given, f"plan already says which pairs take part: make it with {given}, do not pass them again")
+
+
+def require_plan(plan: object) -> None:
+    require_kind(isinstance(plan, Plan), "plan must be what moe_kernels.plan makes", plan)
+
+
+def check_plan_of(plan: Plan, rows: int, slots: int, experts: int) -> None:
+    """It may be of these rows' ids: that it is, only its values could tell."""
+    require_plan(plan)
+    pairs, held = plan.order_S.numel(), plan.ends_E.numel()
+    fits = (pairs, plan.slots, held) == (rows * slots, slots, experts)
+    of = f"{pairs} pairs of {plan.slots} slots and {held} experts"
+    require(fits, f"plan must be of {rows * slots} pairs of {slots} slots and {experts} experts, found {of}")
 
 
 def check_grouped_gemm(
@@ -102,6 +120,7 @@ def check_grouped_gemm(
 
 
 def check_counts(counts_E: Tensor, experts: int, x_ND: Tensor) -> None:
+    require_tensors(counts=counts_E)
     require(
         counts_E.shape == (experts,) and counts_E.dtype in (torch.int32, torch.int64),
         f"counts must be int32 or int64 of shape ({experts},), found {describe(counts_E)}",

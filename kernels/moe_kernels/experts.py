@@ -22,6 +22,7 @@ WeightsOn = Literal["output", "input"]
 _INSTEAD = "call it under torch.no_grad() or inference_mode(), or train with SparseMLP or parallel_linear"
 
 
+@backend.eager
 def fused_moe(
     x_TD: Tensor,
     w_in: Weight,
@@ -39,9 +40,9 @@ def fused_moe(
 ) -> Tensor:
     """y[t] = sum over k of weights[t, k] x (W_down[e] act(W_in[e] x[t] + b_in[e]) + b_down[e]) with e = ids[t, k].
 
-    The sum runs in float32 in slot order (k = 0, 1, ...), so it depends neither on the batch nor on how rows were
-    grouped; it is rounded once, to ``x``'s dtype. Nothing waits for the device and no shape depends on values, so a
-    CUDA graph can hold the call.
+    Each expert's output is rounded to ``x``'s dtype, they are added in float32, and the sum is rounded once. It runs in
+    slot order (k = 0, 1, ...), so it depends neither on the batch nor on how rows were grouped. Nothing waits for the
+    device and no shape depends on values, so a CUDA graph can hold the call.
 
     Args:
         x_TD: float32, bfloat16 or float16.
@@ -86,6 +87,7 @@ def fused_moe(
         )
 
 
+@backend.eager
 def grouped_mlp(
     x_ND: Tensor,
     counts_E: Tensor,

@@ -40,7 +40,7 @@ def fused_moe(
         order_N, ends_E = _group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
     x_ND = x_TD[order_N // slots]
     if weights_on == "input":
-        x_ND = x_ND * weights_TK.flatten()[order_N].unsqueeze(1).to(x_ND.dtype)
+        x_ND = (x_ND * weights_TK.flatten()[order_N].unsqueeze(1)).to(x_ND.dtype)  # a product in float32
         weights_TK = torch.ones_like(weights_TK)
     h_NF = activate(_grouped_linear(x_ND, w_in, bias_in, ends_E), activation)
     return _combine(_grouped_linear(h_NF, w_down, bias_down, ends_E), order_N, weights_TK).to(x_TD.dtype)

@@ -17,6 +17,7 @@ from moe_kernels import grouped_gemm_launch as gemm
 from moe_kernels import swapped_gemm_launch as swapped
 from moe_kernels import tiles as table
 from moe_kernels.activations import Activation
+from moe_kernels.backend import packed
 from moe_kernels.combine_triton import launch as combine
 from moe_kernels.expert_checks import Weight
 from moe_kernels.experts_torch import as_tensor
@@ -91,8 +92,15 @@ def _large(
     rows, slots = ids_TK.shape
     tiles_in = lookup("large.in", shape, rows, kind, x_TD)
     tiles_down = lookup("large.down", shape, rows, kind, x_TD)
+    block_rows = tiles_in["BLOCK_M"] if plan is None else plan.block_rows
+    if tiles_in["SWAP"]:
+        tiles_in = swapped.tiles_for_rows(tiles_in, x_TD, w_in, activation, block_rows)
+        swapped.check_bands(rows * slots, shape["E"], tiles_in)
+    if tiles_down["SWAP"]:
+        tiles_down = swapped.tiles_for_rows(tiles_down, x_TD, w_down, "identity", block_rows)
+        swapped.check_bands(rows * slots, shape["E"], tiles_down)
     if plan is None:
-        plan = make_plan(ids_TK, shape["E"], block_rows=tiles_in["BLOCK_M"], keep_T=keep_T, local_E=local_E)
+        plan = make_plan(ids_TK, shape["E"], block_rows=block_rows, keep_T=keep_T, local_E=local_E)
     scale_S = weights_TK.view(-1) if weigh_input else None
     h_arranged = bool(tiles_down["SWAP"]) and swapped.wants_arranged(x_TD, w_down, tiles_down)
     if tiles_in["SWAP"]:
@@ -134,10 +142,6 @@ def aligned_rows(x: Tensor) -> Tensor:
     """x, or a copy of it whose rows are contiguous and start where 16-byte loads may."""
     fits = x.stride(1) == 1 and x.data_ptr() % ALIGNMENT == 0 and x.stride(0) >= x.shape[1]
     return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def packed(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def shape_of(w_in: Weight, w_down: Weight, slots: int) -> dict[str, int]:

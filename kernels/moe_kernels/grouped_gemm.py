@@ -62,6 +62,7 @@ def grouped_gemm(
     if backend.use_triton(x_NI) and plan.order_S.numel():
         from moe_kernels import grouped_gemm_launch
 
+        x_NI, bias_EO, row_scale_S = x_NI.contiguous(), backend.packed(bias_EO), backend.packed(row_scale_S)
         return grouped_gemm_launch.launch(
             x_NI, w_EOI, plan, gather, scatter, activation, bias_EO, row_scale_S, transpose_w, tiles
         )
@@ -69,7 +70,7 @@ def grouped_gemm(
     rows_S = {"token": order_S // plan.slots, "pair": order_S, None: torch.arange(len(order_S), device=x_NI.device)}
     out_SO = grouped_product(x_NI[rows_S[gather]], w_EOI.mT if transpose_w else w_EOI, plan.ends_E)
     if row_scale_S is not None:
-        out_SO = out_SO * row_scale_S[order_S].unsqueeze(1).to(out_SO.dtype)
+        out_SO = (out_SO * row_scale_S[order_S].unsqueeze(1)).to(out_SO.dtype)
     if bias_EO is not None:
         out_SO = out_SO + bias_EO[expert_of_rows(plan, len(bias_EO))].to(out_SO.dtype)
     taken_S = torch.arange(len(order_S), device=x_NI.device) < plan.ends_E[-1]

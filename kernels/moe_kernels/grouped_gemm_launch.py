@@ -8,11 +8,13 @@ from functools import cache
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels import backend
 from moe_kernels import tiles as table
 from moe_kernels.activations import Activation, gated
+from moe_kernels.fitting import fitted
 from moe_kernels.grouped_gemm_triton import clear_absent_kernel, grouped_gemm_kernel
 from moe_kernels.overlap import overlaps
 from moe_kernels.plan import Plan
@@ -41,13 +43,19 @@ def launch(
     Args:
         clear: write zeros to the rows that no expert takes; callers that never read those save the launch.
     """
+    assert bias_EO is None or bias_EO.is_contiguous()
+    assert row_scale_S is None or row_scale_S.is_contiguous()
     is_gated = gated(activation)
     experts, stored_rows, stored_columns = w_EOI.shape
     depth, columns = (stored_rows, stored_columns) if transpose_w else (stored_columns, stored_rows)
     width = columns // 2 if is_gated else columns
     pairs = plan.order_S.numel()
     op = "large.in" if gather == "token" else "large.down"
-    choice = tiles or tiles_for(op, x_NI, experts, depth, width, pairs)
+    choice = fitted(
+        tiles or tiles_for(op, x_NI, experts, depth, width, pairs, is_gated),
+        block_m=plan.block_rows, matrices=1 + is_gated, weight_bytes=w_EOI.element_size(),
+        row_bytes=x_NI.element_size(), limit=shared_memory(x_NI.device),
+    )  # fmt: skip
     block_m, block_n, block_k = plan.block_rows, choice["BLOCK_N"], choice["BLOCK_K"]
     out_SW = x_NI.new_empty(pairs, width)
     x_tma = gather is None and _tma_takes(x_NI)
@@ -100,9 +108,11 @@ def _weight_descriptor(
     return TensorDescriptor(w_EOI.view(experts * rows, columns), [experts * rows, columns], [columns, 1], box)
 
 
-def tiles_for(op: str, x: Tensor, experts: int, depth: int, width: int, pairs: int) -> Mapping[str, int]:
-    """Tiles for ``pairs`` rows spread over ``experts`` matrices of ``[width, depth]``."""
-    shape = {"depth": depth, "width": width, "E": experts}
+def tiles_for(
+    op: str, x: Tensor, experts: int, depth: int, width: int, pairs: int, is_gated: bool
+) -> Mapping[str, int]:
+    """Tiles for ``pairs`` rows spread over ``experts`` matrices of ``[width, depth]``, two of them if gated."""
+    shape = {"depth": depth, "width": width, "E": experts, "gated": 1 + is_gated}
     return table.tiles(op, shape=shape, rows=pairs, dtype=DTYPE_NAMES[x.dtype], device_name=device_name(x.device))
 
 
@@ -110,6 +120,15 @@ def tiles_for(op: str, x: Tensor, experts: int, depth: int, width: int, pairs: i
 def device_name(device: torch.device) -> str | None:
     """The GPU's name, under which its tiles are filed; None elsewhere."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may use; an H200's where kernels are interpreted."""
+    if device.type != "cuda":
+        return 227 * 1024
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def _tma_takes(tensor: Tensor) -> bool:

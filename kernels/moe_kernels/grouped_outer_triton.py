@@ -173,6 +173,7 @@ def launch_sum(
     dy: Tensor, out_EO: Tensor, order_S: Tensor, ends_E: Tensor, gates_S: Tensor | None, *, slots: int, rows: str,
     block_m: int = 32, block_o: int = 128,
 ) -> None:
+    assert gates_S is None or gates_S.is_contiguous()
     experts, width = out_EO.shape
     grouped_sum_kernel[(experts, triton.cdiv(width, block_o))](
         dy, out_EO, order_S, ends_E, dy if gates_S is None else gates_S, dy.stride(0), width,

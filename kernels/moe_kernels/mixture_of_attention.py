@@ -8,17 +8,20 @@ one expert, G key heads, C head size, S = T x K pairs.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_kernels.arguments import check_module_rows, check_positions, require
+from moe_kernels.arguments import check_count, require, require_kind, require_tensors
+from moe_kernels.backend import eager
 from moe_kernels.parallel_linear import parallel_linear
 from moe_kernels.plan import plan
 from moe_kernels.rotary import HEADS_FIRST, ROWS_FIRST, rotate_heads
-from moe_kernels.sparse_mlp import autocast, check_sizes, choose
+from moe_kernels.sparse_mlp import autocast, choose
+from moe_kernels.training_checks import check_module_rows, check_positions, check_sizes
 
 
 class MixtureOfAttention(nn.Module):
@@ -55,8 +58,11 @@ class MixtureOfAttention(nn.Module):
         super().__init__()
         key_heads = heads if key_heads is None else key_heads
         check_sizes(hidden=hidden, head_size=head_size, heads=heads, experts=experts, top_k=top_k)
-        require(key_heads >= 1 and heads % key_heads == 0, f"{heads} heads do not divide into {key_heads} key heads")
+        check_count("key_heads", key_heads, 1)
+        require(heads % key_heads == 0, f"{heads} heads do not divide into {key_heads} key heads")
         require(head_size % 2 == 0, f"head_size must be even, found {head_size}")
+        turns = rope_theta is None or isinstance(rope_theta, numbers.Real)
+        require_kind(turns, "rope_theta must be a number or None", rope_theta)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.top_k, self.renormalise, self.causal, self.rope_theta = top_k, renormalise, causal, rope_theta
         self.heads, self.key_heads, self.head_size = heads, key_heads, head_size
@@ -68,6 +74,7 @@ class MixtureOfAttention(nn.Module):
         for weight in (self.w_query, self.w_out):
             nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
 
+    @eager
     def forward(
         self,
         x_BLD: Tensor,
@@ -83,6 +90,7 @@ class MixtureOfAttention(nn.Module):
         Raises:
             ArgumentError: neither or both of logits (or a router) and ids with gates; or a shape does not fit.
         """
+        require_tensors(x=x_BLD)
         require(x_BLD.dim() == 3, f"x must be [B, L, D], found {tuple(x_BLD.shape)}")
         batch, length, hidden = x_BLD.shape
         x_BLD, w_query, w_out = autocast(x_BLD, self.w_query, self.w_out)

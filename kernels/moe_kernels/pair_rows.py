@@ -28,7 +28,7 @@ def group_rows(rows: Tensor, gates_TK: Tensor, plan: Plan, *, layout: Rows) -> T
 
     out_SC = rows.new_empty(plan.order_S.shape[0], rows.shape[1])
     if out_SC.numel():
-        gates_TK = gates_TK.contiguous()
+        rows, gates_TK = rows.contiguous(), gates_TK.contiguous()
         launch_group_rows(rows, out_SC, gates_TK, plan.order_S, plan.ends_E, slots=plan.slots, layout=layout)
     return out_SC
 
@@ -52,6 +52,7 @@ def pair_dots(
     from moe_kernels.pair_rows_triton import launch_pair_dots
 
     if out_TK.numel():
+        a, b = a.contiguous(), b.contiguous()
         launch_pair_dots(a, b, out_TK, plan.place_S, plan.ends_E, a_rows=a_rows, b_rows=b_rows)
     return out_TK
 

@@ -69,6 +69,8 @@ def launch_group_rows(
     rows: Tensor, out_SC: Tensor, gates_TK: Tensor, order_S: Tensor, ends_E: Tensor, *, slots: int, layout: str,
     block: int = 1024,
 ) -> None:
+    assert rows.is_contiguous()
+    assert gates_TK.is_contiguous()
     pairs, columns = out_SC.shape
     block = min(block, triton.next_power_of_2(columns))
     group_rows_kernel[(pairs, triton.cdiv(columns, block))](
@@ -81,6 +83,8 @@ def launch_pair_dots(
     a: Tensor, b: Tensor, out_TK: Tensor, place_S: Tensor, ends_E: Tensor, *, a_rows: str, b_rows: str,
     block: int = 1024,
 ) -> None:
+    assert a.is_contiguous()
+    assert b.is_contiguous()
     columns, experts = a.shape[1], ends_E.shape[0]
     pair_dots_kernel[(out_TK.numel(),)](
         a, b, out_TK, place_S, ends_E, a.stride(0), b.stride(0), columns, experts,

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_kernels import backend
-from moe_kernels.arguments import check_parallel_linear
 from moe_kernels.combine import combine_places
 from moe_kernels.grouped_gemm import Gather, grouped_gemm
 from moe_kernels.grouped_outer import Rows, grouped_outer, grouped_sum
 from moe_kernels.pair_rows import group_rows, pair_dots
 from moe_kernels.plan import Plan
+from moe_kernels.training_checks import check_first_derivative, check_parallel_linear
 
 _GATHER: dict[Rows, Gather] = {"grouped": None, "token": "token", "pair": "pair"}
 
 
+@backend.eager
 def parallel_linear(
     x: Tensor,
     w_EOI: Tensor,
@@ -36,7 +36,7 @@ def parallel_linear(
 ) -> Tensor:
     """Row of pair p = W[e] x[row of p] + b[e], where e is the pair's expert; the four cases of ScatterMoE's figure 2.
 
-    Differentiable in ``x``, ``w_EOI``, ``gates`` and ``bias_EO`` (once). Deterministic: every sum has a fixed order.
+    Differentiable once in ``x``, ``w_EOI``, ``gates`` and ``bias_EO``. Deterministic: every sum has a fixed order.
     Pairs that no expert takes contribute nothing and get zero gradients.
 
     Args:
@@ -54,13 +54,14 @@ def parallel_linear(
         In ``x``'s dtype: ``[T, O]`` with ``gates``, else ``[S, O]``; rows of pairs that no expert takes are zero.
 
     Raises:
-        ArgumentError: a shape, dtype, device or flag does not fit.
+        ArgumentError: a shape, dtype, device or flag does not fit; in the backward pass, ``create_graph=True``.
 
     Example: T = 1, K = 2, experts ``[[1, 0]]``, W = ``[[[10]], [[100]]]``, x ``[[3]]``: by pair ``[[300], [30]]``,
     grouped ``[[30], [300]]``, with gates ``[[1, 0.5]]`` ``[[315]]``.
     """
     rows: Rows = "grouped" if grouped_in else "token" if fan_out is None or fan_out == plan.slots else "pair"
     check_parallel_linear(x, w_EOI, plan, gates, bias_EO, rows=rows, grouped_out=grouped_out, fan_out=fan_out)
+    gates, bias_EO = backend.packed(gates), backend.packed(bias_EO)
     with backend.device_of(x):
         y: Tensor = _ParallelLinear.apply(x, w_EOI, gates, bias_EO, plan, rows, grouped_out)  # type: ignore[no-untyped-call]
     return y
@@ -82,11 +83,11 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.plan, ctx.rows, ctx.grouped_out = plan, rows, grouped_out
         scatter = not grouped_out and gates is None
         y_SO = grouped_gemm(x, w_EOI, plan, gather=_GATHER[rows], scatter=scatter, bias_EO=bias_EO)
-        return y_SO if gates is None else combine_places(y_SO, plan.place_S.view(-1, plan.slots), gates.contiguous())
+        return y_SO if gates is None else combine_places(y_SO, plan.place_S.view(-1, plan.slots), gates)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("parallel_linear")
         x, w_EOI, gates, bias_EO = ctx.saved_tensors
         layer = _Backward(dy.contiguous(), x, w_EOI, gates, ctx.plan, ctx.rows, ctx.grouped_out)
         need_x, need_w, need_gates, need_bias = ctx.needs_input_grad[:4]

@@ -43,6 +43,7 @@ class Plan:
     """int32: how many pairs capacity dropped."""
 
 
+@backend.eager
 def plan(
     ids_TK: Tensor,
     experts: int,
@@ -62,7 +63,7 @@ def plan(
     Args:
         ids_TK: int32 or int64; ids outside 0..experts-1 are experts elsewhere.
         experts: how many there are here.
-        block_rows: rows of a tile, at least 1; the products by expert take plans of 16, 32, 64 or 128.
+        block_rows: rows of a tile, 1 to 2**30; the products by expert take plans of 16, 32, 64 or 128.
         keep_T: bool; rows where it is false (sequences that have ended) take part in nothing.
         local_E: int32, global expert id to the id here, -1 = elsewhere; ``ids_TK`` then holds global ids, and those
             outside the table are elsewhere.

@@ -8,13 +8,22 @@ Legend: E experts, O output features (rows of an expert's matrix), I input featu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.arguments import FLOATS, check_quantise, check_quantised, describe, require
+from moe_kernels.arguments import (
+    FLOATS,
+    check_quantise,
+    check_quantised,
+    describe,
+    is_integer,
+    require,
+    require_kind,
+    require_tensors,
+)
 
 GROUP: Final = 128
 """Input columns of a group, and of a run of the int4 layout."""
@@ -38,7 +47,7 @@ class QuantisedWeight:
     c..c+127, byte j of the run's 64 has column c + j in its low nibble and column c + 64 + j in its high nibble. So a
     tile of bytes unpacks into two tiles of neighbouring columns, without any exchange between threads.
     ``scales`` float16 ``[E, O, G]``: G = I / 128 if ``group`` is 128, else 1 (``group`` 0: per channel). In int4 they
-    may be negative. ``in_features``: I.
+    may be negative. ``in_features``: I. ``torch.save`` and ``torch.load`` take it, also inside of other things.
 
     Example (a run shortened from 128 columns to 4): codes ``[3, 15, 8, 1]`` are the bytes ``[0x83, 0x1F]``; with scale
     0.5 they mean ``[-2.5, 3.5, 0.0, -3.5]``.
@@ -88,14 +97,26 @@ class QuantisedWeight:
         Raises:
             ArgumentError: not all of them are here.
         """
+        whole = is_integer(first) and is_integer(last)
+        require(whole, f"experts of {self.shape} are counted by integers, found {first!r} and {last!r}")
         held = self.shape[0]
         require(0 <= first <= last <= held, f"experts {first}..{last - 1} are not all among the {held} of {self.shape}")
         return self._with(self.packed[first:last], self.scales[first:last])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and what is loaded from a file pass the checks again: kernels trust them."""
+        return _from_parts, (self.packed, self.scales, self.bits, self.group, self.in_features)
+
     def _with(self, packed: Tensor, scales: Tensor) -> QuantisedWeight:
-        return QuantisedWeight(
-            packed=packed, scales=scales, bits=self.bits, group=self.group, in_features=self.in_features
-        )
+        return _from_parts(packed, scales, self.bits, self.group, self.in_features)
+
+
+def _from_parts(packed: Tensor, scales: Tensor, bits: int, group: int, in_features: int) -> QuantisedWeight:
+    return QuantisedWeight(packed=packed, scales=scales, bits=bits, group=group, in_features=in_features)
+
+
+# What torch.load may call by default, with weights_only=True.
+torch.serialization.add_safe_globals([_from_parts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,6 +133,7 @@ class QuantisationError:
     snr_db_E: Tensor
 
 
+@backend.eager
 @torch.no_grad()
 def quantize_experts(w_EOI: Tensor, bits: int, group: int = GROUP) -> QuantisedWeight:
     """Round ``w_EOI`` to ``bits`` with one scale per row (``group`` 0) or per 128 columns of a row (``group`` 128).
@@ -147,12 +169,14 @@ def quantize_experts(w_EOI: Tensor, bits: int, group: int = GROUP) -> QuantisedW
     return QuantisedWeight(packed=packed, scales=scales, bits=bits, group=group, in_features=in_features)
 
 
+@backend.eager
 def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """``w_EOI``: code x scale, exact in float32 (8 + 11 bits) and rounded once to another ``dtype``.
 
     Raises:
         ArgumentError: ``dtype`` is not float32, bfloat16, float16 or float64.
     """
+    require_kind(isinstance(q, QuantisedWeight), "q must be a QuantisedWeight", q)
     floats = (*FLOATS, torch.float64)
     require(dtype in floats, f"dtype must be one of {floats} for weights of shape {q.shape}, found {dtype}")
     if backend.use_triton(q.packed) and dtype in FLOATS:
@@ -164,11 +188,12 @@ def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -
     w_EOI = torch.empty(q.shape, dtype=dtype, device=q.device)
     for expert in range(experts):
         codes_OI = _unpack(q.packed[expert], q.bits).float() - (1 << (q.bits - 1))
-        codes_OGC = codes_OI.view(out_features, q.scales.shape[2], -1)
+        codes_OGC = codes_OI.view(out_features, q.scales.shape[2], q.group or in_features)
         w_EOI[expert] = (codes_OGC * q.scales[expert].float().unsqueeze(2)).view(out_features, in_features)
     return w_EOI
 
 
+@backend.eager
 @torch.no_grad()
 def quantisation_error(w_EOI: Tensor, q: QuantisedWeight) -> QuantisationError:
     """How far ``q`` is from the ``w_EOI`` it was made from, per expert.
@@ -176,6 +201,8 @@ def quantisation_error(w_EOI: Tensor, q: QuantisedWeight) -> QuantisationError:
     Raises:
         ArgumentError: different shapes or devices.
     """
+    require_tensors(w=w_EOI)
+    require_kind(isinstance(q, QuantisedWeight), "q must be a QuantisedWeight", q)
     fits = tuple(w_EOI.shape) == q.shape and w_EOI.device == q.device
     require(fits, f"w must be {q.shape} on {q.device} like q, found {describe(w_EOI)} on {w_EOI.device}")
     stats = torch.zeros(3, q.shape[0], dtype=torch.float64, device=w_EOI.device)
@@ -217,13 +244,15 @@ def _codes(w_OGC: Tensor, scales_OG: Tensor, bits: int) -> Tensor:
 def _pack(codes_OI: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes_OI
-    halves_ORHJ = codes_OI.view(codes_OI.shape[0], -1, 2, GROUP // 2)
+    rows, columns = codes_OI.shape
+    halves_ORHJ = codes_OI.view(rows, columns // GROUP, 2, GROUP // 2)
     return torch.bitwise_or(halves_ORHJ[:, :, 0], halves_ORHJ[:, :, 1] << 4).flatten(1)
 
 
 def _unpack(packed_OB: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed_OB
-    bytes_ORJ = packed_OB.view(packed_OB.shape[0], -1, GROUP // 2)
+    rows, stored = packed_OB.shape
+    bytes_ORJ = packed_OB.view(rows, stored // (GROUP // 2), GROUP // 2)
     halves_ORHJ = torch.stack([bytes_ORJ & 15, bytes_ORJ >> 4], dim=2)
     return halves_ORHJ.flatten(1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_kernels import backend
+from moe_kernels.training_checks import check_first_derivative
 
 HEADS_FIRST = (0, 3, 2, 4, 1, 5)
 """From B L K G R C to B G K R L C, where all query heads of a key head lie next to each other."""
@@ -34,6 +34,7 @@ def rotate_heads(x_BLKGRC: Tensor, angles_BLC: Tensor) -> Tensor:
     if not backend.use_triton(x_BLKGRC) or x_BLKGRC.numel() == 0:
         angles = angles_BLC[:, :, None, None, None]
         return _rotate(x_BLKGRC, angles).permute(HEADS_FIRST).contiguous()
+    angles_BLC = angles_BLC.contiguous()
     with backend.device_of(x_BLKGRC):
         turned: Tensor = _RotateHeads.apply(x_BLKGRC, angles_BLC.cos(), angles_BLC.sin())  # type: ignore[no-untyped-call]
     return turned
@@ -50,9 +51,9 @@ class _RotateHeads(torch.autograd.Function):
         return turned
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dturned: Tensor) -> tuple[Tensor, None, None]:
         """The gradient is turned back."""
+        check_first_derivative("rotate_heads")
         from moe_kernels.rotary_triton import launch
 
         cos, sin = ctx.saved_tensors

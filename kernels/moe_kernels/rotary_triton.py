@@ -46,6 +46,8 @@ def rotate_kernel(
 
 def launch(x_BLKGRC: Tensor, out_BLKGRC: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Both in this order of axes, in any strides; ``cos``, ``sin`` float32 ``[B or 1, L, C / 2]``, contiguous."""
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
     batch, length, slots, groups, repeats, size = x_BLKGRC.shape
     heads = slots * groups * repeats
     block_h = min(32, triton.next_power_of_2(heads))

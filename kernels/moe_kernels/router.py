@@ -22,6 +22,7 @@ _RENORM_EPS = 1e-20
 _INSTEAD = "detach it, and compute the chosen experts' weights from the logits again, as SparseMLP does"
 
 
+@backend.eager
 def route(
     logits_TE: Tensor,
     *,
@@ -67,7 +68,7 @@ def route(
     not 2: they tie.
     """
     check_route(logits_TE, top_k, correction_bias_E, groups, top_groups)
-    check_route_flags(score, order, group_score, ids_dtype)
+    check_route_flags(score, order, group_score, scale, ids_dtype)
     check_route_tensors(logits_TE, correction_bias_E, keep_T)
     check_no_gradient("route", _INSTEAD, logits=logits_TE, correction_bias=correction_bias_E)
     if backend.use_triton(logits_TE):

@@ -11,28 +11,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moe_kernels import backend
 from moe_kernels.activation_gradients import activate_rows, activation_backward
 from moe_kernels.activations import Activation, gated
-from moe_kernels.arguments import (
-    FLOATS,
-    check_count,
-    check_module_choice,
-    check_module_rows,
-    check_sparse_mlp,
-    require,
-)
+from moe_kernels.arguments import FLOATS, require, require_tensors
 from moe_kernels.combine import combine_places
+from moe_kernels.expert_checks import check_plan_of
 from moe_kernels.experts import fused_moe
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.grouped_outer import grouped_outer, grouped_sum
 from moe_kernels.pair_rows import pair_dots
-from moe_kernels.plan import Plan, plan
+from moe_kernels.plan import Plan
+from moe_kernels.plan import plan as make_plan
 from moe_kernels.router import route
+from moe_kernels.training_checks import (
+    check_first_derivative,
+    check_module_choice,
+    check_module_rows,
+    check_sizes,
+    check_sparse_mlp,
+)
 
 
+@backend.eager
 def sparse_mlp(
     x_TD: Tensor,
     w_in: Tensor,
@@ -47,12 +49,13 @@ def sparse_mlp(
     """y[t] = sum over k = 0, 1, ... of gates[t, k] (W_out[e] activation(W_in[e] x[t] + b_in[e]) + b_out[e]).
 
     What two :func:`moe_kernels.parallel_linear` calls around the activation compute, with a leaner backward pass.
-    Differentiable (once) in everything that is floating point. Deterministic.
+    Differentiable once in everything that is floating point. Deterministic.
 
     Args:
         x_TD: float32, bfloat16, float16 (on a CPU float64 too), contiguous.
         w_in: ``[E, F, D]``, or ``[E, 2F, D]``, gate rows first, if the activation is gated.
         w_out: ``[E, D, F]``.
+        plan: of these pairs, from :func:`moe_kernels.plan`, ``block_rows`` 16, 32, 64 or 128.
         gates_TK: float32 (float64 for float64).
         bias_in: ``[E, F]`` or ``[E, 2F]``.
         bias_out: ``[E, D]``.
@@ -61,19 +64,20 @@ def sparse_mlp(
         ``[T, D]`` in ``x``'s dtype. Pairs that no expert takes contribute nothing and get zero gradients.
 
     Raises:
-        ArgumentError: a shape, dtype or device does not fit.
+        ArgumentError: a shape, dtype or device does not fit; in the backward pass, ``create_graph=True``.
 
     Example: one expert, "relu", x ``[[2]]``, W_in ``[[[3], [-1]]]``, W_out ``[[[10, 1]]]``, gate 0.5: h = (6, 0),
     y ``[[30]]``.
     """
     inner = 1 + gated(activation)
     check_sparse_mlp(x_TD, w_in, w_out, plan, gates_TK, bias_in, bias_out, inner=inner)
-    tensors = (x_TD, w_in, w_out, gates_TK, bias_in, bias_out)
+    bias_in, bias_out = backend.packed(bias_in), backend.packed(bias_out)
+    tensors = (x_TD, w_in, w_out, gates_TK.contiguous(), bias_in, bias_out)
     with backend.device_of(x_TD):
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
             y_TD: Tensor = _SparseMlp.apply(*tensors, plan, activation)  # type: ignore[no-untyped-call]
             return y_TD
-        return _infer(x_TD, w_in, w_out, gates_TK, bias_in, bias_out, plan, activation)
+        return _infer(*tensors, plan, activation)
 
 
 def _infer(
@@ -89,7 +93,7 @@ def _infer(
     h_SF = grouped_gemm(x_TD, w_in, plan, gather="token", scatter=False, activation=activation, bias_EO=bias_in)
     out_SD = grouped_gemm(h_SF, w_out, plan, gather=None, scatter=False, bias_EO=bias_out)
     del h_SF  # before y is there: the peak
-    return combine_places(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
+    return combine_places(out_SD, plan.place_S.view(-1, plan.slots), gates_TK)
 
 
 class _SparseMlp(torch.autograd.Function):
@@ -111,13 +115,13 @@ class _SparseMlp(torch.autograd.Function):
         h_SF = activate_rows(pre_S, plan, activation)
         out_SD = grouped_gemm(h_SF, w_out, plan, gather=None, scatter=False, bias_EO=bias_out)
         del h_SF  # before y is there: the peak
-        return combine_places(out_SD, plan.place_S.view(-1, plan.slots), gates_TK.contiguous())
+        return combine_places(out_SD, plan.place_S.view(-1, plan.slots), gates_TK)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         """With u = W_out^T dy[t], before the gate: the gate's gradient is h . u, the row's is gate x u, and
         dW_out = sum of dy[t]^T (gate x h), so dy is never weighed, grouped or copied."""
+        check_first_derivative("sparse_mlp")
         x_TD, w_in, w_out, gates_TK, bias_out, pre_S = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad
         dy_TD = dy_TD.contiguous()
@@ -191,6 +195,7 @@ class SparseMLP(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
+    @backend.eager
     def forward(
         self,
         x: Tensor,
@@ -198,42 +203,39 @@ class SparseMLP(nn.Module):
         *,
         ids_TK: Tensor | None = None,
         gates_TK: Tensor | None = None,
+        plan: Plan | None = None,
     ) -> Tensor:
         """``[..., D] -> [..., D]``; T counts the rows of ``x`` flattened.
+
+        Args:
+            plan: of the chosen ids, from :func:`moe_kernels.plan`, e.g. with a capacity, with rows that are kept or
+                with a table of the experts here: pairs that it leaves out add nothing and get zero gradients. Else
+                made here. With logits (or a router) the ids are those that :func:`moe_kernels.route` chooses.
 
         Raises:
             ArgumentError: neither or both of logits (or a router) and ids with gates; or a shape does not fit.
         """
+        require_tensors(x=x)
         x_in, w_in, w_out, bias_in, bias_out = autocast(x, self.w_in, self.w_out, self.bias_in, self.bias_out)
         check_module_rows(x_in, w_in)
         x_TD = x_in.reshape(-1, x.shape[-1]).contiguous()
         ids_TK, gates_TK = choose(self, x_TD, w_in.shape[0], logits_TE, ids_TK, gates_TK)
+        if plan is not None:
+            check_plan_of(plan, x_TD.shape[0], ids_TK.shape[1], w_in.shape[0])
         if torch.is_grad_enabled() or x_TD.dtype not in FLOATS:
-            order = plan(ids_TK, w_in.shape[0])
+            order = make_plan(ids_TK, w_in.shape[0]) if plan is None else plan
             y_TD = sparse_mlp(
                 x_TD, w_in, w_out, order, gates_TK, activation=self.activation, bias_in=bias_in, bias_out=bias_out
             )
         else:  # The op that knows what is fastest for few tokens too.
-            y_TD = fused_moe(
-                x_TD, w_in, w_out, ids_TK, gates_TK, activation=self.activation, bias_in=bias_in, bias_down=bias_out
-            )
+            biases = {"bias_in": bias_in, "bias_down": bias_out}
+            y_TD = fused_moe(x_TD, w_in, w_out, ids_TK, gates_TK, activation=self.activation, plan=plan, **biases)
         return y_TD.view(x.shape)
 
     def extra_repr(self) -> str:
         experts, hidden, width = self.w_out.shape
         sizes = f"hidden={hidden}, width={width}, experts={experts}, top_k={self.top_k}"
         return f"{sizes}, activation={self.activation!r}, bias={self.bias_in is not None}"
-
-
-def check_sizes(*, experts: int, top_k: int, **others: int) -> None:
-    """Of a module, when it is made.
-
-    Raises:
-        ArgumentError: a size is no positive integer, or a token takes more experts than there are.
-    """
-    for name, size in {"experts": experts, "top_k": top_k, **others}.items():
-        check_count(name, size, 1)
-    require(top_k <= experts, f"top_k must be in 1..{experts} (experts), found {top_k}")
 
 
 def autocast(x: Tensor, *weights: Any) -> tuple[Any, ...]:
@@ -256,7 +258,7 @@ def choose(
     gates_TK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Ids and gates of a module with ``router``, ``top_k`` and ``renormalise``, from whichever source there is."""
-    check_module_choice(x_TD, experts, logits_TE, ids_TK)
+    check_module_choice(x_TD, experts, logits_TE, ids_TK, gates_TK)
     given = ids_TK is not None or gates_TK is not None
     if logits_TE is None and not given and module.router is not None:
         logits_TE = module.router(x_TD)

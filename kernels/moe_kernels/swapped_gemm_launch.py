@@ -12,11 +12,16 @@ from torch import Tensor
 
 from moe_kernels import small_arguments as small
 from moe_kernels.activations import Activation, gated
+from moe_kernels.arguments import require
 from moe_kernels.expert_checks import Weight
-from moe_kernels.plan import Plan
+from moe_kernels.fitting import LEAST_K, fitted
+from moe_kernels.grouped_gemm_launch import shared_memory
+from moe_kernels.plan import Plan, tile_bound
 from moe_kernels.swapped_gemm_triton import arrange_kernel, swapped_gemm_kernel
 
 ARRANGE_BLOCK = 1024
+MOST_BANDS = 65_535
+"""Programs along a grid's second axis."""
 
 
 def launch(
@@ -35,18 +40,20 @@ def launch(
 
     Args:
         x: rows contiguous; columns as :func:`arrange` leaves them.
-        tiles: as :func:`~moe_kernels.small_triton.small_moe` takes them, and GROUP_M; BLOCK_M is the plan's.
+        tiles: as :func:`tiles_for_rows` leaves them: BLOCK_M is the plan's.
         out_arranged: write columns in the order that a following product with quantised weights wants.
     """
+    assert bias_EO is None or bias_EO.is_contiguous()
+    assert row_scale_S is None or row_scale_S.is_contiguous()
     matrices = small.matrices(w)
-    tiles = {**tiles, "BLOCK_M": plan.block_rows}
+    assert tiles["BLOCK_M"] == plan.block_rows
     rows_per_expert = matrices.stored.shape[1]
     width = rows_per_expert // 2 if gated(activation) else rows_per_expert
     pairs = plan.order_S.numel()
     out_SW = x.new_empty(pairs, width)
     weight = small.weight_arguments(matrices, width, matrices.columns, x, tiles)
     column_tiles = triton.cdiv(width, weight["BLOCK_N"])
-    bands = triton.cdiv(plan.tile_expert_M.numel(), tiles["GROUP_M"])
+    bands = _bands(plan.tile_expert_M.numel(), tiles)
     swapped_gemm_kernel[(tiles["GROUP_M"] * column_tiles, bands)](
         x=x, out=out_SW, order_S=plan.order_S, ends_E=plan.ends_E, tile_expert_M=plan.tile_expert_M,
         tile_row_M=plan.tile_row_M, tile_count_1=plan.tile_count_1, bias=x if bias_EO is None else bias_EO,
@@ -57,6 +64,36 @@ def launch(
         GROUP_M=tiles["GROUP_M"], **weight, **small.launch_options(tiles),
     )  # fmt: skip
     return out_SW
+
+
+def check_bands(pairs: int, experts: int, tiles: Mapping[str, int]) -> None:
+    """Before anything is launched.
+
+    Raises:
+        ArgumentError: more tiles than a grid has room for.
+    """
+    bands = _bands(tile_bound(pairs, experts, tiles["BLOCK_M"]), tiles)
+    most = MOST_BANDS * tiles["GROUP_M"] * tiles["BLOCK_M"]
+    message = f"ids must number about {most} at most, in these tiles, found {pairs}: pass fewer rows at a time"
+    require(bands <= MOST_BANDS, message)
+
+
+def _bands(row_tiles: int, tiles: Mapping[str, int]) -> int:
+    return -(-row_tiles // tiles["GROUP_M"])
+
+
+def tiles_for_rows(
+    tiles: Mapping[str, int], x: Tensor, w: Weight, activation: Activation, block_rows: int
+) -> Mapping[str, int]:
+    """``tiles`` with row tiles of ``block_rows``, and narrower where that would not fit. What :func:`arrange` decides
+    depends on them, so they come first."""
+    bits = small.matrices(w).bits
+    fits = fitted(
+        tiles, block_m=block_rows, matrices=1 + gated(activation),
+        weight_bytes=bits / 8 if bits < 16 else x.element_size(), row_bytes=x.element_size(),
+        limit=shared_memory(x.device), least_k=small.INT4_RUN if bits == 4 else LEAST_K,
+    )  # fmt: skip
+    return {**fits, "BLOCK_M": block_rows}
 
 
 def arrange(x_TD: Tensor, w: Weight, tiles: Mapping[str, int]) -> Tensor:

@@ -26,6 +26,8 @@ STAND_IN: Final = {"fp16": "bf16", "int4_channel": "int4", "int8_channel": "int8
 """A dtype without entries takes those of one that moves as many bytes through the same kernel."""
 MISSING_KEY: Final = 1.0
 """Distance of a dimension that only one side names: as far as a factor of two."""
+HALF_THE_OPERANDS: Final = 16.0
+"""Distance from gated experts to an entry of plain ones: their blocks would take twice the room."""
 
 _log = logging.getLogger(__name__)
 Shape = tuple[tuple[str, int], ...]
@@ -53,7 +55,8 @@ def tiles(
     """The keyword arguments to launch ``op`` with.
 
     The entry of the same shape with the nearest rows; for an unknown shape the nearest over all dimensions and rows
-    together, by the sum of ``|log2(wanted / entry's)|``. The first of equally near ones in the file's order.
+    together, by the sum of ``|log2(wanted / entry's)|``. The first of equally near ones in the file's order. Gated
+    experts ("gated" 2) take an entry of plain ones only if there is no other.
 
     Args:
         op: a name that ``default.json`` declares, e.g. "small.in".
@@ -148,6 +151,8 @@ def choose(entries: tuple[Entry, ...], op: str, dtype: str, shape: Shape, rows: 
 def _distance(entry: Entry, shape: Mapping[str, int], rows: int) -> float:
     known = dict(entry.shape)
     apart = abs(math.log2(max(rows, 1) / entry.rows))
+    if shape.get("gated", 1) > known.get("gated", 2):
+        apart += HALF_THE_OPERANDS
     for name in known.keys() | shape.keys():
         both = name in known and name in shape
         apart += abs(math.log2(max(shape[name], 1) / known[name])) if both else MISSING_KEY

@@ -8,9 +8,10 @@ import pytest
 import torch
 from testkit.guarded import guarded
 from testkit.moe_layers import Layer, random_layer
-from testkit.regimes import larger_tiles
+from testkit.regimes import larger_tiles, regime
 from testkit.tolerances import assert_close
 
+from moe_kernels import ArgumentError
 from moe_kernels.quant import dequantize_experts, quantize_experts
 
 NAMES = ("x_TD", "w_in", "w_down", "weights_TK", "bias_in", "bias_down")
@@ -45,3 +46,20 @@ def test_quantised(bits: int, group: int) -> None:
     with larger_tiles():
         y_TD = packed()
     assert_close(y_TD, exact.expected())
+
+
+def test_more_tiles_than_a_grid_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid's second axis ends at 65,535: bands of 2 tiles of 16 rows here."""
+    from moe_kernels import swapped_gemm_launch as swapped
+
+    tiles = {"GROUP_M": 2, "BLOCK_M": 16}
+    swapped.check_bands(65_535 * 32 - 16 * 4, 4, tiles)
+    with pytest.raises(ArgumentError, match=r"ids must number about 2097120 at most, .*found 2097120"):
+        swapped.check_bands(65_535 * 32, 4, tiles)
+    monkeypatch.setattr(swapped, "MOST_BANDS", 2)
+    layer = random_layer(24, experts=3, slots=2)
+    smaller = random_layer(4, experts=3, slots=2)
+    with regime("swapped"):
+        with pytest.raises(ArgumentError, match=r"ids must number about 64 at most, .*found 48: pass fewer rows"):
+            layer()
+        assert_close(smaller(), smaller.expected())

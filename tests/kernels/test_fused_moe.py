@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.moe_layers import ACTIVATIONS, DTYPES, random_layer
+from testkit.moe_layers import ACTIVATIONS, DTYPES, exact_layer, random_layer
 from testkit.regimes import REGIMES
 from testkit.tolerances import assert_close
 
@@ -49,6 +49,14 @@ def test_widths_that_are_not_aligned(rows: int, hidden: int, width: int) -> None
 def test_activations_biases_weights(activation: str, biased: bool, weights_on: str) -> None:
     layer = random_layer(4, activation=activation, biased=biased).but(weights_on=weights_on)
     assert_close(layer(), layer.expected())
+
+
+def test_weights_on_the_input_round_the_product_once() -> None:
+    layer = exact_layer(9, slots=1, dtype=torch.float16)
+    weights_T1 = torch.rand(9, 1, generator=torch.Generator().manual_seed(2))
+    # Each expert turns its row, which changes no number.
+    want_TD = layer.but(x_TD=(layer.x_TD.float() * weights_T1).half(), weights_TK=torch.ones(9, 1))()
+    assert torch.equal(layer.but(weights_TK=weights_T1, weights_on="input")(), want_TD)
 
 
 def test_one_of_the_biases(rows: int) -> None:

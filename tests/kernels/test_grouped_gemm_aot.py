@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from testkit import aot
 
+from moe_kernels.fitting import fitted
+
 INTEGERS = dict.fromkeys(("stride_x", "stride_o", "stride_out", "stride_bias", "O", "I", "WIDTH"), "i32:16")
 LISTS = dict.fromkeys(("order_S", "ends_E", "tile_expert_M", "tile_row_M", "tile_count_1"), "*i32")
 FLAGS = {
@@ -16,20 +18,20 @@ FLAGS = {
 def grouped(
     *, gated: bool = False, gather: str = "grouped", transpose: bool = False, tma: bool = True,
     activation: str = "identity", block_m: int = 128, block_n: int = 256, num_warps: int = 8, stages: int = 4,
-    programs: int = 132, dtype: str = "bf16",
+    programs: int = 132, dtype: str = "bf16", block_k: int = 64,
 ) -> aot.Compiled:  # fmt: skip
-    box = (64, block_n) if transpose else (1, 2, block_n, 64) if gated else (block_n, 64)
+    box = (block_k, block_n) if transpose else (1, 2, block_n, block_k) if gated else (block_n, block_k)
     sides = ",".join(map(str, box))
     x_tma = tma and gather == "grouped"
     signature = {
-        "x": f"tensordesc<{dtype}[{block_m},64]>" if x_tma else f"*{dtype}",
+        "x": f"tensordesc<{dtype}[{block_m},{block_k}]>" if x_tma else f"*{dtype}",
         "w": f"tensordesc<{dtype}[{sides}]>" if tma else f"*{dtype}",
         "out": f"*{dtype}", "bias": f"*{dtype}", "row_scale": "*fp32", "stride_e": "i64:16", "COLUMN_TILES": "i32",
         **LISTS, **INTEGERS,
     }  # fmt: skip
     constants = FLAGS | {
         "GATHER": gather, "ACT": activation, "GATED": gated, "TRANSPOSE": transpose, "X_TMA": x_tma, "W_TMA": tma,
-        "STAGES": stages, "PROGRAMS": programs, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64,
+        "STAGES": stages, "PROGRAMS": programs, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return aot.compile_sm90(
         "moe_kernels.grouped_gemm_triton:grouped_gemm_kernel", signature, constants, num_warps=num_warps,
@@ -157,3 +159,20 @@ def test_combine() -> None:
     code = aot.compile_sm90("moe_kernels.combine_triton:combine_kernel", signature, constants, launch_pdl=True)
     check_resources(code)
     assert "ld.global.v4" in code.ptx
+
+
+@pytest.mark.parametrize("programs", [0, 132])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("block_n", "block_k", "warps", "stages"), [(256, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3)]
+)
+def test_tiles_of_another_call_are_made_to_fit(
+    block_n: int, block_k: int, warps: int, stages: int, gated: bool, programs: int
+) -> None:
+    tiles = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
+    found = fitted(tiles, block_m=128, matrices=1 + gated, weight_bytes=2, row_bytes=2, limit=aot.SMEM_BYTES)
+    code = grouped(
+        gated=gated, gather="token", activation="swiglu" if gated else "identity", block_n=found["BLOCK_N"],
+        block_k=found["BLOCK_K"], num_warps=warps, stages=found["num_stages"], programs=programs,
+    )  # fmt: skip
+    aot.assert_smem_fits(code)

@@ -177,7 +177,7 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 def test_wrong_arguments_are_named() -> None:
     for words, options in {
         "4 heads do not divide into 3 key heads": {"key_heads": 3},
-        "4 heads do not divide into 0 key heads": {"key_heads": 0},
+        "key_heads must be at least 1, found 0": {"key_heads": 0},
     }.items():
         with pytest.raises(ArgumentError, match=words):
             module_of(**options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from dataclasses import replace
 
@@ -271,3 +272,24 @@ def test_copies_and_comparisons() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(q)).packed, other.packed)
     assert q != other
     assert q in {q: 1}
+
+
+@formats
+def test_files_with_torchs_defaults(bits: int, group: int) -> None:
+    """weights_only=True, that is; also for a shard, and inside of a checkpoint."""
+    q = quantize_experts(torch.randn(3, 2, 256, generator=torch.Generator().manual_seed(0)), bits, group)
+    file = io.BytesIO()
+    torch.save({"layers": [q, q.experts(1, 3)]}, file)
+    file.seek(0)
+    for loaded, saved in zip(torch.load(file)["layers"], (q, q.experts(1, 3)), strict=True):
+        assert (loaded.bits, loaded.group, loaded.shape) == (saved.bits, saved.group, saved.shape)
+        assert torch.equal(loaded.packed, saved.packed)
+        assert torch.equal(loaded.scales, saved.scales)
+
+
+def test_what_is_loaded_is_checked() -> None:
+    """Kernels read as far as the parts say they reach."""
+    q = quantize_experts(torch.ones(3, 2, 256), 4)
+    object.__setattr__(q, "in_features", 1024)
+    with pytest.raises(ArgumentError, match="1024 columns in 4 bits"):
+        pickle.loads(pickle.dumps(q))

@@ -221,3 +221,13 @@ def test_machine_code_reduces_within_warps() -> None:
 )
 def test_machine_code_keeps_rows_in_registers(flags: dict[str, Any]) -> None:
     aot.assert_no_stack(compiled(**flags))
+
+
+def test_experts_that_lie_too_far_apart_for_int32_are_copied() -> None:
+    """Column-major logits of 8 million rows, without their memory."""
+    from moe_kernels.router_triton import near
+
+    far = torch.empty_strided((2**23, 512), (1, 2**23), device="meta")
+    assert near(far).is_contiguous()
+    for close in (far[:, :256], far[:, :1], torch.empty_strided((4, 512), (2**33, 1), device="meta")):
+        assert near(close) is close

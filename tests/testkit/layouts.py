@@ -29,4 +29,15 @@ def rows_of_a_wider_one(tensor: Tensor) -> Tensor:
     return wide[..., : tensor.shape[-1]].copy_(tensor)
 
 
+def expanded_row(tensor: Tensor) -> Tensor:
+    """Not equal: its first row over and over, with a stride of 0."""
+    return tensor[:1].expand(tensor.shape)
+
+
+def expanded_column(tensor: Tensor) -> Tensor:
+    """Not equal: its first column over and over, with a stride of 0."""
+    return tensor[..., :1].expand(tensor.shape)
+
+
 LAYOUTS = [strided, transposed, tail, rows_of_a_wider_one]
+EXPANDED = [expanded_row, expanded_column]

@@ -60,8 +60,8 @@ def layer(name: str, dtype: str, activation_dtype: str, device: str) -> Layer:
         shape=shape,
         w_in=stored_in,
         w_down=stored_down,
-        exact_in=_exact(stored_in),
-        exact_down=_exact(stored_down),
+        exact_in=exact_weight(stored_in),
+        exact_down=exact_weight(stored_down),
         bias_in=random((shape.E, shape.in_rows), kind, device, seed=3),
         bias_down=random((shape.E, shape.d), kind, device, seed=4),
     )
@@ -108,5 +108,5 @@ def _stored(w_EOI: Tensor, dtype: str) -> Weight:
     return quantize_experts(w_EOI, *QUANTISED[dtype]) if dtype in QUANTISED else w_EOI
 
 
-def _exact(weight: Weight) -> Tensor:
+def exact_weight(weight: Weight) -> Tensor:
     return dequantize_experts(weight) if isinstance(weight, QuantisedWeight) else weight.float()

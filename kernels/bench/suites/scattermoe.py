@@ -23,6 +23,7 @@ TOKENS: Final = 30 * 2048
 GRANULARITY: Final = (1, 2, 4, 8, 16)
 SPARSITY: Final = (2, 4, 8, 16, 24, 30)
 SPARSITY_EXPERTS: Final = 64
+SPARSITY_WIDTH: Final = 512
 
 
 def unit(settings: Settings) -> Iterator[Row]:
@@ -34,18 +35,26 @@ def unit(settings: Settings) -> Iterator[Row]:
 def granularity(settings: Settings) -> Iterator[Row]:
     """Figure 5: experts are split ever finer at constant active and total parameters."""
     for slots in GRANULARITY:
-        shape = _shape(f"granularity-k{slots}", f=8192 // slots, experts=8 * slots, slots=slots)
-        yield from mlp_rows(shape.scaled(settings.scale), ("ours", "grouped_mm"), settings)
+        yield from mlp_rows(granular(slots).scaled(settings.scale), ("ours", "grouped_mm"), settings)
 
 
 def sparsity(settings: Settings) -> Iterator[Row]:
     """Figure 6: 64 experts of d_expert 512, ever more of them active, against the dense MLP of the same parameters."""
-    width = find("scattermoe").f // 4
     for slots in SPARSITY:
-        shape = _shape(f"sparsity-k{slots}", f=width, experts=SPARSITY_EXPERTS, slots=slots)
-        yield from mlp_rows(shape.scaled(settings.scale), ("ours", "grouped_mm"), settings, fewer=4)
-    dense = _shape("dense", f=width * SPARSITY_EXPERTS, experts=1, slots=1).scaled(settings.scale)
-    yield from mlp_rows(dense, ("torch",), settings, fewer=4)
+        yield from mlp_rows(sparse(slots).scaled(settings.scale), ("ours", "grouped_mm"), settings, fewer=4)
+    yield from mlp_rows(dense().scaled(settings.scale), ("torch",), settings, fewer=4)
+
+
+def granular(slots: int) -> LayerShape:
+    return _shape(f"granularity-k{slots}", f=8192 // slots, experts=8 * slots, slots=slots)
+
+
+def sparse(slots: int) -> LayerShape:
+    return _shape(f"sparsity-k{slots}", f=SPARSITY_WIDTH, experts=SPARSITY_EXPERTS, slots=slots)
+
+
+def dense() -> LayerShape:
+    return _shape("dense", f=SPARSITY_WIDTH * SPARSITY_EXPERTS, experts=1, slots=1)
 
 
 def mlp_rows(shape: LayerShape, providers: Sequence[str], settings: Settings, *, fewer: int = 1) -> Iterator[Row]:
@@ -70,7 +79,8 @@ def _rows(shape: LayerShape, draw: Draw, provider: str, dtype: str, settings: Se
         )  # fmt: skip
 
     forward = floors.layer_us(shape, draw.pairs, draw.active, dtype)
-    return row("mlp.forward", forward), row("mlp.training", floors.training_us(shape, draw.pairs))
+    training = floors.training_us(shape, draw.pairs, draw.active, dtype)
+    return row("mlp.forward", forward), row("mlp.training", training)
 
 
 def _shape(name: str, *, f: int, experts: int, slots: int) -> LayerShape:

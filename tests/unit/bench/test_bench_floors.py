@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench import draws, floors
+from bench import draws, floors, results
 from bench.shapes import SHAPES, find
+from bench.suites import scattermoe
 
 
 def test_bytes_of_an_expert_by_hand() -> None:
@@ -46,8 +47,32 @@ def test_floors_of_a_layer_match_the_published_table(
     assert floors.layer_us(find(name), pairs, active, dtype) == pytest.approx(wanted_us, rel=2e-3)
 
 
-def test_training_costs_three_forwards() -> None:
-    assert floors.training_us(find("scattermoe"), 61_440 * 4) == pytest.approx(31_330, rel=2e-3)
+@pytest.mark.parametrize(
+    ("tokens", "active", "wanted_us"),
+    [
+        # Compute-bound: 3 x 10.44 ms.
+        (61_440, 32, 31_330),
+        # Memory-bound: 3 x 4 experts x 33.55 MB / 4.3 TB/s.
+        (1, 4, 93.6),
+    ],
+)
+def test_training_costs_three_forwards_in_arithmetic_and_in_bytes(tokens: int, active: int, wanted_us: float) -> None:
+    shape = find("scattermoe")
+    assert floors.training_us(shape, tokens * 4, active, "bf16") == pytest.approx(wanted_us, rel=2e-3)
+
+
+def test_training_floors_at_paper_size_are_those_of_the_recorded_rows() -> None:
+    """Arithmetic alone decides them: with tens of thousands of tokens, weights and gradients are little to move."""
+    layers = [*map(scattermoe.granular, scattermoe.GRANULARITY), *map(scattermoe.sparse, scattermoe.SPARSITY)]
+    shapes = {shape.name: shape for shape in (find("scattermoe"), scattermoe.dense(), *layers)}
+    recorded = [results.parse(record) for record in results.read(results.DEFAULT_CSV)]
+    training = [row for row in recorded if row.op == "mlp.training"]
+    assert {row.shape for row in training} == set(shapes)
+    for row in training:
+        shape, pairs = shapes[row.shape], row.rows * shapes[row.shape].k
+        floor_us = floors.training_us(shape, pairs, shape.E, row.dtype)
+        assert floor_us == pytest.approx(row.floor_us, rel=1e-4), row
+        assert floor_us == 3 * floors.compute_us(floors.layer_flops(shape, pairs))
 
 
 def test_scaled_shapes_keep_experts_and_whole_groups() -> None:
@@ -57,7 +82,7 @@ def test_scaled_shapes_keep_experts_and_whole_groups() -> None:
     assert find("mixtral/1") == SHAPES["mixtral"]
 
 
-@pytest.mark.parametrize("name", ["nope", "mixtral/x", "mixtral/-1"])
+@pytest.mark.parametrize("name", ["nope", "mixtral/x", "mixtral/-1", "mixtral/0", "mixtral/"])
 def test_unknown_shapes_are_refused_with_the_known_names(name: str) -> None:
     with pytest.raises(KeyError, match="qwen3-30b"):
         find(name)

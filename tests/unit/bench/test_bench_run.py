@@ -39,7 +39,7 @@ def test_every_op_and_provider_end_to_end(tmp_path: Path, capsys: pytest.Capture
     names = ["ours", "vllm", "vllm_marlin", "grouped_mm", "torch"]
     path = tmp_path / "deep" / "results.csv"
     arguments = ["--op", ",".join(ops), "--shape", "tiny", "--rows", "1,4", "--dtype", "fp32,int4", "--device", "cpu"]
-    arguments += ["--provider", ",".join(names), "--csv", str(path), "--plot", str(tmp_path), "--budget-s", "0"]
+    arguments += ["--provider", ",".join(names), "--csv", str(path), "--plot", str(tmp_path), "--budget-s", "1e-3"]
     assert run.main([*arguments, "--quiet"]) == 0
     records = list(results.read(path))
     assert len(records) == len(ops) * 2 * 2 * len(names)
@@ -227,10 +227,46 @@ def test_gating_by_table_and_by_einsum_give_the_same_tokens() -> None:
     assert 0 < dropped < 20
 
 
-def test_bad_arguments_are_refused_with_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.main(["--op", "nope"])
-    assert "fused_moe" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--scale 2 --op route", "--scale without --suite: --scale, --tokens belong to a suite"),
+        ("--tokens 8", "--tokens without --suite"),
+        ("--suite figures --rows 1 --op route", "--op, --rows with --suite"),
+        ("--suite figures --shape tiny", "--op, --shape, --rows, --dtype, --provider to a run without one"),
+        ("--suite figures --dtype bf16", "--dtype with --suite"),
+        ("--suite figures --provider ours", "--provider with --suite"),
+        ("--rows 1 --csv FILE/r.csv", "cannot write what --csv or --plot names"),
+        ("--rows 1 --csv FOLDER", "cannot write what --csv or --plot names"),
+        ("--rows 1 --plot FILE/plots", "cannot write what --csv or --plot names"),
+    ],
+)
+def test_what_would_be_ignored_or_could_not_be_written_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    text = text.replace("FILE", str(tmp_path / "file")).replace("FOLDER", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        run.main(["--device", "cpu", *text.split()])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_cpu_records_nothing_unless_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed = tmp_path / "committed.csv"
+    monkeypatch.setattr(results, "DEFAULT_CSV", committed)
+    arguments = ["--op", "plan", "--shape", "tiny", "--rows", "1", "--dtype", "fp32", "--provider", "torch"]
+    arguments += ["--device", "cpu", "--budget-s", "1e-3"]
+    assert run.main(arguments) == 0
+    assert "nothing is recorded unless --csv" in capsys.readouterr().err
+    assert not committed.exists()
+    assert run.main([*arguments, "--csv", str(tmp_path / "mine.csv")]) == 0
+    assert "nothing is recorded" not in capsys.readouterr().err
+    assert len(list(results.read(tmp_path / "mine.csv"))) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run._parse(["--device", "cuda"]).csv == committed
 
 
 def test_plots_need_two_points(tmp_path: Path) -> None:
@@ -244,7 +280,7 @@ def test_plots_need_two_points(tmp_path: Path) -> None:
 
 def test_kernels_can_be_compiled_ahead_in_other_processes(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--rows", "1,2", "--dtype", "fp32", "--device", "cpu", "--provider", "ours,torch"]
-    assert run.main([*arguments, "--jobs", "2", "--csv", str(tmp_path / "r.csv"), "--budget-s", "0", "--quiet"]) == 0
+    assert run.main([*arguments, "--jobs", "2", "--csv", str(tmp_path / "r.csv"), "--budget-s", "1e-3", "--quiet"]) == 0
     assert [record["error"] for record in results.read(tmp_path / "r.csv")] == [""] * 4
 
 

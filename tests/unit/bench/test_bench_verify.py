@@ -72,7 +72,6 @@ def test_a_failure_is_named_and_fails_the_run(
     assert "FAILED nan case" in out
     assert "FAILED bad case: RuntimeError: kernel exploded (_raises:" in out
     assert "4 checks, 3 failed" in out
-    assert verify.main(["--device", "cpu", "--only", "nothing has this name"]) == 1
     assert verify.main(["--device", "cpu", "--only", "good"]) == 0
 
 
@@ -100,3 +99,25 @@ def test_without_interpreter_or_gpu_it_says_what_to_set(
     monkeypatch.setattr(verify.backend, "INTERPRETED", False)
     assert verify.main(["--device", "cpu"]) == 2
     assert "TRITON_INTERPRET=1" in capsys.readouterr().err
+    # Names need neither.
+    assert verify.main(["--device", "cpu", "--list", "--only", "route mixtral rows 64"]) == 0
+    assert "route mixtral rows 64" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("route mixtrl rows 64", "near it: route mixtral rows 64"),
+        ("FusedMoe", "near it: fused_moe "),
+        ("xyzzy", "names begin with "),
+        ("one two three four five six seven eight nine ten eleven", "names begin with "),
+    ],
+)
+def test_a_name_that_matches_nothing_is_told_what_is_near(
+    text: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A second one that matches must not hide it.
+    assert verify.main(["--device", "cpu", "--list", "--only", "quantise", "--only", text]) == 2
+    said = capsys.readouterr()
+    assert f"--only {text!r} matches nothing; {hint}" in said.err
+    assert "quantise" not in said.out
