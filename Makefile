@@ -1,6 +1,7 @@
 # make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
 # make test   set up .venv, run all tests
 # make check  what CI runs: lint, types, imports, test
+# make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
@@ -9,7 +10,7 @@ STAMP := .venv/.installed
 MODEL ?=
 PORT ?=
 
-.PHONY: env run test lint types imports check bench-cpu constraints clean
+.PHONY: env run test lint types imports check bench-cpu demo-model constraints clean
 
 env: $(STAMP)
 
@@ -44,6 +45,9 @@ check: lint types imports test
 
 bench-cpu: env
 	$(BIN)/python -m loadgen.bench_cpu
+
+demo-model: env
+	examples/pocket-moe/rebuild.sh
 
 # Exact versions of what the extras need now, without the local tag of a torch build.
 constraints:

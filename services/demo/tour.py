@@ -1,4 +1,4 @@
-"""`expertmesh demo`: makes the demo checkpoint if need be, serves it, asks it for a completion, and keeps serving."""
+"""`expertmesh demo`: serves the pocket model, asks it for a completion, and keeps serving."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from services.config import Layered, Settings
 from services.errors import ConfigError, PortInUse
 from services.supervisor import check_port, serve
 
-DEMO_MODEL = Path(".cache/demo-model")
-_PROMPT = "Return the"
-_MAX_TOKENS = 80
+POCKET_MODEL = Path(__file__).parents[2] / "examples/pocket-moe/model"
+"""Trained on real text. It comes with the repository, not with an installed package."""
+RANDOM_MODEL = Path(".cache/demo-model")
+_POCKET_PROMPT = "define: lighthouse\n"
+_PROMPT = "A lighthouse is"
+_MAX_TOKENS = 60
 
 
 def run_demo(layered: Layered) -> int:
@@ -22,7 +25,7 @@ def run_demo(layered: Layered) -> int:
     settings = layered.settings
     changes: dict[str, object] = {}
     if settings.model is None:
-        changes["model"] = _demo_model(DEMO_MODEL)
+        changes["model"] = _demo_model()
     if layered.origin("port") == "default":
         changes["port"] = _port(settings)
     if layered.origin("log_level") == "default":
@@ -30,7 +33,7 @@ def run_demo(layered: Layered) -> int:
     effective = settings.model_copy(update=changes)
 
     async def show(url: str) -> None:
-        await _stream_completion(url, effective.model_name)
+        await _stream_completion(url, effective.model_name, prompt_for(effective.model))
 
     return serve(effective, on_ready=show)
 
@@ -45,13 +48,21 @@ def _require_client() -> None:
         ) from error
 
 
-def _demo_model(directory: Path) -> Path:
-    if not (directory / "config.json").exists():
+def _demo_model() -> Path:
+    """The pocket model, or where it is not there one with random weights, made once."""
+    if (POCKET_MODEL / "config.json").exists():
+        return POCKET_MODEL
+    if not (RANDOM_MODEL / "config.json").exists():
         from services.demo.checkpoint import make_demo_model
 
-        print(f"making the demo model in {directory} ...", flush=True)
-        make_demo_model(directory)
-    return directory
+        print(f"making a model with random weights in {RANDOM_MODEL} ...", flush=True)
+        make_demo_model(RANDOM_MODEL)
+    return RANDOM_MODEL
+
+
+def prompt_for(model: Path | None) -> str:
+    """What the pocket model was trained for, or something that any model can go on with."""
+    return _POCKET_PROMPT if model == POCKET_MODEL else _PROMPT
 
 
 def _port(settings: Settings) -> int:
@@ -62,22 +73,22 @@ def _port(settings: Settings) -> int:
         return check_port(settings.host, 0)
 
 
-async def _stream_completion(url: str, model: str) -> None:
+async def _stream_completion(url: str, model: str, prompt: str) -> None:
     from openai import AsyncOpenAI
 
-    print(f"\n{_PROMPT}", end="", flush=True)
+    print(f"\n{prompt}", end="", flush=True)
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         stream = await client.completions.create(
-            model=model, prompt=_PROMPT, max_tokens=_MAX_TOKENS, temperature=0.7, seed=7, stream=True
+            model=model, prompt=prompt, max_tokens=_MAX_TOKENS, temperature=0, stream=True
         )
         async for chunk in stream:
             print(chunk.choices[0].text, end="", flush=True)
-    print(f"\n\n{invitation(url, model)}", flush=True)
+    print(f"\n\n{invitation(url, model, prompt)}", flush=True)
 
 
-def invitation(url: str, model: str) -> str:
+def invitation(url: str, model: str, prompt: str) -> str:
     """How to go on by hand."""
-    body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 40, "stream": True})
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True})
     return (
         f"Try it yourself:\n\n  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
         f"API at {url}/docs, metrics at {url}/metrics. Ctrl-C stops the server."

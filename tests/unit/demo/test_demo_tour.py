@@ -28,16 +28,28 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return seen
 
 
-def test_it_makes_its_model_once_and_serves_quietly(
+def test_it_serves_the_pocket_model_quietly(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tour, "POCKET_MODEL", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert tour.run_demo(load_layered([])) == 0
+    assert (served[0].model, served[0].log_level) == (tmp_path, "warning")
+    assert tour.prompt_for(served[0].model).startswith("define: ")
+
+
+def test_without_it_a_random_one_is_made_once(
     served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tour, "POCKET_MODEL", tmp_path / "absent")
     assert tour.run_demo(load_layered([])) == 0
-    written = (tmp_path / tour.DEMO_MODEL / "config.json").stat()
+    written = (tmp_path / tour.RANDOM_MODEL / "config.json").stat()
     tour.run_demo(load_layered([]))
-    assert (tmp_path / tour.DEMO_MODEL / "config.json").stat().st_mtime_ns == written.st_mtime_ns
-    assert capsys.readouterr().out.count("making the demo model") == 1
-    assert (served[0].model, served[0].log_level) == (tour.DEMO_MODEL, "warning")
+    assert (tmp_path / tour.RANDOM_MODEL / "config.json").stat().st_mtime_ns == written.st_mtime_ns
+    assert capsys.readouterr().out.count("random weights") == 1
+    assert served[0].model == tour.RANDOM_MODEL
+    assert not tour.prompt_for(served[0].model).startswith("define: ")
 
 
 def test_what_the_user_says_holds(served: list[Settings]) -> None:
@@ -69,6 +81,6 @@ def test_without_the_client_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_invitation_is_a_command_that_works() -> None:
-    text = tour.invitation("http://127.0.0.1:9", "m")
+    text = tour.invitation("http://127.0.0.1:9", "m", "define: x\n")
     assert "curl -N http://127.0.0.1:9/v1/completions" in text
     assert json.loads(text.split("-d '")[1].split("'")[0])["model"] == "m"

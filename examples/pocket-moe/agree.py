@@ -1,0 +1,51 @@
+"""Serve the model with vLLM and count how often its greedy choice is ours, token by token under teacher forcing.
+
+    PYTHONPATH=/site:kernels:.:examples/pocket-moe python examples/pocket-moe/agree.py --model examples/pocket-moe/model
+
+Needs a GPU and vLLM. Writes ``records/vllm.json``; exits with 1 below 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from pocket_moe.errors import PocketError
+
+AT_LEAST = 0.95
+
+
+def main(arguments: list[str]) -> int:
+    args = _parser().parse_args(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # vLLM reads its environment when it is imported.
+    from pocket_moe.measure_agreement import AgreementSettings, agreement
+    from pocket_moe.records import save_json
+
+    try:
+        settings = AgreementSettings(model=args.model, work=args.work, tokens=args.tokens, length=args.length)
+        record = agreement(settings)
+    except PocketError as error:
+        print(f"error: {error}\n{error.hint}", file=sys.stderr)
+        return 1
+    save_json(args.out / "vllm.json", record)
+    print(record)
+    return 0 if record["agree_fp32"] >= AT_LEAST else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("examples/pocket-moe/model"))
+    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
+    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
+    add("--tokens", type=int, default=20_000, help="held-out tokens, every domain the same share")
+    add("--length", type=int, default=512, help="tokens of a document")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""Write the model card and its pictures from the records; the same records give the same bytes.
+
+    python examples/pocket-moe/card.py --collect --work build/pocket-moe
+    python examples/pocket-moe/card.py --check
+
+``--collect`` first copies the loss curves and the counts of text from the working folder to ``records/``; ``--check``
+writes nothing and exits with 1 if what is there differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pocket_moe.card_collect import collect
+from pocket_moe.card_facts import Facts, load_facts
+from pocket_moe.card_text import card
+from pocket_moe.errors import PocketError
+from pocket_moe.plots_heat import heat_map
+from pocket_moe.plots_lines import loss_curves, peaks
+
+HERE = Path(__file__).resolve().parent
+
+
+def main(arguments: list[str]) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        if args.collect:
+            collect(args.work, args.root / "records", {"moe": args.moe_runs, "dense": args.dense_runs})
+        files = render(load_facts(args.root))
+    except PocketError as error:
+        print(f"error: {error}\n{error.hint}", file=sys.stderr)
+        return 1
+    return _check(args.root, files) if args.check else _write(args.root, files)
+
+
+def render(facts: Facts) -> dict[str, str]:
+    """Texts by path below the example's folder."""
+    runs = {"MoE": facts.moe, "dense": facts.dense}
+    training = {name: run.training_curve for name, run in runs.items()}
+    heldout = {name: run.heldout_curve for name, run in runs.items()}
+    return {
+        "MODEL_CARD.md": card(facts),
+        "plots/loss.svg": loss_curves(training, heldout),
+        "plots/experts.svg": heat_map(facts.load),
+        "plots/load.svg": peaks(facts.load),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--root", type=Path, default=HERE, help="folder with model/, records/ and manifest.json")
+    add("--check", action="store_true", help="compare instead of writing")
+    add("--collect", action="store_true", help="take loss curves and counts from the working folder first")
+    add("--work", type=Path, default=Path("build/pocket-moe"), help="the working folder")
+    add("--moe-runs", nargs="+", default=["moe"], help="in the order in which one went on from the other")
+    add("--dense-runs", nargs="+", default=["dense"])
+    return parser
+
+
+def _write(root: Path, files: dict[str, str]) -> int:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, "utf-8")
+    return 0
+
+
+def _check(root: Path, files: dict[str, str]) -> int:
+    stale = [name for name, text in files.items() if not _same(root / name, text)]
+    for name in stale:
+        print(f"{name} is not what the records say: run examples/pocket-moe/card.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+def _same(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text("utf-8") == text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

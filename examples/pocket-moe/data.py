@@ -1,0 +1,81 @@
+"""Gather the pocket model's text, train its tokenizer and write the shards it is trained on.
+
+    python examples/pocket-moe/data.py
+    python examples/pocket-moe/data.py --packages dict-wn,dict-devil --work /tmp/pocket
+    python examples/pocket-moe/data.py --offline
+
+Needs Debian's apt-get and dpkg-deb, or its packages laid ready in ``<work>/packages``. The same packages give the same
+bytes in every file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from pocket_moe.errors import PocketError
+from pocket_moe.gather import SPLITS, Gatherer, domains, read_documents
+from pocket_moe.packages import Packages
+from pocket_moe.shards import write_shards
+from pocket_moe.sources import load_sources
+from pocket_moe.tokenizer import END_OF_TEXT, VOCAB_SIZE, balanced, train_tokenizer, write_tokenizer
+
+HERE = Path(__file__).resolve().parent
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path("build/pocket-moe"), help="the working folder")
+    parser.add_argument(
+        "--packages", help="only these, separated by commas; the manifest then stays in the working folder"
+    )
+    parser.add_argument("--offline", action="store_true", help="fetch nothing")
+    parser.add_argument("--sources", type=Path, default=HERE / "sources.toml", help="the list of packages")
+    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="entries of the tokenizer")
+    return parser.parse_args(arguments)
+
+
+def _texts(work: Path, split: str, domain: str) -> list[str]:
+    return [document.text for document in read_documents(work, split, domain)]
+
+
+def make_data(options: argparse.Namespace) -> None:
+    """Text, tokenizer, shards."""
+    work: Path = options.work.resolve()
+    began = time.monotonic()
+
+    def report(line: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {line}", flush=True)
+
+    only = set(options.packages.split(",")) if options.packages else None
+    is_full = only is None and options.sources == HERE / "sources.toml"
+    manifests = [work / "manifest.json", *([HERE / "manifest.json"] if is_full else [])]
+    packages = Packages(work, offline=options.offline, report=report)
+    Gatherer(work, packages, report).run(load_sources(options.sources, only), *manifests)
+    names = domains(work)
+    texts = {split: {name: _texts(work, split, name) for name in names} for split in SPLITS}
+    report(f"training a tokenizer of {options.vocab} entries")
+    write_tokenizer(train_tokenizer(balanced(texts["train"]), options.vocab), work / "tokenizer")
+    report("encoding")
+    meta = write_shards(work / "shards", work / "tokenizer" / "tokenizer.json", END_OF_TEXT, texts)
+    for name in names:
+        size = sum(len(text.encode()) for text in texts["train"][name])
+        tokens = meta.tokens_by_domain["train"][name]
+        report(f"{name:13} {tokens:11,} tokens, {size / tokens:.2f} bytes per token")
+    report(f"{meta.tokens['train']:,} tokens to train on, {meta.tokens['heldout']:,} held out")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns its exit status."""
+    try:
+        make_data(_options(arguments))
+    except PocketError as error:
+        print(f"error: {error.message}\n{error.hint}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The pocket model: its text, its training, and the evidence of what it can do."""

@@ -1,0 +1,52 @@
+"""Records in, rows of the card's tables out: text cells, the header first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from pocket_moe.card_facts import Training
+from pocket_moe.card_markdown import one_line, shortened
+from pocket_moe.measure import ALL
+from pocket_moe.samples import Sample
+
+_MEASURES: Final = {
+    "alone": "speculator {}",
+    "one_each": "one each, {}",
+    "merged": "merged, {}",
+    "first_alone": "first alone, {}",
+}
+_SAME_AS_ALONE: Final = ("one_each/1", "first_alone/1")
+
+
+def run_rows(runs: Mapping[str, Training]) -> list[list[str]]:
+    rows = [["", "steps", "tokens", "peak rate", "last rate", "tokens/s", "minutes", "training loss", "held-out loss"]]
+    for name, run in runs.items():
+        size = [f"{run.steps:,}", f"{run.tokens / 1e6:,.0f} M", f"{run.peak_rate:.1e}", f"{run.last_rate:.1e}"]
+        speed = [f"{run.tokens_per_second:,.0f}", f"{run.minutes:.1f}"]
+        rows.append([name, *size, *speed, f"{run.loss:.3f}", f"{run.heldout:.3f}"])
+    return rows
+
+
+def sample_rows(samples: Iterable[Sample]) -> list[list[str]]:
+    rows = [["prompt", "the model", "the source"]]
+    for sample in samples:
+        written = one_line(sample.written) + ("" if sample.ended else " ...")
+        rows.append([f"`{sample.prompt.strip()}`", written, shortened(one_line(sample.expected))])
+    return rows
+
+
+def acceptance_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    accepted = {name: shares for name, shares in record["accepted"].items() if name not in _SAME_AS_ALONE}
+    titles = [_MEASURES[kind].format(count) for kind, _, count in (name.partition("/") for name in accepted)]
+    domains = [*(name for name in record["positions"] if name != ALL), ALL]
+    rows = [[domain, *(f"{shares[domain]:.3f}" for shares in accepted.values())] for domain in domains]
+    return [["domain", *titles], *rows]
+
+
+def source_rows(sources: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    rows = [["domain", "package", "version", "licence", "documents", "MB"]]
+    for source in sources:
+        names = [source[name] for name in ("domain", "package", "version", "licence")]
+        rows.append([*names, f"{source['documents']:,}", f"{source['bytes'] / 1e6:.2f}"])
+    return rows

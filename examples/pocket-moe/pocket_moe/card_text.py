@@ -1,0 +1,200 @@
+"""Facts in, the model card out. Every number comes from a record; the words around it are here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pocket_moe.card_facts import Facts
+from pocket_moe.card_markdown import markdown_table, prose
+from pocket_moe.card_tables import acceptance_rows, run_rows, sample_rows, source_rows
+from pocket_moe.dense import dense_like
+from pocket_moe.measure import table
+
+_NAME: Final = "expertmesh-pocket-moe"
+_FRONT: Final = """---
+license: apache-2.0
+language:
+- en
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- mixture-of-experts
+- qwen3_moe
+---
+"""
+_USE: Final = f"""## Use
+
+```
+expertmesh serve --model examples/pocket-moe/model --served-model-name {_NAME}
+```
+
+```python
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+answer = client.completions.create(model="{_NAME}", prompt="define: lighthouse\\n", max_tokens=48, temperature=0)
+print(answer.choices[0].text)
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "examples/pocket-moe/model"
+tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+prompt = tokenizer("define: lighthouse\\n", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=48)[0]))
+```
+
+A line feed ends the word to define; a chat message that is one term gets it from the template.
+"""
+_LIMITS: Final = """## Limits
+
+- It makes things up, fluently. Definitions of words it never saw are guesses from their spelling.
+- English only, in the words of its sources: a dictionary, old verse, satire, jargon, manuals. They are of their time.
+- No instructions, no conversation: the chat template makes a prompt of the last message alone.
+"""
+
+
+def card(facts: Facts) -> str:
+    sections = [_intro(facts), _USE, _training(facts), _perplexity(facts), _experts(facts), _outputs(facts)]
+    return "\n".join([_FRONT, *sections, _speculators(facts), _checks(facts), _sources(facts), _LIMITS])
+
+
+def _intro(facts: Facts) -> str:
+    config, dense = facts.config, dense_like(facts.config)
+    heads = f"{config.num_attention_heads} heads over {config.num_key_value_heads} keys of {config.head_dim}"
+    rows = [
+        ["", ""],
+        ["layers", f"{config.num_hidden_layers} (`{config.model_type}`), hidden size {config.hidden_size}, {heads}"],
+        ["experts", f"{config.num_experts} a layer, {config.width} wide; softmax chooses {config.num_experts_per_tok}"],
+        ["vocabulary", f"{config.vocab_size:,} entries of byte-level BPE, tied embeddings"],
+        ["size", f"{config.parameters() * 2 / 1e6:.1f} MB in bfloat16"],
+        ["context", f"{config.max_position_embeddings:,} positions"],
+        ["dense rival", f"one network as wide as a token's experts: {_millions(dense.parameters())} parameters"],
+    ]
+    text = prose(
+        f"A pocket reference: a Mixture-of-Experts language model of {_millions(config.parameters())} parameters, of",
+        f"which {_millions(facts.active)} work on a token. Given `define: WORD` it writes a definition; it continues",
+        "prose, verse and documentation. It exists so that a server of such models has something real to serve: load,",
+        "quantisation and speculation can be measured on it. Do not look anything up in it that matters.",
+    )
+    return f"# {_NAME}\n\n{text}\n{markdown_table(rows)}"
+
+
+def _training(facts: Facts) -> str:
+    moe, text = facts.moe, facts.text
+    held = text["tokens"]["train"]
+    how = prose(
+        "AdamW on packed documents, with float32 masters; the experts run forward and backward through this",
+        "repository's own kernels. Every token reaches all experts that its router chose: none is dropped. A balance",
+        f"loss keeps routers from settling on few experts: at the end it is {moe.balance:.3f}, where 1 is even, and in",
+        f"a batch the busiest expert of a layer has {moe.peak:.2f} times the mean load. There are {held:,} tokens in",
+        f"{text['documents']['train']:,} documents; training read {moe.tokens / max(1, held):.1f} times as many.",
+    )
+    units = prose(
+        "Minutes are those of the steps. Losses are in nats per token, the held-out one over a part of that split."
+    )
+    rows = run_rows({"this model": moe, "dense rival": facts.dense})
+    return f"## Training\n\n{how}\n{markdown_table(rows)}\n{units}\n![loss curves](plots/loss.svg)\n"
+
+
+def _perplexity(facts: Facts) -> str:
+    record = facts.perplexity
+    ratios, lost = record["claims"]["ratio_over_fp32"], record["claims"]["dense_wins_in"]
+    where = f"the dense model is as good or better in {', '.join(lost)}" if lost else "it is higher in every domain"
+    what = prose(
+        "Per token of the held-out split: 2 % of documents, headwords for the dictionary, in rows of",
+        f'{record["length"]} tokens; "all" is over all tokens. fp32 and bf16 are the arithmetic; the weights are the',
+        "shipped ones. int8 and int4 are the experts, symmetric and without calibration, with one scale per output",
+        "channel or per group of 128 inputs, among bf16 layers. Permuted: in each layer expert p(e) works where e was",
+        "chosen, p fixed and without a fixed point. Random: experts are drawn evenly for every token, weights kept.",
+    )
+    result = prose(
+        f"The dense rival's perplexity is {ratios['dense']:.3f} times that of this model in fp32; {where}. Permuted",
+        f"experts make it {ratios['deranged']:.2f} times as high, random ones {ratios['random']:.2f} times.",
+    )
+    return f"## Perplexity\n\n{markdown_table(table(record))}\n{what}\n{result}"
+
+
+def _experts(facts: Facts) -> str:
+    load = facts.load
+    peaks = {name: sum(layers) / len(layers) for name, layers in load["peak"].items()}
+    even, uneven = (choose(peaks, key=lambda name: peaks[name]) for choose in (min, max))
+    together = sum(load["peak_of_all"]) / len(load["peak_of_all"])
+    text = prose(
+        f"Of {sum(load['tokens'].values()):,} held-out tokens, from every domain as many as it has up to an equal",
+        f"share. With all of them together the busiest expert of a layer has {together:.2f} times the mean load; with",
+        f"one domain alone from {peaks[even]:.2f} ({even}) to {peaks[uneven]:.2f} ({uneven}), as means over layers.",
+        "`records/experts.npz` holds every choice, to be replayed with `pocket_moe.records.ExpertTrace`.",
+    )
+    pictures = "![experts by domain](plots/experts.svg)\n\n{}\n![max over mean load](plots/load.svg)\n"
+    return "## Who uses which experts\n\n" + pictures.format(text)
+
+
+def _outputs(facts: Facts) -> str:
+    unseen, known = ([sample for sample in facts.samples if sample.kind == kind] for kind in ("heldout", "known"))
+    how = prose(
+        "The first ten headwords of a seeded shuffle of each split; greedy, by the float32 oracle. A slash is a line's",
+        "end; three dots end an answer that was cut off and a source that is longer.",
+    )
+    return (
+        f"## {len(facts.samples)} outputs, not selected\n\n{how}\nHeadwords it never saw:\n\n"
+        f"{markdown_table(sample_rows(unseen))}\nHeadwords it was trained on:\n\n{markdown_table(sample_rows(known))}"
+    )
+
+
+def _speculators(facts: Facts) -> str:
+    record = facts.acceptance
+    sizes = ", ".join(f"{size / 1e6:.2f}" for size in record["bytes"])
+    tried = [
+        f"{row['union_aside']:.4f} with speculator {row['speculator']} at {row['floor']:g}" for row in record["tried"]
+    ]
+    how = prose(
+        f"`speculators/` holds dense llamas with the same tokenizer ({sizes} MB in bfloat16), boost-tuned: the first",
+        "learned the target's greedy token at every position of training text and of the target's own continuations;",
+        "each other one went on from the first, with positions that earlier ones predict at a lower weight. The",
+        f"union's acceptance on rows kept aside, by that weight: {'; '.join(tried)}.",
+    )
+    ways = prose(
+        "One each, k: the first choices of the first k speculators. Merged, k: a tree of k branches, k different",
+        "tokens of the whole pool, everyone's first choice before everyone's second. First alone, k: the k best of",
+        "speculator 0.",
+    )
+    text = prose("How often the target's greedy token is among those, at each position of the held-out text:")
+    own = prose(
+        "And where the text is the target's own greedy continuation of beginnings of held-out documents, as it is when",
+        "the target is served:",
+    )
+    forced, written = (markdown_table(acceptance_rows(record[kind])) for kind in ("teacher_forcing", "own_output"))
+    return f"## Speculators\n\n{how}\n{ways}\n{text}\n{forced}\n{own}\n{written}"
+
+
+def _checks(facts: Facts) -> str:
+    greedy = prose(
+        f"`records/greedy.jsonl` has {facts.prompts} prompts with the oracle's greedy answers for a whole server to",
+        f"repeat. No choice of a token on their way is closer than {facts.smallest_margin:.1g} in logits.",
+    )
+    agreement = facts.agreement
+    if agreement is None:
+        return f"## Checks\n\n{greedy}"
+    vllm = prose(
+        f"vLLM {agreement['version']} serves the folder unchanged. In bfloat16, under teacher forcing, its greedy",
+        f"token is the float32 oracle's at {agreement['agree_fp32']:.2%} of {agreement['tokens']:,} held-out tokens,",
+        f"and our own bfloat16's at {agreement['agree_bf16']:.2%}.",
+    )
+    return f"## Checks\n\n{greedy}\n{vllm}"
+
+
+def _sources(facts: Facts) -> str:
+    sources = facts.manifest["sources"]
+    notices = dict.fromkeys(f"- {source['package']}: {source['notice']}" for source in sources)
+    text = prose(
+        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. `manifest.json` has the",
+        "licences in full.",
+    )
+    listed = "\n".join(notices)
+    return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}\nNotices:\n\n{listed}\n"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.2f} million"

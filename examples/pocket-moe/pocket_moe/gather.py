@@ -1,0 +1,106 @@
+"""All sources in, ``text/{train,heldout}/<domain>.jsonl`` and the manifest out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+from pocket_moe.dedupe import Deduper
+from pocket_moe.errors import PocketError
+from pocket_moe.manifest import Part, part, write_manifest
+from pocket_moe.packages import Package, Packages
+from pocket_moe.readers import read_entries, read_file
+from pocket_moe.sources import Source, source_files
+from pocket_moe.split import Split, split_documents, split_entries
+from pocket_moe.text import Document
+
+SPLITS = ("train", "heldout")
+MILLION = 1_000_000
+
+
+class Gatherer:
+    """Cleans, removes duplicates and splits, one domain after the other."""
+
+    def __init__(self, work: Path, packages: Packages, report: Callable[[str], None]) -> None:
+        self._text = work / "text"
+        self._packages, self._report = packages, report
+        self._deduper = Deduper()
+
+    def run(self, sources: Sequence[Source], *manifests: Path) -> None:
+        """Writes the text of ``sources`` and their manifest.
+
+        Raises:
+            PocketError: a package or its files cannot be had.
+        """
+        shutil.rmtree(self._text, ignore_errors=True)
+        parts: list[Part] = []
+        order = list(dict.fromkeys(source.domain for source in sources))
+        ordered = sorted(sources, key=lambda source: order.index(source.domain))
+        for domain, group in groupby(ordered, key=lambda source: source.domain):
+            parts += self._domain(domain, list(group))
+        write_manifest(parts, *manifests)
+
+    def _domain(self, domain: str, sources: list[Source]) -> list[Part]:
+        splits, parts = [], []
+        for source in sources:
+            package = self._packages.get(source.package)
+            split = self._split(source, package)
+            if not split.train:
+                raise PocketError(
+                    f"The package {source.package} gave no text for {domain}.",
+                    hint="Check its version and sources.toml.",
+                )
+            splits.append(split)
+            parts.append(part(source, package, [document.text for document in split.train + split.heldout]))
+            self._report(
+                f"{domain}: {source.package} {parts[-1].documents} documents, {parts[-1].bytes / MILLION:.2f} MB"
+            )
+        self._write(domain, "train", [document for split in splits for document in split.train])
+        self._write(domain, "heldout", [document for split in splits for document in split.heldout])
+        return parts
+
+    def _split(self, source: Source, package: Package) -> Split:
+        if source.format == "wordnet":
+            file = next(source_files(source, package.root))
+            return split_entries(read_entries(file), source.domain, source.package)
+        documents = sorted(self._deduper.keep(_documents(source, package)), key=lambda document: document.id)
+        return split_documents(documents)
+
+    def _write(self, domain: str, split: str, documents: list[Document]) -> None:
+        path = self._text / split / f"{domain}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(asdict(document), ensure_ascii=False) for document in documents)
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def _documents(source: Source, package: Package) -> Iterator[Document]:
+    """Documents of a source up to its limit, each with an id of its own."""
+    size = 0
+    used: set[str] = set()
+    for file in source_files(source, package.root):
+        for index, (name, text) in enumerate(read_file(file, source)):
+            identity = f"{source.package}:{name or f'{file.relative_to(package.root)}#{index}'}"
+            while identity in used:
+                identity += "'"
+            used.add(identity)
+            yield Document(id=identity, domain=source.domain, text=text)
+            size += len(text.encode())
+        if source.limit and size >= source.limit * MILLION:
+            return
+
+
+def read_documents(work: Path, split: str, domain: str) -> Iterator[Document]:
+    """What :class:`Gatherer` wrote."""
+    with (work / "text" / split / f"{domain}.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            yield Document(**json.loads(line))
+
+
+def domains(work: Path) -> list[str]:
+    """The domains of the gathered text, the dictionary first."""
+    names = sorted(path.stem for path in (work / "text" / "train").glob("*.jsonl"))
+    return sorted(names, key=lambda name: name != "dictionary")

@@ -1,0 +1,264 @@
+"""A training run from its options to its last checkpoint: what ``train.py`` does, without the command line.
+
+Reads ``WORK/shards`` and ``WORK/tokenizer``; writes ``WORK/runs/NAME/``: checkpoints, ``loss.csv`` and ``model/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch
+
+from pocket_moe import checkpoint, export
+from pocket_moe.batches import Batches, BatchSettings
+from pocket_moe.checkpoint import Identity
+from pocket_moe.config import POCKET, PocketConfig, tiny
+from pocket_moe.curve import Curve, Line
+from pocket_moe.dense import dense_like, speculator
+from pocket_moe.errors import PocketError
+from pocket_moe.heldout import Heldout
+from pocket_moe.loop import Trainer, TrainSettings
+from pocket_moe.model import Options, PocketMoe
+from pocket_moe.shards import Shards
+
+Kind = Literal["moe", "dense", "speculator"]
+Keep = Literal["full", "small", "both"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """``steps`` is where the run ends, counted over all its parts; ``minutes`` ends this part."""
+
+    work: Path
+    name: str
+    kind: Kind = "moe"
+    size: Literal["pocket", "tiny"] = "pocket"
+    steps: int = 10_000
+    minutes: float | None = None
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    training: TrainSettings
+    options: Options = field(default_factory=Options)
+    dropout: float = 0.0
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: str = "cuda"
+    resume: bool = False
+    start: Path | None = None
+    log_every: int = 20
+    eval_every: int = 500
+    eval_tokens: int = 16_384
+    save_every: int = 2_000
+    keep: Keep = "full"
+
+    @property
+    def folder(self) -> Path:
+        return self.work / "runs" / self.name
+
+
+def train(settings: RunSettings) -> None:
+    """Train until the last step, the time limit or a signal; leave a checkpoint, and at the end an export.
+
+    Raises:
+        PocketError: shards, tokenizer, checkpoint or options do not fit, or memory does not suffice.
+    """
+    device = _device(settings.device)
+    torch.manual_seed(settings.batches.seed)
+    shards = Shards(settings.work / "shards", "train")
+    config = _config(settings, shards)
+    model = _model(settings, config, device)
+    trainer = Trainer(model, settings.training, dtype=_dtype(settings), batch_tokens=settings.batches.tokens)
+    identity = Identity(config=config, data=_data_identity(settings, shards))
+    _continue(settings, trainer, identity)
+    try:
+        with Batches(shards, settings.batches, device, pad_id=config.pad_token_id) as batches:
+            _Part(settings, trainer, identity, batches, _heldout(settings, config, device)).run()
+    except torch.OutOfMemoryError as error:
+        raise PocketError(
+            f"The GPU has too little memory for {settings.batches.rows} rows of {settings.batches.length} tokens.",
+            hint="Pass a smaller --rows, or a smaller --chunk-rows; --resume goes on from the last checkpoint.",
+        ) from error
+    if trainer.steps >= settings.steps:
+        export_run(settings.work, settings.name)
+
+
+def export_run(work: Path, name: str, dtype: str = "bfloat16") -> Path:
+    """``runs/NAME/model`` from the run's last checkpoint."""
+    out = work / "runs" / name / "model"
+    export.save(checkpoint.load_weights(work / "runs" / name), work / "tokenizer", out, dtype)
+    return out
+
+
+class _Part:
+    """The steps between one start and the next stop."""
+
+    def __init__(
+        self, settings: RunSettings, trainer: Trainer, identity: Identity, batches: Batches, heldout: Heldout
+    ) -> None:
+        self._settings, self._trainer, self._identity = settings, trainer, identity
+        self._batches, self._heldout = batches, heldout
+        self._curve = Curve(settings.folder / "loss.csv", list(heldout.tokens), keep=trainer.steps)
+        self._saved = trainer.steps
+
+    def run(self) -> None:
+        settings, trainer = self._settings, self._trainer
+        deadline = None if settings.minutes is None else time.monotonic() + 60 * settings.minutes
+        print(f"{settings.name}: {_summary(trainer, self._batches)}", flush=True)
+        with _signals() as stop:
+            clock, counted = time.monotonic(), trainer.steps
+            while trainer.steps < settings.steps and not stop:
+                trainer.step(self._batches.batch(trainer.steps))
+                if self._due(settings.log_every):
+                    clock, counted = self._log(clock, counted)
+                    if deadline is not None and time.monotonic() >= deadline:
+                        stop.append("the time limit")
+                if self._due(settings.save_every):
+                    self._save()
+        if stop:
+            print(f"stopped by {stop[0]} at step {trainer.steps}; go on with --resume", flush=True)
+        self._save()
+
+    def _due(self, every: int) -> bool:
+        return self._trainer.steps % every == 0 or self._trainer.steps == self._settings.steps
+
+    def _log(self, clock: float, counted: int) -> tuple[float, int]:
+        """One line of the curve; evaluation is not counted into the speed."""
+        settings, trainer = self._settings, self._trainer
+        stats = trainer.read()
+        speed = (trainer.steps - counted) * settings.batches.tokens / max(1e-9, time.monotonic() - clock)
+        tokens = trainer.steps * settings.batches.tokens
+        # Where the steps of two logs hold a multiple of eval_every.
+        due = trainer.steps // settings.eval_every > counted // settings.eval_every or trainer.steps == settings.steps
+        self._curve.add(
+            Line(
+                step=trainer.steps,
+                tokens=tokens,
+                lr=settings.training.schedule.rate(tokens),
+                stats=stats,
+                tokens_per_second=speed,
+                steps_left=settings.steps - trainer.steps,
+                seconds_per_step=settings.batches.tokens / max(1e-9, speed),
+                heldout=self._evaluate() if due else None,
+            )
+        )
+        return time.monotonic(), trainer.steps
+
+    def _evaluate(self) -> dict[str, float]:
+        with self._trainer.evaluating() as model:
+            by_domain = self._heldout.evaluate(model)
+        return {"": self._heldout.mean(by_domain)} | by_domain
+
+    def _save(self) -> None:
+        if self._trainer.steps == self._saved:
+            return
+        folder, keep = self._settings.folder, self._settings.keep
+        if keep != "small":
+            checkpoint.save_full(folder, self._trainer, self._identity)
+        if keep != "full":
+            checkpoint.save_small(folder, self._trainer, self._identity)
+        self._saved = self._trainer.steps
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PocketError("This machine has no CUDA device.", hint="Pass --device cpu, or --smoke for a short trial.")
+    return device
+
+
+def _dtype(settings: RunSettings) -> torch.dtype:
+    return torch.float32 if settings.dtype == "float32" else torch.bfloat16
+
+
+def _config(settings: RunSettings, shards: Shards) -> PocketConfig:
+    meta = shards.meta
+    config = POCKET if settings.size == "pocket" else dataclasses.replace(tiny(), vocab_size=meta.vocab_size)
+    if (meta.vocab_size, meta.eos_id) != (config.vocab_size, config.eos_token_id):
+        raise PocketError(
+            f"The shards were made with a tokenizer of {meta.vocab_size} tokens whose end is {meta.eos_id}; "
+            f"the model knows {config.vocab_size} tokens, and its end is {config.eos_token_id}.",
+            hint="Make tokenizer and shards again: python examples/pocket-moe/data.py",
+        )
+    if settings.batches.length > config.max_position_embeddings:
+        raise PocketError(
+            f"Rows of {settings.batches.length} tokens are longer than the model's "
+            f"{config.max_position_embeddings} positions.",
+            hint="Pass a smaller --length.",
+        )
+    return {"moe": config, "dense": dense_like(config), "speculator": speculator(config)}[settings.kind]
+
+
+def _model(settings: RunSettings, config: PocketConfig, device: torch.device) -> PocketMoe:
+    model = PocketMoe(config, dropout=settings.dropout, options=settings.options)
+    if settings.start is not None:
+        given = export.load(settings.start)
+        if given.config != config:
+            raise PocketError(
+                f"The model in {settings.start} has another configuration.", hint="Pass another --start, or none."
+            )
+        model.load_state_dict(given.state_dict())
+    return model.to(device)
+
+
+def _data_identity(settings: RunSettings, shards: Shards) -> dict[str, object]:
+    """What decides the tokens of each step."""
+    order = hashlib.sha256(shards.starts.tobytes() + shards.domain.tobytes()).hexdigest()
+    return {
+        "tokenizer": shards.meta.tokenizer_sha256,
+        "documents": order,
+        "rows": settings.batches.rows,
+        "length": settings.batches.length,
+        "seed": settings.batches.seed,
+        "weights": dict(sorted(settings.batches.weights.items())),
+    }
+
+
+def _continue(settings: RunSettings, trainer: Trainer, identity: Identity) -> None:
+    run = settings.folder
+    if settings.resume:
+        exact = checkpoint.resume(run, trainer, identity)
+        print(f"resumed at step {trainer.steps}{'' if exact else ', approximately, from the small checkpoint'}")
+    elif (run / checkpoint.FULL).exists() or (run / checkpoint.SMALL).exists():
+        raise PocketError(
+            f"There is a run {settings.name} already.", hint="Pass --resume to go on with it, or choose another --run."
+        )
+
+
+def _heldout(settings: RunSettings, config: PocketConfig, device: torch.device) -> Heldout:
+    return Heldout(
+        Shards(settings.work / "shards", "heldout"),
+        device,
+        tokens_per_domain=settings.eval_tokens,
+        length=settings.batches.length,
+        pad_id=config.pad_token_id,
+        rows=settings.batches.rows,
+    )
+
+
+def _summary(trainer: Trainer, batches: Batches) -> str:
+    return f"{trainer.model.config.parameters():,} parameters, {batches.per_epoch} steps per epoch on {trainer.device}"
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """A list that SIGINT and SIGTERM put their name in; a second SIGINT interrupts at once."""
+    stop: list[str] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,149 @@
+"""Train the target's speculators by boost-tuning, and measure how often they are right.
+
+    python examples/pocket-moe/speculate.py --model examples/pocket-moe/model --attention varlen --graph --compile
+    python examples/pocket-moe/speculate.py --measure-only
+
+Reads ``WORK/shards``; writes ``speculators/0, 1, ...`` in the hub's layout and ``records/acceptance.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pocket_moe import export
+from pocket_moe.boost import BoostSettings, boost
+from pocket_moe.boost_rows import LabelledRows, Written, continuations, label, pack_documents
+from pocket_moe.config import PocketConfig
+from pocket_moe.dense import speculator
+from pocket_moe.drafts_measure import AcceptanceSettings, acceptance
+from pocket_moe.errors import PocketError
+from pocket_moe.measure_inputs import drawn_documents, open_device, open_shards
+from pocket_moe.model import Options, PocketMoe
+from pocket_moe.records import load_json, save_json
+from pocket_moe.shards import Shards
+
+MOST_BYTES = 3_000_000
+"""Of a speculator's weights in bfloat16."""
+
+
+def main(arguments: list[str]) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        record = args.out / "acceptance.json"
+        tried = load_json(record)["tried"] if args.measure_only and record.is_file() else []
+        if not args.measure_only:
+            tried = _train(args)
+        save_json(record, _measure(args) | {"tried": tried})
+    except PocketError as error:
+        print(f"error: {error}\n{error.hint}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError:
+        print("error: The GPU has too little memory.\nPass a smaller --rows.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("examples/pocket-moe/model"), help="the target")
+    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
+    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
+    add("--speculators", type=Path, default=Path("examples/pocket-moe/speculators"))
+    add("--measure-only", action="store_true", help="of the speculators that are there")
+    add("--count", type=int, default=3)
+    add("--layers", type=int, default=3)
+    add("--floors", type=float, nargs="+", default=[0.0, 0.1], help="weights of covered positions to compare")
+    add("--steps", type=int, default=3000, help="of the first speculator")
+    add("--boost-steps", type=int, default=2000, help="of each other one")
+    add("--lr", type=float, default=3e-3)
+    add("--boost-lr", type=float, default=1.5e-3)
+    add("--train-tokens", type=int, help="take documents up to so many tokens; all if left out")
+    add("--own", type=int, default=20_000, metavar="DOCUMENTS", help="that the target continues, to learn from too")
+    add("--own-prompts", type=int, default=200, help="per domain, that the target continues, to measure on")
+    add("--rows", type=int, default=128)
+    add("--length", type=int, default=512)
+    add("--seed", type=int, default=0)
+    add("--device", default="auto")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of labelling and training")
+    add("--attention", choices=("sdpa", "varlen"), default="sdpa")
+    add("--compile", action="store_true")
+    add("--graph", action="store_true")
+    return parser
+
+
+def _train(args: argparse.Namespace) -> list[dict[str, Any]]:
+    shards = open_shards(args.work, "train", args.model)
+    target = export.load(args.model, getattr(torch, args.dtype), open_device(args.device), options=_options(args))
+    config = speculator(target.config, layers=args.layers)
+    _check_size(config)
+    rows = _labelled(args, target, shards)
+    del target
+    pool = boost(config, rows, _settings(args))
+    for index, model in enumerate(pool.speculators):
+        export.save(model, args.model, args.speculators / str(index), "bfloat16")
+    return pool.tried
+
+
+def _labelled(args: argparse.Namespace, target: PocketMoe, shards: Shards) -> LabelledRows:
+    documents = drawn_documents(shards, args.train_tokens, args.seed)
+    packed = pack_documents(shards, documents, args.length, pad_id=target.config.pad_token_id)
+    rows = label(target, packed, batch_rows=args.rows)
+    if args.own:
+        own, shape = documents[: args.own], Written(length=args.length)
+        rows = rows.join(continuations(target, shards, own, shape, batch_rows=1024))
+    labels = int((rows.labels_RL >= 0).sum())
+    print(f"{labels:,} of the target's tokens to learn, in {len(rows):,} rows", flush=True)
+    return rows
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """In float32, from the exported folders."""
+    shards, device = open_shards(args.work, "heldout", args.model), open_device(args.device)
+    target = export.load(args.model, torch.float32, device)
+    folders = sorted(args.speculators.glob("[0-9]*"))
+    if not folders:
+        raise PocketError(f"There are no speculators in {args.speculators}.", hint="Leave out --measure-only.")
+    speculators = [export.load(folder, torch.float32, device) for folder in folders]
+    settings = AcceptanceSettings(own_prompts=args.own_prompts, written=Written(length=args.length))
+    record = acceptance(target, speculators, shards, settings)
+    bytes_each = [model.config.parameters() * 2 for model in speculators]
+    for kind in ("teacher_forcing", "own_output"):
+        print(kind, {name: shares["all"] for name, shares in record[kind]["accepted"].items()}, flush=True)
+    return record | {"bytes": bytes_each}
+
+
+def _check_size(config: PocketConfig) -> None:
+    size = config.parameters() * 2
+    if size > MOST_BYTES:
+        raise PocketError(f"Such a speculator takes {size:,} bytes, over {MOST_BYTES:,}.", hint="Pass fewer --layers.")
+
+
+def _settings(args: argparse.Namespace) -> BoostSettings:
+    return BoostSettings(
+        count=args.count,
+        floors=tuple(args.floors),
+        steps=args.steps,
+        boost_steps=args.boost_steps,
+        rows=args.rows,
+        lr=args.lr,
+        boost_lr=args.boost_lr,
+        seed=args.seed,
+        dtype=getattr(torch, args.dtype),
+        graph=args.graph,
+        compile=args.compile,
+        options=_options(args),
+    )
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options(attention=args.attention)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

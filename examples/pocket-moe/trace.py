@@ -1,0 +1,95 @@
+"""Record what the trained model does: the experts its tokens choose, and its greedy answers.
+
+    python examples/pocket-moe/trace.py --model examples/pocket-moe/model
+
+Writes to ``records/``: ``experts.npz`` and ``load.json`` (200k held-out tokens, every domain the same share),
+``greedy.jsonl`` (200 prompts with the oracle's greedy answers, those left out whose choices are closer than float32
+decides) and ``samples.jsonl`` (twenty answers for the model card, nothing left out). Minutes on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+from pocket_moe import export
+from pocket_moe.errors import PocketError
+from pocket_moe.greedy import Answerer, clear_answers
+from pocket_moe.measure_inputs import open_device, open_shards
+from pocket_moe.records import save_greedy, save_json
+from pocket_moe.samples import headwords, prefixes, save_samples
+from pocket_moe.traffic import load_record, trace
+
+PARTS = ("experts", "greedy", "samples")
+
+
+def main(arguments: list[str]) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        for part in args.only or PARTS:
+            {"experts": _experts, "greedy": _greedy, "samples": _samples}[part](args)
+    except PocketError as error:
+        print(f"error: {error}\n{error.hint}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("examples/pocket-moe/model"))
+    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/ and text/")
+    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
+    add("--only", choices=PARTS, nargs="+", help="not all three")
+    add("--tokens", type=int, default=200_000)
+    add("--length", type=int, default=512, help="tokens of a document that are traced")
+    add("--rows", type=int, default=16, help="documents at once")
+    add("--prompts", type=int, default=200)
+    add("--new", type=int, default=48, help="tokens of an answer in greedy.jsonl")
+    add("--sample-new", type=int, default=64, help="tokens of an answer in samples.jsonl")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto", help="for the experts; the oracle runs on the CPU")
+    return parser
+
+
+def _experts(args: argparse.Namespace) -> None:
+    shards = open_shards(args.work, "heldout", args.model)
+    model = export.load(args.model, torch.float32, open_device(args.device))
+    traced = trace(model, shards, tokens=args.tokens, length=args.length, rows=args.rows)
+    traced.save(args.out / "experts.npz")
+    save_json(args.out / "load.json", load_record(traced))
+    size = (args.out / "experts.npz").stat().st_size
+    print(f"{len(traced.ids):,} tokens of {len(traced.document_domain):,} documents, {size:,} bytes", flush=True)
+
+
+def _greedy(args: argparse.Namespace) -> None:
+    """A quarter held-out headwords, a quarter known ones, half beginnings of other documents."""
+    text, seed = args.work / "text", args.seed
+    answerer = Answerer(args.model, most=args.new)
+    quarter = args.prompts // 4
+    parts = [
+        clear_answers(answerer, headwords(text, "heldout", seed), quarter),
+        clear_answers(answerer, headwords(text, "train", seed), quarter),
+        clear_answers(answerer, prefixes(text, seed), args.prompts - 2 * quarter),
+    ]
+    answers = list(itertools.chain.from_iterable(parts))
+    if not answers:
+        raise PocketError("No prompt has a clear answer.", hint="Is the model trained? Is there text in WORK/text?")
+    save_greedy(args.out / "greedy.jsonl", answers)
+    margin, router = (min(getattr(answer, name) for answer in answers) for name in ("margin", "router_margin"))
+    print(f"{len(answers)} answers; smallest margins: logits {margin:.2g}, router {router:.2g}", flush=True)
+
+
+def _samples(args: argparse.Namespace) -> None:
+    """The first ten of each kind, in the drawn order."""
+    answerer = Answerer(args.model, most=args.sample_new)
+    drawn = [headwords(args.work / "text", split, args.seed)[:10] for split in ("heldout", "train")]
+    save_samples(args.out / "samples.jsonl", [answerer.sample(prompt) for prompt in itertools.chain(*drawn)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""The model card: the same records give the same bytes, and what it says is in the records."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from testkit.pocket_evidence import ROOT, script
+from testkit.pocket_runs import make_work
+
+from pocket_moe.card_collect import collect
+from pocket_moe.card_facts import training
+from pocket_moe.card_markdown import markdown_table, one_line, prose, shortened
+from pocket_moe.config import POCKET
+from pocket_moe.measure import VARIANTS, claims
+from pocket_moe.plots import steps
+from pocket_moe.plots_heat import domain_order, expert_order, heat_map, loads
+from pocket_moe.plots_lines import loss_curves, peaks
+from pocket_moe.records import ExpertTrace, Greedy, load_csv, save_csv, save_greedy, save_json
+from pocket_moe.samples import Sample, save_samples
+from pocket_moe.traffic import load_record
+
+DOMAINS = ("dictionary", "verse", "perl & co")
+EXAMPLE = ROOT / "examples/pocket-moe"
+HEADER = ("step", "tokens", "lr", "loss", "balance", "peak", "tokens_per_second", "heldout")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a record of every kind."""
+    folder, records = tmp_path / "example", tmp_path / "example/records"
+    save_json(folder / "model/config.json", POCKET.to_json("bfloat16"))
+    source = {"package": "dict-wn", "version": "1:3.0-37", "domain": "dictionary", "licence": "WordNet"}
+    source |= {"notice": "Copyright Princeton University.", "documents": 117000, "bytes": 12_345_678}
+    save_json(folder / "manifest.json", {"distribution": "Debian 12", "sources": [source]})
+    nats = {v.name: dict.fromkeys((*DOMAINS, "all"), 3 + 0.1 * i) for i, v in enumerate(VARIANTS)}
+    tokens = dict.fromkeys(DOMAINS, 1000) | {"all": 3000}
+    names = {"order": [v.name for v in VARIANTS], "titles": {v.name: v.title for v in VARIANTS}}
+    save_json(
+        records / "perplexity.json", {"length": 512, "tokens": tokens, "nats": nats, "claims": claims(nats)} | names
+    )
+    save_json(records / "load.json", load_record(skewed()))
+    accepted = {"alone/0": 0.5, "one_each/1": 0.5, "merged/1": 0.5, "merged/2": 0.61234, "first_alone/1": 0.5}
+    shares = {name: dict.fromkeys((*DOMAINS, "all"), share) for name, share in accepted.items()}
+    part = {"positions": tokens, "accepted": shares}
+    tried = [{"speculator": 0, "floor": 1.0, "union_aside": 0.5}]
+    save_json(
+        records / "acceptance.json",
+        {"branches": [1, 2, 4], "bytes": [2_980_000], "teacher_forcing": part, "own_output": part, "tried": tried},
+    )
+    text = {"documents": {"train": 100, "heldout": 2}, "tokens": {"train": 10_000_000, "heldout": 3000}}
+    save_json(records / "text.json", text)
+    for name in ("moe", "dense"):
+        save_csv(records / f"loss-{name}.csv", HEADER, curve())
+    answer = Greedy(
+        id="a", domain="verse", prompt="x", prompt_ids=(1,), output_ids=(2,), text="y", margin=0.02, router_margin=0.1
+    )
+    save_greedy(records / "greedy.jsonl", [answer])
+    written = {"written": "1. One | two.\n2. Three", "expected": "So."}
+    prompts = [(kind, f"define: w{index}\n", index > 0) for kind in ("heldout", "known") for index in range(10)]
+    samples = [Sample(kind=kind, prompt=prompt, ended=ended, **written) for kind, prompt, ended in prompts]
+    save_samples(records / "samples.jsonl", samples)
+    return folder
+
+
+def curve() -> list[tuple[object, ...]]:
+    steps = range(1, 101)
+    rates, heldout = [2e-3 if step < 90 else 1e-4 for step in steps], [4.2 if step % 20 == 0 else "" for step in steps]
+    return [
+        (step, step * 65536, rate, 9 - 0.05 * step, 1.01, 1.5, 500_000, loss)
+        for step, rate, loss in zip(steps, rates, heldout, strict=True)
+    ]
+
+
+def skewed() -> ExpertTrace:
+    """Every domain mostly uses experts of its own."""
+    rng = np.random.default_rng(0)
+    domain = np.repeat(np.arange(3), 200)
+    scores = rng.gumbel(size=(600, 2, 16)) + 2.0 * (np.arange(16) // 4 == domain[:, None, None])
+    ids = np.sort(np.argsort(-scores, axis=2)[:, :, :4], axis=2).astype(np.uint8)
+    return ExpertTrace(
+        ids=ids,
+        starts=np.arange(0, 601, 200),
+        document_domain=np.arange(3, dtype=np.uint8),
+        domains=DOMAINS,
+        experts=16,
+    )
+
+
+def test_the_card_is_written_checked_and_found_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = script("card")
+    assert card.main(["--root", str(root), "--check"]) == 1
+    assert card.main(["--root", str(root)]) == 0
+    assert card.main(["--root", str(root), "--check"]) == 0
+    first = (root / "MODEL_CARD.md").read_text()
+    assert card.main(["--root", str(root)]) == 0
+    assert (root / "MODEL_CARD.md").read_text() == first
+    save_json(root / "records/text.json", {"documents": {"train": 7}, "tokens": {"train": 1000}})
+    capsys.readouterr()
+    assert card.main(["--root", str(root), "--check"]) == 1
+    assert capsys.readouterr().err.startswith("MODEL_CARD.md is not")
+    (root / "records/load.json").unlink()
+    assert card.main(["--root", str(root)]) == 1
+    assert "load.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_card_says_what_the_records_say(root: Path) -> None:
+    assert script("card").main(["--root", str(root)]) == 0
+    text = (root / "MODEL_CARD.md").read_text()
+    assert text.startswith("---\nlicense: apache-2.0\n")
+    for said in ("10.97 million", "20.09 | 22.20", "2.226 times", "0.612", "2.98 MB", "117,000", "12.35", "Princeton"):
+        assert said in text, said
+    assert text.count("`define: w") == 20
+    assert "1. One \\| two. / 2. Three ..." in text
+    assert "vLLM" not in text
+    save_json(
+        root / "records/vllm.json", {"version": "0.25.1", "tokens": 20000, "agree_fp32": 0.987, "agree_bf16": 0.99}
+    )
+    assert script("card").main(["--root", str(root)]) == 0
+    assert "98.70% of 20,000" in (root / "MODEL_CARD.md").read_text()
+
+
+def test_pictures_are_well_formed_and_follow_the_page(root: Path) -> None:
+    assert script("card").main(["--root", str(root)]) == 0
+    for name in ("loss", "experts", "load"):
+        svg = (root / f"plots/{name}.svg").read_text()
+        ET.fromstring(svg)
+        assert "prefers-color-scheme: dark" in svg
+    assert (root / "plots/experts.svg").read_text().count("v12h-12z") == 3 * 2 * 16 + 5
+
+
+def test_experts_stand_by_the_domain_they_serve() -> None:
+    share_DLE = loads(load_record(skewed()))
+    assert share_DLE.mean(2) == pytest.approx(np.ones((3, 2)))
+    order = expert_order(share_DLE[:, 0])
+    assert set(order[:4]) == {0, 1, 2, 3}
+    assert sorted(order) == list(range(16))
+    assert [int(share_DLE[:, 0, e].argmax()) for e in order] == sorted(int(share_DLE[:, 0, e].argmax()) for e in order)
+
+
+def test_neighbouring_rows_look_alike() -> None:
+    one, other = np.array([2.0, 0.5, 1.0, 1.0]), np.array([0.5, 2.0, 1.0, 1.0])
+    assert domain_order(np.stack([one, other, one * 1.01])[:, None]) == [0, 2, 1]
+
+
+def test_a_cell_is_where_its_domain_and_expert_meet() -> None:
+    """a uses expert 3 alone, b expert 1 alone; nobody uses 0 and 2, which stand behind 3."""
+    svg = heat_map({"domains": ["a", "b"], "counts": {"a": [[0, 0, 0, 4]], "b": [[0, 4, 0, 0]]}})
+    strongest = next(line for line in svg.splitlines() if "area a" in line and "1.00" in line)
+    assert 'd="M96 64h12v12h-12zM135 77h12v12h-12z"' in strongest
+
+
+def test_an_expert_nobody_uses_can_be_drawn() -> None:
+    load = {"domains": ["a", "b"], "counts": {"a": [[4, 0, 0, 0]], "b": [[0, 0, 0, 0]]}}
+    assert "nan" not in heat_map(load)
+    assert "nan" not in peaks(load | {"peak": {"a": [4.0], "b": [0.0]}, "peak_of_all": [4.0]})
+
+
+def test_round_numbers() -> None:
+    assert steps(0, 9, 5) == [0, 2, 4, 6, 8]
+    assert steps(2.9, 4.1, 6) == pytest.approx([3.0, 3.2, 3.4, 3.6, 3.8, 4.0])
+    assert steps(0, 950, 6) == [0, 200, 400, 600, 800]
+
+
+def test_a_curve_without_held_out_losses_can_be_drawn() -> None:
+    ET.fromstring(loss_curves({"MoE": [(1.0, 9.0), (2.0, 5.0)]}, {"MoE": []}))
+
+
+def test_a_run_is_read_from_its_curve(root: Path) -> None:
+    run = training(load_csv(root / "records/loss-moe.csv"))
+    assert (run.steps, run.tokens, run.peak_rate, run.last_rate) == (100, 6_553_600, 2e-3, 1e-4)
+    assert run.minutes == pytest.approx(6_553_600 / 500_000 / 60)
+    assert (run.loss, run.heldout, len(run.heldout_curve)) == (4.0, 4.2, 5)
+
+
+def test_runs_that_went_on_from_one_another_are_joined(tmp_path: Path) -> None:
+    work = make_work(tmp_path / "work")
+    for name, count in (("a", 900), ("b", 10)):
+        lines = [(i, i * 256, 1e-3, 5, 1, 1, 9, 4 if i == 7 else "", "x") for i in range(1, count + 1)]
+        save_csv(work / f"runs/{name}/loss.csv", (*HEADER, "other"), lines)
+    collect(work, tmp_path / "records", {"moe": ["a", "b"]})
+    rows = load_csv(tmp_path / "records/loss-moe.csv")
+    assert 300 < len(rows) < 410
+    assert (rows[-1]["step"], rows[-1]["tokens"]) == ("910", str(910 * 256))
+    assert [row["step"] for row in rows if row["heldout"]] == ["7", "907"]
+    assert "other" not in rows[0]
+    assert json.loads((tmp_path / "records/text.json").read_text())["documents"]["train"] == 300
+
+
+def test_markdown() -> None:
+    assert markdown_table([["a", "b"], ["x", "1,000"]]) == "| a | b |\n| --- | ---: |\n| x | 1,000 |\n"
+    assert one_line(" a |  b\nc ") == "a \\| b / c"
+    assert shortened("one two three", 9) == "one two ..."
+    assert max(map(len, prose(*["word"] * 90).splitlines())) <= 120
+
+
+@pytest.mark.skipif(not (EXAMPLE / "MODEL_CARD.md").is_file(), reason="the model is not made yet")
+def test_the_shipped_card_is_what_the_shipped_records_say() -> None:
+    assert script("card").main(["--check"]) == 0

@@ -1,0 +1,123 @@
+"""``data.py`` from packages to shards, without a network: the same bytes twice, and errors that say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from testkit.pocket_packages import COPYRIGHT, TOPICS, write_packages
+
+from pocket_moe.errors import PocketError
+from pocket_moe.manifest import licence_text
+from pocket_moe.packages import Packages
+from pocket_moe.shards import Shards
+from pocket_moe.sources import Source, load_sources
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pocket-moe"
+
+
+@pytest.fixture
+def data() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pocket_data", EXAMPLE / "data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(data: ModuleType, work: Path, *more: str) -> int:
+    status: int = data.main(["--work", str(work), "--offline", "--sources", str(work / "sources.toml"), *more])
+    return status
+
+
+def _hashes(work: Path) -> dict[str, str]:
+    files = [path for path in work.rglob("*") if path.is_file() and "unpacked" not in path.parts]
+    return {str(path.relative_to(work)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_same_packages_give_the_same_bytes(tmp_path: Path, data: ModuleType) -> None:
+    for name in ("first", "second"):
+        write_packages(tmp_path / name)
+        assert _run(data, tmp_path / name, "--vocab", "340") == 0
+    hashes = _hashes(tmp_path / "first")
+    assert hashes == _hashes(tmp_path / "second")
+    assert {"shards/train.tokens.bin", "tokenizer/tokenizer.json", "text/heldout/manual.jsonl"} <= hashes.keys()
+
+
+def test_every_document_is_in_a_shard_under_its_domain(tmp_path: Path, data: ModuleType) -> None:
+    write_packages(tmp_path)
+    assert _run(data, tmp_path, "--vocab", "340") == 0
+    train, heldout = Shards(tmp_path / "shards", "train"), Shards(tmp_path / "shards", "heldout")
+    assert train.meta.domains == ["dictionary", "manual", "pod"]
+    assert len(train.domain) + len(heldout.domain) == 3 * len(TOPICS)
+    ends = train.tokens[train.starts[1:] - 1]
+    assert (ends == train.meta.eos_id).all()
+    assert (train.tokens == train.meta.eos_id).sum() == len(train.domain)
+
+
+def test_the_manifest_names_the_licence_and_its_words(tmp_path: Path, data: ModuleType) -> None:
+    write_packages(tmp_path)
+    assert _run(data, tmp_path, "--vocab", "300", "--packages", "dict-sea") == 0
+    (row,) = json.loads((tmp_path / "manifest.json").read_text())["sources"]
+    assert (row["package"], row["version"], row["licence"], row["documents"]) == (
+        "dict-sea",
+        "1.0-1",
+        "MIT",
+        len(TOPICS),
+    )
+    assert row["licence_file"] == "usr/share/doc/dict-sea/copyright"
+    assert row["licence_text"] == "Permission is hereby granted.\n\nWithout warranty."
+
+
+def test_a_missing_package_is_named(tmp_path: Path, data: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    write_packages(tmp_path)
+    (tmp_path / "unpacked/sea-doc/VERSION").unlink()
+    assert _run(data, tmp_path) == 1
+    shown = capsys.readouterr().err
+    assert "error: The package sea-doc is not in" in shown
+    assert "apt-get update" in shown
+
+
+def test_a_machine_without_apt_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    packages = Packages(tmp_path, offline=False, report=print)
+    with pytest.raises(PocketError, match="dict-wn cannot be downloaded: there is no apt-get"):
+        packages.get("dict-wn")
+
+
+def test_too_little_text_and_unknown_packages(
+    tmp_path: Path, data: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_packages(tmp_path)
+    assert _run(data, tmp_path) == 1
+    assert "too small for a tokenizer of 8192 entries" in capsys.readouterr().err
+    assert _run(data, tmp_path, "--packages", "no-such") == 1
+    assert "has no package no-such" in capsys.readouterr().err
+
+
+def test_the_list_of_sources_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "sources.toml"
+    path.write_text('[[source]]\ndomain = "d"\nlicense = "MIT"\n')
+    with pytest.raises(PocketError, match="license, package, licence, notice, format, files"):
+        load_sources(path)
+
+
+def test_the_shipped_list_has_permissive_licences_alone() -> None:
+    allowed = {
+        *("MIT", "MIT OR Apache-2.0", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause"),
+        *("PSF-2.0", "PostgreSQL", "Artistic-1.0-Perl", "LicenseRef-public-domain", "LicenseRef-WordNet-3.0"),
+    }
+    sources = load_sources(EXAMPLE / "sources.toml")
+    assert {source.licence for source in sources} <= allowed
+    assert all(source.notice for source in sources)
+
+
+def test_the_licence_of_named_files_is_found() -> None:
+    source = Source(domain="d", package="p", licence="MIT", notice="n", format="html", files=[])
+    assert licence_text(COPYRIGHT, source) == "Permission is hereby granted.\n\nWithout warranty."
+    assert licence_text("Free text, short.", source) == "Free text, short."

@@ -1,0 +1,78 @@
+"""How often speculators are right, alone and as a tree: counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pocket_moe.drafts import BRANCHES, Tally, hits, merged_rank
+
+# Six tokens of the target, and the four best of two speculators at each.
+LABELS = torch.tensor([1, 2, 3, 4, 5, 6])
+FIRST = torch.tensor([[1, 9, 8, 7], [9, 2, 8, 7], [9, 8, 3, 7], [9, 8, 7, 4], [9, 8, 7, 1], [9, 8, 7, 1]])
+SECOND = torch.tensor([[1, 9, 8, 7], [2, 9, 8, 7], [8, 9, 7, 3], [9, 4, 8, 7], [5, 9, 8, 7], [9, 8, 7, 1]])
+
+
+def test_six_tokens_by_hand() -> None:
+    found = hits(torch.stack([FIRST, SECOND]), LABELS)
+    expected = {
+        "alone/0": [1, 0, 0, 0, 0, 0],
+        "alone/1": [1, 1, 0, 0, 1, 0],
+        "one_each/1": [1, 0, 0, 0, 0, 0],
+        "one_each/2": [1, 1, 0, 0, 1, 0],
+        # In turn: 1 9 8 7 | 9 2 8 7 | 9 8 3 7 | 9 8 4 7 | 9 5 8 7 1 | 9 8 7 1
+        "merged/1": [1, 0, 0, 0, 0, 0],
+        "merged/2": [1, 1, 0, 0, 1, 0],
+        "merged/4": [1, 1, 1, 1, 1, 0],
+        "first_alone/1": [1, 0, 0, 0, 0, 0],
+        "first_alone/2": [1, 1, 0, 0, 0, 0],
+        "first_alone/4": [1, 1, 1, 1, 0, 0],
+    }
+    assert {name: hit_N.int().tolist() for name, hit_N in found.items()} == expected
+
+
+def test_the_record_gives_shares_by_domain() -> None:
+    tally, both = Tally(), torch.stack([FIRST, SECOND])
+    tally.add("verse", hits(both[:, :2], LABELS[:2]))
+    tally.add("perl", hits(both[:, 2:], LABELS[2:]))
+    tally.add("verse", hits(both[:, :1], LABELS[:1]))
+    record = tally.record()
+    assert record["positions"] == {"verse": 3, "perl": 4, "all": 7}
+    assert record["accepted"]["alone/0"] == {"verse": round(2 / 3, 5), "perl": 0.0, "all": round(2 / 7, 5)}
+    assert record["accepted"]["merged/4"]["all"] == round(6 / 7, 5)
+
+
+def test_the_rank_counts_different_tokens_only() -> None:
+    candidates_SNC = torch.tensor([[[5, 6]], [[5, 7]]])
+    assert merged_rank(candidates_SNC, torch.tensor([7])).tolist() == [2]
+    assert merged_rank(candidates_SNC, torch.tensor([8])).tolist() == [4]
+
+
+@given(st.integers(1, 3), st.integers(0, 2**32))
+def test_trees_only_gain_by_growing(speculators: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    candidates = torch.stack(
+        [torch.stack([torch.randperm(9, generator=draw)[:4] for _ in range(12)]) for _ in range(speculators)]
+    )
+    labels = torch.randint(0, 9, (12,), generator=draw)
+    found = hits(candidates, labels)
+    for kind in ("merged", "first_alone"):
+        for small, large in itertools.pairwise(BRANCHES):
+            assert (found[f"{kind}/{small}"] <= found[f"{kind}/{large}"]).all()
+    assert (found["one_each/1"] == found["merged/1"]).all()
+    widest = max(count for count in BRANCHES if count <= speculators)
+    assert (found[f"one_each/{widest}"] <= found[f"merged/{widest}"]).all()
+    for index in range(speculators):
+        named = [len({int(t) for t in row}) for row in candidates[: index + 1, :, 0].T]
+        assert max(named) <= index + 1
+    if speculators == 1:
+        assert all((found[f"merged/{k}"] == found[f"first_alone/{k}"]).all() for k in BRANCHES)
+
+
+def test_too_few_candidates_are_a_mistake() -> None:
+    with pytest.raises(AssertionError):
+        hits(torch.stack([FIRST[:, :2]]), LABELS)

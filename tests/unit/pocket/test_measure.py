@@ -1,0 +1,148 @@
+"""Perplexity of a model in every form, and the routers that are shuffled on purpose."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from testkit.pocket_evidence import make_evidence, make_models, script
+
+from pocket_moe import export
+from pocket_moe.errors import PocketError
+from pocket_moe.measure import ALL, VARIANTS, claims, failures
+from pocket_moe.measure_agreement import AgreementSettings, heldout_documents, oracle_choices, our_choices, share
+from pocket_moe.measure_inputs import open_shards
+from pocket_moe.records import load_csv, load_json
+from pocket_moe.shards import Shards
+from pocket_moe.shuffled import Deranged, Uniform, derange, derangement, randomise
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_evidence(tmp_path_factory.mktemp("measure") / "work")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(work: Path) -> dict[str, dict[str, dict[str, float]]]:
+    options = ["--model", str(work / "moe"), "--dense", str(work / "dense"), "--work", str(work)]
+    # So short a training need not bear out what is claimed of the real one; both outcomes are recorded.
+    assert script("evaluate").main([*options, "--out", str(work / "records"), "--length", "64", "--device", "cpu"]) < 2
+    return load_json(work / "records/perplexity.json")
+
+
+def test_every_form_is_measured_on_every_domain(work: Path, record: dict[str, dict[str, dict[str, float]]]) -> None:
+    assert list(record["order"]) == [variant.name for variant in VARIANTS]
+    for values in record["nats"].values():
+        assert set(values) == {"dictionary", "verse", ALL}
+    rows = load_csv(work / "records/perplexity.csv")
+    assert len(rows) == 3 * len(VARIANTS)
+    assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(float(rows[0]["nats"])), rel=1e-3)
+
+
+def test_the_mean_is_over_all_tokens_and_agrees_with_the_loss(
+    work: Path, record: dict[str, dict[str, dict[str, float]]]
+) -> None:
+    shards = Shards(work / "shards", "heldout")
+    model = export.load(work / "moe")
+    nats = predicted = 0.0
+    for first, last in zip(shards.starts[:-1], shards.starts[1:], strict=True):
+        for begin in range(first, last, 64):
+            piece = torch.from_numpy(shards.tokens[begin : min(begin + 64, last)].astype("int64"))[None]
+            nats += float(model.token_losses(piece).sum())
+            predicted += piece.shape[1] - 1
+    assert record["tokens"][ALL] == predicted
+    assert record["nats"]["fp32"][ALL] == pytest.approx(nats / predicted, abs=2e-5)
+
+
+def test_rounding_costs_little_and_a_shuffled_router_costs(record: dict[str, dict[str, dict[str, float]]]) -> None:
+    ratios = record["claims"]["ratio_over_fp32"]
+    for name in ("bf16", "int8_channel", "int8_g128"):
+        assert abs(ratios[name] - 1) < 0.02, name
+    assert abs(ratios["int4_g128"] - 1) < 0.1
+    assert ratios["int4_g128"] != ratios["int8_g128"] != ratios["bf16"]
+    assert ratios["deranged"] > 1.001
+    assert ratios["random"] > 1.001
+
+
+def test_claims_that_do_not_hold_are_named() -> None:
+    def record(dense: float, shuffled: float) -> dict[str, object]:
+        nats = {"fp32": 2.0, "dense": dense, "deranged": shuffled, "random": 3.0}
+        return {"claims": claims({name: {ALL: value, "verse": value} for name, value in nats.items()})}
+
+    assert failures(record(2.1, 2.3)) == []
+    assert len(failures(record(1.9, 2.3))) == 1
+    assert "permuted" in failures(record(2.1, 2.2))[0]
+    assert record(1.9, 2.3)["claims"] == {
+        "ratio_over_fp32": {"dense": round(math.exp(-0.1), 5), "deranged": 1.34986, "random": 2.71828},
+        "dense_wins_in": ["verse"],
+    }
+
+
+@pytest.mark.parametrize("experts", [2, 3, 16])
+def test_a_derangement_leaves_no_expert_in_its_place(experts: int) -> None:
+    for seed in range(20):
+        order = derangement(experts, seed)
+        assert sorted(order) == list(range(experts))
+        assert all(expert != index for index, expert in enumerate(order))
+        assert order == derangement(experts, seed)
+
+
+def test_permuted_experts_work_where_others_were_chosen(work: Path) -> None:
+    model = export.load(work / "moe")
+    plain = {layer: mlp.choose for layer, mlp in model.moe_layers()}
+    derange(model, 5)
+    logits_TE = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+    orders = []
+    for layer, mlp in model.moe_layers():
+        ids_TK, weights_TK = plain[layer](logits_TE)
+        given_TK, same_TK = mlp.choose(logits_TE)
+        order = derangement(8, 5 + layer)
+        orders.append(order)
+        assert torch.equal(given_TK, torch.tensor(order)[ids_TK])
+        assert torch.equal(same_TK, weights_TK)
+        assert isinstance(mlp.choose, Deranged)
+    assert orders[0] != orders[1]
+
+
+def test_random_experts_are_different_ones_drawn_evenly(work: Path) -> None:
+    model = export.load(work / "moe")
+    randomise(model, 3)
+    _, mlp = next(model.moe_layers())
+    assert isinstance(mlp.choose, Uniform)
+    skewed_TE = torch.zeros(4000, 8).index_fill(1, torch.tensor([2]), 9.0)
+    ids_TK, weights_TK = mlp.choose(skewed_TE)
+    assert (ids_TK[:, 0] != ids_TK[:, 1]).all()
+    counts_E = torch.bincount(ids_TK.flatten(), minlength=8)
+    assert (counts_E - 1000).abs().max() < 150
+    assert float(weights_TK[:, 0].min()) > 0.9, "the weights stay those of the router's choice"
+
+
+def test_our_own_engines_choose_alike(work: Path) -> None:
+    settings = AgreementSettings(model=work / "moe", work=work, tokens=400, length=48)
+    documents = heldout_documents(settings)
+    assert all(1 < len(text) <= 48 for text in documents)
+    oracle, ours = oracle_choices(work / "moe", documents), our_choices(work / "moe", documents)
+    assert [len(choices) for choices in oracle] == [len(text) - 1 for text in documents]
+    assert share(oracle, ours) > 0.9
+    assert share([[1, 2], [3]], [[1, 5], [3]]) == pytest.approx(2 / 3, abs=1e-5)
+
+
+def test_a_tokenizer_that_does_not_match_is_named(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({}))
+    with pytest.raises(PocketError, match="another tokenizer"):
+        open_shards(work, "heldout", tmp_path)
+    with pytest.raises(PocketError, match="no model"):
+        open_shards(work, "heldout", tmp_path / "nowhere")
+
+
+def test_the_command_line_says_what_is_missing(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("evaluate").main(["--model", str(tmp_path), "--work", str(work)]) == 1
+    assert capsys.readouterr().err.startswith("error: There is no model")
+    options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(tmp_path)]
+    assert script("agree").main(options) == 1
+    assert "CUDA" in capsys.readouterr().err

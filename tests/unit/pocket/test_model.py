@@ -1,0 +1,233 @@
+"""The pocket models compute what transformers and the server's oracle compute from the folder they export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from testkit.pocket_runs import make_work
+from torch import Tensor
+from torch.nn import functional as F
+
+import moe_kernels as mk
+from pocket_moe import export
+from pocket_moe.batches import Batch
+from pocket_moe.config import POCKET, ModelType, PocketConfig, tiny
+from pocket_moe.dense import dense_like, speculator
+from pocket_moe.documents import _starts
+from pocket_moe.errors import PocketError
+from pocket_moe.losses import NO_TARGET, next_tokens
+from pocket_moe.model import Options, PocketMoe
+from services.model.reference import ReferenceModel
+
+CONFIGS = {
+    "tiny-moe": tiny(),
+    "tiny-qwen3": tiny("qwen3"),
+    "tiny-llama": tiny("llama"),
+    "pocket": POCKET,
+    "dense": dense_like(POCKET),
+    "speculator": speculator(POCKET),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_work(tmp_path_factory.mktemp("pocket") / "work", documents=20)
+
+
+def lively(config: PocketConfig, **arguments: Any) -> PocketMoe:
+    """Random weights large enough that every part of the model shows in its logits."""
+    torch.manual_seed(1)
+    model = PocketMoe(config, **arguments).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.06))
+            parameter += parameter.dim() == 1
+    return model
+
+
+def two_documents(config: PocketConfig) -> tuple[Tensor, Tensor]:
+    tokens_BL = torch.randint(4, config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(2))
+    positions_BL = torch.stack([torch.cat([torch.arange(20), torch.arange(28)]), torch.arange(48)])
+    return tokens_BL, positions_BL
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_computes_the_same_logits(name: str, work: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = lively(CONFIGS[name])
+    export.save(model, work / "tokenizer", tmp_path / "model", "float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokens_BL, _ = two_documents(model.config)
+    with torch.no_grad():
+        difference = (theirs(tokens_BL).logits - model(tokens_BL)).abs().max()
+    assert type(theirs).__name__ == json.loads((tmp_path / "model/config.json").read_text())["architectures"][0]
+    assert float(difference) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "pocket"])
+def test_the_oracle_computes_the_same_logits(name: str, work: Path, tmp_path: Path) -> None:
+    model = lively(CONFIGS[name])
+    export.save(model, work / "tokenizer", tmp_path / "model", "float32")
+    tokens_BL, _ = two_documents(model.config)
+    with torch.no_grad():
+        ours = model(tokens_BL)[1]
+    expected = ReferenceModel.load(tmp_path / "model").logits(tokens_BL[1].tolist())
+    assert float((ours - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_comes_back_as_it_was(name: str, work: Path, tmp_path: Path) -> None:
+    model = lively(CONFIGS[name])
+    export.save(model, work / "tokenizer", tmp_path / "model", "float32")
+    back = export.load(tmp_path / "model")
+    assert back.config == model.config
+    for key, value in model.state_dict().items():
+        assert torch.equal(back.state_dict()[key], value), key
+
+
+def test_sizes_are_what_the_model_card_says() -> None:
+    for config in CONFIGS.values():
+        assert sum(p.numel() for p in PocketMoe(config).parameters()) == config.parameters()
+    assert POCKET.parameters() * 2 < 22e6
+    assert speculator(POCKET).parameters() * 2 < 3e6
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    model = lively(tiny())
+    tokens_BL, positions_BL = two_documents(model.config)
+    with torch.no_grad():
+        packed = model(tokens_BL, positions_BL)[0]
+        apart = torch.cat([model(tokens_BL[:1, :20])[0], model(tokens_BL[:1, 20:])[0]])
+    torch.testing.assert_close(packed, apart, atol=1e-5, rtol=0)
+
+
+def test_next_tokens_stay_within_documents_and_leave_padding_out() -> None:
+    tokens_BL = torch.tensor([[5, 6, 0, 7, 0, 3, 3]])
+    positions_BL = torch.tensor([[0, 1, 2, 0, 1, 0, 1]])
+    expected = [[6, 0, NO_TARGET, 0, NO_TARGET, NO_TARGET, NO_TARGET]]
+    assert next_tokens(tokens_BL, positions_BL, pad_id=3).tolist() == expected
+
+
+@pytest.mark.parametrize("config", [tiny(), tiny("llama")], ids=["moe", "dense"])
+def test_both_ways_through_loss_and_experts_have_the_same_gradients(config: PocketConfig) -> None:
+    tokens_BL, positions_BL = two_documents(config)
+    weights_BL = torch.rand(tokens_BL.shape, generator=torch.Generator().manual_seed(3))
+    batch = Batch(tokens_BL=tokens_BL, positions_BL=positions_BL, weights_BL=weights_BL)
+    gradients = []
+    for options in (Options(chunk_rows=0, product="parallel_linear"), Options(chunk_rows=40)):
+        model = lively(config, options=options).train()
+        losses = model.loss(batch)
+        torch.autograd.backward(losses.cross_entropy + losses.balance + losses.z)
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, plain, atol=1e-6, rtol=1e-4)
+
+
+def test_the_loss_is_the_mean_of_the_token_losses() -> None:
+    model = lively(tiny())
+    tokens_BL, positions_BL = two_documents(model.config)
+    losses_BL = model.token_losses(tokens_BL, positions_BL)
+    expected = F.cross_entropy(model(tokens_BL[:1, :20])[0, :-1], tokens_BL[0, 1:20], reduction="none")
+    torch.testing.assert_close(losses_BL[0, :19], expected, atol=1e-5, rtol=0)
+    mean = losses_BL.sum() / (next_tokens(tokens_BL, positions_BL, pad_id=3) != NO_TARGET).sum()
+    loss = model.loss(Batch(tokens_BL=tokens_BL, positions_BL=positions_BL)).cross_entropy
+    torch.testing.assert_close(loss, mean)
+
+
+def test_balance_is_one_where_experts_share_evenly_and_grows_where_they_do_not() -> None:
+    model = lively(tiny())
+    tokens_BL, positions_BL = two_documents(model.config)
+    batch = Batch(tokens_BL=tokens_BL, positions_BL=positions_BL)
+    with torch.no_grad():
+        for _, mlp in model.moe_layers():
+            mlp.router.zero_()
+            mlp.choose = lambda logits_TE: (
+                (torch.arange(len(logits_TE)).unsqueeze(1) + torch.tensor([0, 4])) % 8,
+                torch.full((len(logits_TE), 2), 0.5),
+            )
+        even = model.loss(batch)
+    with torch.no_grad():
+        uneven = lively(tiny()).loss(batch)
+    assert float(even.balance) == pytest.approx(1)
+    assert float(even.peak) == 1
+    assert float(uneven.balance) > 1.05
+    assert float(uneven.peak) > 1.2
+
+
+def test_an_observer_sees_each_layers_choice() -> None:
+    model = lively(tiny())
+    tokens_BL, positions_BL = two_documents(model.config)
+    seen: list[tuple[int, Tensor, Tensor]] = []
+    model(tokens_BL, positions_BL, observer=lambda *choice: seen.append(choice))
+    assert [layer for layer, _, _ in seen] == [0, 1]
+    for _, ids_TK, weights_TK in seen:
+        assert ids_TK.shape == weights_TK.shape == (96, 2)
+        torch.testing.assert_close(weights_TK.sum(1), torch.ones(96))
+
+
+def test_the_router_and_the_experts_can_be_replaced() -> None:
+    model = lively(tiny(hidden_size=128, moe_intermediate_size=128))
+    tokens_BL, _ = two_documents(model.config)
+    with torch.no_grad():
+        exact = model(tokens_BL)
+        for _, mlp in model.moe_layers():
+            held = mlp.experts
+            assert isinstance(held, torch.nn.Module)
+            w_in, w_out = (mk.quantize_experts(w, 8) for w in (held.w_in, held.w_out))
+            mlp.experts = lambda x, ids, weights, plan, w_in=w_in, w_out=w_out: mk.fused_moe(
+                x, w_in, w_out, ids, weights, plan=plan
+            )
+        quantised = model(tokens_BL)
+        for _, mlp in model.moe_layers():
+            mlp.choose = lambda logits_TE, choose=mlp.choose: choose(logits_TE.roll(1, 1))
+        shuffled = model(tokens_BL)
+    assert 0 < float((quantised - exact).abs().max()) < 0.05
+    assert float((shuffled - exact).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3", "llama"])
+def test_configurations_survive_json(model_type: ModelType) -> None:
+    config = tiny(model_type, rope_theta=500.0)
+    assert PocketConfig.from_json(json.loads(json.dumps(config.to_json("float32")))) == config
+
+
+@pytest.mark.parametrize("changes", [{"num_key_value_heads": 3}, {"head_dim": 15}, {"num_experts_per_tok": 9}])
+def test_configurations_that_contradict_themselves_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(PocketError):
+        tiny(**changes)
+
+
+def test_a_folder_is_written_whole_or_not_at_all(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    with pytest.raises(PocketError, match="tokenizer"):
+        export.save(lively(tiny()), tmp_path / "nowhere", out)
+    with pytest.raises(PocketError, match="ids up to 63"):
+        export.save(lively(tiny(vocab_size=60)), work / "tokenizer", out)
+    assert list(tmp_path.iterdir()) == []
+    export.save(lively(tiny()), work / "tokenizer", out)
+    (out / "leftover.safetensors").touch()
+    export.save(lively(tiny("llama")), work / "tokenizer", out)
+    assert not (out / "leftover.safetensors").exists()
+    assert export.load(out).config.model_type == "llama"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_damaged_folder_is_named(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    with pytest.raises(PocketError, match="cannot be read"):
+        export.load(out)
+    export.save(lively(tiny()), work / "tokenizer", out)
+    (out / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(PocketError, match="cannot be read"):
+        export.load(out)
+
+
+def test_starts_of_documents_are_found_without_reading_values() -> None:
+    positions_BL = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    assert _starts(positions_BL, None).tolist() == [0, 3, 5, 10]
+    assert _starts(positions_BL, 6).tolist() == [0, 3, 5, 10, 10, 10, 10]
