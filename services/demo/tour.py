@@ -13,6 +13,7 @@ from services.supervisor import check_port, serve
 
 POCKET_MODEL = Path(__file__).parents[2] / "examples/pocket-moe/model"
 """Trained on real text. It comes with the repository, not with an installed package."""
+POCKET_NAME = "pocket-moe"
 RANDOM_MODEL = Path(".cache/demo-model")
 _POCKET_PROMPT = "define: lighthouse\n"
 _PROMPT = "A lighthouse is"
@@ -25,7 +26,9 @@ def run_demo(layered: Layered) -> int:
     settings = layered.settings
     changes: dict[str, object] = {}
     if settings.model is None:
-        changes["model"] = _demo_model()
+        changes["model"] = model = _demo_model()
+        if model == POCKET_MODEL and settings.served_model_name is None:
+            changes["served_model_name"] = POCKET_NAME
     if layered.origin("port") == "default":
         changes["port"] = _port(settings)
     if layered.origin("log_level") == "default":

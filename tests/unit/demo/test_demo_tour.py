@@ -34,7 +34,7 @@ def test_it_serves_the_pocket_model_quietly(
     monkeypatch.setattr(tour, "POCKET_MODEL", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert tour.run_demo(load_layered([])) == 0
-    assert (served[0].model, served[0].log_level) == (tmp_path, "warning")
+    assert (served[0].model, served[0].model_name, served[0].log_level) == (tmp_path, "pocket-moe", "warning")
     assert tour.prompt_for(served[0].model).startswith("define: ")
 
 
