@@ -22,12 +22,16 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # vLLM reads its environment when it is imported.
+    from pocket_moe import export
     from pocket_moe.measure_agreement import AgreementSettings, agreement
+    from pocket_moe.memory import told_when_full
     from pocket_moe.records import save_json
 
     try:
-        settings = AgreementSettings(model=args.model, work=args.work, tokens=args.tokens, length=args.length)
-        record = agreement(settings)
+        length = args.length or export.read_config(args.model).max_position_embeddings
+        settings = AgreementSettings(model=args.model, work=args.work, tokens=args.tokens, length=length)
+        with told_when_full("Pass a smaller --length.", f"vLLM and rows of {length} tokens"):
+            record = agreement(settings)
     except PocketError as error:
         print(f"error: {error}\n{error.hint}", file=sys.stderr)
         return 1
@@ -43,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
     add("--out", type=Path, default=Path("examples/pocket-moe/records"))
     add("--tokens", type=int, default=20_000, help="held-out tokens, every domain the same share")
-    add("--length", type=int, default=512, help="tokens of a document")
+    add("--length", type=int, help="positions of a document; all that the model has if left out")
     return parser
 
 

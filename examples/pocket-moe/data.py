@@ -5,7 +5,7 @@
     python examples/pocket-moe/data.py --offline
 
 Needs Debian's apt-get and dpkg-deb, or its packages laid ready in ``<work>/packages``. The same packages give the same
-bytes in every file.
+bytes in every file. Everything goes to ``<work>``, the manifest too: ``card.py --collect`` copies that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ HERE = Path(__file__).resolve().parent
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("build/pocket-moe"), help="the working folder")
-    parser.add_argument(
-        "--packages", help="only these, separated by commas; the manifest then stays in the working folder"
-    )
+    parser.add_argument("--packages", help="only these, separated by commas")
     parser.add_argument("--offline", action="store_true", help="fetch nothing")
     parser.add_argument("--sources", type=Path, default=HERE / "sources.toml", help="the list of packages")
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="entries of the tokenizer")
@@ -50,10 +48,8 @@ def make_data(options: argparse.Namespace) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {line}", flush=True)
 
     only = set(options.packages.split(",")) if options.packages else None
-    is_full = only is None and options.sources == HERE / "sources.toml"
-    manifests = [work / "manifest.json", *([HERE / "manifest.json"] if is_full else [])]
     packages = Packages(work, offline=options.offline, report=report)
-    Gatherer(work, packages, report).run(load_sources(options.sources, only), *manifests)
+    Gatherer(work, packages, report).run(load_sources(options.sources, only))
     names = domains(work)
     texts = {split: {name: _texts(work, split, name) for name in names} for split in SPLITS}
     report(f"training a tokenizer of {options.vocab} entries")

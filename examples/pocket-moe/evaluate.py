@@ -1,6 +1,6 @@
 """Measure held-out perplexity by domain: the model in every precision, with shuffled routers, and its dense rival.
 
-    python examples/pocket-moe/evaluate.py --model examples/pocket-moe/model --dense build/pocket-moe/runs/dense/model
+    python examples/pocket-moe/evaluate.py --model examples/pocket-moe/model --work build/pocket-moe
 
 Writes ``perplexity.json`` and ``perplexity.csv``. Exits with 1 if the model's claims do not hold: that it beats the
 dense model, and that shuffled routers cost at least a factor of 1.3.
@@ -12,16 +12,19 @@ import argparse
 import sys
 from pathlib import Path
 
+from pocket_moe import export
 from pocket_moe.errors import PocketError
 from pocket_moe.measure import MeasureSettings, csv_rows, failures, perplexities, table
 from pocket_moe.measure_inputs import open_device, open_shards
+from pocket_moe.memory import told_when_full
 from pocket_moe.records import save_csv, save_json
 
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     try:
-        return _evaluate(args)
+        with told_when_full("Pass a smaller --rows.", f"{args.rows} rows"):
+            return _evaluate(args)
     except PocketError as error:
         print(f"error: {error}\n{error.hint}", file=sys.stderr)
         return 1
@@ -31,24 +34,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, default=Path("examples/pocket-moe/model"))
-    add("--dense", type=Path, default=Path("build/pocket-moe/runs/dense/model"))
+    add("--dense", type=Path, help="WORK/runs/dense/model if left out")
     add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
     add("--out", type=Path, default=Path("examples/pocket-moe/records"))
     add("--tokens", type=int, help="held-out tokens per domain; all if left out")
-    add("--length", type=int, default=512, help="tokens of a row")
-    add("--rows", type=int, default=64, help="rows at once")
+    add("--length", type=int, help="tokens of a row; as many as the model has positions if left out")
+    add("--rows", type=int, default=32, help="rows at once")
     add("--device", default="auto")
     return parser
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    shards = open_shards(args.work, "heldout", args.model, args.dense)
+    dense = args.dense or args.work / "runs/dense/model"
+    shards = open_shards(args.work, "heldout", args.model, dense)
     settings = MeasureSettings(
         moe=args.model,
-        dense=args.dense,
+        dense=dense,
         device=open_device(args.device),
         tokens_per_domain=args.tokens,
-        length=args.length,
+        length=args.length or export.read_config(args.model).max_position_embeddings,
         rows=args.rows,
     )
     record = perplexities(settings, shards)

@@ -9,6 +9,7 @@ Reads ``WORK/shards``; writes ``speculators/0, 1, ...`` in the hub's layout and 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pocket_moe.dense import speculator
 from pocket_moe.drafts_measure import AcceptanceSettings, acceptance
 from pocket_moe.errors import PocketError
 from pocket_moe.measure_inputs import drawn_documents, open_device, open_shards
+from pocket_moe.memory import told_when_full
 from pocket_moe.model import Options, PocketMoe
 from pocket_moe.records import load_json, save_json
 from pocket_moe.shards import Shards
@@ -34,16 +36,10 @@ MOST_BYTES = 3_000_000
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     try:
-        record = args.out / "acceptance.json"
-        tried = load_json(record)["tried"] if args.measure_only and record.is_file() else []
-        if not args.measure_only:
-            tried = _train(args)
-        save_json(record, _measure(args) | {"tried": tried})
+        with told_when_full("Pass a smaller --rows.", f"{args.rows} rows of {args.length} tokens"):
+            _speculate(args)
     except PocketError as error:
         print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
-    except torch.OutOfMemoryError:
-        print("error: The GPU has too little memory.\nPass a smaller --rows.", file=sys.stderr)
         return 1
     return 0
 
@@ -77,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _speculate(args: argparse.Namespace) -> None:
+    record = args.out / "acceptance.json"
+    tried = load_json(record)["tried"] if args.measure_only and record.is_file() else []
+    if not args.measure_only:
+        tried = _train(args)
+    save_json(record, _measure(args) | {"tried": tried})
+
+
 def _train(args: argparse.Namespace) -> list[dict[str, Any]]:
     shards = open_shards(args.work, "train", args.model)
     target = export.load(args.model, getattr(torch, args.dtype), open_device(args.device), options=_options(args))
@@ -85,6 +89,9 @@ def _train(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = _labelled(args, target, shards)
     del target
     pool = boost(config, rows, _settings(args))
+    for folder in _folders(args.speculators):
+        if int(folder.name) >= args.count:  # of an earlier, larger pool: it would be measured with this one
+            shutil.rmtree(folder)
     for index, model in enumerate(pool.speculators):
         export.save(model, args.model, args.speculators / str(index), "bfloat16")
     return pool.tried
@@ -106,16 +113,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """In float32, from the exported folders."""
     shards, device = open_shards(args.work, "heldout", args.model), open_device(args.device)
     target = export.load(args.model, torch.float32, device)
-    folders = sorted(args.speculators.glob("[0-9]*"))
+    folders = _folders(args.speculators)
     if not folders:
         raise PocketError(f"There are no speculators in {args.speculators}.", hint="Leave out --measure-only.")
     speculators = [export.load(folder, torch.float32, device) for folder in folders]
-    settings = AcceptanceSettings(own_prompts=args.own_prompts, written=Written(length=args.length))
+    settings = AcceptanceSettings(
+        rows=min(32, args.rows), own_prompts=args.own_prompts, written=Written(length=args.length)
+    )
     record = acceptance(target, speculators, shards, settings)
     bytes_each = [model.config.parameters() * 2 for model in speculators]
     for kind in ("teacher_forcing", "own_output"):
         print(kind, {name: shares["all"] for name, shares in record[kind]["accepted"].items()}, flush=True)
     return record | {"bytes": bytes_each}
+
+
+def _folders(speculators: Path) -> list[Path]:
+    """Of the pool's models, in its order."""
+    return sorted((path for path in speculators.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 def _check_size(config: PocketConfig) -> None:

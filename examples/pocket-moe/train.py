@@ -1,11 +1,12 @@
 """Train the pocket model, its dense rival or a plain speculator on the shards that ``data.py`` made.
 
-    python examples/pocket-moe/train.py --run moe --steps 12000 --minutes 9 --compile --graph --attention varlen
+    python examples/pocket-moe/train.py --run moe --steps 12000 --minutes 9 --attention varlen --compile --graph
     python examples/pocket-moe/train.py --run moe --steps 12000 --minutes 9 --compile --graph --resume
     python examples/pocket-moe/train.py --run trial --smoke
 
-``--resume`` goes on with the same data and losses; the options that decide those must be the same. A resume from a
-checkpoint kept with ``--keep small`` (pieces of at most 15 MiB) is approximate.
+``--resume`` goes on with the same run: give the options of training again as they were, or they are refused by name.
+``--steps`` may grow while a wsd schedule is stable, and the options of speed may change. A resume from a checkpoint
+kept with ``--keep small`` (pieces of at most 15 MiB) is approximate.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from pocket_moe.batches import BatchSettings
+from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
 from pocket_moe.loop import TrainSettings
 from pocket_moe.model import Options
@@ -87,8 +89,8 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--rows", type=int, default=128, help="packed rows of a step")
-    add("--length", type=int, default=512, help="tokens of a row")
+    add("--rows", type=int, default=64, help="packed rows of a step")
+    add("--length", type=int, default=POCKET.max_position_embeddings, help="tokens of a row")
     add("--weights", type=_weights, default={}, metavar="DOMAIN=TIMES,...", help="repeat a domain within an epoch")
     add("--seed", type=int, default=0)
     add("--lr", type=float, default=2e-3)
@@ -102,11 +104,11 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--balance", type=float, default=0.01, help="weight of the routers' balance loss")
     add("--z-loss", type=float, default=0.0)
     add("--average", type=float, default=0.0, metavar="DECAY", help="keep and export a moving average of the weights")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the arithmetic; masters are float32")
 
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--compile", action="store_true", help="torch.compile between the experts")
     add("--graph", action="store_true", help="capture the step in a CUDA graph")
     add("--attention", choices=("sdpa", "varlen"), default="sdpa")

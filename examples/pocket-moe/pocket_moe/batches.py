@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
 from pocket_moe.packing import Rows, cut, pack
 from pocket_moe.shards import Shards
@@ -43,8 +44,8 @@ class Source(Protocol):
 class BatchSettings:
     """``weights``: how many times an epoch holds a domain's documents, 1 where it is not named; fractions draw."""
 
-    rows: int = 128
-    length: int = 512
+    rows: int = 64
+    length: int = POCKET.max_position_embeddings
     seed: int = 0
     weights: Mapping[str, float] = field(default_factory=dict)
 

@@ -1,13 +1,16 @@
-"""Working folder in, the little of it that the card shows out: loss curves thinned, and how much text there was."""
+"""Working folder in, the little of it that the card shows out: loss curves thinned, the manifest, how much text."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from pocket_moe.records import load_csv, save_csv, save_json
+import numpy as np
+
+from pocket_moe.records import load_csv, load_json, save_csv, save_json
 from pocket_moe.shards import Shards
 
 COLUMNS: Final = ("step", "tokens", "lr", "loss", "balance", "peak", "tokens_per_second", "heldout")
@@ -15,16 +18,26 @@ _MOST_ROWS: Final = 400
 
 
 def collect(work: Path, records: Path, runs: dict[str, Sequence[str]]) -> None:
-    """Write ``loss-NAME.csv`` for each model and ``text.json``. ``runs`` gives a model's runs in the order in which
-    one went on from the other; later ones count their steps and tokens onwards.
+    """Write ``loss-NAME.csv`` for each model and ``text.json`` to ``records``, ``manifest.json`` beside that folder.
+    ``runs`` gives a model's runs in the order in which one went on from the other; later ones count their steps and
+    tokens onwards.
 
     Raises:
-        PocketError: a run or the shards are missing.
+        PocketError: a run, the shards or the manifest are missing.
     """
     for name, parts in runs.items():
         rows = _joined([load_csv(work / "runs" / part / "loss.csv") for part in parts])
         save_csv(records / f"loss-{name}.csv", COLUMNS, [[row[column] for column in COLUMNS] for row in _thin(rows)])
-    save_json(records / "text.json", dataclasses.asdict(Shards(work / "shards", "heldout").meta))
+    save_json(records / "text.json", _text(Shards(work / "shards", "heldout")))
+    load_json(work / "manifest.json")  # a damaged one is not copied
+    shutil.copyfile(work / "manifest.json", records.parent / "manifest.json")
+
+
+def _text(heldout: Shards) -> dict[str, Any]:
+    """The shards' counts, and how many documents of each domain are held out."""
+    counts = np.bincount(heldout.domain, minlength=len(heldout.meta.domains)).tolist()
+    by_domain = dict(zip(heldout.meta.domains, counts, strict=True))
+    return dataclasses.asdict(heldout.meta) | {"heldout_documents": by_domain}
 
 
 def _joined(parts: Sequence[list[dict[str, str]]]) -> list[dict[str, str]]:

@@ -7,10 +7,12 @@ from typing import Final
 from pocket_moe.card_facts import Facts
 from pocket_moe.card_markdown import markdown_table, prose
 from pocket_moe.card_tables import acceptance_rows, run_rows, sample_rows, source_rows
+from pocket_moe.config import PocketConfig
 from pocket_moe.dense import dense_like
-from pocket_moe.measure import table
+from pocket_moe.measure import ALL, table
 
 _NAME: Final = "expertmesh-pocket-moe"
+_GROUP: Final = 128  # inputs to one scale, of the quantisations in measure.py
 _FRONT: Final = """---
 license: apache-2.0
 language:
@@ -106,14 +108,36 @@ def _perplexity(facts: Facts) -> str:
         "Per token of the held-out split: 2 % of documents, headwords for the dictionary, in rows of",
         f'{record["length"]} tokens; "all" is over all tokens. fp32 and bf16 are the arithmetic; the weights are the',
         "shipped ones. int8 and int4 are the experts, symmetric and without calibration, with one scale per output",
-        "channel or per group of 128 inputs, among bf16 layers. Permuted: in each layer expert p(e) works where e was",
+        "channel or per group of 128 inputs, among bf16 layers.",
+        *_groups(facts.config),
+        "Permuted: in each layer expert p(e) works where e was",
         "chosen, p fixed and without a fixed point. Random: experts are drawn evenly for every token, weights kept.",
     )
     result = prose(
         f"The dense rival's perplexity is {ratios['dense']:.3f} times that of this model in fp32; {where}. Permuted",
         f"experts make it {ratios['deranged']:.2f} times as high, random ones {ratios['random']:.2f} times.",
     )
-    return f"## Perplexity\n\n{markdown_table(table(record))}\n{what}\n{result}"
+    split = prose(
+        "The split is by document, and a document is an entry, a chapter or a section of a page: neighbours of a",
+        "held-out section may be trained on. `lighthouse` always stands in the training split, because the demo asks",
+        "for it.",
+    )
+    return f"## Perplexity\n\n{markdown_table(_perplexity_rows(facts))}\n{what}\n{split}\n{result}"
+
+
+def _perplexity_rows(facts: Facts) -> list[list[str]]:
+    """The table of the record, with the number of a domain's held-out documents as its second column."""
+    documents = facts.text["heldout_documents"]
+    counts = documents | {ALL: sum(documents.values())}
+    (header, *rows) = table(facts.perplexity)
+    return [[header[0], "documents", *header[1:]], *([row[0], f"{counts[row[0]]:,}", *row[1:]] for row in rows)]
+
+
+def _groups(config: PocketConfig) -> list[str]:
+    """Where a group is as long as all of ``w_out``'s inputs, it says so."""
+    if config.width > _GROUP:
+        return []
+    return [f"`w_out` has {config.width} inputs, so groups of {_GROUP} and per channel differ only in `w_in`."]
 
 
 def _experts(facts: Facts) -> str:
@@ -190,7 +214,8 @@ def _sources(facts: Facts) -> str:
     notices = dict.fromkeys(f"- {source['package']}: {source['notice']}" for source in sources)
     text = prose(
         f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. `manifest.json` has the",
-        "licences in full.",
+        "words of each licence as the package's copyright file has them: in full, or a notice that refers to the full",
+        "text in `/usr/share/common-licenses` of a Debian system.",
     )
     listed = "\n".join(notices)
     return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}\nNotices:\n\n{listed}\n"

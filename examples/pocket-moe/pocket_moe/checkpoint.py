@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pocket_moe.config import PocketConfig
 from pocket_moe.errors import PocketError
-from pocket_moe.export import replace_folder
+from pocket_moe.export import replace_folder, require_tokenizer
 from pocket_moe.loop import Trainer
 from pocket_moe.model import PocketMoe
 
@@ -33,10 +33,12 @@ _E4M3_MAX, _E4M3_MIN = 448.0, 2.0**-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What a run may not change while it goes on: ``data`` decides which tokens come when and what they mean."""
+    """What a run may not change while it goes on: ``data`` decides which tokens come when and what they mean,
+    ``training`` what is learnt from them. ``training["steps"]`` alone may grow, while a "wsd" schedule is stable."""
 
     config: PocketConfig
     data: dict[str, Any]
+    training: dict[str, Any]
 
 
 def save_full(run: Path, trainer: Trainer, identity: Identity) -> None:
@@ -73,10 +75,10 @@ def resume(run: Path, trainer: Trainer, identity: Identity) -> bool:
     """Load the run's last state into ``trainer`` and the random generators; whether it is exact.
 
     Raises:
-        PocketError: there is none, it is damaged, or belongs to another configuration, tokenizer or data.
+        PocketError: there is none, it is damaged, or belongs to another configuration, tokenizer, data or training.
     """
     state = _read(run)
-    _check(run, state["identity"], identity)
+    _check(run, state["identity"], identity, state["trainer"]["step"])
     trainer.load_state(state["trainer"])
     random = state.get("random")
     if random is not None:
@@ -86,13 +88,15 @@ def resume(run: Path, trainer: Trainer, identity: Identity) -> bool:
     return random is not None
 
 
-def load_weights(run: Path) -> PocketMoe:
+def load_weights(run: Path, *, tokenizer_dir: Path | None = None) -> PocketMoe:
     """The run's last weights in float32, averaged if it kept an average; in evaluation mode.
 
     Raises:
-        PocketError: as :func:`resume`.
+        PocketError: there are none, they are damaged, or were trained with another tokenizer than ``tokenizer_dir``'s.
     """
     state = _read(run)
+    if tokenizer_dir is not None:
+        require_tokenizer(tokenizer_dir, state["identity"]["data"]["tokenizer"])
     model = PocketMoe(PocketConfig(**state["identity"]["config"]))
     model.load_state_dict(state["trainer"]["model"])
     with torch.no_grad():
@@ -133,16 +137,34 @@ def _read_small(folder: Path) -> dict[str, Any]:
     return {"identity": header["identity"], "trainer": trainer}
 
 
-def _check(run: Path, found: dict[str, Any], wanted: Identity) -> None:
+def _check(run: Path, found: dict[str, Any], wanted: Identity, step: int) -> None:
     expected = json.loads(json.dumps(asdict(wanted)))
-    for part in ("config", "data"):
-        for name, value in expected[part].items():
-            if found[part].get(name) != value:
-                raise PocketError(
-                    f"The checkpoint in {run} belongs to another run: its {name} is {found[part].get(name)}, "
-                    f"not {value}.",
-                    hint="Pass the options it was started with, on the same shards, or choose another --run.",
-                )
+    differ = [
+        (name, found.get(part, {}).get(name), value)
+        for part in ("config", "data", "training")
+        for name, value in expected[part].items()
+        if found.get(part, {}).get(name) != value
+    ]
+    if [name for name, _, _ in differ] == ["steps"] and "training" in found:
+        _check_steps(run, found["training"], expected["training"]["steps"], step)
+    elif differ:
+        listed = "; ".join(f"its {name} is {before}, not {value}" for name, before, value in differ)
+        raise PocketError(
+            f"The checkpoint in {run} belongs to another run: {listed}.",
+            hint="Pass the options it was started with, on the same shards, or choose another --run.",
+        )
+
+
+def _check_steps(run: Path, training: dict[str, Any], steps: int, step: int) -> None:
+    """A run may be made longer where no step so far would have had another rate."""
+    before = training["steps"]
+    stable = training["schedule"] == "wsd" and before - step >= training["decay"] * before
+    if steps < before or not stable:
+        raise PocketError(
+            f"The run in {run} was to end after {before} steps, not {steps}, and is at step {step}: its steps may only "
+            "grow, and only while a wsd schedule is stable.",
+            hint=f"Pass --steps {before}, or choose another --run.",
+        )
 
 
 def _pack(name: str, root: Tensor) -> list[tuple[str, Tensor]]:

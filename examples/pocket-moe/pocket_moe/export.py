@@ -20,6 +20,7 @@ from torch import Tensor
 from pocket_moe.config import PocketConfig
 from pocket_moe.errors import PocketError
 from pocket_moe.model import Options, PocketMoe
+from pocket_moe.shards import file_sha256
 
 WEIGHTS: Final = "model.safetensors"
 TOKENIZER_FILES: Final = (
@@ -28,6 +29,8 @@ TOKENIZER_FILES: Final = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+EXPORT_AGAIN: Final = "Export it again: python examples/pocket-moe/train.py --run NAME --export-only"
+REMAKE_TOKENIZER: Final = "Make the tokenizer again: python examples/pocket-moe/data.py"
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,18 +65,47 @@ def load(
     Raises:
         PocketError: a file is missing or damaged, or a tensor does not fit the configuration.
     """
-    hint = "Export it again: python examples/pocket-moe/train.py --run NAME --export-only"
+    config = read_config(folder)
     try:
-        config = PocketConfig.from_json(json.loads((folder / "config.json").read_text()))
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise PocketError(f"The model in {folder} cannot be read: {error}", hint=hint) from error
+        raise PocketError(f"The model in {folder} cannot be read: {error}", hint=EXPORT_AGAIN) from error
     model = PocketMoe(config, options=options)
     try:
         model.load_state_dict(from_hub(config, tensors))
     except (KeyError, RuntimeError) as error:
-        raise PocketError(f"The weights in {folder} do not fit its config.json: {error}", hint=hint) from error
+        raise PocketError(f"The weights in {folder} do not fit its config.json: {error}", hint=EXPORT_AGAIN) from error
     return model.to(device=device, dtype=dtype).eval()
+
+
+def read_config(folder: Path) -> PocketConfig:
+    """Of the model in ``folder``.
+
+    Raises:
+        PocketError: ``config.json`` is missing or damaged.
+    """
+    try:
+        return PocketConfig.from_json(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise PocketError(f"The model in {folder} cannot be read: {error}", hint=EXPORT_AGAIN) from error
+
+
+def require_tokenizer(folder: Path, sha256: str) -> None:
+    """That ``folder/tokenizer.json`` is the file that weights were trained with: others of its size mean other words.
+
+    Raises:
+        PocketError: it is another one, or missing.
+    """
+    try:
+        found = file_sha256(folder / "tokenizer.json")
+    except OSError as error:
+        raise PocketError(f"The tokenizer in {folder} cannot be read: {error}", hint=REMAKE_TOKENIZER) from error
+    if found != sha256:
+        raise PocketError(
+            f"The tokenizer in {folder} is another one than the weights were trained with: "
+            f"its sha256 is {found[:12]}..., not {sha256[:12]}...",
+            hint="Put the tokenizer of the training back, or train anew on shards made with this one.",
+        )
 
 
 def to_hub(config: PocketConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -166,14 +198,14 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _check_tokenizer(folder: Path, config: PocketConfig) -> None:
-    hint = "Make the tokenizer again: python examples/pocket-moe/data.py"
     try:
         vocabulary = json.loads((folder / "tokenizer.json").read_text())
         added = [token["id"] for token in vocabulary.get("added_tokens", [])]
         largest = max([*vocabulary["model"]["vocab"].values(), *added], default=-1)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PocketError(f"The tokenizer in {folder} cannot be read: {error}", hint=hint) from error
+        raise PocketError(f"The tokenizer in {folder} cannot be read: {error}", hint=REMAKE_TOKENIZER) from error
     if largest >= config.vocab_size:
         raise PocketError(
-            f"The tokenizer in {folder} has ids up to {largest}; the model knows {config.vocab_size} tokens.", hint=hint
+            f"The tokenizer in {folder} has ids up to {largest}; the model knows {config.vocab_size} tokens.",
+            hint=REMAKE_TOKENIZER,
         )

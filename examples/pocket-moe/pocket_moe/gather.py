@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from pocket_moe.dedupe import Deduper
 from pocket_moe.errors import PocketError
 from pocket_moe.manifest import Part, part, write_manifest
 from pocket_moe.packages import Package, Packages
-from pocket_moe.readers import read_entries, read_file
+from pocket_moe.readers import read_entries, read_file, restricted_licence
 from pocket_moe.sources import Source, source_files
 from pocket_moe.split import Split, split_documents, split_entries
 from pocket_moe.text import Document
@@ -26,11 +26,11 @@ class Gatherer:
     """Cleans, removes duplicates and splits, one domain after the other."""
 
     def __init__(self, work: Path, packages: Packages, report: Callable[[str], None]) -> None:
-        self._text = work / "text"
+        self._text, self._manifest = work / "text", work / "manifest.json"
         self._packages, self._report = packages, report
         self._deduper = Deduper()
 
-    def run(self, sources: Sequence[Source], *manifests: Path) -> None:
+    def run(self, sources: Sequence[Source]) -> None:
         """Writes the text of ``sources`` and their manifest.
 
         Raises:
@@ -42,20 +42,22 @@ class Gatherer:
         ordered = sorted(sources, key=lambda source: order.index(source.domain))
         for domain, group in groupby(ordered, key=lambda source: source.domain):
             parts += self._domain(domain, list(group))
-        write_manifest(parts, *manifests)
+        write_manifest(parts, self._manifest)
 
     def _domain(self, domain: str, sources: list[Source]) -> list[Part]:
         splits, parts = [], []
         for source in sources:
             package = self._packages.get(source.package)
-            split = self._split(source, package)
+            left_out: list[Path] = []
+            split = self._split(source, package, left_out)
             if not split.train:
                 raise PocketError(
                     f"The package {source.package} gave no text for {domain}.",
                     hint="Check its version and sources.toml.",
                 )
             splits.append(split)
-            parts.append(part(source, package, [document.text for document in split.train + split.heldout]))
+            texts = [document.text for document in split.train + split.heldout]
+            parts.append(part(source, package, texts, len(left_out)))
             self._report(
                 f"{domain}: {source.package} {parts[-1].documents} documents, {parts[-1].bytes / MILLION:.2f} MB"
             )
@@ -63,12 +65,21 @@ class Gatherer:
         self._write(domain, "heldout", [document for split in splits for document in split.heldout])
         return parts
 
-    def _split(self, source: Source, package: Package) -> Split:
+    def _split(self, source: Source, package: Package, left_out: list[Path]) -> Split:
         if source.format == "wordnet":
             file = next(source_files(source, package.root))
             return split_entries(read_entries(file), source.domain, source.package)
-        documents = sorted(self._deduper.keep(_documents(source, package)), key=lambda document: document.id)
-        return split_documents(documents)
+        documents = self._deduper.keep(_documents(source, package, self._permitted(source, package, left_out)))
+        return split_documents(sorted(documents, key=lambda document: document.id))
+
+    def _permitted(self, source: Source, package: Package, left_out: list[Path]) -> Iterator[Path]:
+        """The source's files; those that name a licence of another kind are reported and go to ``left_out``."""
+        for file in source_files(source, package.root):
+            if licence := restricted_licence(file, source):
+                left_out.append(file)
+                self._report(f"{source.domain}: {file.relative_to(package.root)} left out, it names {licence}")
+            else:
+                yield file
 
     def _write(self, domain: str, split: str, documents: list[Document]) -> None:
         path = self._text / split / f"{domain}.jsonl"
@@ -77,11 +88,11 @@ class Gatherer:
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def _documents(source: Source, package: Package) -> Iterator[Document]:
-    """Documents of a source up to its limit, each with an id of its own."""
+def _documents(source: Source, package: Package, files: Iterable[Path]) -> Iterator[Document]:
+    """Documents of a source's ``files`` up to its limit, each with an id of its own."""
     size = 0
     used: set[str] = set()
-    for file in source_files(source, package.root):
+    for file in files:
         for index, (name, text) in enumerate(read_file(file, source)):
             identity = f"{source.package}:{name or f'{file.relative_to(package.root)}#{index}'}"
             while identity in used:

@@ -89,6 +89,10 @@ class Trainer:
         self._summed = 0
         return Stats(*means)
 
+    def finite(self) -> bool:
+        """Whether losses and gradients were numbers at every step since :meth:`read`. Waits for the device."""
+        return bool(self._sums.isfinite().all())
+
     @contextmanager
     def evaluating(self) -> Iterator[PocketMoe]:
         """The model that computes, without dropout, with the averaged weights where they are kept."""

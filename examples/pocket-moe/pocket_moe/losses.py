@@ -123,23 +123,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return dh_TD * dloss.to(dh_TD.dtype), dw_VD * dloss.to(dw_VD.dtype), None, None, None, None
 
 
-def router_losses(routings: Sequence[Routing], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Balance, z and peak, each a mean over layers (zeros without experts).
+def router_losses(routings: Sequence[Routing], real_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Balance, z and peak, each a mean over layers (zeros without experts), of the tokens where bool ``real_T`` is
+    true: padding is routed too, but says nothing.
 
     Balance is Switch Transformer's equation 4, E x sum over e of (share of pairs x mean probability), by layer: were
     layers taken together, one could use an expert alone that another never uses. z is ST-MoE's equation 5.
     """
     if not routings:
-        zero = torch.zeros((), device=device)
+        zero = torch.zeros((), device=real_T.device)
         return zero, zero, zero
-    balance, z, peak = zip(*(_router_loss(routing) for routing in routings), strict=True)
+    balance, z, peak = zip(*(_router_loss(routing, real_T) for routing in routings), strict=True)
     return torch.stack(balance).mean(), torch.stack(z).mean(), torch.stack(peak).mean()
 
 
-def _router_loss(routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    ends_E = routing.plan.ends_E
-    share_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).float() / routing.plan.order_S.shape[0]
-    probability_E = torch.softmax(routing.logits_TE, dim=1).mean(0)
+def _router_loss(routing: Routing, real_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    plan, tokens = routing.plan, real_T.sum().clamp_min(1)
+    # Real pairs up to each place of the plan's order; an expert has those between its ends.
+    counted_S = F.pad(real_T[plan.order_S // plan.slots].cumsum(0), (1, 0))
+    share_E = counted_S[F.pad(plan.ends_E, (1, 0))].diff().float() / (tokens * plan.slots)
+    weights_T = real_T / tokens
+    probability_E = weights_T @ torch.softmax(routing.logits_TE, dim=1)
     experts = len(share_E)
-    z = routing.logits_TE.logsumexp(1).square().mean()
+    z = weights_T @ routing.logits_TE.logsumexp(1).square()
     return experts * (share_E * probability_E).sum(), z, experts * share_E.max()

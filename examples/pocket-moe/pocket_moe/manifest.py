@@ -15,7 +15,8 @@ WHOLE_FILE = 3000  # characters: a copyright file this short is its own licence 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One source's share. ``bytes`` of UTF-8 text after cleaning, both splits; ``licence_file`` within the package."""
+    """One source's share. ``bytes`` of UTF-8 text after cleaning, both splits; ``licence_file`` within the package;
+    ``left_out`` files that name a licence of another kind."""
 
     package: str
     version: str
@@ -26,6 +27,7 @@ class Part:
     licence_text: str
     documents: int
     bytes: int
+    left_out: int
 
 
 def licence_file(package: Package) -> Path | None:
@@ -69,8 +71,8 @@ def licence_text(text: str, source: Source) -> str:
     return "\n\n".join(map(_unfold, bodies))
 
 
-def part(source: Source, package: Package, texts: list[str]) -> Part:
-    """The manifest's row for ``source``, whose documents are ``texts``."""
+def part(source: Source, package: Package, texts: list[str], left_out: int) -> Part:
+    """The manifest's row for ``source``, whose documents are ``texts``; ``left_out`` of its files were not read."""
     file = licence_file(package)
     words = licence_text(file.read_text(encoding="utf-8", errors="replace"), source) if file else ""
     return Part(
@@ -83,14 +85,13 @@ def part(source: Source, package: Package, texts: list[str]) -> Part:
         licence_text=words,
         documents=len(texts),
         bytes=sum(len(text.encode()) for text in texts),
+        left_out=left_out,
     )
 
 
-def write_manifest(parts: list[Part], *paths: Path) -> None:
-    """The same JSON to all ``paths``."""
+def write_manifest(parts: list[Part], path: Path) -> None:
     text = json.dumps(
         {"distribution": "Debian 12", "sources": [asdict(row) for row in parts]}, indent=1, ensure_ascii=False
     )
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -69,9 +69,9 @@ class MeasureSettings:
     moe: Path
     dense: Path
     device: torch.device
+    length: int
     tokens_per_domain: int | None = None
-    length: int = 512
-    rows: int = 64
+    rows: int = 32
 
 
 def perplexities(

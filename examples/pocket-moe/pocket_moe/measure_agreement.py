@@ -23,6 +23,8 @@ Choices = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreementSettings:
+    """``length``: positions of a document; the last one is for the token that vLLM must write."""
+
     model: Path
     work: Path
     tokens: int
@@ -46,9 +48,9 @@ def agreement(settings: AgreementSettings) -> dict[str, Any]:
 
 
 def heldout_documents(settings: AgreementSettings) -> Choices:
-    """Token ids of documents of two tokens or more, cut to ``length``."""
+    """Token ids of documents of two tokens or more, cut to ``length - 1``."""
     shards = open_shards(settings.work, "heldout", settings.model)
-    lengths = np.minimum(np.diff(shards.starts), settings.length)
+    lengths = np.minimum(np.diff(shards.starts), settings.length - 1)
     chosen = choose_documents(lengths, shards.domain, domains=len(shards.meta.domains), tokens=settings.tokens)
     texts = [shards.tokens[shards.starts[d] :][: lengths[d]].tolist() for d in chosen]
     return [text for text in texts if len(text) > 1]
@@ -84,7 +86,7 @@ def vllm_choices(settings: AgreementSettings, documents: Choices) -> tuple[Choic
     engine = vllm.LLM(
         model=str(settings.model),
         dtype="bfloat16",
-        max_model_len=settings.length + 8,
+        max_model_len=settings.length,
         gpu_memory_utilization=0.5,
         enable_prefix_caching=False,
     )

@@ -95,7 +95,8 @@ class PocketMoe(nn.Module):
             chunk_rows=self.options.chunk_rows,
             chunk=self._chunk_loss,
         )
-        return Losses(entropy, *router_losses(routings, x_BLD.device))
+        real_T = (batch.tokens_BL != self.config.pad_token_id).flatten()
+        return Losses(entropy, *router_losses(routings, real_T))
 
     @torch.no_grad()
     def token_losses(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 from pocket_moe.clean_dictd import read_dictd
 from pocket_moe.clean_entries import devil_text, element_text, jargon_text
@@ -18,6 +20,18 @@ from pocket_moe.errors import PocketError
 from pocket_moe.sources import Source
 
 Named = tuple[str, str]  # what of the file it is ("" for all or a piece of it), and its text
+
+_TEXT_FORMATS: Final = frozenset({"html", "pod", "go", "gutenberg"})
+_RESTRICTED: Final = tuple(
+    re.compile(name)
+    for name in (
+        "CC[- ]BY-SA",
+        "Attribution-ShareAlike",
+        "NonCommercial",
+        r"GNU\s+Free\s+Documentation\s+License",
+        r"creativecommons\.org/licenses/by-(?:sa|nc)",
+    )
+)
 
 
 def _read(file: Path) -> str:
@@ -84,6 +98,17 @@ def read_file(file: Path, source: Source) -> Iterator[Named]:
             hint=f"Use one of {', '.join(READERS)}, wordnet.",
         )
     return READERS[source.format](file, source)
+
+
+def restricted_licence(file: Path, source: Source) -> str:
+    """What a text file names of licences under which weights may not ship as Apache-2.0; empty if nothing.
+
+    A policy page that merely mentions one counts too: a page less is cheaper than one too many.
+    """
+    if source.format not in _TEXT_FORMATS:
+        return ""
+    text = _read(file)
+    return next((match[0] for pattern in _RESTRICTED if (match := pattern.search(text))), "")
 
 
 def read_entries(file: Path) -> list[Entry]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import lzma
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +21,10 @@ from pocket_moe.errors import PocketError
 
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _NIBBLE_EXPERTS: Final = 16
+_DAMAGE: Final = (  # what zipfile, its decompressors and numpy raise for bytes that are not theirs
+    *(OSError, EOFError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError),
+    *(RuntimeError, struct.error, lzma.LZMAError, zlib.error, zipfile.BadZipFile),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,11 +77,10 @@ class ExpertTrace:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays: dict[str, NDArray[Any]] = {name: file[name] for name in file.files}
-            tokens, layers, slots, experts = arrays["shape"].tolist()
-            stored = arrays["ids"]
-            ids_LKN = _unpacked(stored, slots) if experts <= _NIBBLE_EXPERTS else stored
-            assert ids_LKN.shape == (layers, slots, tokens)
-        except (OSError, ValueError, KeyError, AssertionError, zipfile.BadZipFile) as error:
+            _, _, slots, experts = arrays["shape"].tolist()
+            ids_LKN = _unpacked(arrays["ids"], slots) if experts <= _NIBBLE_EXPERTS else arrays["ids"]
+            _check_trace(arrays, ids_LKN)
+        except _DAMAGE as error:
             raise _unreadable(path, error) from error
         return cls(
             ids=np.ascontiguousarray(ids_LKN.transpose(2, 0, 1)),
@@ -183,6 +189,18 @@ def _nibbles(ids_LKN: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _unpacked(packed: NDArray[np.uint8], slots: int) -> NDArray[np.uint8]:
     ids_LKN = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1, packed.shape[2])
     return ids_LKN[:, :slots].astype(np.uint8)
+
+
+def _check_trace(arrays: Mapping[str, NDArray[Any]], ids_LKN: NDArray[np.uint8]) -> None:
+    """Raises ValueError where the arrays of a trace contradict one another."""
+    tokens, layers, slots, experts = arrays["shape"].tolist()
+    lengths, domain = arrays["lengths"], arrays["document_domain"]
+    if ids_LKN.shape != (layers, slots, tokens) or ids_LKN.max(initial=0) >= experts:
+        raise ValueError(f"ids of shape {ids_LKN.shape} are not {slots} of {experts} experts for {tokens} tokens")
+    if int(lengths.sum(dtype=np.int64)) != tokens or lengths.shape != domain.shape:
+        raise ValueError(f"the lengths of its documents do not add up to {tokens} tokens")
+    if domain.max(initial=0) >= len(arrays["domains"]):
+        raise ValueError(f"a document is of domain {domain.max()}, of {len(arrays['domains'])}")
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -27,11 +27,14 @@ from pocket_moe.dense import dense_like, speculator
 from pocket_moe.errors import PocketError
 from pocket_moe.heldout import Heldout
 from pocket_moe.loop import Trainer, TrainSettings
+from pocket_moe.memory import told_when_full
 from pocket_moe.model import Options, PocketMoe
 from pocket_moe.shards import Shards
 
 Kind = Literal["moe", "dense", "speculator"]
 Keep = Literal["full", "small", "both"]
+
+SMALLER = "Pass --resume with a smaller --chunk-rows, or a new --run with a smaller --rows."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,31 +72,34 @@ def train(settings: RunSettings) -> None:
     Raises:
         PocketError: shards, tokenizer, checkpoint or options do not fit, or memory does not suffice.
     """
+    with told_when_full(SMALLER, f"{settings.batches.rows} rows of {settings.batches.length} tokens"):
+        _train(settings)
+
+
+def _train(settings: RunSettings) -> None:
     device = _device(settings.device)
     torch.manual_seed(settings.batches.seed)
     shards = Shards(settings.work / "shards", "train")
     config = _config(settings, shards)
-    model = _model(settings, config, device)
+    model = _model(settings, config, device, shards.meta.tokenizer_sha256)
     trainer = Trainer(model, settings.training, dtype=_dtype(settings), batch_tokens=settings.batches.tokens)
-    identity = Identity(config=config, data=_data_identity(settings, shards))
+    identity = Identity(config=config, data=_data_identity(settings, shards), training=_training_identity(settings))
     _continue(settings, trainer, identity)
-    try:
-        with Batches(shards, settings.batches, device, pad_id=config.pad_token_id) as batches:
-            _Part(settings, trainer, identity, batches, _heldout(settings, config, device)).run()
-    except torch.OutOfMemoryError as error:
-        raise PocketError(
-            f"The GPU has too little memory for {settings.batches.rows} rows of {settings.batches.length} tokens.",
-            hint="Pass a smaller --rows, or a smaller --chunk-rows; --resume goes on from the last checkpoint.",
-        ) from error
+    with Batches(shards, settings.batches, device, pad_id=config.pad_token_id) as batches:
+        _Part(settings, trainer, identity, batches, _heldout(settings, config, device)).run()
     if trainer.steps >= settings.steps:
         export_run(settings.work, settings.name)
 
 
 def export_run(work: Path, name: str, dtype: str = "bfloat16") -> Path:
-    """``runs/NAME/model`` from the run's last checkpoint."""
-    out = work / "runs" / name / "model"
-    export.save(checkpoint.load_weights(work / "runs" / name), work / "tokenizer", out, dtype)
-    return out
+    """``runs/NAME/model`` from the run's last checkpoint.
+
+    Raises:
+        PocketError: there is none, or the run was trained with another tokenizer than ``work`` holds now.
+    """
+    run, tokenizer = work / "runs" / name, work / "tokenizer"
+    export.save(checkpoint.load_weights(run, tokenizer_dir=tokenizer), tokenizer, run / "model", dtype)
+    return run / "model"
 
 
 class _Part:
@@ -131,6 +137,7 @@ class _Part:
     def _log(self, clock: float, counted: int) -> tuple[float, int]:
         """One line of the curve; evaluation is not counted into the speed."""
         settings, trainer = self._settings, self._trainer
+        self._require_finite()
         stats = trainer.read()
         speed = (trainer.steps - counted) * settings.batches.tokens / max(1e-9, time.monotonic() - clock)
         tokens = trainer.steps * settings.batches.tokens
@@ -155,9 +162,20 @@ class _Part:
             by_domain = self._heldout.evaluate(model)
         return {"": self._heldout.mean(by_domain)} | by_domain
 
+    def _require_finite(self) -> None:
+        """Before a line and before a checkpoint, so that the last checkpoint is a good one."""
+        if not self._trainer.finite():
+            raise PocketError(
+                f"The loss or its gradient is no longer finite at step {self._trainer.steps}.",
+                hint=f"Start a new --run with a smaller --lr; the checkpoint of step {self._saved} is kept."
+                if self._saved
+                else "Start a new --run with a smaller --lr.",
+            )
+
     def _save(self) -> None:
         if self._trainer.steps == self._saved:
             return
+        self._require_finite()
         folder, keep = self._settings.folder, self._settings.keep
         if keep != "small":
             checkpoint.save_full(folder, self._trainer, self._identity)
@@ -195,10 +213,11 @@ def _config(settings: RunSettings, shards: Shards) -> PocketConfig:
     return {"moe": config, "dense": dense_like(config), "speculator": speculator(config)}[settings.kind]
 
 
-def _model(settings: RunSettings, config: PocketConfig, device: torch.device) -> PocketMoe:
+def _model(settings: RunSettings, config: PocketConfig, device: torch.device, tokenizer_sha256: str) -> PocketMoe:
     model = PocketMoe(config, dropout=settings.dropout, options=settings.options)
     if settings.start is not None:
         given = export.load(settings.start)
+        export.require_tokenizer(settings.start, tokenizer_sha256)
         if given.config != config:
             raise PocketError(
                 f"The model in {settings.start} has another configuration.", hint="Pass another --start, or none."
@@ -217,6 +236,26 @@ def _data_identity(settings: RunSettings, shards: Shards) -> dict[str, object]:
         "length": settings.batches.length,
         "seed": settings.batches.seed,
         "weights": dict(sorted(settings.batches.weights.items())),
+    }
+
+
+def _training_identity(settings: RunSettings) -> dict[str, Any]:
+    """What decides each step's update, under the names of ``train.py``'s options."""
+    training, schedule = settings.training, settings.training.schedule
+    return {
+        "steps": schedule.total // settings.batches.tokens,
+        "schedule": schedule.kind,
+        "lr": schedule.peak,
+        "lr-floor": schedule.floor,
+        "warmup": schedule.warmup // settings.batches.tokens,
+        "decay": schedule.decay,
+        "weight-decay": training.weight_decay,
+        "clip": training.clip,
+        "balance": training.balance,
+        "z-loss": training.z,
+        "average": training.average,
+        "dropout": settings.dropout,
+        "dtype": settings.dtype,
     }
 
 

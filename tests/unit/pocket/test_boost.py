@@ -212,9 +212,11 @@ def test_the_script_makes_speculators_and_their_acceptance(
     options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(out), "--speculators", str(folder)]
     quick = ["--count", "2", "--steps", "6", "--boost-steps", "4", "--rows", "4", "--length", "64", "--own", "40"]
     quick += ["--own-prompts", "5", "--dtype", "float32", "--device", "cpu"]
+    for stale in ("1", "2", "10", "notes"):
+        (folder / stale).mkdir(parents=True)
     assert module.main([*options, *quick]) == 0
     record = load_json(out / "acceptance.json")
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "notes"]
     assert record["bytes"] == [SMALL.parameters() * 2] * 2
     assert len(record["tried"]) == 3
     for kind in ("teacher_forcing", "own_output"):

@@ -15,6 +15,7 @@ from pocket_moe.card_collect import collect
 from pocket_moe.card_facts import training
 from pocket_moe.card_markdown import markdown_table, one_line, prose, shortened
 from pocket_moe.config import POCKET
+from pocket_moe.errors import PocketError
 from pocket_moe.measure import VARIANTS, claims
 from pocket_moe.plots import steps
 from pocket_moe.plots_heat import domain_order, expert_order, heat_map, loads
@@ -24,6 +25,11 @@ from pocket_moe.samples import Sample, save_samples
 from pocket_moe.traffic import load_record
 
 DOMAINS = ("dictionary", "verse", "perl & co")
+TEXT = {
+    "documents": {"train": 100, "heldout": 1234},
+    "tokens": {"train": 10_000_000, "heldout": 3000},
+    "heldout_documents": {"dictionary": 1200, "verse": 30, "perl & co": 4},
+}
 EXAMPLE = ROOT / "examples/pocket-moe"
 HEADER = ("step", "tokens", "lr", "loss", "balance", "peak", "tokens_per_second", "heldout")
 
@@ -51,8 +57,7 @@ def root(tmp_path: Path) -> Path:
         records / "acceptance.json",
         {"branches": [1, 2, 4], "bytes": [2_980_000], "teacher_forcing": part, "own_output": part, "tried": tried},
     )
-    text = {"documents": {"train": 100, "heldout": 2}, "tokens": {"train": 10_000_000, "heldout": 3000}}
-    save_json(records / "text.json", text)
+    save_json(records / "text.json", TEXT)
     for name in ("moe", "dense"):
         save_csv(records / f"loss-{name}.csv", HEADER, curve())
     answer = Greedy(
@@ -98,7 +103,7 @@ def test_the_card_is_written_checked_and_found_stale(root: Path, capsys: pytest.
     first = (root / "MODEL_CARD.md").read_text()
     assert card.main(["--root", str(root)]) == 0
     assert (root / "MODEL_CARD.md").read_text() == first
-    save_json(root / "records/text.json", {"documents": {"train": 7}, "tokens": {"train": 1000}})
+    save_json(root / "records/text.json", TEXT | {"documents": {"train": 7}})
     capsys.readouterr()
     assert card.main(["--root", str(root), "--check"]) == 1
     assert capsys.readouterr().err.startswith("MODEL_CARD.md is not")
@@ -111,8 +116,23 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
     assert script("card").main(["--root", str(root)]) == 0
     text = (root / "MODEL_CARD.md").read_text()
     assert text.startswith("---\nlicense: apache-2.0\n")
-    for said in ("10.97 million", "20.09 | 22.20", "2.226 times", "0.612", "2.98 MB", "117,000", "12.35", "Princeton"):
+    for said in (
+        "10.97 million",
+        "20.09 | 22.20",
+        "2.226 times",
+        "0.612",
+        "2.98 MB",
+        "117,000",
+        "12.35",
+        "Princeton",
+        "| 1,200 | 1,000 |",
+        "| 1,234 | 3,000 |",
+    ):
         assert said in text, said
+    words = " ".join(text.split())
+    for said in ("`lighthouse` always", "neighbours of a held-out section", "128 inputs", "/usr/share/common-licenses"):
+        assert said in words, said
+    assert "licences in full" not in words
     assert text.count("`define: w") == 20
     assert "1. One \\| two. / 2. Three ..." in text
     assert "vLLM" not in text
@@ -181,13 +201,20 @@ def test_runs_that_went_on_from_one_another_are_joined(tmp_path: Path) -> None:
     for name, count in (("a", 900), ("b", 10)):
         lines = [(i, i * 256, 1e-3, 5, 1, 1, 9, 4 if i == 7 else "", "x") for i in range(1, count + 1)]
         save_csv(work / f"runs/{name}/loss.csv", (*HEADER, "other"), lines)
+    with pytest.raises(PocketError, match=r"manifest\.json cannot be read"):
+        collect(work, tmp_path / "records", {"moe": ["a", "b"]})
+    (work / "manifest.json").write_text('{"sources":  []}\n')
     collect(work, tmp_path / "records", {"moe": ["a", "b"]})
     rows = load_csv(tmp_path / "records/loss-moe.csv")
     assert 300 < len(rows) < 410
     assert (rows[-1]["step"], rows[-1]["tokens"]) == ("910", str(910 * 256))
     assert [row["step"] for row in rows if row["heldout"]] == ["7", "907"]
     assert "other" not in rows[0]
-    assert json.loads((tmp_path / "records/text.json").read_text())["documents"]["train"] == 300
+    text = json.loads((tmp_path / "records/text.json").read_text())
+    assert text["documents"]["train"] == 300
+    assert text["heldout_documents"].keys() == {"dictionary", "verse"}
+    assert sum(text["heldout_documents"].values()) == text["documents"]["heldout"] == 30
+    assert (tmp_path / "manifest.json").read_text() == '{"sources":  []}\n', "as data.py wrote it"
 
 
 def test_markdown() -> None:

@@ -74,6 +74,45 @@ def test_the_manifest_names_the_licence_and_its_words(tmp_path: Path, data: Modu
     assert row["licence_text"] == "Permission is hereby granted.\n\nWithout warranty."
 
 
+RESTRICTED = {
+    "anchor": "under CC-BY-SA 4.0",
+    "mast": "Attribution-ShareAlike",
+    "keel": "the GNU Free\n Documentation License",
+    "tide": '<a href="https://creativecommons.org/licenses/by-nc/4.0/">',
+}
+
+
+def test_pages_that_name_a_share_alike_licence_are_left_out(
+    tmp_path: Path, data: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_packages(tmp_path)
+    html = tmp_path / "unpacked/sea-doc/usr/share/doc/sea-doc/html"
+    for topic, words in RESTRICTED.items():
+        with (html / f"{topic}.html").open("a") as page:
+            page.write(f"<footer>{words}</footer>")
+    with (tmp_path / "unpacked/sea-perl/usr/share/perl/crew.pod").open("a") as manual:
+        manual.write("\n=for comment NonCommercial\n")
+    assert _run(data, tmp_path, "--vocab", "300") == 0
+    rows = json.loads((tmp_path / "manifest.json").read_text())["sources"]
+    assert [row["left_out"] for row in rows] == [0, len(RESTRICTED), 1]
+    assert [row["documents"] for row in rows] == [len(TOPICS), len(TOPICS) - len(RESTRICTED), len(TOPICS) - 1]
+    text = "".join(path.read_text() for path in (tmp_path / "text").glob("*/manual.jsonl"))
+    shown = capsys.readouterr().out
+    for topic in TOPICS:
+        assert (f"{topic.title()}\\n" in text) == (topic not in RESTRICTED), topic
+        assert (f"html/{topic}.html left out, it names " in shown) == (topic in RESTRICTED), topic
+
+
+def test_the_shipped_manifest_is_left_alone(tmp_path: Path, data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = write_packages(tmp_path)
+    monkeypatch.setattr(data, "HERE", tmp_path / "here")
+    (tmp_path / "here").mkdir()
+    sources.rename(tmp_path / "here/sources.toml")
+    assert data.main(["--work", str(tmp_path), "--offline", "--vocab", "340"]) == 0
+    assert (tmp_path / "manifest.json").is_file()
+    assert not (tmp_path / "here/manifest.json").exists()
+
+
 def test_a_missing_package_is_named(tmp_path: Path, data: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     write_packages(tmp_path)
     (tmp_path / "unpacked/sea-doc/VERSION").unlink()

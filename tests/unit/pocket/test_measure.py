@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket_evidence import make_evidence, make_models, script
+from testkit.pocket_evidence import CONFIG, make_evidence, make_models, script
 
-from pocket_moe import export
+from pocket_moe import export, measure_agreement
 from pocket_moe.errors import PocketError
-from pocket_moe.measure import ALL, VARIANTS, claims, failures
+from pocket_moe.measure import ALL, VARIANTS, MeasureSettings, claims, failures
 from pocket_moe.measure_agreement import AgreementSettings, heldout_documents, oracle_choices, our_choices, share
 from pocket_moe.measure_inputs import open_shards
 from pocket_moe.records import load_csv, load_json
@@ -125,7 +125,8 @@ def test_random_experts_are_different_ones_drawn_evenly(work: Path) -> None:
 def test_our_own_engines_choose_alike(work: Path) -> None:
     settings = AgreementSettings(model=work / "moe", work=work, tokens=400, length=48)
     documents = heldout_documents(settings)
-    assert all(1 < len(text) <= 48 for text in documents)
+    assert max(map(len, documents)) == 47, "one position is for the token that vLLM writes"
+    assert all(len(text) > 1 for text in documents)
     oracle, ours = oracle_choices(work / "moe", documents), our_choices(work / "moe", documents)
     assert [len(choices) for choices in oracle] == [len(text) - 1 for text in documents]
     assert share(oracle, ours) > 0.9
@@ -138,6 +139,46 @@ def test_a_tokenizer_that_does_not_match_is_named(work: Path, tmp_path: Path) ->
         open_shards(work, "heldout", tmp_path)
     with pytest.raises(PocketError, match="no model"):
         open_shards(work, "heldout", tmp_path / "nowhere")
+
+
+def test_lengths_are_the_models_and_the_dense_one_is_of_the_work(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    for name in ("evaluate", "agree"):
+        module = script(name)
+        owner, function = (module, "perplexities") if name == "evaluate" else (measure_agreement, "agreement")
+
+        def stop(settings: object, *_: object) -> None:
+            seen.append(settings)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(owner, function, stop)
+        (work / "runs/dense").mkdir(parents=True, exist_ok=True)
+        if not (work / "runs/dense/model").exists():
+            (work / "runs/dense/model").symlink_to(work / "dense")
+        assert module.main(["--model", str(work / "moe"), "--work", str(work)]) == 1
+    evaluated, agreed = seen
+    assert isinstance(evaluated, MeasureSettings)
+    assert isinstance(agreed, AgreementSettings)
+    assert evaluated.length == agreed.length == CONFIG.max_position_embeddings
+    assert evaluated.dense == work / "runs/dense/model"
+
+
+def test_a_full_gpu_is_named(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(export, "load", full)
+    monkeypatch.setattr(measure_agreement, "vllm_choices", full)
+    moe, given = str(work / "moe"), ["--work", str(work), "--model", str(work / "moe")]
+    for name, options, hint in (
+        ("evaluate", ["--dense", moe], "--rows"),
+        ("agree", [], "--length"),
+        ("speculate", [], "--rows"),
+    ):
+        assert script(name).main([*given, *options]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: The GPU has too little memory")
+        assert f"smaller {hint}" in said
 
 
 def test_the_command_line_says_what_is_missing(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

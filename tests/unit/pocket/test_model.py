@@ -19,7 +19,7 @@ from pocket_moe.config import POCKET, ModelType, PocketConfig, tiny
 from pocket_moe.dense import dense_like, speculator
 from pocket_moe.documents import _starts
 from pocket_moe.errors import PocketError
-from pocket_moe.losses import NO_TARGET, next_tokens
+from pocket_moe.losses import NO_TARGET, next_tokens, router_losses
 from pocket_moe.model import Options, PocketMoe
 from services.model.reference import ReferenceModel
 
@@ -157,6 +157,22 @@ def test_balance_is_one_where_experts_share_evenly_and_grows_where_they_do_not()
     assert float(even.peak) == 1
     assert float(uneven.balance) > 1.05
     assert float(uneven.peak) > 1.2
+
+
+def test_padding_does_not_count_in_the_routers_losses() -> None:
+    model = lively(tiny())
+    tokens_BL, positions_BL = two_documents(model.config)
+    tokens_BL, positions_BL = tokens_BL[:1, :20], positions_BL[:1, :20]
+    padding = torch.full((1, 12), model.config.pad_token_id)
+    padded = Batch(
+        tokens_BL=torch.cat([tokens_BL, padding], 1),
+        positions_BL=torch.cat([positions_BL, torch.arange(12)[None]], 1),
+    )
+    with torch.no_grad():
+        alone = model.loss(Batch(tokens_BL=tokens_BL, positions_BL=positions_BL))
+        torch.testing.assert_close(model.loss(padded), alone)
+        counted = router_losses(model._run(padded.tokens_BL, padded.positions_BL, None, None)[1], torch.ones(32) > 0)
+    assert abs(float(counted[0] - alone.balance)) > 0.01
 
 
 def test_an_observer_sees_each_layers_choice() -> None:

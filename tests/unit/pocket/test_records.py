@@ -67,6 +67,52 @@ def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
         ExpertTrace.load(tmp_path / "bad.npz")
 
 
+def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
+    """Bytes overwritten anywhere: the trace is refused, or what was hit says nothing (a time, a comment)."""
+    before = drawn(16, 4, [30, 10, 70])
+    before.save(tmp_path / "a.npz")
+    data, refused = (tmp_path / "a.npz").read_bytes(), 0
+    offsets = range(0, len(data), 7)
+    for offset in offsets:
+        for value in (b"\x00\x00\x00", b"\xff\xff\xff", b"\x07"):
+            (tmp_path / "b.npz").write_bytes(data[:offset] + value + data[offset + len(value) :])
+            try:
+                after = ExpertTrace.load(tmp_path / "b.npz")
+            except PocketError:
+                refused += 1
+            else:
+                assert (after.ids == before.ids).all()
+                assert (after.starts == before.starts).all()
+    assert refused > 2 * len(offsets)
+    for length in range(0, len(data), 101):
+        (tmp_path / "b.npz").write_bytes(data[:length])
+        with pytest.raises(PocketError, match="cannot be read"):
+            ExpertTrace.load(tmp_path / "b.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lengths", np.array([3, 1, 8], np.uint16)),
+        ("lengths", np.array([3, 8], np.uint16)),
+        ("document_domain", np.array([0, 2, 0], np.uint8)),
+        ("shape", np.array([11, 3, 4, 8])),
+        ("shape", np.array([10, 3, 4, 16])),
+        ("shape", np.array([11, 3, 4])),
+        ("ids", np.array(7)),
+        ("ids", np.zeros(7, np.uint8)),
+        ("lengths", np.array(["a"])),
+    ],
+)
+def test_arrays_that_contradict_one_another_are_refused(name: str, value: np.ndarray, tmp_path: Path) -> None:
+    before = drawn(16, 4, [3, 1, 7])
+    before.save(tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz") as file:
+        np.savez(tmp_path / "b.npz", **{key: file[key] for key in file.files} | {name: value})
+    with pytest.raises(PocketError, match="cannot be read"):
+        ExpertTrace.load(tmp_path / "b.npz")
+
+
 def test_counts_are_by_domain_layer_and_expert() -> None:
     trace = ExpertTrace(
         ids=np.array([[[0, 1]], [[0, 2]], [[1, 2]]], np.uint8),

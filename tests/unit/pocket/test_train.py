@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib.util
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.pocket_evidence import make_evidence
 from testkit.pocket_runs import make_work
 
 from pocket_moe import checkpoint, export
 from pocket_moe import run as runs
 from pocket_moe.batches import Batches, BatchSettings
 from pocket_moe.checkpoint import load_weights
+from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
 from pocket_moe.heldout import Heldout
 from pocket_moe.packing import Pieces, cut, pack, place
@@ -270,7 +274,149 @@ def test_the_user_is_told_what_does_not_fit(
 
     monkeypatch.setattr(runs.Trainer, "step", full)
     assert train("large") == 1
-    says("too little memory for 4 rows", "--rows")
+    says("too little memory for 4 rows of 64 tokens", "--resume with a smaller --chunk-rows", "new --run", "--rows")
+
+
+@pytest.mark.parametrize("part", ["_model", "_heldout", "Trainer", "Batches", "export_run"])
+def test_memory_may_run_out_anywhere(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runs, part, full)
+    assert train("run") == 1
+    assert capsys.readouterr().err.startswith("error: The GPU has too little memory")
+
+
+CHANGED = {
+    "lr": ("0.002", "0.001"),
+    "lr-floor": ("0.1", "0.2"),
+    "schedule": ("wsd", "cosine"),
+    "decay": ("0.2", "0.3"),
+    "weight-decay": ("0.1", "0.0"),
+    "clip": ("1.0", "2.0"),
+    "dropout": ("0.0", "0.1"),
+    "balance": ("0.01", "0.02"),
+    "z-loss": ("0.0", "0.001"),
+    "average": ("0.0", "0.9"),
+}
+
+
+def test_a_resumed_run_keeps_its_training_options(
+    train: Callable[..., int], work: Path, capsys: pytest.CaptureFixture[str], script: ModuleType
+) -> None:
+    assert train("run") == 0
+    before = (work / "runs/run/checkpoint.pt").read_bytes()
+    capsys.readouterr()
+    assert train("run", "--resume", *(word for name, (_, new) in CHANGED.items() for word in (f"--{name}", new))) == 1
+    said = capsys.readouterr().err
+    for name, (old, new) in CHANGED.items():
+        assert f"its {name} is {old}, not {new}" in said
+    for name, value in (("dtype", "bfloat16"), ("warmup", 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(script.SMOKE, name, value)
+            assert train("run", "--resume") == 1
+        assert f"its {name} is " in capsys.readouterr().err
+    assert (work / "runs/run/checkpoint.pt").read_bytes() == before
+    assert train("run", "--resume", "--chunk-rows", "50", "--product", "parallel_linear") == 0
+
+
+def test_steps_may_grow_while_the_rate_is_stable(
+    train: Callable[..., int],
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: ModuleType,
+) -> None:
+    def stopped(name: str, at: int, *options: str) -> None:
+        taken = runs.Trainer.step
+
+        def step(self: runs.Trainer, batch: runs.Batches) -> None:
+            if self.steps == at - 1:
+                signal.raise_signal(signal.SIGTERM)
+            taken(self, batch)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runs.Trainer, "step", step)
+            assert train(name, *options) == 0
+
+    stopped("stable", 16)
+    stopped("decaying", 17)
+    stopped("cosine", 16, "--schedule", "cosine")
+    with monkeypatch.context() as patch:
+        patch.setitem(script.SMOKE, "steps", 30)
+        assert train("whole") == 0
+        capsys.readouterr()
+        assert train("decaying", "--resume") == 1
+        assert "end after 20 steps, not 30, and is at step 17" in capsys.readouterr().err
+        assert train("cosine", "--resume", "--schedule", "cosine") == 1
+        assert "a wsd schedule is stable" in capsys.readouterr().err
+        assert train("stable", "--resume") == 0
+    whole, grown = (load_weights(work / "runs" / name).state_dict() for name in ("whole", "stable"))
+    assert all(torch.equal(whole[name], grown[name]) for name in whole)
+    monkeypatch.setitem(script.SMOKE, "steps", 18)
+    assert train("decaying", "--resume") == 1
+    assert train("decaying", "--resume", "--clip", "3") == 1
+    assert "its steps is 20, not 18; its clip is 1.0, not 3.0" in capsys.readouterr().err
+
+
+def test_weights_never_go_with_another_tokenizer(
+    train: Callable[..., int], work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_evidence(work.parent / "other")
+    work = work.parent / "other"
+    assert train("first", "--work", str(work), "--length", "64") == 0
+    file, model = work / "tokenizer/tokenizer.json", work / "runs/first/model"
+    exported = (model / "tokenizer.json").read_bytes()
+    values = json.loads(file.read_text())
+    merges = values["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+    file.write_text(json.dumps(values))
+    capsys.readouterr()
+    assert train("first", "--work", str(work), "--export-only") == 1
+    assert "another one than the weights were trained with" in capsys.readouterr().err
+    assert (model / "tokenizer.json").read_bytes() == exported
+    meta = json.loads((work / "shards/meta.json").read_text())
+    meta["tokenizer_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (work / "shards/meta.json").write_text(json.dumps(meta))
+    assert train("second", "--work", str(work), "--start", str(model)) == 1
+    assert "another one than the weights were trained with" in capsys.readouterr().err
+    assert not (work / "runs/second/checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("at", [12, 16])
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(
+    train: Callable[..., int],
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: ModuleType,
+    at: int,
+) -> None:
+    taken = runs.Trainer.step
+
+    def step(self: runs.Trainer, batch: runs.Batches) -> None:
+        if self.steps == at:
+            with torch.no_grad():
+                self.model.norm.fill_(float("nan"))
+        taken(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs.Trainer, "step", step)
+    monkeypatch.setitem(script.SMOKE, "save_every", 6)
+    assert train("run") == 1
+    kept = 6 * (at // 6)
+    said = capsys.readouterr().err
+    assert f"step {15 if at == 12 else 18}" in said
+    assert f"smaller --lr; the checkpoint of step {kept} is kept" in said
+    assert torch.load(work / "runs/run/checkpoint.pt", weights_only=True)["trainer"]["step"] == kept
+    assert all(p.isfinite().all() for p in load_weights(work / "runs/run").parameters())
+
+
+def test_training_uses_every_position_of_the_model(script: ModuleType) -> None:
+    args = script._parser().parse_args(["--run", "x"])
+    assert args.length == BatchSettings().length == POCKET.max_position_embeddings
+    assert args.rows == BatchSettings().rows
 
 
 def test_missing_shards_are_an_error(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
