@@ -19,7 +19,7 @@ import torch
 from pocket_moe import export
 from pocket_moe.boost import BoostSettings, boost
 from pocket_moe.boost_rows import LabelledRows, Written, continuations, label, pack_documents
-from pocket_moe.config import PocketConfig
+from pocket_moe.config import POCKET, PocketConfig
 from pocket_moe.dense import speculator
 from pocket_moe.drafts_measure import AcceptanceSettings, acceptance
 from pocket_moe.errors import PocketError
@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--train-tokens", type=int, help="take documents up to so many tokens; all if left out")
     add("--own", type=int, default=20_000, metavar="DOCUMENTS", help="that the target continues, to learn from too")
     add("--own-prompts", type=int, default=200, help="per domain, that the target continues, to measure on")
-    add("--rows", type=int, default=128)
-    add("--length", type=int, default=512)
+    add("--rows", type=int, default=64)
+    add("--length", type=int, default=POCKET.max_position_embeddings)
     add("--seed", type=int, default=0)
     add("--device", default="auto")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of labelling and training")
