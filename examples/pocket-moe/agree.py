@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from pocket_moe.errors import PocketError
+from pocket_moe.command import measuring_parser, reported
 
 AT_LEAST = 0.95
 
@@ -21,31 +20,28 @@ def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    return reported(lambda: _agree(args))
+
+
+def _agree(args: argparse.Namespace) -> int:
     # vLLM reads its environment when it is imported.
     from pocket_moe import export
     from pocket_moe.measure_agreement import AgreementSettings, agreement
     from pocket_moe.memory import told_when_full
     from pocket_moe.records import save_json
 
-    try:
-        length = args.length or export.read_config(args.model).max_position_embeddings
-        settings = AgreementSettings(model=args.model, work=args.work, tokens=args.tokens, length=length)
-        with told_when_full("Pass a smaller --length.", f"vLLM and rows of {length} tokens"):
-            record = agreement(settings)
-    except PocketError as error:
-        print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
+    length = args.length or export.read_config(args.model).max_position_embeddings
+    settings = AgreementSettings(model=args.model, work=args.work, tokens=args.tokens, length=length)
+    with told_when_full("Pass a smaller --length.", f"vLLM and rows of {length} tokens"):
+        record = agreement(settings)
     save_json(args.out / "vllm.json", record)
     print(record)
     return 0 if record["agree_fp32"] >= AT_LEAST else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
-    add("--model", type=Path, default=Path("examples/pocket-moe/model"))
-    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
-    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
     add("--tokens", type=int, default=20_000, help="held-out tokens, every domain the same share")
     add("--length", type=int, help="positions of a document; all that the model has if left out")
     return parser

@@ -16,7 +16,7 @@ from pathlib import Path
 from pocket_moe.card_collect import collect
 from pocket_moe.card_facts import Facts, load_facts
 from pocket_moe.card_text import card
-from pocket_moe.errors import PocketError
+from pocket_moe.command import WORK, parser, reported
 from pocket_moe.plots_heat import heat_map
 from pocket_moe.plots_lines import loss_curves, peaks
 
@@ -25,13 +25,13 @@ HERE = Path(__file__).resolve().parent
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        if args.collect:
-            collect(args.work, args.root / "records", {"moe": args.moe_runs, "dense": args.dense_runs})
-        files = render(load_facts(args.root))
-    except PocketError as error:
-        print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
+    return reported(lambda: _card(args))
+
+
+def _card(args: argparse.Namespace) -> int:
+    if args.collect:
+        collect(args.work, args.root / "records", {"moe": args.moe_runs, "dense": args.dense_runs})
+    files = render(load_facts(args.root))
     return _check(args.root, files) if args.check else _write(args.root, files)
 
 
@@ -49,15 +49,15 @@ def render(facts: Facts) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    made = parser(__doc__)
+    add = made.add_argument
     add("--root", type=Path, default=HERE, help="folder with model/, records/ and manifest.json")
     add("--check", action="store_true", help="compare instead of writing")
     add("--collect", action="store_true", help="take loss curves and counts from the working folder first")
-    add("--work", type=Path, default=Path("build/pocket-moe"), help="the working folder")
+    add("--work", type=Path, default=WORK, help="the working folder")
     add("--moe-runs", nargs="+", default=["moe"], help="in the order in which one went on from the other")
     add("--dense-runs", nargs="+", default=["dense"])
-    return parser
+    return made
 
 
 def _write(root: Path, files: dict[str, str]) -> int:

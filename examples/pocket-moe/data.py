@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from pocket_moe.errors import PocketError
+from pocket_moe.command import WORK, reported
 from pocket_moe.gather import SPLITS, Gatherer, domains, read_documents
 from pocket_moe.packages import Packages
 from pocket_moe.shards import write_shards
@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", type=Path, default=Path("build/pocket-moe"), help="the working folder")
+    parser.add_argument("--work", type=Path, default=WORK, help="the working folder")
     parser.add_argument("--packages", help="only these, separated by commas")
     parser.add_argument("--offline", action="store_true", help="fetch nothing")
     parser.add_argument("--sources", type=Path, default=HERE / "sources.toml", help="the list of packages")
@@ -65,12 +65,8 @@ def make_data(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    try:
-        make_data(_options(arguments))
-    except PocketError as error:
-        print(f"error: {error.message}\n{error.hint}", file=sys.stderr)
-        return 1
-    return 0
+    options = _options(arguments)
+    return reported(lambda: make_data(options))
 
 
 if __name__ == "__main__":

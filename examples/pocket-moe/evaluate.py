@@ -13,30 +13,28 @@ import sys
 from pathlib import Path
 
 from pocket_moe import export
-from pocket_moe.errors import PocketError
+from pocket_moe.command import measuring_parser, reported
+from pocket_moe.device import open_device
 from pocket_moe.measure import MeasureSettings, csv_rows, failures, perplexities, table
-from pocket_moe.measure_inputs import open_device, open_shards
+from pocket_moe.measure_inputs import open_shards
 from pocket_moe.memory import told_when_full
 from pocket_moe.records import save_csv, save_json
 
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    try:
+
+    def run() -> int:
         with told_when_full("Pass a smaller --rows.", f"{args.rows} rows"):
             return _evaluate(args)
-    except PocketError as error:
-        print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
+
+    return reported(run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
-    add("--model", type=Path, default=Path("examples/pocket-moe/model"))
     add("--dense", type=Path, help="WORK/runs/dense/model if left out")
-    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
-    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
     add("--tokens", type=int, help="held-out tokens per domain; all if left out")
     add("--length", type=int, help="tokens of a row; as many as the model has positions if left out")
     add("--rows", type=int, default=32, help="rows at once")

@@ -19,11 +19,13 @@ import torch
 from pocket_moe import export
 from pocket_moe.boost import BoostSettings, boost
 from pocket_moe.boost_rows import LabelledRows, Written, continuations, label, pack_documents
+from pocket_moe.command import EXAMPLE, measuring_parser, reported
 from pocket_moe.config import POCKET, PocketConfig
 from pocket_moe.dense import speculator
+from pocket_moe.device import open_device
 from pocket_moe.drafts_measure import AcceptanceSettings, acceptance
 from pocket_moe.errors import PocketError
-from pocket_moe.measure_inputs import drawn_documents, open_device, open_shards
+from pocket_moe.measure_inputs import drawn_documents, open_shards
 from pocket_moe.memory import told_when_full
 from pocket_moe.model import Options, PocketMoe
 from pocket_moe.records import load_json, save_json
@@ -35,22 +37,18 @@ MOST_BYTES = 3_000_000
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    try:
+
+    def run() -> None:
         with told_when_full("Pass a smaller --rows.", f"{args.rows} rows of {args.length} tokens"):
             _speculate(args)
-    except PocketError as error:
-        print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
-    return 0
+
+    return reported(run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
-    add("--model", type=Path, default=Path("examples/pocket-moe/model"), help="the target")
-    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/")
-    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
-    add("--speculators", type=Path, default=Path("examples/pocket-moe/speculators"))
+    add("--speculators", type=Path, default=EXAMPLE / "speculators")
     add("--measure-only", action="store_true", help="of the speculators that are there")
     add("--count", type=int, default=3)
     add("--layers", type=int, default=3)

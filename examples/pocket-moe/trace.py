@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from pathlib import Path
 
 import torch
 
 from pocket_moe import export
+from pocket_moe.command import measuring_parser, reported
+from pocket_moe.device import open_device
 from pocket_moe.errors import PocketError
 from pocket_moe.greedy import Answerer, clear_answers
-from pocket_moe.measure_inputs import open_device, open_shards
+from pocket_moe.measure_inputs import open_shards
 from pocket_moe.records import save_greedy, save_json
 from pocket_moe.samples import headwords, prefixes, save_samples
 from pocket_moe.traffic import load_record, trace
@@ -29,21 +30,17 @@ PARTS = ("experts", "greedy", "samples")
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    try:
+
+    def run() -> None:
         for part in args.only or PARTS:
             {"experts": _experts, "greedy": _greedy, "samples": _samples}[part](args)
-    except PocketError as error:
-        print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
-    return 0
+
+    return reported(run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__, work="folder with shards/ and text/")
     add = parser.add_argument
-    add("--model", type=Path, default=Path("examples/pocket-moe/model"))
-    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/ and text/")
-    add("--out", type=Path, default=Path("examples/pocket-moe/records"))
     add("--only", choices=PARTS, nargs="+", help="not all three")
     add("--tokens", type=int, default=200_000)
     add("--length", type=int, default=512, help="tokens of a document that are traced")

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from pocket_moe.batches import BatchSettings
+from pocket_moe.command import WORK, parser, reported
 from pocket_moe.config import POCKET
-from pocket_moe.errors import PocketError
 from pocket_moe.loop import TrainSettings
 from pocket_moe.model import Options
 from pocket_moe.run import RunSettings, export_run, train
@@ -46,21 +46,17 @@ def main(arguments: list[str]) -> int:
     if args.smoke:
         vars(args).update(SMOKE)
         torch.set_num_threads(1)  # for tensors this small more threads only wait for one another
-    try:
-        if args.export_only:
-            print(export_run(args.work, args.run, args.export_dtype))
-        else:
-            train(_settings(args))
-    except PocketError as error:
-        print(f"error: {error}\n{error.hint}", file=sys.stderr)
-        return 1
-    return 0
+    return reported(lambda: _export(args) if args.export_only else train(_settings(args)))
+
+
+def _export(args: argparse.Namespace) -> None:
+    print(export_run(args.work, args.run, args.export_dtype))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--work", type=Path, default=Path("build/pocket-moe"), help="folder with shards/ and tokenizer/")
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--work", type=Path, default=WORK, help="folder with shards/ and tokenizer/")
     add("--run", required=True, metavar="NAME", help="goes to WORK/runs/NAME")
     add("--kind", choices=("moe", "dense", "speculator"), default="moe")
     add("--size", choices=("pocket", "tiny"), default="pocket", help="tiny: for trials")
@@ -70,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--export-only", action="store_true", help="write runs/NAME/model from the last checkpoint")
     add("--export-dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     add("--device", default="cuda")
-    _add_length(parser.add_argument_group("how long, how often"))
-    _add_training(parser.add_argument_group("training"))
-    _add_speed(parser.add_argument_group("speed (results differ by rounding alone)"))
-    return parser
+    _add_length(made.add_argument_group("how long, how often"))
+    _add_training(made.add_argument_group("training"))
+    _add_speed(made.add_argument_group("speed (results differ by rounding alone)"))
+    return made
 
 
 def _add_length(group: argparse._ArgumentGroup) -> None:

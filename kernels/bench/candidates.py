@@ -15,8 +15,6 @@ from moe_kernels import fitting
 
 Tiles = dict[str, int]
 
-SMEM_BYTES: Final = 227 * 1024
-"""What one thread block of an H200 may use."""
 ACTIVATION_BYTES: Final = 2
 PRESETS: Final[Mapping[str, Tiles]] = {
     "gemv": {"GEMV_ROWS": 1 << 20, "SMALL_ROWS": 0},
@@ -69,7 +67,7 @@ def variants(op: str, best: Mapping[str, int], changes: Sequence[Tiles], shape: 
     """``best`` with each change, or with a switch thrown, that fits shared memory and differs from it."""
     changed = [{**best, **_thrown(op, best, change)} for change in changes]
     unique = {tuple(sorted(tiles.items())): tiles for tiles in changed if tiles != best}
-    return [tiles for tiles in unique.values() if shared_bytes(op, tiles, shape, dtype) <= SMEM_BYTES]
+    return [tiles for tiles in unique.values() if shared_bytes(op, tiles, shape, dtype) <= fitting.HOPPER_BYTES]
 
 
 def _thrown(op: str, best: Mapping[str, int], change: Tiles) -> Tiles:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+HOPPER_BYTES: Final = 227 * 1024
+"""Shared memory that one program may use on an H100 or H200."""
 ACCUMULATORS: Final = 128
 """float32 sums per thread; twice as many leave no registers for anything else."""
 LEAST_N: Final = 32
@@ -50,16 +52,20 @@ def fitted(
     Example: 128 x 256 x 64, 4 stages, 8 warps, tuned for plain experts, asked for gated ones: 128 x (128 + 128).
     """
 
-    def bytes_now() -> int:
-        sizes = {"block_m": block_m, "matrices": matrices, "row_bytes": row_bytes}
-        return shared_bytes(found, weight_bytes=weight_bytes, **sizes) + BARRIER_BYTES
+    def too_many_sums(found: Mapping[str, int]) -> bool:
+        return block_m * found["BLOCK_N"] * matrices > ACCUMULATORS * 32 * found["num_warps"]
 
+    def too_many_bytes(found: Mapping[str, int]) -> bool:
+        sizes = shared_bytes(found, block_m=block_m, matrices=matrices, weight_bytes=weight_bytes, row_bytes=row_bytes)
+        return sizes + BARRIER_BYTES > limit
+
+    if not too_many_sums(tiles) and not too_many_bytes(tiles):
+        return tiles
     found = dict(tiles)
-    most_sums = ACCUMULATORS * 32 * found["num_warps"]
-    while block_m * found["BLOCK_N"] * matrices > most_sums and found["BLOCK_N"] > LEAST_N:
+    while too_many_sums(found) and found["BLOCK_N"] > LEAST_N:
         found["BLOCK_N"] //= 2
     for name, least in (("num_stages", LEAST_STAGES), ("BLOCK_N", LEAST_N), ("BLOCK_K", least_k)):
-        while bytes_now() > limit and found[name] > least:
+        while too_many_bytes(found) and found[name] > least:
             # Blocks are powers of two.
             found[name] = found[name] - 1 if name == "num_stages" else found[name] // 2
-    return found if found != tiles else tiles
+    return found

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_kernels import backend
 from moe_kernels import tiles as table
 from moe_kernels.activations import Activation, gated
-from moe_kernels.fitting import fitted
+from moe_kernels.fitting import HOPPER_BYTES, fitted
 from moe_kernels.grouped_gemm_triton import clear_absent_kernel, grouped_gemm_kernel
 from moe_kernels.overlap import overlaps
 from moe_kernels.plan import Plan
@@ -126,7 +126,7 @@ def device_name(device: torch.device) -> str | None:
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may use; an H200's where kernels are interpreted."""
     if device.type != "cuda":
-        return 227 * 1024
+        return HOPPER_BYTES
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 

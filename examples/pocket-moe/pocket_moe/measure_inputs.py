@@ -1,30 +1,14 @@
-"""What every measurement needs: a device, and shards that were made with the model's tokenizer."""
+"""What every measurement needs: shards that were made with the model's tokenizer, and documents of them."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pocket_moe.errors import PocketError
-from pocket_moe.shards import Shards
-
-
-def open_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one.
-
-    Raises:
-        PocketError: CUDA is asked for and not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PocketError("This machine has no CUDA device.", hint="Pass --device cpu.")
-    return device
+from pocket_moe.shards import Shards, file_sha256
 
 
 def open_shards(work: Path, split: str, *folders: Path) -> Shards:
@@ -36,7 +20,7 @@ def open_shards(work: Path, split: str, *folders: Path) -> Shards:
     shards = Shards(work / "shards", split)
     for folder in folders:
         try:
-            found = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+            found = file_sha256(folder / "tokenizer.json")
         except OSError as error:
             raise PocketError(f"There is no model in {folder}: {error}", hint="Export it with train.py.") from error
         if found != shards.meta.tokenizer_sha256:

@@ -24,6 +24,7 @@ from pocket_moe.checkpoint import Identity
 from pocket_moe.config import POCKET, PocketConfig, tiny
 from pocket_moe.curve import Curve, Line
 from pocket_moe.dense import dense_like, speculator
+from pocket_moe.device import open_device
 from pocket_moe.errors import PocketError
 from pocket_moe.heldout import Heldout
 from pocket_moe.loop import Trainer, TrainSettings
@@ -77,7 +78,7 @@ def train(settings: RunSettings) -> None:
 
 
 def _train(settings: RunSettings) -> None:
-    device = _device(settings.device)
+    device = open_device(settings.device, hint="Pass --device cpu, or --smoke for a short trial.")
     torch.manual_seed(settings.batches.seed)
     shards = Shards(settings.work / "shards", "train")
     config = _config(settings, shards)
@@ -182,13 +183,6 @@ class _Part:
         if keep != "full":
             checkpoint.save_small(folder, self._trainer, self._identity)
         self._saved = self._trainer.steps
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PocketError("This machine has no CUDA device.", hint="Pass --device cpu, or --smoke for a short trial.")
-    return device
 
 
 def _dtype(settings: RunSettings) -> torch.dtype:

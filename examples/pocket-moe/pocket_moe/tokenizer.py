@@ -12,12 +12,13 @@ from zlib import crc32
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
 
-VOCAB_SIZE = 8192
+VOCAB_SIZE = POCKET.vocab_size
 END_OF_TEXT, TURN_START, TURN_END, PADDING = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
-CONTEXT = 1024
+CONTEXT = POCKET.max_position_embeddings
 LOOKED_UP = 4  # words of a message that is taken for a term
 BYTES_PER_DOMAIN = 3_000_000  # of training text, so that the large domains do not take all entries
 JOB, JOB_WEIGHT = "dictionary", 3

@@ -17,6 +17,7 @@ from bench.timing import Call, Timing
 from bench.tune import Tuner
 from bench.tune_workers import Work
 from moe_kernels import tiles as table
+from moe_kernels.fitting import HOPPER_BYTES
 from moe_kernels.tiles import Entry, load
 
 TINY = Work(shape=find("tiny"), dtype="fp32", device="cpu")
@@ -33,7 +34,7 @@ def test_candidates_name_the_ops_arguments_and_fit_shared_memory(op: str, name: 
     assert sum(map(len, found)) < 600, "compiling them takes too long"
     for tiles in (tiles for stage in found for tiles in stage):
         assert tiles.keys() == start.keys()
-        assert shared_bytes(op, tiles, shape, dtype) <= candidates.SMEM_BYTES
+        assert shared_bytes(op, tiles, shape, dtype) <= HOPPER_BYTES
 
 
 def test_shared_memory_by_hand() -> None:
