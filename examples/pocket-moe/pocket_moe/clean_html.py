@@ -181,5 +181,5 @@ def html_documents(page: str, main: str) -> Iterator[str]:
 
 def _page_title(text: str) -> str:
     """A page's title without its chapter's number and the name of the whole documentation."""
-    line = " ".join(text.split()).removeprefix("Erlang -- ").removeprefix("OpenStack Docs: ")
+    line = " ".join(text.split()).removeprefix("Erlang -- ")
     return re.split(r" [—|–] | - | » | in (?:std|core|alloc)\b", NUMBERED.sub("", line))[0]

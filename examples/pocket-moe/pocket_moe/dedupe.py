@@ -6,7 +6,7 @@ Order decides which of two survives, so it has to be the same in every run; hash
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from zlib import crc32
@@ -17,6 +17,7 @@ LONG_PARAGRAPH = 160  # shorter ones may repeat: they open different texts
 SHINGLE_WORDS = 8
 SAMPLED = 8  # one shingle of so many is kept, chosen by its hash
 MOST_REPEATED = 0.4
+MOST_SHARED = 0.1  # of a held-out document's runs of words with the training text
 
 _WORDS = re.compile(r"[a-z0-9']+")
 
@@ -25,11 +26,32 @@ def _key(paragraph: str) -> bytes:
     return blake2b(" ".join(_WORDS.findall(paragraph.lower())).encode(), digest_size=8).digest()
 
 
-def shingles(text: str) -> set[int]:
-    """Sampled hashes of all runs of eight words."""
+def runs(text: str) -> set[int]:
+    """Hashes of all runs of eight words."""
     words = _WORDS.findall(text.lower())
-    runs = (crc32(" ".join(words[i : i + SHINGLE_WORDS]).encode()) for i in range(len(words) - SHINGLE_WORDS + 1))
-    return {run for run in runs if run % SAMPLED == 0}
+    return {crc32(" ".join(words[i : i + SHINGLE_WORDS]).encode()) for i in range(len(words) - SHINGLE_WORDS + 1)}
+
+
+def shingles(text: str) -> set[int]:
+    """A sample of them."""
+    return {run for run in runs(text) if run % SAMPLED == 0}
+
+
+def unlike(heldout: Mapping[str, Sequence[Document]], train: Iterable[Document]) -> dict[str, list[Document]]:
+    """Held-out documents by domain, without those that share more than ``MOST_SHARED`` of their runs with ``train``."""
+    own = [[runs(document.text) for document in documents] for documents in heldout.values()]
+    wanted = set().union(*(run for domain in own for run in domain))
+    seen: set[int] = set()
+    for document in train:
+        seen |= runs(document.text) & wanted
+    return {
+        name: [document for document, of_it in zip(documents, domain, strict=True) if _new(of_it, seen)]
+        for (name, documents), domain in zip(heldout.items(), own, strict=True)
+    }
+
+
+def _new(of_it: set[int], seen: set[int]) -> bool:
+    return len(of_it & seen) <= MOST_SHARED * len(of_it)
 
 
 class Deduper:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from pocket_moe.dedupe import Deduper
+from pocket_moe.dedupe import Deduper, unlike
 from pocket_moe.errors import PocketError
 from pocket_moe.manifest import Part, part, write_manifest
 from pocket_moe.packages import Package, Packages
@@ -36,15 +36,18 @@ class Gatherer:
         Raises:
             PocketError: a package or its files cannot be had.
         """
-        shutil.rmtree(self._text, ignore_errors=True)
         parts: list[Part] = []
+        splits: dict[str, Split] = {}
         order = list(dict.fromkeys(source.domain for source in sources))
         ordered = sorted(sources, key=lambda source: order.index(source.domain))
         for domain, group in groupby(ordered, key=lambda source: source.domain):
-            parts += self._domain(domain, list(group))
-        write_manifest(parts, self._manifest)
+            splits[domain], more = self._domain(domain, list(group))
+            parts += more
+        shutil.rmtree(self._text, ignore_errors=True)
+        dropped = self._write_all(splits)
+        write_manifest(parts, dropped, self._manifest)
 
-    def _domain(self, domain: str, sources: list[Source]) -> list[Part]:
+    def _domain(self, domain: str, sources: list[Source]) -> tuple[Split, list[Part]]:
         splits, parts = [], []
         for source in sources:
             package = self._packages.get(source.package)
@@ -61,9 +64,18 @@ class Gatherer:
             self._report(
                 f"{domain}: {source.package} {parts[-1].documents} documents, {parts[-1].bytes / MILLION:.2f} MB"
             )
-        self._write(domain, "train", [document for split in splits for document in split.train])
-        self._write(domain, "heldout", [document for split in splits for document in split.heldout])
-        return parts
+        train = [document for split in splits for document in split.train]
+        return Split(train=train, heldout=[document for split in splits for document in split.heldout]), parts
+
+    def _write_all(self, splits: Mapping[str, Split]) -> dict[str, int]:
+        """How many held-out documents of each domain were dropped, for being like what is trained on."""
+        self._report("comparing held-out documents with the training text")
+        train = (document for split in splits.values() for document in split.train)
+        heldout = unlike({domain: split.heldout for domain, split in splits.items()}, train)
+        for domain, split in splits.items():
+            self._write(domain, "train", split.train)
+            self._write(domain, "heldout", heldout[domain])
+        return {domain: len(split.heldout) - len(heldout[domain]) for domain, split in splits.items()}
 
     def _split(self, source: Source, package: Package, left_out: list[Path]) -> Split:
         if source.format == "wordnet":

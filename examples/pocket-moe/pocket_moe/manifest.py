@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pocket_moe.dedupe import MOST_SHARED
 from pocket_moe.packages import Package
 from pocket_moe.sources import Source
 
@@ -15,8 +16,8 @@ WHOLE_FILE = 3000  # characters: a copyright file this short is its own licence 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One source's share. ``bytes`` of UTF-8 text after cleaning, both splits; ``licence_file`` within the package;
-    ``left_out`` files that name a licence of another kind."""
+    """One source's share. ``bytes`` of UTF-8 text after cleaning, both splits, those dropped later too;
+    ``licence_file`` within the package; ``left_out`` files that name a licence of another kind."""
 
     package: str
     version: str
@@ -89,9 +90,14 @@ def part(source: Source, package: Package, texts: list[str], left_out: int) -> P
     )
 
 
-def write_manifest(parts: list[Part], path: Path) -> None:
-    text = json.dumps(
-        {"distribution": "Debian 12", "sources": [asdict(row) for row in parts]}, indent=1, ensure_ascii=False
-    )
+def write_manifest(parts: list[Part], dropped: dict[str, int], path: Path) -> None:
+    """``dropped``: held-out documents of each domain that were too like the training text."""
+    values = {
+        "distribution": "Debian 12",
+        "heldout_dropped": dropped,
+        "heldout_most_shared": MOST_SHARED,
+        "sources": [asdict(row) for row in parts],
+    }
+    text = json.dumps(values, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")

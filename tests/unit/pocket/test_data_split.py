@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from testkit.pocket_packages import TOPICS, prose
 
 from pocket_moe.clean_wordnet import Entry, Sense
-from pocket_moe.dedupe import Deduper
+from pocket_moe.dedupe import Deduper, unlike
 from pocket_moe.split import SMALLEST_HELDOUT, chosen, split_documents, split_entries
 from pocket_moe.text import Document
 
@@ -29,9 +29,17 @@ def test_equal_paragraphs_and_nearly_equal_documents_are_dropped() -> None:
     assert (deduper.dropped_paragraphs, deduper.dropped_documents) == (1, 1)
 
 
+def test_a_held_out_document_that_repeats_a_tenth_of_training_text_is_dropped() -> None:
+    words = [f"w{index}" for index in range(107)]  # a hundred runs of eight
+    tenth, more = " ".join(words[:17]), " ".join(words[:18])
+    heldout = {"d": [_document("copy", " ".join(words))], "e": [_document("short", "no run of eight here")]}
+    assert unlike(heldout, [_document("tenth", f"before {tenth} after")]) == heldout
+    assert unlike(heldout, [_document("more", f"before {more.upper()} after")]) == heldout | {"d": []}
+
+
 def test_two_percent_are_held_out_and_at_least_some() -> None:
     assert len(chosen(map(str, range(5000)))) == 100
-    assert len(chosen(map(str, range(100)))) == SMALLEST_HELDOUT
+    assert len(chosen(map(str, range(400)))) == SMALLEST_HELDOUT
     assert len(chosen(map(str, range(16)))) == 2
     assert chosen(["only"]) == set()
 
@@ -79,6 +87,6 @@ def test_a_synonym_without_another_gloss_follows_to_the_held_out_side_and_shown_
     split = split_entries(entries, "dictionary", "p")
     words = {document.id.removeprefix("p:") for document in split.heldout}
     assert len(split.train) + len(split.heldout) == len(entries)
-    assert 10 < len(words) <= 20
+    assert SMALLEST_HELDOUT < len(words) <= 2 * SMALLEST_HELDOUT
     assert {f"w{int(word[1:]) ^ 1}" for word in words} == words
     assert not words & {"lighthouse", "w14", "w15"}
