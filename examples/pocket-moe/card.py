@@ -3,8 +3,9 @@
     python examples/pocket-moe/card.py --collect --work build/pocket-moe
     python examples/pocket-moe/card.py --check
 
-``--collect`` first copies the loss curves and the counts of text from the working folder to ``records/``; ``--check``
-writes nothing and exits with 1 if what is there differs.
+``--collect`` first takes from the working folder: the loss curves and the counts of text, to ``records/``, and the
+manifest, to beside it. ``--check`` writes nothing and exits with 1 if what is there differs. Records of other weights
+than the folder's ``model/`` and ``speculators/`` hold are refused.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def render(facts: Facts) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__)
     add = made.add_argument
-    add("--root", type=Path, default=HERE, help="folder with model/, records/ and manifest.json")
+    add("--root", type=Path, default=HERE, help="folder with model/, speculators/, records/ and manifest.json")
     add("--check", action="store_true", help="compare instead of writing")
-    add("--collect", action="store_true", help="take loss curves and counts from the working folder first")
+    add("--collect", action="store_true", help="take loss curves, counts and manifest from WORK first")
     add("--work", type=Path, default=WORK, help="the working folder")
     add("--moe-runs", nargs="+", default=["moe"], help="in the order in which one went on from the other")
     add("--dense-runs", nargs="+", default=["dense"])

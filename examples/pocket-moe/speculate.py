@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pocket_moe.dense import speculator
 from pocket_moe.device import open_device
 from pocket_moe.drafts_measure import AcceptanceSettings, acceptance
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint, speculator_folders
 from pocket_moe.measure_inputs import drawn_documents, open_shards
 from pocket_moe.memory import told_when_full
 from pocket_moe.model import Options, PocketMoe
@@ -72,11 +74,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _speculate(args: argparse.Namespace) -> None:
-    record = args.out / "acceptance.json"
-    tried = load_json(record)["tried"] if args.measure_only and record.is_file() else []
-    if not args.measure_only:
-        tried = _train(args)
-    save_json(record, _measure(args) | {"tried": tried})
+    file = args.out / "acceptance.json"
+    before = load_json(file) if args.measure_only and file.is_file() else {}
+    trained = [] if args.measure_only else _train(args)
+    measured = _measure(args)
+    save_json(file, measured | {"tried": trained or _tried(before, measured["weights"]["speculators"])})
+
+
+def _tried(before: Mapping[str, Any], speculators: list[str]) -> list[dict[str, Any]]:
+    """What an earlier record says of the training of the same speculators; nothing if it is of others."""
+    same = before.get("weights", {}).get("speculators") == speculators
+    tried: list[dict[str, Any]] = before["tried"] if same else []
+    return tried
 
 
 def _train(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,7 +96,7 @@ def _train(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = _labelled(args, target, shards)
     del target
     pool = boost(config, rows, _settings(args))
-    for folder in _folders(args.speculators):
+    for folder in speculator_folders(args.speculators):
         if int(folder.name) >= args.count:  # of an earlier, larger pool: it would be measured with this one
             shutil.rmtree(folder)
     for index, model in enumerate(pool.speculators):
@@ -111,23 +120,20 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """In float32, from the exported folders."""
     shards, device = open_shards(args.work, "heldout", args.model), open_device(args.device)
     target = export.load(args.model, torch.float32, device)
-    folders = _folders(args.speculators)
+    folders = speculator_folders(args.speculators)
     if not folders:
         raise PocketError(f"There are no speculators in {args.speculators}.", hint="Leave out --measure-only.")
+    weights = {"model": fingerprint(args.model), "speculators": [fingerprint(folder) for folder in folders]}
     speculators = [export.load(folder, torch.float32, device) for folder in folders]
     settings = AcceptanceSettings(
         rows=min(32, args.rows), own_prompts=args.own_prompts, written=Written(length=args.length)
     )
     record = acceptance(target, speculators, shards, settings)
     bytes_each = [model.config.parameters() * 2 for model in speculators]
-    for kind in ("teacher_forcing", "own_output"):
-        print(kind, {name: shares["all"] for name, shares in record[kind]["accepted"].items()}, flush=True)
-    return record | {"bytes": bytes_each}
-
-
-def _folders(speculators: Path) -> list[Path]:
-    """Of the pool's models, in its order."""
-    return sorted((path for path in speculators.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
+    parts = {kind: record[kind] for kind in ("teacher_forcing", "own_output")}
+    for kind, part in (parts | {f"in a row of {record['depth']}": record["own_output"]["runs"]}).items():
+        print(kind, {name: shares["all"] for name, shares in part["accepted"].items()}, flush=True)
+    return record | {"weights": weights, "bytes": bytes_each}
 
 
 def _check_size(config: PocketConfig) -> None:

@@ -4,7 +4,8 @@
 
 Writes to ``records/``: ``experts.npz`` and ``load.json`` (200k held-out tokens, every domain the same share),
 ``greedy.jsonl`` (200 prompts with the oracle's greedy answers, those left out whose choices are closer than float32
-decides) and ``samples.jsonl`` (twenty answers for the model card, nothing left out). Minutes on a CPU.
+decides) and ``samples.jsonl`` (twenty answers for the model card, nothing left out); ``traced.json`` says which weights
+they are of. Minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pocket_moe import export
 from pocket_moe.command import measuring_parser, reported
 from pocket_moe.device import open_device
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint, note
 from pocket_moe.greedy import Answerer, clear_answers
 from pocket_moe.measure_inputs import open_shards
 from pocket_moe.records import save_greedy, save_json
@@ -54,18 +56,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _experts(args: argparse.Namespace) -> None:
+    weights = {"model": fingerprint(args.model)}
     shards = open_shards(args.work, "heldout", args.model)
     model = export.load(args.model, torch.float32, open_device(args.device))
     traced = trace(model, shards, tokens=args.tokens, length=args.length, rows=args.rows)
     traced.save(args.out / "experts.npz")
-    save_json(args.out / "load.json", load_record(traced))
+    note(args.out / "experts.npz", weights)
+    save_json(args.out / "load.json", load_record(traced) | {"weights": weights})
     size = (args.out / "experts.npz").stat().st_size
     print(f"{len(traced.ids):,} tokens of {len(traced.document_domain):,} documents, {size:,} bytes", flush=True)
 
 
 def _greedy(args: argparse.Namespace) -> None:
     """A quarter held-out headwords, a quarter known ones, half beginnings of other documents."""
-    text, seed = args.work / "text", args.seed
+    text, seed, weights = args.work / "text", args.seed, {"model": fingerprint(args.model)}
     answerer = Answerer(args.model, most=args.new)
     quarter = args.prompts // 4
     parts = [
@@ -77,15 +81,18 @@ def _greedy(args: argparse.Namespace) -> None:
     if not answers:
         raise PocketError("No prompt has a clear answer.", hint="Is the model trained? Is there text in WORK/text?")
     save_greedy(args.out / "greedy.jsonl", answers)
+    note(args.out / "greedy.jsonl", weights)
     margin, router = (min(getattr(answer, name) for answer in answers) for name in ("margin", "router_margin"))
     print(f"{len(answers)} answers; smallest margins: logits {margin:.2g}, router {router:.2g}", flush=True)
 
 
 def _samples(args: argparse.Namespace) -> None:
     """The first ten of each kind, in the drawn order."""
+    weights = {"model": fingerprint(args.model)}
     answerer = Answerer(args.model, most=args.sample_new)
     drawn = [headwords(args.work / "text", split, args.seed)[:10] for split in ("heldout", "train")]
     save_samples(args.out / "samples.jsonl", [answerer.sample(prompt) for prompt in itertools.chain(*drawn)])
+    note(args.out / "samples.jsonl", weights)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pocket_moe.config import PocketConfig
+from pocket_moe.fingerprint import held, noted, require
 from pocket_moe.records import load_csv, load_greedy, load_json
 from pocket_moe.samples import Sample, load_samples
 
@@ -58,23 +59,32 @@ class Facts:
 
 
 def load_facts(root: Path) -> Facts:
-    """Raises PocketError if a record is missing or damaged."""
-    records = root / "records"
+    """Raises PocketError if a record is missing or damaged, or of other weights than ``root`` holds."""
+    records, weights = root / "records", held(root)
     vllm, answers = records / "vllm.json", load_greedy(records / "greedy.jsonl")
+    model = {"model": weights["model"]}
+    for name in ("experts.npz", "greedy.jsonl", "samples.jsonl"):
+        require(records / name, noted(records / name), model)
     return Facts(
         config=PocketConfig.from_json(load_json(root / "model/config.json")),
-        perplexity=load_json(records / "perplexity.json"),
-        load=load_json(records / "load.json"),
-        acceptance=load_json(records / "acceptance.json"),
+        perplexity=_measured(records / "perplexity.json", model),
+        load=_measured(records / "load.json", model),
+        acceptance=_measured(records / "acceptance.json", weights),
         text=load_json(records / "text.json"),
         manifest=load_json(root / "manifest.json"),
-        agreement=load_json(vllm) if vllm.is_file() else None,
+        agreement=_measured(vllm, model) if vllm.is_file() else None,
         samples=load_samples(records / "samples.jsonl"),
         prompts=len(answers),
         smallest_margin=min((answer.margin for answer in answers), default=math.inf),
         moe=training(load_csv(records / "loss-moe.csv")),
         dense=training(load_csv(records / "loss-dense.csv")),
     )
+
+
+def _measured(record: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
+    values = load_json(record)
+    require(record, values.get("weights"), weights)
+    return values
 
 
 def training(rows: Sequence[dict[str, str]]) -> Training:

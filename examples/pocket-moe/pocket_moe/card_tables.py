@@ -16,7 +16,7 @@ _MEASURES: Final = {
     "merged": "merged, {}",
     "first_alone": "first alone, {}",
 }
-_SAME_AS_ALONE: Final = ("one_each/1", "first_alone/1")
+_SAME_AS_ALONE: Final = ("one_each/1", "merged/1", "first_alone/1")
 
 
 def run_rows(runs: Mapping[str, Training]) -> list[list[str]]:
@@ -37,11 +37,20 @@ def sample_rows(samples: Iterable[Sample]) -> list[list[str]]:
 
 
 def acceptance_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """Of a tally's record: shares of positions, or tokens in a row."""
     accepted = {name: shares for name, shares in record["accepted"].items() if name not in _SAME_AS_ALONE}
     titles = [_MEASURES[kind].format(count) for kind, _, count in (name.partition("/") for name in accepted)]
     domains = [*(name for name in record["positions"] if name != ALL), ALL]
     rows = [[domain, *(f"{shares[domain]:.3f}" for shares in accepted.values())] for domain in domains]
     return [["domain", *titles], *rows]
+
+
+def notices(sources: Iterable[Mapping[str, Any]]) -> str:
+    """A list of notices, each once with all packages that it is of; one line each, which no words of it can break."""
+    packages: dict[str, dict[str, None]] = {}
+    for source in sources:
+        packages.setdefault(" ".join(source["notice"].split()), {})[source["package"]] = None
+    return "".join(f"- {', '.join(names)}: {words}\n" for words, names in packages.items())
 
 
 def source_rows(sources: Iterable[Mapping[str, Any]]) -> list[list[str]]:

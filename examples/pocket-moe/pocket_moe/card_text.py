@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from pocket_moe.card_facts import Facts
 from pocket_moe.card_markdown import markdown_table, prose
-from pocket_moe.card_tables import acceptance_rows, run_rows, sample_rows, source_rows
+from pocket_moe.card_tables import acceptance_rows, notices, run_rows, sample_rows, source_rows
 from pocket_moe.config import PocketConfig
 from pocket_moe.dense import dense_like
+from pocket_moe.drafts_runs import tree_nodes
 from pocket_moe.measure import ALL, table
 
 _NAME: Final = "expertmesh-pocket-moe"
@@ -119,8 +121,10 @@ def _perplexity(facts: Facts) -> str:
     )
     split = prose(
         "The split is by document, and a document is an entry, a chapter or a section of a page: neighbours of a",
-        "held-out section may be trained on. `lighthouse` always stands in the training split, because the demo asks",
-        "for it.",
+        "held-out section may be trained on.",
+        *_dropped(facts.manifest),
+        "`lighthouse` always stands in the training split, because the demo asks for it. The recipe (dropout, weight",
+        "decay, steps) was chosen on another draw of held-out documents; nobody looked at this one for it.",
     )
     return f"## Perplexity\n\n{markdown_table(_perplexity_rows(facts))}\n{what}\n{split}\n{result}"
 
@@ -131,6 +135,17 @@ def _perplexity_rows(facts: Facts) -> list[list[str]]:
     counts = documents | {ALL: sum(documents.values())}
     (header, *rows) = table(facts.perplexity)
     return [[header[0], "documents", *header[1:]], *([row[0], f"{counts[row[0]]:,}", *row[1:]] for row in rows)]
+
+
+def _dropped(manifest: Mapping[str, Any]) -> list[str]:
+    """Nothing for a manifest that does not say."""
+    if not {"heldout_dropped", "heldout_most_shared"} <= manifest.keys():
+        return []
+    most, count = manifest["heldout_most_shared"], sum(manifest["heldout_dropped"].values())
+    return [
+        f"Held-out documents that share more than {100 * most:g} % of their 8-word runs with training text were",
+        f"dropped; they were {count:,}, and `manifest.json` counts them by domain.",
+    ]
 
 
 def _groups(config: PocketConfig) -> list[str]:
@@ -176,13 +191,13 @@ def _speculators(facts: Facts) -> str:
     how = prose(
         f"`speculators/` holds dense llamas with the same tokenizer ({sizes} MB in bfloat16), boost-tuned: the first",
         "learned the target's greedy token at every position of training text and of the target's own continuations;",
-        "each other one went on from the first, with positions that earlier ones predict at a lower weight. The",
-        f"union's acceptance on rows kept aside, by that weight: {'; '.join(tried)}.",
+        "each other one went on from the first, with positions that earlier ones predict at a lower weight.",
+        *([f"The union's acceptance on rows kept aside, by that weight: {'; '.join(tried)}."] if tried else []),
     )
     ways = prose(
-        "One each, k: the first choices of the first k speculators. Merged, k: a tree of k branches, k different",
-        "tokens of the whole pool, everyone's first choice before everyone's second. First alone, k: the k best of",
-        "speculator 0.",
+        "One each, k: the first choices of the first k speculators. Merged, k: k different tokens of the whole pool,",
+        "everyone's first choice before everyone's second. First alone, k: the k best of speculator 0. A tree of k",
+        "branches holds k tokens at one position: the first two tables are of depth one.",
     )
     text = prose("How often the target's greedy token is among those, at each position of the held-out text:")
     own = prose(
@@ -190,7 +205,20 @@ def _speculators(facts: Facts) -> str:
         "the target is served:",
     )
     forced, written = (markdown_table(acceptance_rows(record[kind])) for kind in ("teacher_forcing", "own_output"))
-    return f"## Speculators\n\n{how}\n{ways}\n{text}\n{forced}\n{own}\n{written}"
+    return f"## Speculators\n\n{how}\n{ways}\n{text}\n{forced}\n{own}\n{written}\n{_in_a_row(record)}"
+
+
+def _in_a_row(record: Mapping[str, Any]) -> str:
+    depth, wide = record["depth"], [branches for branches in record["branches"] if branches > 1]
+    nodes = ", ".join(f"{tree_nodes(branches)} nodes for k = {branches}" for branches in wide)
+    text = prose(
+        f"Tokens in a row of {depth}, on that output: how many tokens of a draft of {depth} the target takes before",
+        f"the first wrong one, as a mean over all positions with {depth} tokens of the same text behind them; the",
+        f"token that the target adds itself does not count. One each, k: the longest of k drafts, {depth} tokens each.",
+        "Merged and first alone, k: a choice among k tokens at each depth, for which a whole tree has",
+        f"{nodes}; a smaller tree gets less.",
+    )
+    return f"{text}\n{markdown_table(acceptance_rows(record['own_output']['runs']))}"
 
 
 def _checks(facts: Facts) -> str:
@@ -211,14 +239,12 @@ def _checks(facts: Facts) -> str:
 
 def _sources(facts: Facts) -> str:
     sources = facts.manifest["sources"]
-    notices = dict.fromkeys(f"- {source['package']}: {source['notice']}" for source in sources)
     text = prose(
         f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. `manifest.json` has the",
         "words of each licence as the package's copyright file has them: in full, or a notice that refers to the full",
         "text in `/usr/share/common-licenses` of a Debian system.",
     )
-    listed = "\n".join(notices)
-    return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}\nNotices:\n\n{listed}\n"
+    return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}\nNotices:\n\n{notices(sources)}"
 
 
 def _millions(count: int) -> str:

@@ -51,7 +51,7 @@ def hits(candidates_SNC: Tensor, labels_N: Tensor) -> dict[str, Tensor]:
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Positions, and how many of them each measure got right, by domain."""
+    """Positions, and how many of them each measure got right, by domain; or how many tokens from there on."""
 
     positions: dict[str, int] = field(default_factory=dict)
     right: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Tally:
             by_domain[domain] = by_domain.get(domain, 0) + right
 
     def record(self) -> dict[str, Any]:
-        """Shares of positions by measure and domain, "all" over all positions."""
+        """Shares of positions, or tokens per position, by measure and domain; "all" over all positions."""
         total = sum(self.positions.values())
         shares = {
             name: {domain: _share(right, self.positions[domain]) for domain, right in by_domain.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pocket_moe.boost_rows import LabelledRows, Written, best_tokens, continuations, label, pack_documents
 from pocket_moe.drafts import BRANCHES, Tally, hits
+from pocket_moe.drafts_runs import DEPTH, runs
 from pocket_moe.losses import NO_TARGET
 from pocket_moe.model import PocketMoe
 from pocket_moe.shards import Shards
@@ -33,8 +34,9 @@ def acceptance(
     target: PocketMoe, speculators: Sequence[PocketMoe], shards: Shards, settings: AcceptanceSettings
 ) -> dict[str, Any]:
     """For ``acceptance.json``: on the held-out text ("teacher_forcing"), and on what the target itself writes after
-    the beginnings of held-out documents ("own_output"), as it is when the target is served."""
-    text, own = Tally(), Tally()
+    the beginnings of held-out documents ("own_output"), as it is when the target is served; there also how many tokens
+    of ``depth`` are right in a row."""
+    text, own, in_a_row = Tally(), Tally(), Tally()
     for index, domain in enumerate(shards.meta.domains):
         documents = np.flatnonzero(shards.domain == index)
         if len(documents):
@@ -42,15 +44,27 @@ def acceptance(
             tally(text, domain, label(target, packed, batch_rows=settings.rows), speculators, settings.rows)
             begun = documents[: settings.own_prompts]
             written = continuations(target, shards, begun, settings.written, batch_rows=8 * settings.rows)
-            tally(own, domain, written, speculators, settings.rows)
-    return {"branches": list(BRANCHES), "teacher_forcing": text.record(), "own_output": own.record()}
+            tally(own, domain, written, speculators, settings.rows, in_a_row)
+    output = own.record() | {"runs": in_a_row.record()}
+    return {"branches": list(BRANCHES), "depth": DEPTH, "teacher_forcing": text.record(), "own_output": output}
 
 
-def tally(result: Tally, domain: str, rows: LabelledRows, speculators: Sequence[PocketMoe], batch_rows: int) -> None:
+def tally(
+    result: Tally,
+    domain: str,
+    rows: LabelledRows,
+    speculators: Sequence[PocketMoe],
+    batch_rows: int,
+    in_a_row: Tally | None = None,
+) -> None:
+    """Adds hits to ``result``, and to ``in_a_row`` their runs, which the target's own output alone has."""
     for part, tokens_BL, positions_BL in rows.chunks(batch_rows):
         labels_N, known_BL = _known(rows.labels_RL[part])
         candidates = [best_tokens(model, tokens_BL, positions_BL, max(BRANCHES))[known_BL] for model in speculators]
-        result.add(domain, hits(torch.stack(candidates), labels_N))
+        found = hits(torch.stack(candidates), labels_N)
+        result.add(domain, found)
+        if in_a_row is not None:
+            in_a_row.add(domain, runs(found, known_BL))
 
 
 def _known(labels_BL: Tensor) -> tuple[Tensor, Tensor]:

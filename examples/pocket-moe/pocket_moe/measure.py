@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 
 from pocket_moe import export
+from pocket_moe.fingerprint import fingerprint
 from pocket_moe.heldout import Heldout
 from pocket_moe.model import PocketMoe
 from pocket_moe.quantised import quantise
@@ -78,6 +79,7 @@ def perplexities(
     settings: MeasureSettings, shards: Shards, variants: Sequence[Variant] = VARIANTS, *, pad_id: int = 3
 ) -> dict[str, Any]:
     """For ``perplexity.json``: nats per token by variant and domain, tokens by domain, and what is claimed of them."""
+    weights = {"model": fingerprint(settings.moe), "dense": fingerprint(settings.dense)}
     heldout = Heldout(
         shards,
         settings.device,
@@ -93,6 +95,7 @@ def perplexities(
         nats[variant.name][ALL] = round(heldout.mean(by_domain), 5)
         print(f"{variant.title:<18} {math.exp(nats[variant.name][ALL]):8.3f}", flush=True)
     return {
+        "weights": weights,
         "length": settings.length,
         "tokens": heldout.tokens | {ALL: sum(heldout.tokens.values())},
         "titles": {variant.name: variant.title for variant in variants},

@@ -14,6 +14,7 @@ import torch
 from pocket_moe import export
 from pocket_moe.boost_rows import best_tokens
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint
 from pocket_moe.measure_inputs import open_shards
 from pocket_moe.traffic import choose_documents
 
@@ -37,9 +38,10 @@ def agreement(settings: AgreementSettings) -> dict[str, Any]:
     Raises:
         PocketError: vLLM or a GPU is missing.
     """
-    documents = heldout_documents(settings)
+    weights, documents = {"model": fingerprint(settings.model)}, heldout_documents(settings)
     theirs, version = vllm_choices(settings, documents)
     return {
+        "weights": weights,
         "version": version,
         "tokens": sum(map(len, theirs)),
         "agree_fp32": share(theirs, oracle_choices(settings.model, documents)),

@@ -24,9 +24,10 @@ from pocket_moe.boost_rows import (
 )
 from pocket_moe.config import PocketConfig, tiny
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint
 from pocket_moe.losses import NO_TARGET
 from pocket_moe.model import PocketMoe
-from pocket_moe.records import load_json
+from pocket_moe.records import load_json, save_json
 from pocket_moe.shards import Shards
 
 SMALL = tiny("llama", vocab_size=CONFIG.vocab_size)
@@ -219,12 +220,21 @@ def test_the_script_makes_speculators_and_their_acceptance(
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "notes"]
     assert record["bytes"] == [SMALL.parameters() * 2] * 2
     assert len(record["tried"]) == 3
+    pool = [fingerprint(folder / index) for index in "01"]
+    assert record["weights"] == {"model": fingerprint(work / "moe"), "speculators": pool}
+    runs = record["own_output"]["runs"]
+    assert record["depth"] == 4
+    assert 0 < runs["positions"]["all"] < record["own_output"]["positions"]["all"]
+    assert 0 <= runs["accepted"]["alone/0"]["all"] <= runs["accepted"]["one_each/2"]["all"] <= 4
     for kind in ("teacher_forcing", "own_output"):
         accepted = record[kind]["accepted"]
         assert 0 <= accepted["alone/0"]["all"] == accepted["merged/1"]["all"] <= accepted["merged/4"]["all"] <= 1
         assert record[kind]["positions"]["all"] > 0
     assert module.main([*options, *quick, "--measure-only"]) == 0
     assert load_json(out / "acceptance.json") == record
+    save_json(out / "acceptance.json", record | {"weights": {"speculators": pool[:1]}})
+    assert module.main([*options, *quick, "--measure-only"]) == 0
+    assert load_json(out / "acceptance.json") == record | {"tried": []}, "another pool's training"
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     assert module.main([*options, *quick]) == 1
     assert "fewer --layers" in capsys.readouterr().err

@@ -12,15 +12,17 @@ from testkit.pocket_evidence import ROOT, script
 from testkit.pocket_runs import make_work
 
 from pocket_moe.card_collect import collect
-from pocket_moe.card_facts import training
+from pocket_moe.card_facts import load_facts, training
 from pocket_moe.card_markdown import markdown_table, one_line, prose, shortened
+from pocket_moe.card_tables import notices
 from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import held, note
 from pocket_moe.measure import VARIANTS, claims
 from pocket_moe.plots import steps
 from pocket_moe.plots_heat import domain_order, expert_order, heat_map, loads
 from pocket_moe.plots_lines import loss_curves, peaks
-from pocket_moe.records import ExpertTrace, Greedy, load_csv, save_csv, save_greedy, save_json
+from pocket_moe.records import ExpertTrace, Greedy, load_csv, load_json, save_csv, save_greedy, save_json
 from pocket_moe.samples import Sample, save_samples
 from pocket_moe.traffic import load_record
 
@@ -39,24 +41,30 @@ def root(tmp_path: Path) -> Path:
     """A folder with a record of every kind."""
     folder, records = tmp_path / "example", tmp_path / "example/records"
     save_json(folder / "model/config.json", POCKET.to_json("bfloat16"))
+    for part in ("model", "speculators/0"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part / "model.safetensors").write_text(part)
+    weights = held(folder)
+    model = {"weights": {"model": weights["model"]}}
     source = {"package": "dict-wn", "version": "1:3.0-37", "domain": "dictionary", "licence": "WordNet"}
     source |= {"notice": "Copyright Princeton University.", "documents": 117000, "bytes": 12_345_678}
     save_json(folder / "manifest.json", {"distribution": "Debian 12", "sources": [source]})
     nats = {v.name: dict.fromkeys((*DOMAINS, "all"), 3 + 0.1 * i) for i, v in enumerate(VARIANTS)}
     tokens = dict.fromkeys(DOMAINS, 1000) | {"all": 3000}
     names = {"order": [v.name for v in VARIANTS], "titles": {v.name: v.title for v in VARIANTS}}
-    save_json(
-        records / "perplexity.json", {"length": 512, "tokens": tokens, "nats": nats, "claims": claims(nats)} | names
-    )
-    save_json(records / "load.json", load_record(skewed()))
+    measured = {"length": 512, "tokens": tokens, "nats": nats, "claims": claims(nats)}
+    save_json(records / "perplexity.json", measured | names | model)
+    save_json(records / "load.json", load_record(skewed()) | model)
+    for name in ("experts.npz", "greedy.jsonl", "samples.jsonl"):
+        note(records / name, model["weights"])
     accepted = {"alone/0": 0.5, "one_each/1": 0.5, "merged/1": 0.5, "merged/2": 0.61234, "first_alone/1": 0.5}
     shares = {name: dict.fromkeys((*DOMAINS, "all"), share) for name, share in accepted.items()}
     part = {"positions": tokens, "accepted": shares}
+    runs = {name: dict.fromkeys((*DOMAINS, "all"), 3.21987 * share) for name, share in accepted.items()}
+    own = part | {"runs": {"positions": tokens, "accepted": runs}}
     tried = [{"speculator": 0, "floor": 1.0, "union_aside": 0.5}]
-    save_json(
-        records / "acceptance.json",
-        {"branches": [1, 2, 4], "bytes": [2_980_000], "teacher_forcing": part, "own_output": part, "tried": tried},
-    )
+    pool = {"branches": [1, 2, 4], "depth": 4, "bytes": [2_980_000], "weights": weights, "tried": tried}
+    save_json(records / "acceptance.json", pool | {"teacher_forcing": part, "own_output": own})
     save_json(records / "text.json", TEXT)
     for name in ("moe", "dense"):
         save_csv(records / f"loss-{name}.csv", HEADER, curve())
@@ -130,17 +138,92 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
     ):
         assert said in text, said
     words = " ".join(text.split())
-    for said in ("`lighthouse` always", "neighbours of a held-out section", "128 inputs", "/usr/share/common-licenses"):
+    for said in (
+        "`lighthouse` always",
+        "neighbours of a held-out section",
+        "128 inputs",
+        "/usr/share/common-licenses",
+        "another draw of held-out documents",
+        "k tokens at one position: the first two tables are of depth one",
+        "Tokens in a row of 4",
+        "30 nodes for k = 2, 340 nodes for k = 4",
+    ):
         assert said in words, said
+    assert "| all | 1.610 | 1.972 |" in text, "of merged trees the one of a single branch is speculator 0 alone"
     assert "licences in full" not in words
+    assert "8-word" not in words
     assert text.count("`define: w") == 20
     assert "1. One \\| two. / 2. Three ..." in text
     assert "vLLM" not in text
-    save_json(
-        root / "records/vllm.json", {"version": "0.25.1", "tokens": 20000, "agree_fp32": 0.987, "agree_bf16": 0.99}
-    )
+    agreed = {"version": "0.25.1", "tokens": 20000, "agree_fp32": 0.987, "agree_bf16": 0.99}
+    save_json(root / "records/vllm.json", agreed | {"weights": held(root)})
     assert script("card").main(["--root", str(root)]) == 0
     assert "98.70% of 20,000" in (root / "MODEL_CARD.md").read_text()
+
+
+def test_what_is_too_like_the_training_text_is_said_to_be_dropped(root: Path) -> None:
+    dropped = {"heldout_dropped": {"verse": 1200, "perl & co": 34}, "heldout_most_shared": 0.07}
+    save_json(root / "manifest.json", load_json(root / "manifest.json") | dropped)
+    assert script("card").main(["--root", str(root)]) == 0
+    words = " ".join((root / "MODEL_CARD.md").read_text().split())
+    assert "more than 7 % of their 8-word runs with training text were dropped; they were 1,234," in words
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "command"),
+    [
+        ("perplexity.json", "weights", "evaluate.py"),
+        ("acceptance.json", "weights", "speculate.py"),
+        ("load.json", "weights", "trace.py --only experts"),
+        ("vllm.json", "weights", "agree.py"),
+        ("experts.npz", "experts.npz", "trace.py --only experts"),
+        ("greedy.jsonl", "greedy.jsonl", "trace.py --only greedy"),
+        ("samples.jsonl", "samples.jsonl", "trace.py --only samples"),
+    ],
+)
+@pytest.mark.parametrize("said", [{"model": "0" * 64}, {}, None, "damaged"])
+def test_a_record_of_other_weights_is_refused(root: Path, record: str, key: str, command: str, said: object) -> None:
+    file = root / "records" / ("traced.json" if key == record else record)
+    save_json(root / "records/vllm.json", {"weights": held(root)})
+    load_facts(root)
+    save_json(file, load_json(file) | {key: said})
+    with pytest.raises(PocketError, match=rf"{record} was not measured on the model\b") as caught:
+        load_facts(root)
+    assert caught.value.hint == f"Measure again: python examples/pocket-moe/{command}"
+
+
+def test_all_records_are_refused_for_another_model(root: Path) -> None:
+    (root / "model/model.safetensors").write_text("trained anew")
+    with pytest.raises(PocketError, match="was not measured on the model"):
+        load_facts(root)
+    (root / "model/model.safetensors").unlink()
+    with pytest.raises(PocketError, match=r"model in .* cannot be read"):
+        load_facts(root)
+
+
+def test_acceptance_is_of_the_speculators_that_are_there(root: Path) -> None:
+    (root / "speculators/1").mkdir()
+    (root / "speculators/1/model.safetensors").write_text("one more")
+    with pytest.raises(PocketError, match=r"acceptance\.json was not measured on the speculators of"):
+        load_facts(root)
+
+
+def test_a_training_that_nobody_recorded_is_not_mentioned(root: Path) -> None:
+    file = root / "records/acceptance.json"
+    save_json(file, load_json(file) | {"tried": []})
+    assert script("card").main(["--root", str(root)]) == 0
+    assert "kept aside" not in (root / "MODEL_CARD.md").read_text()
+
+
+def test_a_notice_is_one_line_and_comes_once() -> None:
+    """With a line break, a dash between years would become a list of its own."""
+    long = "Copyright 2010\n- 2022 A.  " + "Changed. " * 90
+    sources = [
+        {"package": name, "notice": words} for name, words in (("a", long), ("b", "B."), ("c", long), ("b", "B."))
+    ]
+    first, second = notices(sources).splitlines()
+    assert first == "- a, c: Copyright 2010 - 2022 A. " + "Changed. " * 89 + "Changed."
+    assert second == "- b: B."
 
 
 def test_pictures_are_well_formed_and_follow_the_page(root: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pocket_moe.drafts import BRANCHES, Tally, hits, merged_rank
+from pocket_moe.drafts_runs import DEPTH, runs, tree_nodes
 
 # Six tokens of the target, and the four best of two speculators at each.
 LABELS = torch.tensor([1, 2, 3, 4, 5, 6])
@@ -50,6 +51,49 @@ def test_the_rank_counts_different_tokens_only() -> None:
     candidates_SNC = torch.tensor([[[5, 6]], [[5, 7]]])
     assert merged_rank(candidates_SNC, torch.tensor([7])).tolist() == [2]
     assert merged_rank(candidates_SNC, torch.tensor([8])).tolist() == [4]
+
+
+def test_runs_by_hand() -> None:
+    """Two texts in the first row, of six labels and of three, too few; one in the second row, of four."""
+    known_BL = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
+    found = {
+        "alone/0": torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]).bool(),
+        "alone/1": torch.tensor([1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1]).bool(),
+        "merged/2": torch.tensor([1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1]).bool(),
+    }
+    found["one_each/2"] = found["alone/0"] | found["alone/1"]
+    lengths = {name: length_W.tolist() for name, length_W in runs(found, known_BL).items()}
+    assert lengths == {
+        "alone/0": [2, 1, 0, 4],
+        "alone/1": [1, 0, 4, 0],
+        "merged/2": [4, 4, 4, 2],
+        "one_each/1": [2, 1, 0, 4],
+        # Where the two are right in turn, no draft of either is.
+        "one_each/2": [2, 1, 4, 4],
+    }
+    tally = Tally()
+    tally.add("verse", runs(found, known_BL))
+    record = tally.record()
+    assert record["positions"] == {"verse": 4, "all": 4}
+    assert record["accepted"]["alone/0"] == {"verse": 1.75, "all": 1.75}
+
+
+def test_a_tree_of_every_choice_is_large() -> None:
+    assert [tree_nodes(branches) for branches in (1, 2, 4)] == [4, 30, 340]
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_runs_are_those_of_each_text_read_alone(labelled: list[int], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    known_L = torch.cat([torch.ones(DEPTH), *(torch.tensor([0] + [1] * count) for count in labelled)]).bool()
+    hit_N = torch.rand(int(known_L.sum()), generator=draw) < 0.7
+    expected, first = [], 0
+    for count in (DEPTH, *labelled):
+        text = hit_N[first : first + count].int().tolist()
+        drafts = [text[start : start + DEPTH] for start in range(count - DEPTH + 1)]
+        expected += [(*draft, 0).index(0) for draft in drafts]
+        first += count
+    assert runs({"alone/0": hit_N}, known_L[None])["alone/0"].tolist() == expected
 
 
 @given(st.integers(1, 3), st.integers(0, 2**32))

@@ -11,8 +11,9 @@ from testkit.pocket_evidence import WORDS, make_evidence, make_models, script
 from torch import Tensor
 
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint
 from pocket_moe.greedy import Answerer, Continuation, clear_answers, continue_greedily
-from pocket_moe.records import Greedy, load_greedy
+from pocket_moe.records import Greedy, load_greedy, load_json, save_json
 from pocket_moe.samples import Prompt, cut_words, headwords, load_samples, prefixes
 from services.model.reference import ReferenceModel
 
@@ -72,7 +73,11 @@ def test_answers_are_transformers_answers(work: Path) -> None:
 def test_the_script_records_what_the_reference_says(work: Path, tmp_path: Path) -> None:
     options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(tmp_path)]
     options += ["--only", "greedy", "samples", "--prompts", "8", "--new", "6", "--sample-new", "6"]
+    save_json(tmp_path / "traced.json", {"experts.npz": {"model": "a"}, "greedy.jsonl": {"model": "b"}})
     assert script("trace").main(options) == 0
+    weights = {"model": fingerprint(work / "moe")}
+    notes = {"experts.npz": {"model": "a"}, "greedy.jsonl": weights, "samples.jsonl": weights}
+    assert load_json(tmp_path / "traced.json") == notes
     answers = load_greedy(tmp_path / "greedy.jsonl")
     assert [answer.id.split("/")[0] for answer in answers] == ["heldout"] * 2 + ["known"] * 2 + ["prefix"] * 4
     oracle = ReferenceModel.load(work / "moe")

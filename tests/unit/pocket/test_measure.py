@@ -12,8 +12,16 @@ from testkit.pocket_evidence import CONFIG, make_evidence, make_models, script
 
 from pocket_moe import export, measure_agreement
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint
 from pocket_moe.measure import ALL, VARIANTS, MeasureSettings, claims, failures
-from pocket_moe.measure_agreement import AgreementSettings, heldout_documents, oracle_choices, our_choices, share
+from pocket_moe.measure_agreement import (
+    AgreementSettings,
+    agreement,
+    heldout_documents,
+    oracle_choices,
+    our_choices,
+    share,
+)
 from pocket_moe.measure_inputs import open_shards
 from pocket_moe.records import load_csv, load_json
 from pocket_moe.shards import Shards
@@ -37,6 +45,9 @@ def record(work: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def test_every_form_is_measured_on_every_domain(work: Path, record: dict[str, dict[str, dict[str, float]]]) -> None:
     assert list(record["order"]) == [variant.name for variant in VARIANTS]
+    assert record["weights"] == {
+        name: fingerprint(work / folder) for name, folder in (("model", "moe"), ("dense", "dense"))
+    }
     for values in record["nats"].values():
         assert set(values) == {"dictionary", "verse", ALL}
     rows = load_csv(work / "records/perplexity.csv")
@@ -131,6 +142,15 @@ def test_our_own_engines_choose_alike(work: Path) -> None:
     assert [len(choices) for choices in oracle] == [len(text) - 1 for text in documents]
     assert share(oracle, ours) > 0.9
     assert share([[1, 2], [3]], [[1, 5], [3]]) == pytest.approx(2 / 3, abs=1e-5)
+
+
+def test_agreement_is_of_the_weights_that_were_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = AgreementSettings(model=work / "moe", work=work, tokens=200, length=48)
+    theirs = oracle_choices(work / "moe", heldout_documents(settings))
+    monkeypatch.setattr(measure_agreement, "vllm_choices", lambda *_: (theirs, "0.0"))
+    found = agreement(settings)
+    assert found["weights"] == {"model": fingerprint(work / "moe")}
+    assert found["agree_fp32"] == 1.0
 
 
 def test_a_tokenizer_that_does_not_match_is_named(work: Path, tmp_path: Path) -> None:

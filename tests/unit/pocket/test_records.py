@@ -14,6 +14,7 @@ from testkit.pocket_evidence import make_evidence, make_models, script
 
 from pocket_moe import export
 from pocket_moe.errors import PocketError
+from pocket_moe.fingerprint import fingerprint
 from pocket_moe.records import ExpertTrace, Greedy, load_csv, load_greedy, load_json, save_csv, save_greedy, save_json
 from pocket_moe.shards import Shards
 from pocket_moe.traffic import choose_documents, load_record, peak, trace
@@ -174,6 +175,8 @@ def test_the_script_writes_trace_and_load(work: Path, tmp_path: Path) -> None:
     traced, record = ExpertTrace.load(tmp_path / "experts.npz"), load_json(tmp_path / "load.json")
     assert len(traced.ids) == sum(record["tokens"].values()) >= 500
     assert np.array(record["counts"]["verse"]).tolist() == traced.counts()[1].tolist()
+    weights = {"model": fingerprint(work / "moe")}
+    assert record["weights"] == load_json(tmp_path / "traced.json")["experts.npz"] == weights
 
 
 def test_answers_json_and_csv_come_back(tmp_path: Path) -> None:
