@@ -2,18 +2,24 @@
 # The pocket model from nothing: text, tokenizer, training, speculators, records, card. About 30 minutes on one Hopper
 # GPU and two cores. Started again after a stop, trainings go on from their last checkpoint.
 # With --smoke, or where there is no GPU: text, tokenizer and 20 steps of a tiny model on the CPU; some 5 minutes.
+# --work DIR: another working folder than build/pocket-moe. --sources FILE: another list of packages than sources.toml.
 # Exits with 1 at the end if a claim of evaluate.py or agree.py does not hold.
 set -euo pipefail
-smoke=
-for argument in "$@"; do
-  if [ "$argument" != --smoke ]; then
-    echo "usage: $0 [--smoke]; there is no $argument" >&2
-    exit 2
-  fi
-  smoke=1
+smoke='' work=build/pocket-moe sources=()
+while [ $# -gt 0 ]; do
+  case $1,${2:+value} in
+    --smoke,*) smoke=1 ;;
+    --work,value) work=$(realpath -m "$2") && shift ;;
+    --sources,value) sources=(--sources "$(realpath -m "$2")") && shift ;;
+    *)
+      echo "usage: $0 [--smoke] [--work DIR] [--sources FILE]; there is no $1, or it lacks its value" >&2
+      exit 2
+      ;;
+  esac
+  shift
 done
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-.venv/bin/python} here=examples/pocket-moe work=build/pocket-moe
+python=${PYTHON:-.venv/bin/python} here=examples/pocket-moe
 
 step() { echo "== $1"; "$python" "$here/$1.py" "${@:2}"; }
 
@@ -35,7 +41,7 @@ claim() {
   fi
 }
 
-step data --work "$work"
+step data --work "$work" "${sources[@]}"
 if [ -n "$smoke" ] || ! command -v nvidia-smi > /dev/null; then
   rm -rf "$work/runs/smoke"
   train smoke --smoke

@@ -22,7 +22,8 @@ from pocket_moe.command import WORK, parser, reported
 from pocket_moe.config import POCKET
 from pocket_moe.loop import TrainSettings
 from pocket_moe.model import Options
-from pocket_moe.run import RunSettings, export_run, train
+from pocket_moe.run import export_run, train
+from pocket_moe.run_settings import RunSettings
 from pocket_moe.schedule import Schedule
 
 SMOKE = {
@@ -38,15 +39,21 @@ SMOKE = {
     "save_every": 10,
     "eval_tokens": 512,
 }
-"""What ``--smoke`` stands for: seconds on a CPU."""
+"""Defaults with ``--smoke``: seconds on a CPU."""
 
 
 def main(arguments: list[str]) -> int:
-    args = _parser().parse_args(arguments)
+    args = _parsed(arguments)
     if args.smoke:
-        vars(args).update(SMOKE)
         torch.set_num_threads(1)  # for tensors this small more threads only wait for one another
     return reported(lambda: _export(args) if args.export_only else train(_settings(args)))
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    made = _parser()
+    if made.parse_args(arguments).smoke:
+        made.set_defaults(**SMOKE)
+    return made.parse_args(arguments)
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -60,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--run", required=True, metavar="NAME", help="goes to WORK/runs/NAME")
     add("--kind", choices=("moe", "dense", "speculator"), default="moe")
     add("--size", choices=("pocket", "tiny"), default="pocket", help="tiny: for trials")
-    add("--smoke", action="store_true", help="20 steps of a tiny model on the CPU")
+    add("--smoke", action="store_true", help="20 steps of a tiny model on the CPU, where no option says otherwise")
     add("--resume", action="store_true", help="go on from the last checkpoint")
     add("--start", type=Path, metavar="MODEL", help="begin with the weights of an exported folder")
     add("--export-only", action="store_true", help="write runs/NAME/model from the last checkpoint")

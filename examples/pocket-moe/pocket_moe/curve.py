@@ -26,7 +26,8 @@ class Line:
 
 
 class Curve:
-    """Appends to ``path``; lines after step ``keep`` are dropped first, since the run goes on from there."""
+    """Appends to ``path``; lines after step ``keep`` are dropped first, since the run goes on from there. There is a
+    line of that step, so each line stands for all steps since the one before it."""
 
     def __init__(self, path: Path, domains: list[str], *, keep: int) -> None:
         self._path, self._domains = path, domains

@@ -6,20 +6,18 @@ Reads ``WORK/shards`` and ``WORK/tokenizer``; writes ``WORK/runs/NAME/``: checkp
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import math
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
 
 import torch
 
 from pocket_moe import checkpoint, export
-from pocket_moe.batches import Batches, BatchSettings
+from pocket_moe.batches import Batches
 from pocket_moe.checkpoint import Identity
 from pocket_moe.config import POCKET, PocketConfig, tiny
 from pocket_moe.curve import Curve, Line
@@ -27,44 +25,13 @@ from pocket_moe.dense import dense_like, speculator
 from pocket_moe.device import open_device
 from pocket_moe.errors import PocketError
 from pocket_moe.heldout import Heldout
-from pocket_moe.loop import Trainer, TrainSettings
+from pocket_moe.loop import Trainer
 from pocket_moe.memory import told_when_full
-from pocket_moe.model import Options, PocketMoe
+from pocket_moe.model import PocketMoe
+from pocket_moe.run_settings import RunSettings, identity_of
 from pocket_moe.shards import Shards
 
-Kind = Literal["moe", "dense", "speculator"]
-Keep = Literal["full", "small", "both"]
-
 SMALLER = "Pass --resume with a smaller --chunk-rows, or a new --run with a smaller --rows."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSettings:
-    """``steps`` is where the run ends, counted over all its parts; ``minutes`` ends this part."""
-
-    work: Path
-    name: str
-    kind: Kind = "moe"
-    size: Literal["pocket", "tiny"] = "pocket"
-    steps: int = 10_000
-    minutes: float | None = None
-    batches: BatchSettings = field(default_factory=BatchSettings)
-    training: TrainSettings
-    options: Options = field(default_factory=Options)
-    dropout: float = 0.0
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    device: str = "cuda"
-    resume: bool = False
-    start: Path | None = None
-    log_every: int = 20
-    eval_every: int = 500
-    eval_tokens: int = 16_384
-    save_every: int = 2_000
-    keep: Keep = "full"
-
-    @property
-    def folder(self) -> Path:
-        return self.work / "runs" / self.name
 
 
 def train(settings: RunSettings) -> None:
@@ -84,7 +51,7 @@ def _train(settings: RunSettings) -> None:
     config = _config(settings, shards)
     model = _model(settings, config, device, shards.meta.tokenizer_sha256)
     trainer = Trainer(model, settings.training, dtype=_dtype(settings), batch_tokens=settings.batches.tokens)
-    identity = Identity(config=config, data=_data_identity(settings, shards), training=_training_identity(settings))
+    identity = identity_of(settings, config, shards)
     _continue(settings, trainer, identity)
     with Batches(shards, settings.batches, device, pad_id=config.pad_token_id) as batches:
         _Part(settings, trainer, identity, batches, _heldout(settings, config, device)).run()
@@ -112,51 +79,54 @@ class _Part:
         self._settings, self._trainer, self._identity = settings, trainer, identity
         self._batches, self._heldout = batches, heldout
         self._curve = Curve(settings.folder / "loss.csv", list(heldout.tokens), keep=trainer.steps)
-        self._saved = trainer.steps
+        self._saved = self._logged = trainer.steps
+        self._clock = time.monotonic()
 
     def run(self) -> None:
         settings, trainer = self._settings, self._trainer
-        deadline = None if settings.minutes is None else time.monotonic() + 60 * settings.minutes
+        deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
         print(f"{settings.name}: {_summary(trainer, self._batches)}", flush=True)
         with _signals() as stop:
-            clock, counted = time.monotonic(), trainer.steps
+            self._clock = time.monotonic()
             while trainer.steps < settings.steps and not stop:
                 trainer.step(self._batches.batch(trainer.steps))
                 if self._due(settings.log_every):
-                    clock, counted = self._log(clock, counted)
-                    if deadline is not None and time.monotonic() >= deadline:
+                    self._log()
+                    if time.monotonic() >= deadline:
                         stop.append("the time limit")
                 if self._due(settings.save_every):
                     self._save()
+        self._save()
         if stop:
             print(f"stopped by {stop[0]} at step {trainer.steps}; go on with --resume", flush=True)
-        self._save()
 
     def _due(self, every: int) -> bool:
         return self._trainer.steps % every == 0 or self._trainer.steps == self._settings.steps
 
-    def _log(self, clock: float, counted: int) -> tuple[float, int]:
-        """One line of the curve; evaluation is not counted into the speed."""
+    def _log(self) -> None:
+        """A line for the steps since the last one. Evaluation and checkpoints are not counted into the speed."""
         settings, trainer = self._settings, self._trainer
+        if trainer.steps == self._logged:
+            return
         self._require_finite()
         stats = trainer.read()
-        speed = (trainer.steps - counted) * settings.batches.tokens / max(1e-9, time.monotonic() - clock)
-        tokens = trainer.steps * settings.batches.tokens
+        seconds = max(1e-9, time.monotonic() - self._clock)
+        tokens, taken = trainer.steps * settings.batches.tokens, trainer.steps - self._logged
         # Where the steps of two logs hold a multiple of eval_every.
-        due = trainer.steps // settings.eval_every > counted // settings.eval_every or trainer.steps == settings.steps
+        due = trainer.steps // settings.eval_every > self._logged // settings.eval_every
         self._curve.add(
             Line(
                 step=trainer.steps,
                 tokens=tokens,
                 lr=settings.training.schedule.rate(tokens),
                 stats=stats,
-                tokens_per_second=speed,
+                tokens_per_second=taken * settings.batches.tokens / seconds,
                 steps_left=settings.steps - trainer.steps,
-                seconds_per_step=settings.batches.tokens / max(1e-9, speed),
-                heldout=self._evaluate() if due else None,
+                seconds_per_step=seconds / taken,
+                heldout=self._evaluate() if due or trainer.steps == settings.steps else None,
             )
         )
-        return time.monotonic(), trainer.steps
+        self._logged, self._clock = trainer.steps, time.monotonic()
 
     def _evaluate(self) -> dict[str, float]:
         with self._trainer.evaluating() as model:
@@ -164,7 +134,7 @@ class _Part:
         return {"": self._heldout.mean(by_domain)} | by_domain
 
     def _require_finite(self) -> None:
-        """Before a line and before a checkpoint, so that the last checkpoint is a good one."""
+        """Before a line, and so before a checkpoint: the last one is a good one."""
         if not self._trainer.finite():
             raise PocketError(
                 f"The loss or its gradient is no longer finite at step {self._trainer.steps}.",
@@ -174,15 +144,16 @@ class _Part:
             )
 
     def _save(self) -> None:
+        """A checkpoint, after a line up to it: a run that goes on counts its next line from here."""
         if self._trainer.steps == self._saved:
             return
-        self._require_finite()
+        self._log()
         folder, keep = self._settings.folder, self._settings.keep
         if keep != "small":
             checkpoint.save_full(folder, self._trainer, self._identity)
         if keep != "full":
             checkpoint.save_small(folder, self._trainer, self._identity)
-        self._saved = self._trainer.steps
+        self._saved, self._clock = self._trainer.steps, time.monotonic()
 
 
 def _dtype(settings: RunSettings) -> torch.dtype:
@@ -218,39 +189,6 @@ def _model(settings: RunSettings, config: PocketConfig, device: torch.device, to
             )
         model.load_state_dict(given.state_dict())
     return model.to(device)
-
-
-def _data_identity(settings: RunSettings, shards: Shards) -> dict[str, object]:
-    """What decides the tokens of each step."""
-    order = hashlib.sha256(shards.starts.tobytes() + shards.domain.tobytes()).hexdigest()
-    return {
-        "tokenizer": shards.meta.tokenizer_sha256,
-        "documents": order,
-        "rows": settings.batches.rows,
-        "length": settings.batches.length,
-        "seed": settings.batches.seed,
-        "weights": dict(sorted(settings.batches.weights.items())),
-    }
-
-
-def _training_identity(settings: RunSettings) -> dict[str, Any]:
-    """What decides each step's update, under the names of ``train.py``'s options."""
-    training, schedule = settings.training, settings.training.schedule
-    return {
-        "steps": schedule.total // settings.batches.tokens,
-        "schedule": schedule.kind,
-        "lr": schedule.peak,
-        "lr-floor": schedule.floor,
-        "warmup": schedule.warmup // settings.batches.tokens,
-        "decay": schedule.decay,
-        "weight-decay": training.weight_decay,
-        "clip": training.clip,
-        "balance": training.balance,
-        "z-loss": training.z,
-        "average": training.average,
-        "dropout": settings.dropout,
-        "dtype": settings.dtype,
-    }
 
 
 def _continue(settings: RunSettings, trainer: Trainer, identity: Identity) -> None:

@@ -59,11 +59,20 @@ def test_a_smoke_run_ends_after_its_training(root: Path) -> None:
     assert calls[1].endswith("--run smoke --smoke")
 
 
-def test_an_unknown_argument_is_refused(root: Path) -> None:
-    done, calls = rebuild(root, "--smok", FAILING="")
+@pytest.mark.parametrize("wrong", ["--smok", "--work", "--sources", ""])
+def test_an_unknown_argument_is_refused(root: Path, wrong: str) -> None:
+    done, calls = rebuild(root, "--smoke", wrong, FAILING="")
     assert (done.returncode, calls) == (2, [])
     assert "usage: " in done.stderr
-    assert "--smok" in done.stderr
+    assert f"there is no {wrong}, or" in done.stderr
+
+
+def test_another_folder_and_another_list_reach_every_step(root: Path) -> None:
+    work = os.path.relpath(root / "build/pocket-moe")  # of the caller's folder, not of the repository
+    done, calls = rebuild(root, "--work", work, "--sources", str(root / "mine.toml"), FAILING="")
+    assert (done.returncode, names(calls)) == (0, SCRIPTS)
+    assert calls[0].endswith(f"--work {root}/build/pocket-moe --sources {root}/mine.toml")
+    assert all(f"--work {root}/build/pocket-moe" in call for call in calls)
 
 
 def test_a_run_with_a_checkpoint_goes_on(root: Path) -> None:
