@@ -19,6 +19,7 @@ AT_LEAST = 0.95
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # CUDA, asked for below, does not survive a fork
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     return reported(lambda: _agree(args))
 

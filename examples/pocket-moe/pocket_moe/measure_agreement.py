@@ -91,6 +91,7 @@ def vllm_choices(settings: AgreementSettings, documents: Choices) -> tuple[Choic
         max_model_len=settings.length,
         gpu_memory_utilization=0.5,
         enable_prefix_caching=False,
+        enforce_eager=True,  # no compilation: there is one pass
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     prompts = [{"prompt_token_ids": text} for text in documents]
