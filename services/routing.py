@@ -1,0 +1,115 @@
+"""Which seat holds which experts: the versioned table that the scheduler writes and every worker reads. Torch-free.
+
+An expert worker holds one seat. Seats are numbered once and never renumbered. The experts of the model are split into
+shard groups, layer by layer; every seat of a group holds the whole group, so any of them may take its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import msgspec
+
+from services.errors import ConfigError
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """An expert worker as others reach it. ``worker`` is its incarnation, never reused; ``node`` the machine it is on.
+
+    ``capacity`` is its speed against the others, 1 for all if they are alike.
+    """
+
+    number: int
+    worker: str
+    group: int
+    host: str
+    port: int
+    node: str = ""
+    capacity: float = 1.0
+
+
+class ShardGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """``experts``: layer -> ids of the experts that every seat of the group holds, ascending."""
+
+    number: int
+    experts: dict[int, tuple[int, ...]]
+
+
+class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One version. Tables with a higher ``epoch`` replace those with a lower one.
+
+    Every expert of every layer is in exactly one group; a group may be without seats.
+    """
+
+    epoch: int
+    fingerprint: str
+    num_experts: int
+    groups: tuple[ShardGroup, ...]
+    seats: tuple[Seat, ...] = ()
+
+    @cached_property
+    def group_of(self) -> Mapping[int, tuple[int, ...]]:
+        """Layer -> group number by expert id.
+
+        Raises:
+            ConfigError: an expert of a layer is in no group or in several.
+        """
+        found: dict[int, list[int]] = {}
+        for group in self.groups:
+            for layer, experts in group.experts.items():
+                row = found.setdefault(layer, [-1] * self.num_experts)
+                for expert in experts:
+                    if row[expert] >= 0:
+                        raise _misfit(f"expert {expert} of layer {layer} is in groups {row[expert]} and {group.number}")
+                    row[expert] = group.number
+        for layer, row in found.items():
+            if -1 in row:
+                raise _misfit(f"expert {row.index(-1)} of layer {layer} is in no group")
+        return {layer: tuple(row) for layer, row in found.items()}
+
+    @cached_property
+    def seats_of(self) -> Mapping[int, tuple[Seat, ...]]:
+        """Group number -> its seats, by number; () for a group without."""
+        return {
+            group.number: tuple(
+                sorted((seat for seat in self.seats if seat.group == group.number), key=lambda seat: seat.number)
+            )
+            for group in self.groups
+        }
+
+
+def even_groups(layers: list[int], num_experts: int, groups: int) -> tuple[ShardGroup, ...]:
+    """``groups`` of consecutive experts, equal in every layer and as even as can be: where no load is known yet.
+
+    Raises:
+        ConfigError: there are more groups than experts.
+    """
+    if not 1 <= groups <= num_experts:
+        raise ConfigError(
+            f"{num_experts} experts cannot be split into {groups} groups.", hint=f"Choose 1 to {num_experts}."
+        )
+    bounds = [number * num_experts // groups for number in range(groups + 1)]
+    return tuple(
+        ShardGroup(number=number, experts=dict.fromkeys(layers, tuple(range(bounds[number], bounds[number + 1]))))
+        for number in range(groups)
+    )
+
+
+def encode_table(table: RoutingTable) -> bytes:
+    return _encoder.encode(table)
+
+
+def decode_table(data: bytes) -> RoutingTable:
+    """Raises msgspec.DecodeError where ``data`` is no table."""
+    return _decoder.decode(data)
+
+
+def _misfit(problem: str) -> ConfigError:
+    return ConfigError(
+        f"The routing table does not fit together: {problem}.", hint="Let the scheduler write a new one."
+    )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RoutingTable)
