@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--speculators", type=Path, default=EXAMPLE / "speculators")
     add("--measure-only", action="store_true", help="of the speculators that are there")
-    add("--count", type=int, default=3)
+    add("--count", type=int, default=2)
     add("--layers", type=int, default=3)
     add("--floors", type=float, nargs="+", default=[0.0, 0.1], help="weights of covered positions to compare")
     add("--steps", type=int, default=3000, help="of the first speculator")

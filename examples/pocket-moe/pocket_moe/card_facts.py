@@ -35,7 +35,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """``agreement`` is None until it was measured."""
+    """``agreement`` is None until it was measured. ``tried`` has the runs that the recipe was chosen from, if any."""
 
     config: PocketConfig
     perplexity: dict[str, Any]
@@ -49,6 +49,7 @@ class Facts:
     smallest_margin: float
     moe: Training
     dense: Training
+    tried: dict[str, Any]
 
     @property
     def active(self) -> int:
@@ -61,7 +62,8 @@ class Facts:
 def load_facts(root: Path) -> Facts:
     """Raises PocketError if a record is missing or damaged, or of other weights than ``root`` holds."""
     records, weights = root / "records", held(root)
-    vllm, answers = records / "vllm.json", load_greedy(records / "greedy.jsonl")
+    vllm, tried = records / "vllm.json", root / "tried.json"
+    answers = load_greedy(records / "greedy.jsonl")
     model = {"model": weights["model"]}
     for name in ("experts.npz", "greedy.jsonl", "samples.jsonl"):
         require(records / name, noted(records / name), model)
@@ -78,6 +80,7 @@ def load_facts(root: Path) -> Facts:
         smallest_margin=min((answer.margin for answer in answers), default=math.inf),
         moe=training(load_csv(records / "loss-moe.csv")),
         dense=training(load_csv(records / "loss-dense.csv")),
+        tried=load_json(tried) if tried.is_file() else {},
     )
 
 
