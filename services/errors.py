@@ -11,6 +11,15 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- PortInUse           another process listens on the address
     |   `-- FingerprintMismatch another model is served in this namespace
     |-- StaleLeader             another scheduler was elected; this one changed nothing
+    |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
+    |-- FabricError             two workers do not get along; the calls go to another replica
+    |   |-- WireError           the peer sent bytes that are no frame, or a frame larger than allowed
+    |   |-- ProtocolMismatch    the peer speaks another version, or serves rows of another width or dtype
+    |   |-- SecretMismatch      the peer does not know this cluster's secret
+    |   |-- SeatLost            the connection broke, or the peer fell silent
+    |   |-- SeatLeaving         the expert worker is draining
+    |   |-- CallFailed          the expert worker could not compute a call
+    |   `-- BadAnswer           the answer has another shape, or NaN where another replica has none
     `-- RequestError            one request fails; nothing else does
         |-- InvalidRequest      400
         |   |-- UnsupportedParameter
@@ -100,6 +109,46 @@ class StaleLeader(ExpertMeshError):
     """Another scheduler was elected. The call changed nothing; its caller does not lead any more."""
 
     code = "stale_leader"
+
+
+class StaleTable(ExpertMeshError):
+    """The epoch of a routing table is not above the published one and those in use. The call changed nothing."""
+
+    code = "stale_table"
+
+
+class FabricError(ExpertMeshError):
+    """Between two workers, never seen by a client: the link resends the call or raises :class:`ExpertUnavailable`."""
+
+    code = "fabric_error"
+
+
+class WireError(FabricError):
+    code = "wire_error"
+
+
+class ProtocolMismatch(FabricError):
+    code = "protocol_mismatch"
+
+
+class SecretMismatch(FabricError):
+    code = "secret_mismatch"
+
+
+class SeatLost(FabricError):
+    code = "seat_lost"
+
+
+class SeatLeaving(FabricError):
+    code = "seat_leaving"
+
+
+class CallFailed(FabricError):
+    code = "call_failed"
+
+
+class BadAnswer(FabricError):
+    code = "bad_answer"
 
 
 class RequestError(ExpertMeshError):

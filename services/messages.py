@@ -1,7 +1,7 @@
 """The wire: every message that crosses a process boundary, and its codec. Torch-free.
 
-Events and inbox messages are msgpack arrays: their field order is part of the wire, new fields go last. Requests and
-workers are maps. In all of them a new field has a default.
+Events, inbox messages and the reports of seats are msgpack arrays: their field order is part of the wire, new fields
+go last. Requests and workers are maps. In all of them a new field has a default.
 Ids and lengths are counted in tokens, times in milliseconds by Redis TIME.
 """
 
@@ -139,14 +139,75 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     metrics_url: str | None = None
 
 
+SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
+"""Of an expert worker: without a group, fetching one, serving it, about to end."""
+
+
+class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an expert worker tells about itself when it takes a seat. Ids are incarnations, never reused.
+
+    It listens on ``host``:``port`` and has ``memory_bytes`` for experts. ``capacity`` is its speed against the others;
+    ``group`` the shard group that it would rather hold. The model has ``num_experts`` in each of ``layers``.
+    """
+
+    id: str
+    fingerprint: str
+    host: str
+    port: int
+    memory_bytes: int
+    pid: int
+    version: str
+    node: str = ""
+    capacity: float = 1.0
+    metrics_url: str | None = None
+    group: int | None = None
+    num_experts: int = 0
+    layers: tuple[int, ...] = ()
+
+
+class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What an expert worker says with each heartbeat. ``digest`` tells which experts of ``group`` it has loaded."""
+
+    status: SeatStatus
+    group: int | None = None
+    digest: str = ""
+    outstanding_rows: int = 0
+
+
+class SeatRows(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Rows that a seat computed since it loaded the group ``digest``: layer -> one count per expert, ascending.
+
+    Totals, so that a report may be lost or come twice; :meth:`since` is what came between two of them.
+    """
+
+    digest: str
+    rows: dict[int, tuple[int, ...]]
+
+    def since(self, earlier: SeatRows | None) -> dict[int, tuple[int, ...]]:
+        """Rows after ``earlier``; all where ``earlier`` counted another group."""
+        if earlier is None or earlier.digest != self.digest:
+            return self.rows
+        return {
+            layer: tuple(now - then for now, then in zip(counts, earlier.rows[layer], strict=True))
+            if layer in earlier.rows
+            else counts
+            for layer, counts in self.rows.items()
+        }
+
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
 _results_decoder = msgspec.msgpack.Decoder(list[ResultEvent])
 _inbox_decoder: msgspec.msgpack.Decoder[InboxMessage] = msgspec.msgpack.Decoder(InboxMessage)
 _worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
+_expert_decoder = msgspec.msgpack.Decoder(ExpertInfo)
+_report_decoder = msgspec.msgpack.Decoder(SeatReport)
+_rows_decoder = msgspec.msgpack.Decoder(SeatRows)
+
+Message = GenerateRequest | InboxMessage | WorkerInfo | ExpertInfo | SeatReport | SeatRows
 
 
-def encode(message: GenerateRequest | InboxMessage | WorkerInfo | Sequence[ResultEvent]) -> bytes:
+def encode(message: Message | Sequence[ResultEvent]) -> bytes:
     """``message`` as msgpack bytes."""
     return _encoder.encode(message)
 
@@ -165,3 +226,15 @@ def decode_inbox(data: bytes) -> InboxMessage:
 
 def decode_worker(data: bytes) -> WorkerInfo:
     return _worker_decoder.decode(data)
+
+
+def decode_expert(data: bytes) -> ExpertInfo:
+    return _expert_decoder.decode(data)
+
+
+def decode_seat_report(data: bytes) -> SeatReport:
+    return _report_decoder.decode(data)
+
+
+def decode_seat_rows(data: bytes) -> SeatRows:
+    return _rows_decoder.decode(data)

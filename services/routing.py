@@ -6,10 +6,12 @@ shard groups, layer by layer; every seat of a group holds the whole group, so an
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 
 import msgspec
+from msgspec import structs
 
 from services.errors import ConfigError
 
@@ -105,6 +107,21 @@ def decode_table(data: bytes) -> RoutingTable:
     return _decoder.decode(data)
 
 
+def encode_group(group: ShardGroup) -> bytes:
+    """Equal groups have equal bytes."""
+    return _encoder.encode(structs.replace(group, experts=dict(sorted(group.experts.items()))))
+
+
+def decode_group(data: bytes) -> ShardGroup:
+    """Raises msgspec.DecodeError where ``data`` is no group."""
+    return _group_decoder.decode(data)
+
+
+def group_digest(group: ShardGroup) -> str:
+    """Names the contents of ``group``: 16 hexadecimal digits, the same in every process."""
+    return hashlib.blake2b(encode_group(group), digest_size=8).hexdigest()
+
+
 def _misfit(problem: str) -> ConfigError:
     return ConfigError(
         f"The routing table does not fit together: {problem}.", hint="Let the scheduler write a new one."
@@ -112,4 +129,5 @@ def _misfit(problem: str) -> ConfigError:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_group_decoder = msgspec.msgpack.Decoder(ShardGroup)
 _decoder = msgspec.msgpack.Decoder(RoutingTable)

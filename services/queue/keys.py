@@ -84,5 +84,36 @@ class Keys:
     def api_keys(self) -> str:
         return f"{self.prefix}keys"
 
+    @property
+    def seats(self) -> str:
+        return f"{self.prefix}seats"
+
+    @property
+    def seat_numbers(self) -> str:
+        return f"{self.prefix}seat_numbers"
+
+    @property
+    def last_seat(self) -> str:
+        return f"{self.prefix}last_seat"
+
+    def seat(self, worker_id: str) -> str:
+        return f"{self.prefix}seat:{worker_id}"
+
+    @property
+    def table(self) -> str:
+        return f"{self.prefix}table"
+
+    @property
+    def table_epoch(self) -> str:
+        return f"{self.prefix}table_epoch"
+
+    @property
+    def table_readers(self) -> str:
+        return f"{self.prefix}table_readers"
+
+    @property
+    def table_epochs(self) -> str:
+        return f"{self.prefix}table_epochs"
+
     def dead_letter(self, request_id: str) -> str:
         return f"{self.prefix}dead:{request_id}"

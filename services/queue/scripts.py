@@ -21,6 +21,7 @@ from services.errors import (
     ExpertMeshError,
     FingerprintMismatch,
     StaleLeader,
+    StaleTable,
     Unavailable,
 )
 from services.queue.connect import queue_errors
@@ -62,7 +63,7 @@ class Scripts:
         self._limits = pack_limits(limits)
 
     async def run(self, name: str, *arguments: Argument) -> Any:
-        """The script's reply. Raises QueueUnavailable, StaleLeader or FingerprintMismatch."""
+        """The script's reply. Raises QueueUnavailable, StaleLeader, StaleTable or FingerprintMismatch."""
         with queue_errors():
             try:
                 return await self._evaluate(self._scripts[name], (1, self._prefix, self._limits, *arguments))
@@ -128,6 +129,11 @@ def _text(data: bytes) -> msgspec.Raw:
 def _typed(text: str) -> ExpertMeshError | None:
     if "STALELEADER" in text:
         return StaleLeader("Another scheduler leads.", hint="Campaign again before touching the queue.")
+    if "STALETABLE" in text:
+        highest = text.split("STALETABLE", 1)[1].split()[0]
+        return StaleTable(
+            f"Epoch {highest} of the routing table is in use already.", hint="Make the table anew for the next epoch."
+        )
     if "FINGERPRINT" in text:
         served = text.split("FINGERPRINT", 1)[1].split()[0]
         return FingerprintMismatch(

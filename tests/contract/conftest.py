@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 from redis.asyncio import Redis
-from testkit.redis_server import RedisServer, running_redis
+from testkit.expert_floor import Floor
+from testkit.redis_server import APPEND_ONLY, RedisServer, running_redis
 
 from services.messages import (
     AttemptLost,
@@ -226,3 +227,22 @@ def new_bench(queue_limits: QueueLimits) -> Callable[[Redis], Awaitable[Bench]]:
 @pytest.fixture
 async def bench(redis: Redis, new_bench: Callable[[Redis], Awaitable[Bench]]) -> Bench:
     return await new_bench(redis)
+
+
+@pytest.fixture
+def floor(bench: Bench) -> Floor:
+    return Floor(bench)
+
+
+@pytest.fixture
+async def durable_floor(
+    redis_server: RedisServer,
+    new_redis_server: Callable[..., RedisServer],
+    new_bench: Callable[[Redis], Awaitable[Bench]],
+) -> AsyncIterator[tuple[RedisServer, Floor]]:
+    """A server that may be killed and started again with its data, and what is over it."""
+    server = new_redis_server(redis_server.binary, *APPEND_ONLY)
+    server.start()
+    client = connect(server.url)
+    yield server, Floor(await new_bench(client))
+    await client.aclose()

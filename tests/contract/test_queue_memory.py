@@ -6,8 +6,13 @@ import asyncio
 
 import pytest
 
+from services.messages import ExpertInfo
+from services.queue.expert_side import ExpertQueue
 from services.queue.limits import QueueLimits
 from services.queue.scripts import load_scripts
+from services.queue.seats import SeatRegistry
+from services.queue.tables import TableReader
+from services.routing import RoutingTable
 
 TINY = QueueLimits(
     max_requests=10_000, max_tokens=10**9, tombstone_s=0.05, idempotency_s=0.05, lost_s=0.05, stream_s=30
@@ -64,6 +69,15 @@ async def test_key_names_agree_with_the_scripts(bench):
         keys.request("r"), keys.queue(3, "te:nant"), keys.ring(3), keys.deficit(3), keys.stats, keys.leases,
         keys.workers,
         keys.worker("w"), keys.held("w"), keys.inbox("w"), keys.gateways, keys.owned("g1"), keys.leader, keys.wake,
+    ]  # fmt: skip
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    await ExpertQueue(bench.redis, keys).join(info, 60)
+    await TableReader(bench.redis, keys).note_epoch("w", 1, 60)
+    table = RoutingTable(epoch=2, fingerprint="f", num_experts=1, groups=())
+    await SeatRegistry(bench.redis, keys).publish_table(bench.epoch, table)
+    names += [
+        keys.seats, keys.seat_numbers, keys.last_seat, keys.seat("e"), keys.table, keys.table_epoch, keys.table_readers,
+        keys.table_epochs,
     ]  # fmt: skip
     assert {name for name in names if not await bench.redis.exists(name)} == set()
     assert all(key.startswith(b"{test}:") for key in await bench.redis.keys("*"))

@@ -1,0 +1,129 @@
+"""An expert worker's side of Redis: its seat, its assignment, and when it may go.
+
+The worker's id is its incarnation. All methods raise QueueUnavailable while Redis does not answer, and may be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from services.errors import QueueUnavailable
+from services.messages import ExpertInfo, SeatReport, SeatRows, encode
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scripts import Argument, Scripts, milliseconds
+from services.routing import ShardGroup, decode_group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """The group that a seat shall hold. The worker reports ``digest`` when it has loaded it."""
+
+    group: ShardGroup
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """What the scheduler wants of a seat."""
+
+    number: int
+    """The seat's; 0 if the worker never joined or is deregistered."""
+    leave: bool = False
+    """Call :meth:`ExpertQueue.leave`, serve until :func:`services.queue.tables.unused`, deregister and end."""
+    assignment: Assignment | None = None
+    """None: none yet, or Redis forgot it. What is loaded stays loaded."""
+    table_epoch: int = 0
+    """Of the table that is published; 0: none is."""
+    oldest_epoch: int | None = None
+    """Of the tables that attention workers may use; None: nobody uses any; 0: not known, Redis lost its data."""
+    rejoined: bool = False
+    """Redis did not know the worker (its lease had expired, or Redis lost its data); it has joined again."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Member:
+    info: ExpertInfo
+    lease_s: float
+    number: int = 0
+    assignment: Assignment | None = None
+
+
+class ExpertQueue:
+    """One or more expert workers' view of Redis."""
+
+    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+        self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._members: dict[str, _Member] = {}
+
+    async def join(self, info: ExpertInfo, lease_s: float) -> int:
+        """Takes a seat under a lease; its number, which no other worker ever has. Again: the same, and renews ``info``.
+
+        Raises FingerprintMismatch where live members of the namespace serve another model.
+        """
+        member = self._members.get(info.id)
+        joining = _Member(info=info, lease_s=lease_s, number=member.number if member else 0)
+        await self._enter(joining)
+        self._members[info.id] = joining
+        return joining.number
+
+    async def heartbeat(self, worker_id: str, report: SeatReport, rows: SeatRows | None = None) -> Orders:
+        """Renews the lease and says how the worker fares; call it every quarter of the lease.
+
+        Joins again by itself where Redis forgot the worker: with its number, unless another worker has that by now.
+        ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch.
+        """
+        member = self._members.get(worker_id)
+        if member is None:
+            return Orders(number=0, leave=True)
+        reply = await self._beat(member, report, rows)
+        rejoined = reply is None
+        if rejoined:
+            if worker_id not in self._members:  # deregistered meanwhile: it must not enter again
+                return Orders(number=0, leave=True)
+            await self._enter(member)
+            reply = await self._beat(member, report, rows)
+        if reply is None:
+            raise QueueUnavailable("Redis lost the seat as soon as it was taken.", retry_after_s=1)
+        return _orders(member, reply, rejoined=rejoined)
+
+    async def leave(self, worker_id: str) -> bool:
+        """Asks to be left out of the next table; False if Redis does not know the worker.
+
+        The worker goes on with its heartbeats (status ``leaving``) and with the rows that it gets.
+        """
+        return bool(await self._scripts.run("leave_seat", worker_id))
+
+    async def deregister(self, worker_id: str) -> None:
+        """Gives the seat up at once. Nobody gets its number."""
+        self._members.pop(worker_id, None)  # first: a heartbeat on its way must not enter it again
+        await self._scripts.run("deregister_seat", worker_id)
+
+    async def _enter(self, member: _Member) -> None:
+        info = member.info
+        seat = (info.id, milliseconds(member.lease_s), encode(info), info.fingerprint, member.number)
+        member.number = int(await self._scripts.run("join_seat", *seat))
+
+    async def _beat(self, member: _Member, report: SeatReport, rows: SeatRows | None) -> Any:
+        known = member.assignment.digest if member.assignment else ""
+        counted: Argument = encode(rows) if rows else ""
+        return await self._scripts.run("seat_heartbeat", member.info.id, report.status, encode(report), counted, known)
+
+
+def _orders(member: _Member, reply: list[Any], *, rejoined: bool) -> Orders:
+    number, leave, table_epoch, oldest, digest, group = reply
+    if not digest:
+        member.assignment = None
+    elif group:
+        member.assignment = Assignment(group=decode_group(group), digest=digest.decode())
+    return Orders(
+        number=number,
+        leave=bool(leave),
+        assignment=member.assignment,
+        table_epoch=table_epoch,
+        oldest_epoch=None if oldest < 0 else oldest,
+        rejoined=rejoined,
+    )

@@ -1,0 +1,63 @@
+"""The routing table as its readers see it: attention workers, and expert workers that look whether they are in it.
+
+In: :class:`RoutingTable`, whenever there is a newer one. Out: which epochs are in use, so that seats know when to go.
+"""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from services.queue.connect import MAX_BLOCK_MS, command
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scripts import Scripts, milliseconds
+from services.routing import RoutingTable, decode_table
+
+
+class TableReader:
+    """A reader's view of the table. All methods raise QueueUnavailable while Redis does not answer."""
+
+    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = Scripts(redis, keys, limits or QueueLimits())
+
+    async def read_table(self, known_epoch: int = 0, block_ms: int = 0) -> RoutingTable | None:
+        """The published table if its epoch is above ``known_epoch``, waiting up to ``block_ms`` for one; else None.
+
+        The known epoch is all that the reader brings, so nothing is missed between calls and connections. Without a
+        newer table the call moves some hundred bytes.
+        """
+        block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
+        place = ("STREAMS", self._keys.table, f"{known_epoch}-0")
+        reply = await command(self._redis, "XREAD", "COUNT", 1, *block, *place)
+        return decode_table(reply[0][1][-1][1][b"t"]) if reply else None
+
+    async def note_epoch(self, worker_id: str, epoch: int, lease_s: float) -> int:
+        """Says that the worker uses no table below ``epoch``; the published epoch (0: none). Renews the worker's lease.
+
+        Seats of tables from ``epoch`` on stay until a later call. So a worker moves to a newer table first and
+        notes it when nothing of the older one is under way; only its first table it takes by :meth:`enter`. Call it
+        every quarter of the lease, which ends by :meth:`SeatRegistry.reap` alone.
+        """
+        return int(await self._scripts.run("note_epoch", worker_id, milliseconds(lease_s), epoch))
+
+    async def enter(self, worker_id: str, lease_s: float) -> RoutingTable | None:
+        """The worker's first table, noted before any of its seats could go; None if none is published."""
+        table = await self.read_table()
+        while table is not None and await self.note_epoch(worker_id, table.epoch, lease_s) > table.epoch:
+            table = await self.read_table()
+        return table
+
+    async def forget(self, worker_id: str) -> None:
+        """The worker uses no table any more; no seat waits for it."""
+        await self._scripts.run("forget_reader", worker_id)
+
+
+def unused(table: RoutingTable, worker_id: str, oldest_epoch: int | None) -> bool:
+    """Whether an expert worker that leaves may end: it is not in the newest table, and nobody uses an older one.
+
+    ``oldest_epoch`` was asked for after ``table`` was read.
+    """
+    listed = any(seat.worker == worker_id for seat in table.seats)
+    return not listed and (oldest_epoch is None or oldest_epoch >= table.epoch)
