@@ -37,3 +37,11 @@ class ExpertLink(Protocol[HandleT]):
             ExpertUnavailable: no replica of an expert that a row chose is alive.
         """
         ...
+
+
+class CountingLink(ExpertLink[HandleT], Protocol[HandleT]):
+    """A link that knows how many rows each expert took."""
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        """Layer -> rows by expert, since the link was made."""
+        ...

@@ -6,7 +6,7 @@ rounding, so whatever differs comes from the link and from the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.tcp_fabric import tcp_link
 from torch import Tensor
 
 from moe_kernels import reference
@@ -31,7 +32,13 @@ def local(layers: Mapping[int, ExpertWeights]) -> Iterator[ExpertLink[Any]]:
     yield LocalLink(ExpertShard(layers, num_experts=EXPERTS).by_layer(), num_experts=EXPERTS)
 
 
-IMPLEMENTATIONS: dict[str, OpenLink] = {"local": local}
+def tcp(replicas: Sequence[int], **options: Any) -> OpenLink:
+    """Groups with so many seats each."""
+    return lambda layers: tcp_link(layers, EXPERTS, replicas, **options)
+
+
+IMPLEMENTATIONS: dict[str, OpenLink] = {"local": local, "tcp": tcp([1]), "tcp-3-workers": tcp([2, 1])}
+IMPLEMENTATIONS["tcp-reduced"] = tcp([2], reduced=True)  # one group: across groups it adds in another order
 
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
@@ -97,6 +104,15 @@ def test_identity_experts_return_the_rows(
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, torch.full((rows, slots), 1 / slots)))
     assert y_TD.dtype == dtype
     assert torch.equal(y_TD, x_TD)
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_identity_experts_return_the_rows_by_uneven_dyadic_weights(open_link: OpenLink, rows: int, seed: int) -> None:
+    x_TD, (ids_TK, _) = whole_rows(rows, seed), choice(rows, 4, seed)
+    weights_TK = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(rows, 4)
+    with open_link({0: scaling_experts([1] * EXPERTS)}) as link:
+        assert torch.equal(link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK)), x_TD)
 
 
 @given(st.integers(1, 40), st.integers(1, EXPERTS), st.integers(0, 2**31))

@@ -1,0 +1,111 @@
+"""Calls that wait for the experts of one worker: bounded in rows, in the order of arrival, joined by layer.
+
+Whoever puts a call waits for room and reads nothing from its connection meanwhile: that is the back-pressure.
+Legend: R rows of a call, D hidden size, K slots per row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """One dispatch. ``answer`` takes the result, or the error that computing it ended with."""
+
+    layer: int
+    reduced: bool
+    x_RD: Tensor
+    ids_RK: Tensor
+    weights_RK: Tensor
+    answer: Callable[[Tensor | Exception], None]
+
+    @property
+    def rows(self) -> int:
+        return self.x_RD.shape[0]
+
+    def joins(self, other: Call) -> bool:
+        """Whether one computation can serve both."""
+        same = self.layer == other.layer and self.reduced == other.reduced
+        return same and (not self.reduced or self.ids_RK.shape[1] == other.ids_RK.shape[1])
+
+
+class Inbox:
+    """Thread-safe.
+
+    Args:
+        rows: how many may be in flight, from :meth:`put` to :meth:`release`; one call that has more goes in alone.
+        join_rows: how many one computation takes, unless a single call has more.
+    """
+
+    def __init__(self, rows: int, join_rows: int) -> None:
+        assert rows > 0
+        assert join_rows > 0
+        self._rows = rows
+        self._join_rows = join_rows
+        self._changed = threading.Condition()
+        self._line: deque[Call] = deque()
+        self._waiting: deque[Call] = deque()
+        self._in_flight: set[Call] = set()
+        self._closed = False
+        self.rows_in_flight = 0
+        """Accepted and not yet answered."""
+
+    def put(self, call: Call) -> bool:
+        """Wait for room, first come first served, and queue ``call``; False if the inbox was closed instead."""
+        with self._changed:
+            self._line.append(call)
+            self._changed.wait_for(lambda: self._closed or (self._line[0] is call and self._fits(call)))
+            self._line.remove(call)
+            if self._closed:
+                return False
+            self._waiting.append(call)
+            self._in_flight.add(call)
+            self.rows_in_flight += call.rows
+            self._changed.notify_all()
+            return True
+
+    def take(self) -> list[Call]:
+        """The call that waits longest and, within ``join_rows``, those that :meth:`Call.joins`; [] once closed.
+
+        There is no barrier: whoever arrived is served, whatever other attention workers do (ExpertFlow, section 3.2).
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting)
+            if self._closed:
+                return []
+            taken, rows = [first := self._waiting.popleft()], 0
+            rows += first.rows
+            for call in [call for call in self._waiting if call.joins(first)]:
+                if rows + call.rows > self._join_rows:
+                    break
+                self._waiting.remove(call)
+                taken.append(call)
+                rows += call.rows
+            return taken
+
+    def release(self, call: Call) -> None:
+        """``call`` has been answered, or nobody is left to answer. Calling it twice changes nothing."""
+        with self._changed:
+            if call in self._in_flight:
+                self._in_flight.remove(call)
+                self.rows_in_flight -= call.rows
+                self._changed.notify_all()
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Whether nothing was waiting or in flight at some moment of that time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._in_flight and not self._line, seconds)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _fits(self, call: Call) -> bool:
+        return not self._in_flight or self.rows_in_flight + call.rows <= self._rows

@@ -1,0 +1,228 @@
+"""ExpertLink over TCP: rows to one replica of each shard group, to another one if that fails.
+
+Made for experts on CPU hosts and for slow networks. Legend: T rows, D hidden size, K experts chosen per row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import ssl
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.errors import ExpertUnavailable, FingerprintMismatch
+from services.fabric.expert_rows import ExpertRows
+from services.fabric.tcp_connect import Facts
+from services.fabric.tcp_handshake import Hello, check_facts
+from services.fabric.tcp_part import Part, Seats
+from services.fabric.tcp_peer import Timing, soon
+from services.fabric.tcp_rows import split, sum_pairs, sum_rows
+from services.fabric.tcp_seat import SeatLink
+from services.fabric.tcp_wire import DTYPES, MAX_BYTES, Dispatch
+from services.routing import RoutingTable, Seat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TcpHandle:
+    """A dispatch on its way."""
+
+    parts: list[Part]
+    epoch: int
+    x_TD: Tensor
+    weights_TK: Tensor
+    device: torch.device
+
+
+class TcpLink:
+    """Dispatches to the seats of the newest table given to :meth:`apply`. Thread-safe.
+
+    Args:
+        table: the first one.
+        hello: what this attention worker is.
+        secret: shared by all workers of the cluster.
+        reduced: let weights travel and sums return: about K times fewer bytes come back, added in another order.
+            Else one unweighted row per pair returns, and the sum equals ``LocalLink``'s to the bit.
+        call_s: an answer that takes longer is asked for elsewhere.
+        unavailable_s: how long a dispatch waits for a replica where there is none.
+        quarantine_s: how long a seat that answered wrongly, or not in time, takes no calls.
+        tls: a client's context, if connections are to be encrypted.
+    """
+
+    def __init__(
+        self,
+        table: RoutingTable,
+        *,
+        hello: Hello,
+        secret: bytes,
+        reduced: bool = False,
+        call_s: float = 10.0,
+        unavailable_s: float = 10.0,
+        quarantine_s: float = 10.0,
+        max_bytes: int = MAX_BYTES,
+        timing: Timing | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        check_facts(hello, secret)
+        self._facts = Facts(hello=hello, secret=secret, timing=timing or Timing(), max_bytes=max_bytes, tls=tls)
+        self._reduced = reduced
+        self._call_s = call_s
+        self._unavailable_s = unavailable_s
+        self._changed = threading.Condition()
+        self._seats = Seats(call_s=call_s, unavailable_s=unavailable_s, quarantine_s=quarantine_s)
+        self._retired: list[SeatLink] = []
+        self._step = 0
+        self._micro_batches = itertools.count()
+        self._under_way: Counter[int] = Counter()
+        self._rows = ExpertRows(table.group_of, table.num_experts)
+        self._table = table
+        self._adopt(table)
+
+    def apply(self, table: RoutingTable) -> None:
+        """Use ``table`` from the next dispatch on, unless a newer one is known. Returns at once.
+
+        New seats are used as soon as they are connected and proven; those that left end their calls and close.
+
+        Raises:
+            FingerprintMismatch: the table is of another model; nothing changes.
+        """
+        with self._changed:
+            if table.epoch > self._table.epoch:
+                self._adopt(table)
+                self._changed.notify_all()
+
+    def oldest_epoch(self) -> int:
+        """Of the tables by which dispatches were made that are not combined yet; of the newest if there are none."""
+        with self._changed:
+            return min([self._table.epoch, *(epoch for epoch, count in self._under_way.items() if count > 0)])
+
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of the groups that have no usable seat."""
+        with self._changed:
+            return self._missing()
+
+    def usable(self) -> tuple[int, ...]:
+        """Numbers of the seats of the table that are connected and proven, and not about to leave."""
+        with self._changed:
+            return tuple(sorted(link.seat.number for link in self._seats.links.values() if link.usable))
+
+    def ready(self) -> bool:
+        return not self.missing()
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Whether every group had a usable seat at some moment of that time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._missing(), seconds)
+
+    def begin_step(self, step: int) -> None:
+        """Calls from now on belong to ``step``; it only names them."""
+        self._step, self._micro_batches = step, itertools.count()
+
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> TcpHandle:
+        """As :class:`services.fabric.experts.ExpertLink` says. Does not wait for the network.
+
+        Raises:
+            ExpertUnavailable: the link is closed.
+        """
+        hello, device = self._facts.hello, x_TD.device
+        assert (x_TD.shape[1], x_TD.dtype) == (hello.hidden, DTYPES[hello.dtype]), "the link is of another model"
+        self._rows.count(layer, expert_ids_TK)
+        x_TD, ids_TK, weights_TK = (tensor.detach().cpu() for tensor in (x_TD, expert_ids_TK, weights_TK))
+        with self._changed:
+            if self._seats.closed:
+                raise ExpertUnavailable("The link to the experts is closed.")
+            most_rows = self._seats.most_rows(self._row_bytes(ids_TK.shape[1]))
+            number, epoch = next(self._micro_batches), self._table.epoch
+            parts = []
+            for rows in split(x_TD, ids_TK, weights_TK, self._table.group_of[layer], most_rows):
+                dispatch = Dispatch(
+                    call=0,
+                    epoch=epoch,
+                    step=self._step,
+                    layer=layer,
+                    micro_batch=number,
+                    rows=len(rows.index_R),
+                    slots=ids_TK.shape[1],
+                    reduced=self._reduced,
+                )
+                parts.append(Part(rows, dispatch))
+                self._seats.settle(parts[-1])
+            self._under_way[epoch] += 1
+        return TcpHandle(parts, epoch, x_TD, weights_TK, device)
+
+    def combine(self, handle: TcpHandle) -> Tensor:
+        """As :class:`services.fabric.experts.ExpertLink` says.
+
+        Raises:
+            ExpertUnavailable: for ``unavailable_s`` no replica of a group could answer, or the link is closed.
+        """
+        with self._changed:
+            try:
+                while waiting := [part for part in handle.parts if not self._seats.settle(part)]:
+                    until = min(self._seats.wake_at(part) for part in waiting)
+                    self._changed.wait(max(0.0, until - time.monotonic()))
+            except ExpertUnavailable:
+                for part in handle.parts:
+                    part.abandon()
+                raise
+            finally:
+                self._under_way[handle.epoch] -= 1
+        answers = [(part.rows, part.answer) for part in handle.parts if part.answer is not None]
+        if self._reduced:
+            return sum_rows(answers, handle.x_TD).to(handle.device)
+        return sum_pairs(answers, handle.weights_TK, handle.x_TD).to(handle.device)
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        """Rows that each expert of each layer has taken since the link was made; resending counts nothing."""
+        return self._rows.totals()
+
+    def close(self) -> None:
+        """End all connections; a combine that waits raises ExpertUnavailable."""
+        with self._changed:
+            self._seats.closed = True
+            links = [*self._seats.links.values(), *self._retired]
+            for link in links:
+                link.shut()
+            self._changed.notify_all()
+        for link in links:
+            link.join(self._facts.timing.handshake_s)
+
+    def _adopt(self, table: RoutingTable) -> None:
+        if table.fingerprint != self._facts.hello.fingerprint:
+            raise FingerprintMismatch(
+                f"The routing table is of the model {table.fingerprint!r}, not {self._facts.hello.fingerprint!r}.",
+                hint="Start attention and expert workers from the same model folder.",
+            )
+        assert table.group_of is not None  # raises where the table does not fit together
+        known, self._table = self._seats.links, table
+        self._seats.links = {
+            _identity(seat): known.pop(_identity(seat))
+            if _identity(seat) in known
+            else SeatLink(seat, self._facts, self._changed)
+            for seat in table.seats
+        }
+        self._seats.groups = {group.number: group for group in table.groups}
+        self._retired = [link for link in self._retired if not link.ended]
+        for link in known.values():
+            link.retire(soon(self._call_s + self._unavailable_s))
+            self._retired.append(link)
+
+    def _missing(self) -> tuple[int, ...]:
+        usable = {link.seat.group for link in self._seats.links.values() if link.usable}
+        return tuple(group.number for group in self._table.groups if group.experts and group.number not in usable)
+
+    def _row_bytes(self, slots: int) -> int:
+        """Most bytes that a row takes on its way there or back."""
+        width = self._facts.hello.hidden * DTYPES[self._facts.hello.dtype].itemsize
+        return max(width + 8 * slots, width if self._reduced else width * slots)
+
+
+def _identity(seat: Seat) -> tuple[int, str, int, str, int]:
+    return seat.number, seat.worker, seat.group, seat.host, seat.port

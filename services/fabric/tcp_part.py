@@ -1,0 +1,172 @@
+"""One group's share of a dispatch: which replica has it, what came of it, and where it goes next.
+
+Legend: R rows of a part, K slots, D hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from services.errors import BadAnswer, DeadlineExceeded, ExpertMeshError, ExpertUnavailable
+from services.fabric.tcp_peer import soon
+from services.fabric.tcp_rows import Rows
+from services.fabric.tcp_seat import Call, SeatLink
+from services.fabric.tcp_wire import Dispatch
+from services.routing import ShardGroup
+
+log = logging.getLogger(__name__)
+
+_MOST_SENDS = 16
+"""Replicas that come and go may not keep a step waiting for ever."""
+_UNBOUNDED_ROWS = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """``tried``: connections that this was sent over, so that a seat that comes back may be tried again."""
+
+    rows: Rows
+    dispatch: Dispatch
+    call: Call | None = None
+    answer: Tensor | None = None
+    not_finite: Tensor | None = None
+    suspects: list[SeatLink] = field(default_factory=list)
+    tried: set[tuple[int, int]] = field(default_factory=set)
+    problem: ExpertMeshError | None = None
+    starving_since: float | None = None
+
+    def abandon(self) -> None:
+        if self.call is not None:
+            self.call.abandoned = True
+            self.call = None
+
+
+class Seats:
+    """The seats of the table in force. Its owner holds the condition that guards the links.
+
+    Args: see :class:`services.fabric.tcp_link.TcpLink`.
+    """
+
+    def __init__(self, *, call_s: float, unavailable_s: float, quarantine_s: float) -> None:
+        self.links: dict[tuple[int, str, int, str, int], SeatLink] = {}
+        self.groups: dict[int, ShardGroup] = {}
+        self.closed = False
+        self._call_s = call_s
+        self._unavailable_s = unavailable_s
+        self._quarantine_s = quarantine_s
+
+    def most_rows(self, bytes_per_row: int) -> int:
+        """The largest call that every connected seat takes."""
+        bounds = [link.most_rows(bytes_per_row) for link in self.links.values() if link.usable]
+        return min(bounds, default=_UNBOUNDED_ROWS)
+
+    def settle(self, part: Part) -> bool:
+        """Whether ``part`` has its answer; if its call failed or is late, send it to another replica.
+
+        A late call is given up only where another replica is there to take its rows.
+
+        Raises:
+            ExpertUnavailable: for ``unavailable_s`` there was none, or the link is closed.
+        """
+        self._take_outcome(part)
+        if part.answer is not None:
+            return True
+        now = time.monotonic()
+        if part.call is not None and now < part.call.deadline:
+            return False
+        if (link := self._choose(part, now)) is not None:
+            self._send(part, link)
+            return False
+        if part.not_finite is not None:  # every replica says so: it is the model's
+            part.answer = part.not_finite
+            part.abandon()
+            return True
+        self._starve(part, now)
+        return False
+
+    def wake_at(self, part: Part) -> float:
+        """The monotonic time at which :meth:`settle` may have something to do though nothing has changed."""
+        now = time.monotonic()
+        if part.call is not None and now < part.call.deadline:
+            return part.call.deadline
+        ends = [link.quarantined_until for link in self.links.values() if link.quarantined_until > now]
+        assert part.starving_since is not None
+        return min([part.starving_since + self._unavailable_s, *ends])
+
+    def _take_outcome(self, part: Part) -> None:
+        call = part.call
+        if call is None or call.outcome is None:
+            return
+        part.call = None
+        if isinstance(call.outcome, ExpertMeshError):
+            part.problem = call.outcome
+            if isinstance(call.outcome, BadAnswer):
+                self._quarantine(call.seat, call.outcome)
+        elif call.finite or not part.rows.finite():
+            part.answer = call.outcome
+            if call.finite:
+                self._blame(part)
+        else:
+            part.not_finite = call.outcome
+            part.suspects.append(call.seat)
+
+    def _blame(self, part: Part) -> None:
+        for link in part.suspects:
+            problem = f"{link.name} answered NaN or infinity where another replica is finite."
+            self._quarantine(link, BadAnswer(problem, hint="Is its memory or its copy of the weights damaged?"))
+
+    def _quarantine(self, link: SeatLink, error: ExpertMeshError) -> None:
+        if time.monotonic() >= link.quarantined_until:
+            log.warning("No calls to %s for %g s: %s", link.name, self._quarantine_s, error)
+        link.quarantined_until = soon(self._quarantine_s)
+
+    def _choose(self, part: Part, now: float) -> SeatLink | None:
+        """The replica with the fewest rows outstanding for its speed, the lowest seat of equals."""
+        candidates = [link for link in self.links.values() if self._may_take(link, part, now)]
+        return min(
+            candidates, key=lambda link: (link.outstanding_rows / link.seat.capacity, link.seat.number), default=None
+        )
+
+    def _may_take(self, link: SeatLink, part: Part, now: float) -> bool:
+        """A table that came since the dispatch may have cut the groups anew: the experts count, not the number."""
+        if not link.usable or now < link.quarantined_until or (link.seat.number, link.connections) in part.tried:
+            return False
+        group = self.groups.get(link.seat.group)
+        return group is not None and part.rows.experts <= set(group.experts.get(part.dispatch.layer, ()))
+
+    def _send(self, part: Part, link: SeatLink) -> None:
+        if part.call is not None:
+            late = part.call.seat
+            part.problem = DeadlineExceeded(f"{late.name} gave no answer within {self._call_s:g} s.")
+            self._quarantine(late, part.problem)
+            part.abandon()
+        if len(part.tried) >= _MOST_SENDS:
+            raise self._unavailable(part)
+        rows, reduced = part.rows, part.dispatch.reduced
+        tensors = [rows.ids_RK, rows.weights_RK, rows.x_RD] if reduced else [rows.ids_RK, rows.x_RD]
+        answer_rows = len(rows.index_R) if reduced else len(rows.pairs_P)
+        part.tried.add((link.seat.number, link.connections))
+        part.starving_since = None
+        part.call = link.send(part.dispatch, tensors, answer_rows, soon(self._call_s))
+
+    def _starve(self, part: Part, now: float) -> None:
+        if part.starving_since is None:
+            part.starving_since = now
+        if self.closed or now >= part.starving_since + self._unavailable_s:
+            raise self._unavailable(part)
+
+    def _unavailable(self, part: Part) -> ExpertUnavailable:
+        group, problem = part.rows.group, part.problem
+        if problem is None:
+            problem = next((link.problem for link in self.links.values() if link.seat.group == group), None)
+        because = f" Last: {problem.message}" if problem is not None else ""
+        return ExpertUnavailable(
+            f"No replica of shard group {group} could compute layer {part.dispatch.layer} "
+            f"within {self._unavailable_s:g} s.{because}",
+            hint="Try again when one is back.",
+            retry_after_s=self._unavailable_s,
+        )

@@ -1,0 +1,133 @@
+"""A socket, plain or TLS, that one thread reads while another writes, and on which no wait is without end."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from threading import Lock
+from typing import TypeVar
+
+from services.errors import PortInUse, SeatLost
+
+T = TypeVar("T")
+
+_BUFFERS_PER_SEND = 64
+_RECHECK_S = 1.0
+"""TLS may need to read in order to write; the thread that reads can take what the other one waits for."""
+_LINGER_BYTES = 1 << 16
+_BACKLOG = 128
+
+
+class Stream:
+    """Owns ``sock``.
+
+    Args:
+        silence_s: longest wait for the peer to send, or to take, the next byte.
+        name: of the peer, for errors.
+    """
+
+    def __init__(self, sock: socket.socket, *, silence_s: float, name: str) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+        self._silence_s = silence_s
+        self.name = name
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        # OpenSSL allows no reading while another thread writes; neither blocks, so each has its turn at once.
+        self._turn: AbstractContextManager[object] = Lock() if self._tls else nullcontext()
+
+    def recv_into(self, view: memoryview, until: float | None = None) -> None:
+        """Fill ``view`` by the monotonic time ``until``; without one, the next byte always within ``silence_s``.
+
+        Raises:
+            SeatLost: the connection ended, broke or fell silent.
+        """
+        while len(view):
+            count = self._attempt(partial(self._sock.recv_into, view), select.POLLIN, until)
+            if count == 0:
+                raise SeatLost(f"{self.name} closed the connection.")
+            view = view[count:]
+
+    def send(self, parts: Sequence[memoryview], until: float | None = None, *, patient: bool = False) -> None:
+        """Send ``parts`` one after the other without joining them.
+
+        Args:
+            patient: wait for as long as the connection lives, because the peer may stop reading on purpose.
+
+        Raises:
+            SeatLost: as in :meth:`recv_into`.
+        """
+        until = float("inf") if patient else until
+        left = [part for part in parts if len(part)]
+        while left:
+            count = self._attempt(partial(self._send_some, left), select.POLLOUT, until)
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def shut(self) -> None:
+        """End the connection and every wait on it. From any thread; the socket stays until :meth:`close`."""
+        shut_socket(self._sock)
+
+    def linger(self, until: float) -> None:
+        """Let the peer read what was sent last: what it still sends is read away, as closing would reset it."""
+        with suppress(SeatLost, OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+            for _ in range(_LINGER_BYTES // 4096):
+                if self._attempt(lambda: socket.socket.recv(self._sock, 4096), select.POLLIN, until) == b"":
+                    return
+
+    def close(self) -> None:
+        """No other thread may be inside any more."""
+        self._sock.close()
+
+    def _send_some(self, parts: list[memoryview]) -> int:
+        return self._sock.send(parts[0]) if self._tls else self._sock.sendmsg(parts[:_BUFFERS_PER_SEND])
+
+    def _attempt(self, operation: Callable[[], T], event: int, until: float | None) -> T:
+        limit = time.monotonic() + self._silence_s if until is None else until
+        while True:
+            try:
+                with self._turn:
+                    return operation()
+            except (BlockingIOError, InterruptedError):
+                wanted = event
+            except ssl.SSLWantReadError:
+                wanted = select.POLLIN
+            except ssl.SSLWantWriteError:
+                wanted = select.POLLOUT
+            except (OSError, ValueError) as error:
+                raise SeatLost(f"The connection to {self.name} broke: {error}.") from error
+            self._wait(wanted, limit)
+
+    def _wait(self, event: int, limit: float) -> None:
+        left_s = limit - time.monotonic()
+        if left_s <= 0:
+            raise SeatLost(f"{self.name} was silent for too long.", hint="Is it overloaded, or is the network down?")
+        poll = select.poll()
+        try:
+            poll.register(self._sock, event)
+        except (OSError, ValueError) as error:
+            raise SeatLost(f"The connection to {self.name} is closed.") from error
+        poll.poll(min(left_s, _RECHECK_S) * 1000)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises PortInUse."""
+    try:
+        return socket.create_server((host, port), backlog=_BACKLOG)
+    except OSError as error:
+        raise PortInUse(f"Cannot listen on {host}:{port}: {error}.", hint="Choose another port.") from error
+
+
+def shut_socket(sock: socket.socket) -> None:
+    """End what ``sock`` is connected to or listens for, and every wait on it; it stays open."""
+    with suppress(OSError):  # SSLSocket's own would turn TLS off under the thread that reads
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,0 +1,189 @@
+"""Frames between attention workers and expert workers: a fixed header, a msgpack header, raw tensor bytes.
+
+    magic 4s | protocol u16 | kind u16 | header length u32 | payload length u64     (network order, 20 bytes)
+
+Lengths are held against a maximum before anything is allocated for them. Messages are msgpack arrays: new fields go
+last and have a default. Legend: R rows of a call, D hidden size, K slots per row, P pairs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from services.errors import ProtocolMismatch, WireError
+from services.fabric.tcp_stream import Stream
+
+PROTOCOL = 1
+MAGIC = b"EMXF"
+FIXED = struct.Struct("!4sHHIQ")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEADER_BYTES, MAX_BYTES = 4096, 64 << 20
+"""Largest msgpack header and, unless configured, largest payload."""
+MAX_SLOTS = 1 << 10
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSED = 5
+    ALIVE = 6
+    ECHO = 7
+    DISPATCH = 8
+    ANSWER = 9
+    FAILED = 10
+    LEAVING = 11
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What the msgpack header of a frame holds."""
+
+
+class Dispatch(Message, frozen=True, kw_only=True):
+    """Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD``.
+
+    ``reduced`` asks for one row per row, the weighted sum over its slots; else for one per pair, unweighted, row by row
+    and slot by slot. (epoch, step, layer, micro_batch) say what is computed; computing it again changes nothing.
+    """
+
+    call: int
+    epoch: int
+    step: int
+    layer: int
+    micro_batch: int
+    rows: int
+    slots: int
+    reduced: bool
+
+
+class Answer(Message, frozen=True, kw_only=True):
+    """Payload: ``rows`` rows of D elements."""
+
+    call: int
+    rows: int
+    dtype: str
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """``code`` is that of a :class:`services.errors.FabricError`."""
+
+    call: int
+    code: str
+    message: str
+
+
+class Echo(Message, frozen=True, kw_only=True):
+    """Payload: any bytes, whose CRC-32 this is. The expert worker sends them back."""
+
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Largest lengths, in bytes, that a frame may announce."""
+
+    header: int
+    payload: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """``payload``: uint8, memory of its own."""
+
+    kind: Kind
+    header: bytes
+    payload: Tensor
+
+
+M = TypeVar("M", bound=Message)
+
+
+def message_of(frame: Frame, message: type[M]) -> M:
+    """Raises WireError where the header is none such."""
+    try:
+        return msgspec.msgpack.decode(frame.header, type=message)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"A {frame.kind.name} frame has a malformed header: {error}.") from error
+
+
+def frame_parts(kind: Kind, message: Message | None = None, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
+    """A frame as the buffers to send, tensors uncopied: they must not change until they are sent."""
+    header = b"" if message is None else msgspec.msgpack.encode(message)
+    payload = [bytes_of(tensor) for tensor in tensors]
+    fixed = FIXED.pack(MAGIC, PROTOCOL, kind, len(header), sum(map(len, payload)))
+    return [memoryview(fixed + header), *payload]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Memory of a CPU tensor, without a copy if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def read_frame(stream: Stream, limits: Limits, until: float | None = None) -> Frame:
+    """The next frame.
+
+    Raises:
+        WireError: these are no bytes of a frame, its kind is unknown or it is larger than ``limits``.
+        ProtocolMismatch: a frame of another protocol version.
+        SeatLost: see :meth:`Stream.recv_into`.
+    """
+    fixed = bytearray(FIXED.size)
+    stream.recv_into(memoryview(fixed), until)
+    kind, header_bytes, payload_bytes = _checked(fixed, limits, stream.name)
+    header = bytearray(header_bytes)
+    stream.recv_into(memoryview(header), until)
+    payload = torch.empty(payload_bytes, dtype=torch.uint8)
+    stream.recv_into(payload.numpy().data, until)
+    return Frame(kind, bytes(header), payload)
+
+
+def _checked(fixed: bytearray, limits: Limits, name: str) -> tuple[Kind, int, int]:
+    magic, version, kind, header_bytes, payload_bytes = FIXED.unpack(fixed)
+    if magic != MAGIC:
+        raise WireError(
+            f"{name} does not speak the fabric's protocol.", hint="Check the address and TLS on both sides."
+        )
+    if version != PROTOCOL:
+        raise ProtocolMismatch(
+            f"{name} speaks version {version} of the fabric's protocol, not {PROTOCOL}.",
+            hint="Run the same version of expertmesh on attention and expert workers.",
+        )
+    if kind not in _KINDS:
+        raise WireError(f"{name} sent a frame of the unknown kind {kind}.")
+    if header_bytes > limits.header or payload_bytes > limits.payload:
+        raise WireError(
+            f"{name} announced a frame of {header_bytes} + {payload_bytes} bytes; "
+            f"at most {limits.header} + {limits.payload} are allowed here."
+        )
+    return Kind(kind), header_bytes, payload_bytes
+
+
+def unpack_dispatch(frame: Frame, call: Dispatch, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """``x_RD``, ``ids_RK``, ``weights_RK`` (ones unless reduced) as views of the payload.
+
+    Raises:
+        WireError: the payload's length is not what the call's facts make it.
+    """
+    if call.rows < 0 or not 1 <= call.slots <= MAX_SLOTS:
+        raise WireError(f"A call has {call.rows} rows of {call.slots} slots.")
+    pairs = call.rows * call.slots
+    ends = [pairs * 4, pairs * (8 if call.reduced else 4)]
+    ends.append(ends[1] + call.rows * hidden * dtype.itemsize)
+    if ends[2] != len(frame.payload):
+        raise WireError(f"A call of {call.rows} rows has {len(frame.payload)} bytes instead of {ends[2]}.")
+    ids_RK = frame.payload[: ends[0]].view(torch.int32).view(call.rows, call.slots)
+    weights = frame.payload[ends[0] : ends[1]].view(torch.float32) if call.reduced else torch.ones(pairs)
+    x_RD = frame.payload[ends[1] :].view(dtype).view(call.rows, hidden)
+    return x_RD, ids_RK, weights.view(call.rows, call.slots)

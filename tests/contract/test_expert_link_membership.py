@@ -1,0 +1,261 @@
+"""What every ExpertLink with replicas promises: right sums while replicas join, leave and die; a typed error in time.
+
+An implementation joins by one entry in ``IMPLEMENTATIONS``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from testkit.tcp_fabric import FAST, SECRET, hello, linked, seat_of, serve, table_of
+from torch import Tensor
+
+from services.errors import ExpertUnavailable
+from services.fabric import tcp_handshake
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp_stream import Stream
+from services.fabric.tcp_wire import Echo, Kind, Limits, frame_parts, message_of, read_frame
+from services.routing import RoutingTable, Seat, even_groups
+
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"tcp": {}, "tcp-reduced": {"reduced": True}}
+EXPERTS, GROUPS = 8, 2
+CUT = even_groups([0], EXPERTS, GROUPS)
+CHANGES = 30
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return IMPLEMENTATIONS[request.param]
+
+
+def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Expert e returns e + 1 times the row: exact for small whole numbers and dyadic weights."""
+    return x_TD * torch.where(ids_TK >= 0, (ids_TK + 1) * weights_TK, 0).sum(1, keepdim=True)
+
+
+class Cluster:
+    """Servers behind one link: each change is announced, or not, as a scheduler would."""
+
+    def __init__(self) -> None:
+        self.servers: dict[int, tuple[int, ExpertServer]] = {}
+        self.epoch = 0
+        self.link: TcpLink | None = None
+        self._number = 0
+        for group in range(GROUPS):
+            for _ in range(2):
+                self.join(group)
+
+    def table(self) -> RoutingTable:
+        self.epoch += 1
+        seats = [seat_of(server, number, group) for number, (group, server) in self.servers.items()]
+        return table_of(*seats, groups=CUT, epoch=self.epoch)
+
+    def join(self, group: int) -> None:
+        server = serve(scaled, seat=self._number, experts=CUT[group].experts)
+        self.servers[self._number] = group, server
+        self._number += 1
+        self._announce()
+        while self.link is not None and self._number - 1 not in self.link.usable():
+            time.sleep(0.002)
+
+    def leave(self, number: int) -> None:
+        _, server = self.servers.pop(number)
+        self._announce()
+        assert server.drain(5)
+
+    def kill(self, number: int) -> None:
+        """It is announced later, if at all: with the next change."""
+        self.servers.pop(number)[1].close()
+
+    def replicas(self, group: int) -> list[int]:
+        return [number for number, (of, _) in self.servers.items() if of == group]
+
+    def _announce(self) -> None:
+        if self.link is not None:
+            self.link.apply(self.table())
+
+    def change(self, draw: random.Random) -> None:
+        group = draw.randrange(GROUPS)
+        replicas = self.replicas(group)
+        if len(replicas) == 1:
+            self.join(group)
+        else:
+            draw.choice([self.kill, self.leave])(draw.choice(replicas))
+
+    def close(self) -> None:
+        for _, server in self.servers.values():
+            server.close()
+
+
+class Load(threading.Thread):
+    """Dispatches, two handles at a time, until told to stop; holds every sum against what it must be."""
+
+    def __init__(self, link: TcpLink, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.done, self.stop, self.error = threading.Semaphore(0), threading.Event(), None
+        self._link, self._torch = link, torch.Generator().manual_seed(seed)
+
+    def run(self) -> None:
+        try:
+            while not self.stop.is_set():
+                handles = [self._dispatch() for _ in range(2)]
+                for expected_TD, handle in reversed(handles):
+                    assert torch.equal(self._link.combine(handle), expected_TD)
+                    self.done.release()
+        except BaseException as error:  # noqa: BLE001  raised again where the thread is awaited
+            self.error = error
+            self.done.release(1000)
+
+    def _dispatch(self) -> tuple[Tensor, Any]:
+        x_TD = torch.randint(-8, 9, (17, 4), generator=self._torch).float()
+        ids_TK = torch.rand(17, EXPERTS, generator=self._torch).topk(3).indices
+        weights_TK = torch.tensor([[0.5, 0.25, 0.25]]).expand(17, 3)
+        return scaled(0, x_TD, ids_TK, weights_TK), self._link.dispatch(0, x_TD, ids_TK, weights_TK)
+
+
+def test_sums_stay_right_while_replicas_join_leave_and_die(options: dict[str, Any]) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    draw, cluster = random.Random(seed), Cluster()
+    with linked(cluster.table(), unavailable_s=10, call_s=10, **options) as link:
+        cluster.link = link
+        loads = [Load(link, seed + index) for index in range(2)]
+        for load in loads:
+            load.start()
+        try:
+            for _ in range(CHANGES):
+                for _ in range(draw.randrange(4)):
+                    assert draw.choice(loads).done.acquire(timeout=20)
+                cluster.change(draw)
+        finally:
+            for load in loads:
+                load.stop.set()
+                load.join(20)
+            cluster.close()
+    assert [load.error for load in loads] == [None, None]
+
+
+class Mute:
+    """Greets as an expert worker does, echoes, accepts whatever comes and never answers."""
+
+    def __init__(self) -> None:
+        self._release = threading.Event()
+        self.server = serve(self._wait)
+
+    def _wait(self, _layer: int, x_TD: Tensor, *_: Tensor) -> Tensor:
+        self._release.wait(20)
+        return x_TD
+
+    def close(self) -> None:
+        self._release.set()
+        self.server.close()
+
+
+@pytest.fixture
+def mute() -> Iterator[ExpertServer]:
+    one = Mute()
+    yield one.server
+    one.close()
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def rows(link: TcpLink) -> Any:
+    return link.dispatch(0, torch.ones(3, 4), torch.zeros(3, 1).long(), torch.ones(3, 1))
+
+
+def test_a_server_that_never_answers_costs_the_deadline(mute: ExpertServer, options: dict[str, Any]) -> None:
+    well = serve(scaled, seat=1)
+    with linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=0.3, **options) as link:
+        handle = rows(link)
+        assert 0.25 < timed(lambda: link.combine(handle)) < 2
+        assert timed(lambda: link.combine(rows(link))) < 0.25  # it takes no calls for a while
+    well.close()
+
+
+def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, options: dict[str, Any]) -> None:
+    with linked(table_of(seat_of(mute, 0)), call_s=0.2, unavailable_s=0.3, **options) as link:
+        began = time.monotonic()
+        with pytest.raises(ExpertUnavailable, match="shard group 0 could compute layer 0") as caught:
+            link.combine(rows(link))
+        assert 0.45 < time.monotonic() - began < 2
+    assert caught.value.retryable
+
+
+def test_a_peer_that_vanishes_is_noticed_by_its_silence(options: dict[str, Any]) -> None:
+    """It greets and echoes, then neither reads nor sends nor closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def vanish() -> None:
+        sock, _ = listener.accept()
+        stream = Stream(sock, silence_s=5, name="link")
+        tcp_handshake.admit(stream, SECRET, hello(seat=0), time.monotonic() + 5)
+        echo = read_frame(stream, Limits(4096, 1 << 16))
+        stream.send(frame_parts(Kind.ECHO, message_of(echo, Echo), [echo.payload]))
+        kept.append(stream)
+
+    kept: list[Stream] = []
+    thread = threading.Thread(target=vanish, daemon=True)
+    thread.start()
+    well = serve(scaled, seat=1)
+    host, port = listener.getsockname()
+    ghost = Seat(number=0, worker="experts-0", group=0, host=host, port=port)
+    with linked(table_of(ghost, seat_of(well, 1)), call_s=30, unavailable_s=30, **options) as link:
+        assert timed(lambda: link.combine(rows(link))) < FAST.silence_s + 1.5
+    well.close()
+    listener.close()
+    for stream in kept:
+        stream.close()
+
+
+WORKER = """
+import sys, torch
+torch.set_num_threads(1)
+from testkit.tcp_fabric import serve
+server = serve(lambda layer, x, ids, weights: (sys.stdin.readline(), x)[1], seat=0)
+print(*server.address, flush=True)
+sys.stdin.read()
+import threading; threading.Event().wait(30)
+"""
+
+
+def test_a_process_killed_in_the_middle_of_a_call() -> None:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(str(root / part) for part in (".", "kernels", "tests"))
+    command = [sys.executable, "-c", WORKER]
+    worker = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    well = serve(scaled, seat=1)
+    try:
+        assert worker.stdout is not None
+        host, port = worker.stdout.readline().split()
+        victim = Seat(number=0, worker="experts-0", group=0, host=host, port=int(port))
+        with linked(table_of(victim, seat_of(well, 1)), call_s=20, unavailable_s=20) as link:
+            handle = rows(link)  # it waits for a line that never comes
+            assert well.counts.calls == 0
+            worker.send_signal(signal.SIGKILL)
+            assert timed(lambda: link.combine(handle)) < 2
+            assert link.usable() == (1,)
+        assert well.counts.calls == 1
+    finally:
+        worker.kill()
+        worker.communicate()
+        well.close()

@@ -1,0 +1,115 @@
+"""Expert servers and links over loopback: experts split over seats, by hand or as an ExpertLink for the contract."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_peer import Timing
+from services.fabric.tcp_server import ExpertServer
+from services.model.experts import ExpertShard, ExpertWeights
+from services.routing import RoutingTable, Seat, ShardGroup, even_groups
+
+SECRET = b"one secret for all workers"
+FAST = Timing(handshake_s=2.0, alive_s=0.1, silence_s=1.0)
+Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def hello(hidden: int = 4, dtype: str = "float32", *, seat: int = -1, fingerprint: str = "model") -> Hello:
+    worker = f"experts-{seat}" if seat >= 0 else "attention-0"
+    return Hello(fingerprint=fingerprint, worker=worker, hidden=hidden, dtype=dtype, seat=seat, package="0")
+
+
+def double(_layer: int, x_TD: Tensor, _ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    return 2 * x_TD * weights_TK.sum(1, keepdim=True).to(x_TD.dtype)
+
+
+def serve(
+    compute: Compute = double,
+    *,
+    seat: int = 0,
+    experts: Mapping[int, Sequence[int]] | None = None,
+    hidden: int = 4,
+    dtype: str = "float32",
+    **options: Any,
+) -> ExpertServer:
+    held = {0: range(8)} if experts is None else experts
+    options = {"timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat)} | options
+    server = ExpertServer(compute, experts=held, **options)
+    server.start()
+    return server
+
+
+def seat_of(server: ExpertServer, number: int, group: int = 0) -> Seat:
+    host, port = server.address
+    return Seat(number=number, worker=f"experts-{number}", group=group, host=host, port=port)
+
+
+def table_of(
+    *seats: Seat, groups: Sequence[ShardGroup] | None = None, epoch: int = 1, experts: int = 8
+) -> RoutingTable:
+    cut = tuple(even_groups([0], experts, 1) if groups is None else groups)
+    return RoutingTable(epoch=epoch, fingerprint="model", num_experts=experts, groups=cut, seats=seats)
+
+
+@contextmanager
+def linked(
+    table: RoutingTable, *, hidden: int = 4, dtype: str = "float32", ready: bool = True, **options: Any
+) -> Iterator[TcpLink]:
+    options = {"timing": FAST, "secret": SECRET, "call_s": 2.0, "unavailable_s": 2.0} | options
+    link = TcpLink(table, hello=hello(hidden, dtype), **options)
+    try:
+        deadline = time.monotonic() + 5
+        while ready and len(link.usable()) < len(table.seats):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        yield link
+    finally:
+        link.close()
+
+
+def part_of(layers: Mapping[int, ExpertWeights], group: ShardGroup, num_experts: int) -> ExpertShard:
+    """The experts of ``group`` alone."""
+    held = {}
+    for layer, weights in layers.items():
+        ids = group.experts[layer]
+        held[layer] = ExpertWeights(
+            expert_ids=ids,
+            w_gate_up_E2FD=weights.w_gate_up_E2FD[list(ids)].contiguous(),
+            w_down_EDF=weights.w_down_EDF[list(ids)].contiguous(),
+        )
+    return ExpertShard(held, num_experts=num_experts)
+
+
+@contextmanager
+def tcp_link(
+    layers: Mapping[int, ExpertWeights], num_experts: int, replicas: Sequence[int], **options: Any
+) -> Iterator[TcpLink]:
+    """A link to servers of their own: group i has ``replicas[i]`` seats."""
+    some = next(iter(layers.values())).w_down_EDF
+    facts: dict[str, Any] = {"hidden": some.shape[1], "dtype": str(some.dtype).removeprefix("torch.")}
+    groups = even_groups(list(layers), num_experts, len(replicas))
+    servers, seats = [], []
+    for group in (group for group, count in zip(groups, replicas, strict=True) for _ in range(count)):
+        forward = part_of(layers, group, num_experts).forward
+        servers.append(serve(forward, seat=len(servers), experts=group.experts, **facts))
+        seats.append(seat_of(servers[-1], len(seats), group.number))
+    try:
+        with linked(table_of(*seats, groups=groups, experts=num_experts), **facts, **options) as link:
+            yield link
+    finally:
+        for server in servers:
+            server.close()
+
+
+def send(link: TcpLink, x_TD: Tensor, expert: int = 0) -> Tensor:
+    """Every row to one expert of layer 0, with weight 1."""
+    ids_TK = torch.full((len(x_TD), 1), expert)
+    return link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(len(x_TD), 1)))

@@ -1,0 +1,377 @@
+"""What a TcpLink does with answers that are late, wrong or never come, and how a server queues what it gets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from testkit.tcp_fabric import Compute, double, linked, part_of, seat_of, send, serve, table_of, tcp_link
+from torch import Tensor
+
+from services.errors import ExpertUnavailable, FingerprintMismatch
+from services.fabric import tcp_server
+from services.fabric.local import LocalLink
+from services.fabric.tcp_inbox import Call, Inbox
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_server import ExpertServer
+from services.model.experts import ExpertShard, ExpertWeights
+from services.routing import even_groups
+
+Serve = Callable[..., ExpertServer]
+ONES = torch.ones(3, 4)
+
+
+@pytest.fixture
+def served() -> Iterator[Serve]:
+    """:func:`serve`, closed at the end."""
+    servers: list[ExpertServer] = []
+
+    def one(compute: Compute = double, **options: object) -> ExpertServer:
+        servers.append(serve(compute, seat=len(servers), **options))
+        return servers[-1]
+
+    yield one
+    for server in servers:
+        server.close()
+
+
+class Gate:
+    """A compute that tells when it was entered and waits to be let on."""
+
+    def __init__(self, compute: Compute = double) -> None:
+        self.entered, self.open = threading.Semaphore(0), threading.Event()
+        self.calls: list[tuple[int, int]] = []
+        self._compute = compute
+
+    def __call__(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.calls.append((layer, len(x_TD)))
+        self.entered.release()
+        assert self.open.wait(5)
+        return self._compute(layer, x_TD, ids_TK, weights_TK)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def dispatch(link: TcpLink, rows: int, layer: int = 0):  # type: ignore[no-untyped-def]
+    return link.dispatch(layer, torch.full((rows, 4), float(rows)), torch.zeros(rows, 1).long(), torch.ones(rows, 1))
+
+
+def random_layer(dtype: torch.dtype) -> dict[int, ExpertWeights]:
+    return {
+        0: ExpertWeights(
+            expert_ids=tuple(range(8)),
+            w_gate_up_E2FD=(torch.randn(8, 64, 32) / 6).to(dtype),
+            w_down_EDF=(torch.randn(8, 32, 32) / 6).to(dtype),
+        )
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("replicas", [[1], [2, 1], [1, 1, 1]])
+def test_flat_equals_local_to_the_bit(dtype: torch.dtype, replicas: list[int]) -> None:
+    layers = random_layer(dtype)
+    x_TD, ids_TK = torch.randn(24, 32).to(dtype), torch.rand(24, 8).topk(3).indices
+    ids_TK[0, 1] = -1
+    weights_TK = torch.rand(24, 3)
+    local = LocalLink(ExpertShard(layers, num_experts=8).by_layer(), num_experts=8)
+    expected_TD = local.combine(local.dispatch(0, x_TD, ids_TK, weights_TK))
+    with tcp_link(layers, 8, replicas) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        assert link.expert_rows() == local.expert_rows()
+    assert torch.equal(y_TD.view(torch.uint8), expected_TD.view(torch.uint8))
+
+
+def test_reduced_adds_in_another_order() -> None:
+    layers, ids_TK, weights_TK = random_layer(torch.float32), torch.rand(24, 8).topk(3).indices, torch.rand(24, 3)
+    x_TD = torch.randn(24, 32)
+    expected_TD = ExpertShard(layers, num_experts=8).forward(0, x_TD, ids_TK, weights_TK)
+    with tcp_link(layers, 8, [2, 1, 1], reduced=True) as link:
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+    torch.testing.assert_close(y_TD, expected_TD, atol=1e-5, rtol=1e-5)
+
+
+def test_a_large_dispatch_goes_in_calls_that_the_worker_takes(served: Serve) -> None:
+    server = served(inbox_rows=4)
+    x_TD = torch.randn(11, 4)
+    with linked(table_of(seat_of(server, 0))) as link:
+        assert torch.equal(send(link, x_TD), 2 * x_TD)
+    assert server.counts.calls == 3
+
+
+def test_rows_go_to_the_replica_with_the_fewest_outstanding(served: Serve) -> None:
+    gates = Gate(), Gate()
+    servers = [served(gate) for gate in gates]
+    with linked(table_of(*(seat_of(server, number) for number, server in enumerate(servers)))) as link:
+        handles = [dispatch(link, rows) for rows in (5, 2, 2, 2)]  # to seat 0, then 1 until that has more
+        until(lambda: servers[0].rows_in_flight == 5 and servers[1].rows_in_flight == 6)
+        for gate in gates:
+            gate.open.set()
+        for rows, handle in zip((5, 2, 2, 2), handles, strict=True):
+            assert (link.combine(handle) == 2 * rows).all()
+
+
+def test_calls_are_joined_by_layer_in_the_order_of_arrival(served: Serve) -> None:
+    gate = Gate()
+    server = served(gate, experts={0: [0], 1: [0]}, join_rows=8)
+    groups = even_groups([0, 1], 1, 1)
+    with linked(table_of(seat_of(server, 0), groups=groups, experts=1)) as link:
+        handles = [dispatch(link, 1)]
+        assert gate.entered.acquire(timeout=5)
+        for rows, layer in ((2, 1), (3, 0), (4, 1), (5, 0), (3, 1)):
+            handles.append(dispatch(link, rows, layer))
+        until(lambda: server.rows_in_flight == 18)
+        gate.open.set()
+        for rows, handle in zip((1, 2, 3, 4, 5, 3), handles, strict=True):
+            assert (link.combine(handle) == 2 * rows).all()
+    assert gate.calls == [(0, 1), (1, 2 + 4), (0, 3 + 5), (1, 3)]
+    assert (server.counts.calls, server.counts.computations) == (6, 4)
+    assert server.counts.layer_rows == {0: 9, 1: 9}
+    assert server.counts.expert_rows == {0: {0: 9}, 1: {0: 9}}
+
+
+def test_a_full_inbox_stops_reading(served: Serve) -> None:
+    """The peers of a worker that holds back still hear that it lives."""
+    gate = Gate()
+    server = served(gate, inbox_rows=10)
+    most = 0
+    with linked(table_of(seat_of(server, 0)), call_s=10) as link:
+        handles = [dispatch(link, 4) for _ in range(6)]
+        assert gate.entered.acquire(timeout=5)
+        until(lambda: server.rows_in_flight == 8)
+        began = time.monotonic()
+        while time.monotonic() < began + 1.3:  # longer than silence_s
+            most = max(most, server.rows_in_flight)
+            time.sleep(0.05)
+        gate.open.set()
+        assert all((link.combine(handle) == 8).all() for handle in handles)
+        assert server.counts.calls == 6
+    assert most == 8
+
+
+def test_the_line_for_room_is_served_in_order() -> None:
+    inbox, done = Inbox(4, 4), []
+
+    def call(rows: int) -> Call:
+        x_RD = torch.zeros(rows, 1)
+        return Call(layer=0, reduced=False, x_RD=x_RD, ids_RK=x_RD.int(), weights_RK=x_RD, answer=lambda _: None)
+
+    first, large, small = call(3), call(4), call(1)
+    inbox.put(first)
+    threads = []
+    for name, waiting in (("large", large), ("small", small)):
+        threads.append(threading.Thread(target=lambda n=name, w=waiting: (inbox.put(w), done.append(n))))
+        threads[-1].start()
+        until(lambda: len(inbox._line) == len(threads))
+    assert inbox.rows_in_flight == 3
+    inbox.release(first)
+    until(lambda: done == ["large"])
+    assert inbox.rows_in_flight == 4
+    inbox.release(large)
+    for thread in threads:
+        thread.join(5)
+    assert done == ["large", "small"]
+
+
+def test_an_error_answers_its_call_alone(served: Serve) -> None:
+    gate = Gate(lambda layer, x_TD, ids_TK, w: 1 / 0 if (x_TD == 7).any() else double(layer, x_TD, ids_TK, w))
+    server = served(gate)
+    with linked(table_of(seat_of(server, 0)), unavailable_s=0.2) as link:
+        handles = {rows: dispatch(link, rows) for rows in (1,)}
+        assert gate.entered.acquire(timeout=5)
+        handles |= {rows: dispatch(link, rows) for rows in (2, 7, 3)}
+        until(lambda: server.rows_in_flight == 13)
+        gate.open.set()
+        assert all((link.combine(handles[rows]) == 2 * rows).all() for rows in (1, 2, 3))
+        with pytest.raises(ExpertUnavailable, match=r"group 0 .* layer 0 .*ZeroDivisionError"):
+            link.combine(handles[7])
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert server.counts.failed == 1
+
+
+def test_an_error_is_retried_elsewhere(served: Serve) -> None:
+    broken, well = served(lambda *_: 1 / 0), served()
+    with linked(table_of(seat_of(broken, 0), seat_of(well, 1))) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert broken.counts.failed == 1
+
+
+def test_experts_that_a_seat_does_not_hold_are_an_error(served: Serve) -> None:
+    server = served(experts={0: [0, 1]})
+    with linked(table_of(seat_of(server, 0)), unavailable_s=0.1) as link:
+        with pytest.raises(ExpertUnavailable, match=r"does not hold experts \[5\]"):
+            send(link, ONES, expert=5)
+        assert torch.equal(send(link, ONES, expert=1), 2 * ONES)
+
+
+def quarantine_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("No calls to")]
+
+
+def test_nan_of_one_replica_is_its_own(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    sick, well = served(lambda _l, x_TD, *_: torch.full_like(x_TD, torch.nan)), served()
+    with caplog.at_level(logging.WARNING), linked(table_of(seat_of(sick, 0), seat_of(well, 1))) as link:
+        for _ in range(3):
+            assert torch.equal(send(link, ONES), 2 * ONES)
+    assert sick.counts.calls == 1
+    assert len(quarantine_lines(caplog)) == 1
+    assert "seat 0" in quarantine_lines(caplog)[0]
+
+
+def test_nan_of_every_replica_is_the_models(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    servers = [served(lambda _l, x_TD, *_: torch.full_like(x_TD, torch.nan)) for _ in range(2)]
+    with linked(table_of(seat_of(servers[0], 0), seat_of(servers[1], 1))) as link:
+        assert send(link, ONES).isnan().all()
+    assert [server.counts.calls for server in servers] == [1, 1]
+    assert not quarantine_lines(caplog)
+
+
+def test_nan_in_a_row_is_nobodys_fault(served: Serve) -> None:
+    servers = [served(), served()]
+    with linked(table_of(seat_of(servers[0], 0), seat_of(servers[1], 1))) as link:
+        assert send(link, torch.full((2, 4), torch.nan)).isnan().all()
+    assert sum(server.counts.calls for server in servers) == 1
+
+
+def test_an_answer_of_another_shape_puts_the_seat_into_quarantine(
+    served: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, well = served(), served()
+
+    def short(self: ExpertServer, peer: object, facts: object, call: Call, result: Tensor) -> None:
+        real(self, peer, facts, call, result[:1] if self is wrong else result)  # type: ignore[arg-type]
+
+    real = ExpertServer._answer
+    monkeypatch.setattr(tcp_server.ExpertServer, "_answer", short)
+    with linked(table_of(seat_of(wrong, 0), seat_of(well, 1)), quarantine_s=0.3) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert (wrong.counts.calls, well.counts.calls) == (1, 2)
+        assert len(quarantine_lines(caplog)) == 1
+        until(lambda: send(link, ONES) is not None and wrong.counts.calls == 2)  # in time it may take calls again
+
+
+def test_a_late_answer_is_dropped(served: Serve) -> None:
+    gate = Gate()
+    slow, well = served(gate), served()
+    with linked(table_of(seat_of(slow, 0), seat_of(well, 1)), call_s=0.2) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert gate.entered.acquire(timeout=5)
+        gate.open.set()
+        until(lambda: slow.counts.calls == 1 and slow.rows_in_flight == 0)
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        until(lambda: all(seat.outstanding_rows == 0 for seat in link._seats.links.values()))
+
+
+def test_the_only_replica_may_be_late(served: Serve) -> None:
+    gate = Gate()
+    slow = served(gate)
+    with linked(table_of(seat_of(slow, 0)), call_s=0.1, unavailable_s=5) as link:
+        threading.Timer(0.4, gate.open.set).start()
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert slow.counts.calls == 1
+
+
+def test_rows_wait_for_a_replica_to_come(served: Serve) -> None:
+    server = served()
+    with linked(table_of(), ready=False, unavailable_s=5) as link:
+        assert link.missing() == (0,)
+        handle = dispatch(link, 3)
+        link.apply(table_of(seat_of(server, 0), epoch=2))
+        assert (link.combine(handle) == 6).all()
+        assert link.ready()
+
+
+def test_rows_in_flight_outlive_another_cut_of_the_groups(served: Serve) -> None:
+    """Group 0 of the new table holds other experts; the part goes where its experts are."""
+    gate = Gate()
+    lost, low, high = served(gate), served(experts={0: range(4)}), served(experts={0: range(4, 8)})
+    with linked(table_of(seat_of(lost, 0))) as link:
+        handle = link.dispatch(0, ONES, torch.full((3, 1), 6), torch.ones(3, 1))
+        assert gate.entered.acquire(timeout=5)
+        seats = seat_of(low, 1, 0), seat_of(high, 2, 1)
+        link.apply(table_of(*seats, groups=even_groups([0], 8, 2), epoch=2))
+        assert link.wait_ready(5)
+        gate.open.set()
+        lost.close()
+        assert torch.equal(link.combine(handle), 2 * ONES)
+
+
+def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve) -> None:
+    server = served()
+    with linked(table_of(seat_of(server, 0), epoch=3)) as link:
+        link.apply(table_of(epoch=2))
+        assert link.ready()
+        other = table_of(epoch=4)
+        with pytest.raises(FingerprintMismatch):
+            link.apply(type(other)(epoch=4, fingerprint="another", num_experts=8, groups=other.groups))
+
+
+def test_another_worker_at_the_address_is_not_used(served: Serve) -> None:
+    server = served()
+    with (
+        linked(table_of(seat_of(server, 7)), ready=False, unavailable_s=0.3) as link,
+        pytest.raises(ExpertUnavailable, match="is seat 0 of worker"),
+    ):
+        send(link, ONES)
+
+
+def test_a_wrong_secret_is_named_in_the_error(served: Serve) -> None:
+    server = served(secret=b"another")
+    with (
+        linked(table_of(seat_of(server, 0)), ready=False, unavailable_s=0.3) as link,
+        pytest.raises(ExpertUnavailable, match="does not know this cluster's secret"),
+    ):
+        send(link, ONES)
+
+
+def test_close_ends_a_combine_that_waits(served: Serve) -> None:
+    gate = Gate()
+    server = served(gate)
+    with linked(table_of(seat_of(server, 0)), unavailable_s=60, call_s=60) as link:
+        handle = dispatch(link, 2)
+        assert gate.entered.acquire(timeout=5)
+        threading.Timer(0.1, link.close).start()
+        with pytest.raises(ExpertUnavailable):
+            link.combine(handle)
+    gate.open.set()
+
+
+def test_drain_finishes_what_is_here_and_refuses_the_rest(served: Serve) -> None:
+    gate = Gate()
+    leaving, staying = served(gate), served()
+    finished: list[bool] = []
+    with linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
+        handle = dispatch(link, 3)
+        assert gate.entered.acquire(timeout=5)
+        thread = threading.Thread(target=lambda: finished.append(leaving.drain(5)))
+        thread.start()
+        until(lambda: link.usable() == (1,))
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        gate.open.set()
+        assert (link.combine(handle) == 6).all()
+        thread.join(5)
+    assert finished == [True]
+    assert (leaving.counts.calls, staying.counts.calls) == (1, 1)
+
+
+def test_a_leaving_answer_is_resent(served: Serve) -> None:
+    """The announcement has not reached the link yet when it dispatches."""
+    leaving, staying = served(), served()
+    with linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
+        leaving._leaving = True
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert (leaving.counts.calls, staying.counts.calls) == (0, 1)
+
+
+def test_a_shard_holds_its_group_alone() -> None:
+    layers, groups = random_layer(torch.float32), even_groups([0], 8, 3)
+    assert [part_of(layers, group, 8).expert_ids(0) for group in groups] == [(0, 1), (2, 3, 4), (5, 6, 7)]
