@@ -97,7 +97,7 @@ def drive_in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str,
             for i, prompt in enumerate(prompts(count, seed))
         ]
 
-    engine = build(load_settings(engine_flags(model)), clock=lambda: time.time_ns() // 1_000_000).engine
+    engine = build(load_settings(engine_flags(model)), lambda: time.time_ns() // 1_000_000, worker="bench").engine
     _run_engine(engine, requests(STREAMS, WARM_UP_TOKENS, seed=99))
     start = time.perf_counter()
     tokens, steps_s = _run_engine(engine, requests(STREAMS * per_stream, max_tokens, seed=1))

@@ -98,6 +98,8 @@ class SchedulerMetrics:
         self.dispatched = Counter(
             _PREFIX + "dispatched_requests_total", "Requests assigned, by affinity.", ["affinity"], registry=registry
         )
+        self.seats = gauge("expert_seats", "Expert workers in the routing table, by shard group.", "shard")
+        self.table_epoch = gauge("routing_table_epoch", "Epoch of the routing table; 0 without one.")
         self.reclaimed = Counter(
             _PREFIX + "reclaimed_leases_total", "Leases that expired, by what followed.", ["outcome"], registry=registry
         )
@@ -137,3 +139,23 @@ class WorkerMetrics:
             "expert_top_share_ratio", "Share of a layer's rows that its busiest experts took.", "layer", "rank"
         )
         self.expert_top_id = gauge("expert_top_id", "Id of a layer's busiest experts.", "layer", "rank")
+
+
+class ExpertMetrics:
+    """Experts in a process of their own. Written by an expert worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + "experts_" + name, text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + "experts_" + name, text, labels, registry=registry)
+
+        self.seat = gauge("seat", "Number of the seat; 0 before there is one.")
+        self.status = gauge("status", "1 for what the worker is doing, 0 for the rest.", "status")
+        self.rows_in_flight = gauge("rows_in_flight", "Rows accepted and not yet answered.")
+        self.rows = counter("rows_total", "Rows computed, by layer and shard group.", "layer", "shard")
+        self.calls = counter("calls_total", "Exchanges answered, failed ones too.")
+        self.failed = counter("failed_calls_total", "Exchanges that could not be computed.")
+        self.computations = counter("computations_total", "Grouped calls: fewer than exchanges where some were joined.")
+        self.busy = counter("busy_seconds_total", "Time spent computing.")

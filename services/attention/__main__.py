@@ -1,4 +1,5 @@
-"""``python -m services.attention``: an attention worker with all experts in its process. Needs Redis and a model."""
+"""``python -m services.attention``: an attention worker, with all experts in its process or behind a link. Needs Redis
+and a model."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ from redis.asyncio import Redis
 from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.observer import ExpertObserver, StepObserver
+from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
+from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo
 from services.metrics import WorkerMetrics
 from services.queue.clock import RedisClock
 from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.tables import TableReader
+from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
 from services.runtime import CRASHED, MetricsServer, run_role
 
@@ -46,6 +51,8 @@ class AttentionRole:
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
         self._worker: AttentionWorker | None = None
+        self._experts: TableFollower | None = None
+        self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     async def run(self, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""
@@ -54,14 +61,35 @@ class AttentionRole:
         port = await server.start()
         log.info("metrics on port %d", port)
         try:
-            built = await _unless_stopped(lambda: build(settings, self._clock.now_ms), stop)
+            built = await _unless_stopped(lambda: build(settings, self._clock.now_ms, worker=self._id), stop)
             if built is not None:
-                await self._serve(built, f"http://{settings.host}:{port}/metrics", stop)
+                await self._with_experts(built, f"http://{settings.host}:{port}/metrics", stop)
         finally:
             await server.close()
 
     def _missing(self) -> list[str]:
-        return self._worker.missing() if self._worker else ["weights"]
+        experts = self._experts.missing() if self._experts else []
+        return experts + (self._worker.missing() if self._worker else [] if experts else ["weights"])
+
+    async def _with_experts(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
+        """Serves once all experts can be reached; where they are in this process that is at once."""
+        if not isinstance(built.link, TcpLink):
+            await self._serve(built, metrics_url, stop)
+            return
+        keys, limits = Keys(self._settings.namespace), QueueLimits.of(self._settings)
+        reader = TableReader(self._redis, keys, limits)
+        self._experts = TableFollower(built.link, reader, worker_id=self._id, lease_s=self._settings.lease)
+        following = asyncio.ensure_future(self._experts.run())
+        ready, stopped = asyncio.ensure_future(self._experts.ready()), asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({following, ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+            if not stop.is_set():
+                await self._serve(built, metrics_url, stop)
+        finally:
+            await end_tasks([following, ready, stopped])
+            await asyncio.to_thread(built.link.close)
 
     async def _serve(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         settings, metrics = self._settings, self._metrics
@@ -85,15 +113,14 @@ class AttentionRole:
             experts.cancel()
 
     def _info(self, built: Built, metrics_url: str) -> WorkerInfo:
-        host = socket.gethostname()
         return WorkerInfo(
-            id=f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+            id=self._id,
             model=self._settings.model_name,
             fingerprint=built.spec.fingerprint,
             kv_tokens=built.capacity.kv_tokens,
             max_num_seqs=self._settings.max_num_seqs,
             max_model_len=built.capacity.max_model_len,
-            host=host,
+            host=socket.gethostname(),
             pid=os.getpid(),
             version=version("expertmesh"),
             metrics_url=metrics_url,

@@ -1,11 +1,12 @@
-"""From a checkpoint and settings to an engine that is ready to step, with all experts in this process."""
+"""From a checkpoint and settings to an engine that is ready to step, its experts in this process or behind a link."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -13,13 +14,18 @@ from services.attention.cache import blocks_within
 from services.attention.capacity import Capacity, capacity
 from services.attention.engine import Engine, EngineOptions
 from services.config import Settings
-from services.errors import ConfigError
-from services.fabric.local import LocalHandle, LocalLink
+from services.fabric.experts import CountingLink
+from services.fabric.local import LocalLink
+from services.fabric.secret import read_secret
+from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_link import TcpLink
 from services.model.dense import DenseModel
+from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
 from services.model.progress import loading_progress
 from services.model.spec import ModelSpec, load_spec
 from services.model.weights import load_dense, load_experts
+from services.routing import RoutingTable, even_groups
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +36,12 @@ class Built:
 
     spec: ModelSpec
     capacity: Capacity
-    engine: Engine[LocalHandle]
-    link: LocalLink
+    engine: Engine[Any]
+    link: CountingLink[Any]
 
 
-def build(settings: Settings, clock: Callable[[], int]) -> Built:
-    """Load the checkpoint and build its engine. Takes as long as reading the weights.
+def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built:
+    """Load the checkpoint and build its engine. Takes as long as reading the weights; ``worker`` is the incarnation.
 
     Raises:
         ConfigError: options contradict each other, the model or the machine.
@@ -46,28 +52,20 @@ def build(settings: Settings, clock: Callable[[], int]) -> Built:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
     device = torch_device(settings.device)
-    dtype = getattr(torch, spec.dtype if settings.dtype == "auto" else settings.dtype)
+    dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
-    model, link = _load(settings.model, spec, dtype, device)
-    engine = Engine(model=model, link=link, options=_engine_options(settings, room), clock=clock)
+    with loading_progress(log) as progress:
+        dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
+        link: CountingLink[Any]
+        if settings.experts == "tcp":
+            link = _tcp_link(settings, spec, dtype, worker)
+        else:
+            experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
+            shard = ExpertShard(experts, num_experts=spec.num_experts)
+            link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
+    model, options = DenseModel(spec, dense), _engine_options(settings, room)
+    engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
     return Built(spec=spec, capacity=room, engine=engine, link=link)
-
-
-def torch_device(name: str) -> torch.device:
-    """The device called ``name``; ``auto`` is a GPU if there is one.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name} cannot be used: {reason}.", hint="Try --device cpu or auto.") from error
-    return device
 
 
 def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capacity:
@@ -88,12 +86,23 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
     return room
 
 
-def _load(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[DenseModel, LocalLink]:
-    with loading_progress(log) as progress:
-        dense = load_dense(folder, spec, dtype=dtype, device=device, progress=progress)
-        experts = load_experts(folder, spec, dtype=dtype, device=device, progress=progress)
-    shard = ExpertShard(experts, num_experts=spec.num_experts)
-    return DenseModel(spec, dense), LocalLink(shard.by_layer(), num_experts=spec.num_experts)
+def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, worker: str) -> TcpLink:
+    """Without seats: they come with the first routing table."""
+    assert settings.fabric_secret_file is not None, "load_settings requires it"
+    groups = even_groups(list(spec.moe_layers), spec.num_experts, 1)
+    return TcpLink(
+        RoutingTable(epoch=0, fingerprint=spec.fingerprint, num_experts=spec.num_experts, groups=groups),
+        hello=Hello(
+            fingerprint=spec.fingerprint,
+            worker=worker,
+            hidden=spec.hidden_size,
+            dtype=str(dtype).removeprefix("torch."),
+            package=version("expertmesh"),
+        ),
+        secret=read_secret(settings.fabric_secret_file),
+        call_s=settings.exchange_timeout,
+        unavailable_s=settings.experts_patience,
+    )
 
 
 def _engine_options(settings: Settings, room: Capacity) -> EngineOptions:

@@ -61,6 +61,7 @@ COMMANDS = {
     "gateway": Command("run the REST API on its own", _from("services.gateway.__main__")),
     "scheduler": Command("run a scheduler on its own, leader or standby", _from("services.scheduler.__main__")),
     "attention": Command("run an attention worker on its own", _from("services.attention.__main__")),
+    "experts": Command("run an expert worker on its own", _from("services.experts.__main__")),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),

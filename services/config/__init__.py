@@ -8,6 +8,7 @@ from services.config.options import OptionParser, concerned
 from services.config.settings import (
     ATTENTION,
     ENV_PREFIX,
+    EXPERTS,
     GATEWAY,
     ROLES,
     SCHEDULER,
@@ -21,6 +22,7 @@ from services.config.settings import (
 __all__ = [
     "ATTENTION",
     "ENV_PREFIX",
+    "EXPERTS",
     "GATEWAY",
     "ROLES",
     "SCHEDULER",

@@ -16,7 +16,17 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from services.config.options import OptionParser, add_options, bare, concerned
-from services.config.settings import ATTENTION, ENV_PREFIX, GATEWAY, SCHEDULER, Role, Settings, mask_url, option
+from services.config.settings import (
+    ATTENTION,
+    ENV_PREFIX,
+    EXPERTS,
+    GATEWAY,
+    SCHEDULER,
+    Role,
+    Settings,
+    mask_url,
+    option,
+)
 from services.errors import ConfigError
 
 _CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -26,7 +36,13 @@ _SERVICE_LINK = re.compile(
 """Variables that Kubernetes sets for services named expertmesh-*."""
 _LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "matching"}
-_TITLES = {None: "server", GATEWAY: "gateway", SCHEDULER: "scheduler", ATTENTION: "attention worker"}
+_TITLES = {
+    None: "server",
+    GATEWAY: "gateway",
+    SCHEDULER: "scheduler",
+    ATTENTION: "attention worker",
+    EXPERTS: "expert worker",
+}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
@@ -127,12 +143,18 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
 
 def require(settings: Settings, role: Role) -> None:
     """Refuses settings with which ``role`` cannot run on its own."""
-    if role in (GATEWAY, ATTENTION) and settings.model is None:
+    if role in (GATEWAY, ATTENTION, EXPERTS) and settings.model is None:
         raise ConfigError(f"The {_TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
     if settings.redis_url is None:
         raise ConfigError(
             f"The {_TITLES[role]} needs a Redis.",
             hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
+        )
+    apart = role == EXPERTS or (role == ATTENTION and settings.experts != "local")
+    if apart and settings.fabric_secret_file is None:
+        raise ConfigError(
+            f"The {_TITLES[role]} needs the secret that attention and expert workers share.",
+            hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
         )
 
 

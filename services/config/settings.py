@@ -12,12 +12,14 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 ENV_PREFIX = "EXPERTMESH_"
-Role = Literal["gateway", "scheduler", "attention"]
+Role = Literal["gateway", "scheduler", "attention", "experts"]
 GATEWAY: Literal["gateway"] = "gateway"
 SCHEDULER: Literal["scheduler"] = "scheduler"
 ATTENTION: Literal["attention"] = "attention"
-ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION)
-_WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION)
+EXPERTS: Literal["experts"] = "experts"
+ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION, EXPERTS)
+_WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION, EXPERTS)
+_COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -68,20 +70,24 @@ class Settings(BaseSettings):
         None, "name of the model in the API (default: the folder's name)", roles=_WITH_MODEL, min_length=1
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _knob(
-        "auto", "type of weights and activations; auto is the checkpoint's own", roles=(ATTENTION,)
+        "auto", "type of weights and activations; auto is the checkpoint's own", roles=_COMPUTING
     )
     device: str = _knob(
-        "auto", "torch device, such as cpu or cuda:0; auto takes a GPU if there is one", roles=(ATTENTION,)
+        "auto", "torch device, such as cpu or cuda:0; auto takes a GPU if there is one", roles=_COMPUTING
     )
     max_model_len: int | None = _knob(
-        None, "longest prompt plus answer, tokens (default: the model's own)", roles=_WITH_MODEL, ge=1
+        None, "longest prompt plus answer, tokens (default: the model's own)", roles=(GATEWAY, ATTENTION), ge=1
     )
 
     # Where
     host: str = _knob("127.0.0.1", "address to listen on: REST on the gateway, metrics elsewhere", min_length=1)
     port: int = _knob(8000, "port of the REST API; 0 picks a free one", roles=(GATEWAY,), ge=0, le=65535)
     metrics_port: int = _knob(
-        0, "port of /metrics, /health and /ready; 0 picks a free one", roles=(SCHEDULER, ATTENTION), ge=0, le=65535
+        0,
+        "port of /metrics, /health and /ready; 0 picks a free one",
+        roles=(SCHEDULER, ATTENTION, EXPERTS),
+        ge=0,
+        le=65535,
     )
     metrics_upstreams: Annotated[list[str], NoDecode] = _knob(
         [],
@@ -123,14 +129,49 @@ class Settings(BaseSettings):
     kv_overcommit: float = _knob(
         1.5, "tokens assigned to a worker, as a multiple of its KV tokens", roles=(ATTENTION,), gt=0, le=100
     )
-    threads: int | None = _knob(
-        None, "CPU threads of the engine (default: torch's own choice)", roles=(ATTENTION,), ge=1
-    )
+    threads: int | None = _knob(None, "CPU threads that compute (default: torch's own choice)", roles=_COMPUTING, ge=1)
     publish_buffer_tokens: int = _knob(
         65_536, "computed tokens held while Redis is away; then the engine pauses", roles=(ATTENTION,), ge=1
     )
     step_timeout: float = _knob(
         300.0, "seconds after which a step of the engine counts as hung: the worker exits", roles=(ATTENTION,), gt=0
+    )
+
+    # Experts in processes of their own
+    experts: Literal["local", "tcp"] = _knob(
+        "local", "where the experts are: in the attention worker's process, or in expert workers", roles=(ATTENTION,)
+    )
+    expert_workers: int = _knob(
+        0,
+        "expert workers that `serve` starts; 0 leaves the experts with the attention worker",
+        roles=(SCHEDULER,),
+        ge=0,
+        le=256,
+    )
+    expert_groups: int | None = _knob(
+        None,
+        "shard groups that the experts are split into (default: as many as `serve` starts expert workers, else 1)",
+        roles=(SCHEDULER,),
+        ge=1,
+        le=4096,
+    )
+    expert_group: int | None = _knob(
+        None, "shard group that this worker holds (default: the scheduler decides)", roles=(EXPERTS,), ge=0
+    )
+    fabric_port: int = _knob(
+        0, "port on which attention workers reach an expert worker; 0 picks one", roles=(EXPERTS,), ge=0, le=65535
+    )
+    fabric_secret_file: Path | None = _knob(
+        None, "file with the secret that attention and expert workers share (see `serve`)", roles=_COMPUTING
+    )
+    fabric_inbox_rows: int = _knob(
+        65_536, "rows that may wait at an expert worker; then it stops reading", roles=(EXPERTS,), ge=1
+    )
+    exchange_timeout: float = _knob(
+        2.0, "seconds for which an exchange waits for an expert worker, then asks a replica", roles=(ATTENTION,), gt=0
+    )
+    experts_patience: float = _knob(
+        30.0, "seconds for which a step waits for a shard group without workers", roles=(ATTENTION,), ge=0, le=3600
     )
 
     # Gateway
@@ -171,7 +212,7 @@ class Settings(BaseSettings):
             raise ValueError("is not role=url")
         return value
 
-    @field_validator("model", "api_keys_file")
+    @field_validator("model", "api_keys_file", "fabric_secret_file")
     @classmethod
     def _home(cls, value: Path | None) -> Path | None:
         return value.expanduser() if value else value

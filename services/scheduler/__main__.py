@@ -8,9 +8,10 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
 from services.config import SCHEDULER, Settings
 from services.metrics import SchedulerMetrics
@@ -18,12 +19,22 @@ from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
+from services.queue.seats import SeatRegistry
+from services.queue.tables import TableReader
 from services.runtime import MetricsServer, run_role
+from services.scheduler.experts import ExpertPlacement
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy
 
 log = logging.getLogger(__name__)
+
+
+def _placement(settings: Settings, redis: Redis, observer: Observer) -> Callable[[], ExpertPlacement]:
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    groups = settings.expert_groups or max(1, settings.expert_workers)
+    registry, reader = SeatRegistry(redis, keys, limits), TableReader(redis, keys, limits)
+    return lambda: ExpertPlacement(registry, reader, groups=groups, on_table=observer.tabled)
 
 
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:
@@ -34,7 +45,14 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     queue = SchedulerQueue(redis, Keys(settings.namespace), QueueLimits.of(settings))
     observer = Observer(SchedulerMetrics(registry), queue)
     token = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    scheduler = Scheduler(queue, DispatchPolicy(), observer, token=token, lease_s=settings.lease)
+    scheduler = Scheduler(
+        queue,
+        DispatchPolicy(),
+        observer,
+        token=token,
+        lease_s=settings.lease,
+        placement=_placement(settings, redis, observer),
+    )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port)
     try:
         port = await server.start()

@@ -14,13 +14,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.errors import ContextLengthExceeded, QueueUnavailable, StaleLeader
+from services.errors import ContextLengthExceeded, QueueUnavailable, StaleLeader, StaleTable
 from services.messages import GenerateRequest
 from services.queue.backoff import Backoff
 from services.queue.scheduler_side import SchedulerQueue, WorkerState
+from services.scheduler.experts import ExpertPlacement
 from services.scheduler.observer import Observer
 from services.scheduler.policy import Choice, DispatchPolicy
 
@@ -45,6 +46,7 @@ class Intervals:
     poll: float
     renew: float
     reap: float
+    experts: float
     gauges: float
     tick: float
 
@@ -56,6 +58,7 @@ class Intervals:
             poll=takeover / 25,
             renew=takeover * 0.3,
             reap=min(0.5, lease_s / 8),
+            experts=min(0.25, lease_s / 16),
             gauges=1.0,
             tick=min(0.25, lease_s / 16),
         )
@@ -81,16 +84,25 @@ class Timer:
 
 
 class Scheduler:
-    """One scheduler process, leader or standby. ``token`` names it in the lock and is never reused."""
+    """One scheduler process, leader or standby. ``token`` names it in the lock and is never reused; ``placement``
+    makes what a term needs to place experts."""
 
     def __init__(
-        self, queue: SchedulerQueue, policy: DispatchPolicy, observer: Observer, *, token: str, lease_s: float
+        self,
+        queue: SchedulerQueue,
+        policy: DispatchPolicy,
+        observer: Observer,
+        *,
+        token: str,
+        lease_s: float,
+        placement: Callable[[], ExpertPlacement] | None = None,
     ) -> None:
         self._queue = queue
         self._policy = policy
         self._observer = observer
         self._token = token
         self._lease_s = lease_s
+        self._placement = placement
         self._intervals = Intervals.of(lease_s)
         self._redis = Backoff()
 
@@ -117,7 +129,8 @@ class Scheduler:
             return
         log.info("leading", extra={"epoch": epoch})
         self._observer.leads()
-        await _Term(self._queue, self._policy, self._observer, self._intervals, epoch).serve(stop)
+        placement = self._placement() if self._placement else None
+        await _Term(self._queue, self._policy, self._observer, self._intervals, epoch, placement).serve(stop)
 
     async def _wait_for_redis(self, stop: asyncio.Event, error: QueueUnavailable) -> None:
         if not self._redis.failing:
@@ -135,13 +148,16 @@ class _Term:
         observer: Observer,
         intervals: Intervals,
         epoch: int,
+        placement: ExpertPlacement | None,
     ) -> None:
         self._queue = queue
         self._policy = policy
         self._observer = observer
         self._intervals = intervals
         self._epoch = epoch
+        self._placement = placement
         self._renewal = Timer(intervals.renew)
+        self._placing = Timer(intervals.experts)
         self._reaping = Timer(intervals.reap)
         self._gauges = Timer(intervals.gauges)
         self._head_waits = False
@@ -172,8 +188,17 @@ class _Term:
             raise StaleLeader(f"Epoch {self._epoch} leads no more.")
         if self._reaping.due():
             await self._reap()
+        if self._placement is not None and self._placing.due():
+            await self._place(self._placement)
         if self._gauges.due():
             await self._observer.refresh()
+
+    async def _place(self, placement: ExpertPlacement) -> None:
+        try:
+            if await placement.turn(self._epoch):
+                self._placing.expire()
+        except StaleTable as error:
+            log.warning("%s", error.message)
 
     async def _reap(self) -> None:
         report = await self._queue.reap(self._epoch)

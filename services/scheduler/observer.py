@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
+from services.routing import RoutingTable
 from services.scheduler.policy import Choice
 
 _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
@@ -30,6 +31,15 @@ class Observer:
             gauge.set(0)
         metrics.workers.set(0)
         metrics.outstanding_tokens.clear()
+        metrics.seats.clear()
+        metrics.table_epoch.set(0)
+
+    def tabled(self, table: RoutingTable) -> None:
+        """``table`` is the one that stands."""
+        self._metrics.table_epoch.set(table.epoch)
+        self._metrics.seats.clear()
+        for group, seats in table.seats_of.items():
+            self._metrics.seats.labels(group).set(len(seats))
 
     async def refresh(self) -> None:
         """Bring the gauges up to date."""

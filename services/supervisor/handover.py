@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from services.config import Role, Settings
+from services.config import Settings
 from services.errors import ConfigError, PortInUse
 from services.queue.embedded import private_folder
 
@@ -26,10 +27,18 @@ class RunFolder:
         self.path = private_folder(f"{_PREFIX}{os.getpid()}-")
         self._sweep(self.path.parent)
 
-    def write(self, role: Role, settings: Settings, changes: Mapping[str, object]) -> Path:
-        """Writes ``settings`` with ``changes`` for ``role`` and returns the file, readable by its owner alone."""
-        file = self.path / f"{role}.yaml"
+    def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
+        """Writes ``settings`` with ``changes`` for the process ``name`` and returns the file."""
         content = yaml.safe_dump(settings.model_dump(mode="json") | dict(changes), allow_unicode=True)
+        return self._new_file(f"{name}.yaml", content)
+
+    def new_secret(self, name: str) -> Path:
+        """A file with fresh random text."""
+        return self._new_file(f"{name}.secret", secrets.token_urlsafe(32))
+
+    def _new_file(self, name: str, content: str) -> Path:
+        """Readable by its owner alone."""
+        file = self.path / name
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
             out.write(content)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from services.config import ATTENTION, GATEWAY, SCHEDULER, Role, Settings
+from services.config import ATTENTION, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
 from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
@@ -29,6 +29,7 @@ MODULES: Mapping[Role, str] = {
     GATEWAY: "services.gateway",
     SCHEDULER: "services.scheduler",
     ATTENTION: "services.attention",
+    EXPERTS: "services.experts",
 }
 """What runs each role, in the order in which they are stopped: the gateway drains while the others still work."""
 _READY_POLL_S = 0.1
@@ -106,16 +107,30 @@ class Supervisor:
 
     async def _start(self, folder: RunFolder, port: int) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
-        common = {"redis_url": redis_url, "supervisor_pid": os.getpid()}
-        inner = [role for role in self._modules if role != GATEWAY]
+        common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder)}
+        inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, free_ports(_LOOPBACK, len(inner)), strict=True))
-        upstreams = [f"{role}=http://{_LOOPBACK}:{metrics_port}/metrics" for role, metrics_port in metrics.items()]
-        for role in self._modules:
+        upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
+        for name, role in self._processes().items():
             if role == GATEWAY:
                 changes = common | {"port": port, "metrics_upstreams": upstreams}
             else:
-                changes = common | {"host": _LOOPBACK, "metrics_port": metrics[role]}
-            await self._start_role(role, folder.write(role, self._settings, changes))
+                changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
+            await self._start_role(name, role, folder.write(name, self._settings, changes))
+
+    def _processes(self) -> dict[str, Role]:
+        """Name -> role of every process, in the order in which they are stopped."""
+        names: dict[Role, list[str]] = {role: [role] for role in self._modules}
+        names[EXPERTS] = [f"{EXPERTS}-{index}" for index in range(self._settings.expert_workers)]
+        return {name: role for role in self._modules for name in names[role]}
+
+    def _fabric(self, folder: RunFolder) -> dict[str, object]:
+        """What attention and expert workers need of one another, where they are apart."""
+        settings = self._settings
+        if not settings.expert_workers:
+            return {}
+        secret = settings.fabric_secret_file or folder.new_secret("fabric")
+        return {"experts": "tcp", "fabric_port": 0, "fabric_secret_file": str(secret)}
 
     async def _start_redis(self, folder: RunFolder) -> str:
         redis = EmbeddedRedis(folder.path / "redis")
@@ -125,10 +140,10 @@ class Supervisor:
         log.info("private Redis at %s", redis.url)
         return redis.url
 
-    async def _start_role(self, role: Role, config: Path) -> None:
+    async def _start_role(self, name: str, role: Role, config: Path) -> None:
         """-P keeps a folder named services in the working directory from being imported instead of ours."""
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        child = Child(role, RoleProcess(command, os.environ), self._new_policy())
+        child = Child(name, RoleProcess(command, os.environ), self._new_policy())
         self._children.append(child)
         await child.start()
 
@@ -185,7 +200,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """The gateway first, which lets open requests end; Redis, which all others need, last."""
-        order = [*self._modules, _REDIS]
+        order = [*self._processes(), _REDIS]
         patience_s = {GATEWAY: self._settings.drain_timeout, ATTENTION: self._settings.drain_timeout}
         for child in sorted(self._children, key=lambda child: order.index(child.name)):
             await child.stop(patience_s.get(child.name, 0.0) + self._stop_margin_s)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.config import ROLES, Settings
+from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
 from services.runtime import FORCED
 from services.supervisor import Supervisor
@@ -51,13 +51,16 @@ def _policy() -> RestartPolicy:
 
 
 def _supervisor(
-    on_ready: Callable[[str], Awaitable[None]] | None = None, stop_margin_s: float = 5.0, **values: object
+    on_ready: Callable[[str], Awaitable[None]] | None = None,
+    stop_margin_s: float = 5.0,
+    modules: dict[str, str] = _MODULES,
+    **values: object,
 ) -> Supervisor:
     settings = Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values))  # type: ignore[arg-type]
     return Supervisor(
         settings,
         on_ready=on_ready,
-        modules=_MODULES,  # type: ignore[arg-type]
+        modules=modules,  # type: ignore[arg-type]
         check_model=lambda _: None,
         new_policy=_policy,
         stop_margin_s=stop_margin_s,
@@ -97,7 +100,7 @@ async def _nothing(_: str) -> None:
 async def test_every_role_gets_the_effective_settings(home: Path) -> None:
     assert await _run(_nothing, lease=2.5, kv_blocks=7, served_model_name="näme") == 0
     started = {note["role"]: note for note in _notes(home)}
-    assert set(started) == set(ROLES)
+    assert set(started) == set(_MODULES)
     for note in started.values():
         values = note["settings"]
         assert (values["lease"], values["kv_blocks"], values["served_model_name"]) == (2.5, 7, "näme")
@@ -154,7 +157,7 @@ async def test_long_names_of_temporary_folders_do_no_harm(home: Path, monkeypatc
     assert await _run(_nothing) == 0
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", _MODULES)
 async def test_a_role_that_dies_is_started_again(home: Path, role: str) -> None:
     def lives() -> Notes:
         return [note for note in _notes(home) if note["role"] == role]
@@ -204,12 +207,23 @@ async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code:
     assert [note["role"] for note in _notes(home)].count("scheduler") == 3
 
 
+async def test_expert_workers_are_processes_that_share_a_secret_with_the_attention_worker(home: Path) -> None:
+    modules = _MODULES | {"experts": "fake_role"}
+    assert await _run(_nothing, expert_workers=2, modules=modules) == 0
+    started = {note["role"]: note["settings"] for note in _notes(home, "started")}
+    assert set(started) == {*_MODULES, "experts-0", "experts-1"}
+    assert started["attention"]["experts"] == "tcp"
+    assert len({started[name]["fabric_secret_file"] for name in ("attention", "experts-0", "experts-1")}) == 1
+    assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 4
+    assert [note["role"] for note in _notes(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]
+
+
 async def _nothing_ever(_: str) -> None:
     await asyncio.Event().wait()
 
 
 async def test_a_second_signal_does_not_wait(home: Path, offspring: Callable[[], list[psutil.Process]]) -> None:
-    for role in ROLES:
+    for role in _MODULES:
         (home / f"{role}.stubborn").touch()
     stop = asyncio.Event()
     supervisor = _supervisor()

@@ -44,7 +44,7 @@ def stop(*_: object) -> None:
 
 
 signal.signal(signal.SIGTERM, stop)
-settings = load_settings(sys.argv[1:], role=role)  # type: ignore[arg-type]
+settings = load_settings(sys.argv[1:], role=role.split("-")[0])  # type: ignore[arg-type]
 note(
     "started",
     argv=sys.argv[1:],

@@ -1,0 +1,111 @@
+"""Experts in other processes: the routing table is followed, and the link gets every new one.
+
+The newest table is in use from the next exchange on. Which tables may still be in use is told to Redis with a lease, so
+that a seat that leaves waits for this worker's exchanges, and for no dead worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from services.queue.backoff import Backoff, until_answered
+from services.queue.tables import TableReader
+from services.routing import RoutingTable
+
+NOTES_PER_LEASE = 8
+BLOCK_MS = 500
+SOON_S = 0.02
+
+log = logging.getLogger(__name__)
+
+
+class TabledLink(Protocol):
+    """What a link does with tables."""
+
+    def apply(self, table: RoutingTable) -> None:
+        """From the next dispatch on; connections are made in the background."""
+
+    def oldest_epoch(self) -> int:
+        """Of the tables by which exchanges are under way, or of the newest."""
+
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of the shard groups that no seat can be reached for."""
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Whether every shard group could be reached at some moment of that time."""
+
+
+class TableFollower:
+    """Runs beside the engine, on the event loop. ``worker_id`` is the attention worker's incarnation."""
+
+    def __init__(self, link: TabledLink, reader: TableReader, *, worker_id: str, lease_s: float) -> None:
+        self._link = link
+        self._reader = reader
+        self._worker_id = worker_id
+        self._lease_s = lease_s
+        self._epoch = 0
+        self._news = asyncio.Event()
+
+    def missing(self) -> list[str]:
+        """For /ready."""
+        if not self._epoch:
+            return ["a routing table"]
+        return [f"experts of group {number}" for number in self._link.missing()]
+
+    async def ready(self) -> None:
+        """Returns once every shard group can be reached."""
+        while self.missing():
+            if not await asyncio.to_thread(self._link.wait_ready, BLOCK_MS / 1000):
+                log.info("waiting for %s", ", ".join(self.missing()))
+            elif not self._epoch:
+                await self._news.wait()
+
+    async def run(self) -> None:
+        """Follow until cancelled; then no seat waits for this worker any more."""
+        try:
+            await self._begin()
+            await asyncio.gather(self._follow(), self._note())
+        finally:
+            await self._farewell()
+
+    async def _begin(self) -> None:
+        enter = partial(self._reader.enter, self._worker_id, self._lease_s)
+        while (table := await until_answered("routing table", enter, Backoff())) is None:
+            await until_answered("routing table", partial(self._reader.read_table, 0, BLOCK_MS), Backoff())
+        self._take(table)
+
+    async def _follow(self) -> None:
+        backoff = Backoff()
+        while True:
+            read = partial(self._reader.read_table, self._epoch, BLOCK_MS)
+            table = await until_answered("routing table", read, backoff)
+            if table is not None:
+                self._take(table)
+
+    def _take(self, table: RoutingTable) -> None:
+        log.info("routing table %d with %d seats", table.epoch, len(table.seats))
+        self._link.apply(table)
+        self._epoch = table.epoch
+        self._news.set()
+
+    async def _note(self) -> None:
+        backoff = Backoff()
+        while True:
+            self._news.clear()
+            oldest = self._link.oldest_epoch()
+            note = partial(self._reader.note_epoch, self._worker_id, oldest, self._lease_s)
+            await until_answered("routing table", note, backoff)
+            with suppress(TimeoutError):  # a seat that leaves waits for the exchanges of the table before
+                async with asyncio.timeout(SOON_S if oldest < self._epoch else self._lease_s / NOTES_PER_LEASE):
+                    await self._news.wait()
+
+    async def _farewell(self) -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                await self._reader.forget(self._worker_id)
+        except Exception as error:  # noqa: BLE001  the lease ends it otherwise
+            log.debug("no farewell to the routing table: %r", error)

@@ -1,0 +1,117 @@
+"""``python -m services.experts``: an expert worker. Needs Redis, the checkpoint and the cluster's secret."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.config import EXPERTS, Settings
+from services.experts.observer import ExpertsObserver
+from services.experts.serving import Loader, advertised
+from services.experts.worker import ExpertWorker, Timing
+from services.messages import ExpertInfo
+from services.metrics import ExpertMetrics
+from services.model.device import serving_dtype, torch_device
+from services.model.spec import ModelSpec, load_spec
+from services.queue.connect import connect
+from services.queue.expert_side import ExpertQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.tables import TableReader
+from services.runtime import MetricsServer, run_role
+
+REFRESH_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+async def _observe(observer: ExpertsObserver) -> None:
+    while True:
+        observer.refresh()
+        await asyncio.sleep(REFRESH_S)
+
+
+async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
+    assert settings.model is not None, "load_settings requires it of this role"
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    spec = load_spec(settings.model)
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    loader = Loader(
+        settings,
+        spec,
+        worker=name,
+        dtype=serving_dtype(settings.dtype, spec),
+        device=torch_device(settings.device),
+        version=version("expertmesh"),
+    )
+    registry = CollectorRegistry()
+    worker: ExpertWorker | None = None
+    server = MetricsServer(
+        registry,
+        host=settings.host,
+        port=settings.metrics_port,
+        missing=lambda: worker.missing() if worker else ["a seat"],
+    )
+    port = await server.start()
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    worker = ExpertWorker(
+        info=_info(settings, spec, name, f"http://{settings.host}:{port}/metrics"),
+        queue=ExpertQueue(redis, keys, limits),
+        reader=TableReader(redis, keys, limits),
+        load=loader,
+        timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
+    )
+    log.info("expert worker %s, metrics on port %d", name, port)
+    observing = asyncio.create_task(_observe(ExpertsObserver(ExpertMetrics(registry), worker)))
+    try:
+        await worker.run(stop)
+    finally:
+        observing.cancel()
+        await server.close()
+
+
+def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> ExpertInfo:
+    return ExpertInfo(
+        id=name,
+        fingerprint=spec.fingerprint,
+        num_experts=spec.num_experts,
+        layers=tuple(spec.moe_layers),
+        host=advertised(settings.host),
+        port=settings.fabric_port,
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        pid=os.getpid(),
+        version=version("expertmesh"),
+        node=socket.gethostname(),
+        metrics_url=metrics_url,
+        group=settings.expert_group,
+    )
+
+
+async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
+    """Run an expert worker until ``stop``; then leave its seat."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    redis = connect(settings.redis_url)
+    try:
+        await _serve(settings, redis, stop)
+    finally:
+        await redis.aclose()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    return run_role(EXPERTS, host_experts, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

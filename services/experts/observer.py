@@ -1,0 +1,43 @@
+"""Readings of an expert worker on their way into its series."""
+
+from __future__ import annotations
+
+from services.experts.serving import TcpServing
+from services.experts.worker import ExpertWorker
+from services.metrics import ExpertMetrics
+
+STATUSES = ("waiting", "loading", "ready", "leaving")
+
+
+class ExpertsObserver:
+    """Brings the series up to date. A group that is loaded anew counts from zero."""
+
+    def __init__(self, metrics: ExpertMetrics, worker: ExpertWorker) -> None:
+        self._metrics = metrics
+        self._worker = worker
+        self._serving: object = None
+        self._rows: dict[int, int] = {}
+        self._seen = (0, 0, 0, 0.0)
+
+    def refresh(self) -> None:
+        worker, metrics = self._worker, self._metrics
+        metrics.seat.set(worker.seat)
+        for status in STATUSES:
+            metrics.status.labels(status).set(status == worker.status)
+        serving = worker.serving
+        metrics.rows_in_flight.set(serving.rows_in_flight if serving else 0)
+        if isinstance(serving, TcpServing):
+            self._count(serving)
+
+    def _count(self, serving: TcpServing) -> None:
+        if serving is not self._serving:
+            self._serving, self._rows, self._seen = serving, {}, (0, 0, 0, 0.0)
+        counts, metrics, shard = serving.server.counts, self._metrics, str(serving.group.number)
+        for layer, rows in list(counts.layer_rows.items()):
+            metrics.rows.labels(layer, shard).inc(rows - self._rows.get(layer, 0))
+            self._rows[layer] = rows
+        now = (counts.calls, counts.failed, counts.computations, counts.seconds)
+        series = (metrics.calls, metrics.failed, metrics.computations, metrics.busy)
+        for counter, new, old in zip(series, now, self._seen, strict=True):
+            counter.inc(new - old)
+        self._seen = now

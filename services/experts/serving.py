@@ -1,0 +1,109 @@
+"""From a shard group to experts that answer: weights read, server listening."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+
+import torch
+
+from services.config import Settings
+from services.fabric.secret import read_secret
+from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_server import ExpertServer
+from services.model.experts import ExpertShard
+from services.model.progress import loading_progress
+from services.model.spec import ModelSpec
+from services.model.weights import load_experts
+from services.routing import ShardGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TcpServing:
+    """A group behind an :class:`ExpertServer`."""
+
+    group: ShardGroup
+    server: ExpertServer
+
+    @property
+    def port(self) -> int:
+        return self.server.address[1]
+
+    @property
+    def rows_in_flight(self) -> int:
+        return self.server.rows_in_flight
+
+    def rows(self) -> dict[int, tuple[int, ...]]:
+        counted = self.server.counts.expert_rows
+        return {
+            layer: tuple(counted[layer][expert] if layer in counted else 0 for expert in experts)
+            for layer, experts in self.group.experts.items()
+        }
+
+    def drain(self, seconds: float) -> bool:
+        return self.server.drain(seconds)
+
+
+class Loader:
+    """Reads groups of one checkpoint and serves them; calling it blocks for as long as that takes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        spec: ModelSpec,
+        *,
+        worker: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        version: str,
+    ) -> None:
+        assert settings.model is not None, "load_settings requires it of this role"
+        assert settings.fabric_secret_file is not None, "load_settings requires it of this role"
+        self._settings, self._spec, self._worker = settings, spec, worker
+        self._dtype, self._device, self._version = dtype, device, version
+        self._model = settings.model
+        self._secret = read_secret(settings.fabric_secret_file)
+
+    def __call__(self, group: ShardGroup, seat: int) -> TcpServing:
+        """
+        Raises:
+            CheckpointError: the weights are damaged or not there.
+            PortInUse: another process listens on the port.
+        """
+        with loading_progress(log) as progress:
+            weights = load_experts(
+                self._model,
+                self._spec,
+                dtype=self._dtype,
+                device=self._device,
+                experts=group.experts,
+                progress=progress,
+            )
+        shard = ExpertShard(weights, num_experts=self._spec.num_experts)
+        hello = Hello(
+            fingerprint=self._spec.fingerprint,
+            worker=self._worker,
+            hidden=self._spec.hidden_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            seat=seat,
+            package=self._version,
+        )
+        server = ExpertServer(
+            shard.forward,
+            experts=group.experts,
+            hello=hello,
+            secret=self._secret,
+            host=self._settings.host,
+            port=self._settings.fabric_port,
+            inbox_rows=self._settings.fabric_inbox_rows,
+        )
+        server.start()
+        return TcpServing(group, server)
+
+
+def advertised(host: str) -> str:
+    """What others call the address ``host`` that this process listens on."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host

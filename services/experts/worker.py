@@ -1,0 +1,196 @@
+"""The expert worker between Redis and its experts. In: the group that it is to hold, by heartbeat. Out: how it fares.
+
+A life: take a seat, load the group that the scheduler assigns, serve it, leave. A seat that is to hold another group
+first sees itself out of every table in use, so that no attention worker counts on what it gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from services.messages import ExpertInfo, SeatReport, SeatRows, SeatStatus
+from services.queue.backoff import Backoff, until_answered
+from services.queue.expert_side import Assignment, ExpertQueue, Orders
+from services.queue.tables import TableReader, unused
+from services.queue.tasks import end_tasks
+from services.routing import ShardGroup
+
+HEARTBEATS_PER_LEASE = 8
+FAREWELL_S = 2.0
+"""At the end: how long Redis may take to hear it."""
+
+log = logging.getLogger(__name__)
+
+
+class Serving(Protocol):
+    """A loaded group, answering attention workers."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def rows_in_flight(self) -> int: ...
+
+    def rows(self) -> dict[int, tuple[int, ...]]:
+        """Rows computed so far: layer -> one count for each expert of the group, ascending."""
+
+    def drain(self, seconds: float) -> bool:
+        """Refuse new calls, answer those that are here, close; whether all were answered."""
+
+
+Load = Callable[[ShardGroup, int], Serving]
+"""``(group, seat) -> serving``: blocks for as long as reading the weights takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds."""
+
+    lease: float
+    drain: float
+
+
+class ExpertWorker:
+    """One incarnation. ``info.id`` is never reused; its port is filled in when there is one."""
+
+    def __init__(
+        self, *, info: ExpertInfo, queue: ExpertQueue, reader: TableReader, load: Load, timing: Timing
+    ) -> None:
+        self._info = info
+        self._queue, self._reader, self._load, self._timing = queue, reader, load, timing
+        self._status: SeatStatus = "waiting"
+        self._seat = 0
+        self._held: Assignment | None = None
+        self._serving: Serving | None = None
+        self._orders = Orders(number=0)
+        self._news = asyncio.Event()
+        self._pulse = Backoff(max_s=min(1.0, timing.lease / 8))
+
+    @property
+    def seat(self) -> int:
+        """0 before there is one."""
+        return self._seat
+
+    @property
+    def status(self) -> SeatStatus:
+        return self._status
+
+    @property
+    def group(self) -> ShardGroup | None:
+        """What it has loaded."""
+        return self._held.group if self._held else None
+
+    @property
+    def serving(self) -> Serving | None:
+        return self._serving
+
+    def missing(self) -> list[str]:
+        """What keeps the worker from serving; for /ready."""
+        if not self._seat:
+            return ["a seat"]
+        return [] if self._status == "ready" else ["experts"]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` or until the scheduler wants it gone; then leave.
+
+        Raises:
+            FingerprintMismatch: the namespace serves another model.
+            CheckpointError: the experts cannot be loaded.
+        """
+        self._seat = await until_answered("seat", partial(self._queue.join, self._info, self._timing.lease), Backoff())
+        log.info("seat %d", self._seat)
+        pulse = asyncio.ensure_future(self._keep_lease())
+        work = asyncio.ensure_future(self._follow_orders())
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({pulse, work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (pulse, work):
+                if task.done():
+                    task.result()
+            await end_tasks([work])
+            await self._leave(pulse)
+        finally:
+            await end_tasks([pulse, work, stopped])
+            if self._serving:
+                await asyncio.to_thread(self._serving.drain, 0.0)
+
+    async def _follow_orders(self) -> None:
+        """Returns when the worker is to leave."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            orders = self._orders
+            if orders.leave:
+                log.info("the scheduler wants this seat to leave")
+                return
+            wanted = orders.assignment
+            if wanted is not None and (self._held is None or wanted.digest != self._held.digest):
+                await self._change(wanted)
+
+    async def _change(self, wanted: Assignment) -> None:
+        if self._serving is not None:
+            await self._out_of_all_tables()
+            await asyncio.to_thread(self._serving.drain, self._timing.drain)
+            self._serving, self._held = None, None
+        self._status = "loading"
+        log.info("loading group %d", wanted.group.number)
+        serving = await asyncio.to_thread(self._load, wanted.group, self._seat)
+        info = msgspec.structs.replace(self._info, port=serving.port)
+        await until_answered("seat", partial(self._queue.join, info, self._timing.lease), Backoff())
+        self._serving, self._held, self._info, self._status = serving, wanted, info, "ready"
+        await until_answered("heartbeat", self._heartbeat, self._pulse)
+        log.info("group %d is ready on port %d", wanted.group.number, serving.port)
+
+    async def _leave(self, pulse: asyncio.Future[None]) -> None:
+        """Out of the table first, then out of the way."""
+        was_serving = self._serving is not None
+        self._status = "leaving"
+        try:
+            async with asyncio.timeout(self._timing.drain if was_serving else FAREWELL_S):
+                await until_answered("leaving", partial(self._queue.leave, self._info.id), Backoff())
+                if was_serving:
+                    await self._out_of_all_tables()
+        except TimeoutError:
+            log.warning("leaving although a table in use still lists this seat: calls go to replicas")
+        if self._serving:
+            await asyncio.to_thread(self._serving.drain, self._timing.drain)
+            self._serving = None
+        await end_tasks([pulse])
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
+        except TimeoutError:
+            log.warning("left without a farewell: Redis does not answer, the lease will expire")
+
+    async def _out_of_all_tables(self) -> None:
+        while True:
+            table = await until_answered("routing table", self._reader.read_table, Backoff())
+            await until_answered("heartbeat", self._heartbeat, self._pulse)  # asks which epochs are in use
+            if table is None or unused(table, self._info.id, self._orders.oldest_epoch):
+                return
+            await asyncio.sleep(min(0.1, self._timing.lease / HEARTBEATS_PER_LEASE))
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await until_answered("heartbeat", self._heartbeat, self._pulse)
+            await asyncio.sleep(self._timing.lease / HEARTBEATS_PER_LEASE)
+
+    async def _heartbeat(self) -> None:
+        serving, held = self._serving, self._held
+        report = SeatReport(
+            status=self._status,
+            group=held.group.number if held else None,
+            digest=held.digest if held else "",
+            outstanding_rows=serving.rows_in_flight if serving else 0,
+        )
+        rows = SeatRows(digest=held.digest, rows=serving.rows()) if serving and held else None
+        self._orders = await self._queue.heartbeat(self._info.id, report, rows)
+        self._seat = self._orders.number or self._seat
+        self._news.set()

@@ -1,0 +1,31 @@
+"""Where a part of a model is computed, and in which type."""
+
+from __future__ import annotations
+
+import torch
+
+from services.errors import ConfigError
+from services.model.spec import ModelSpec
+
+
+def torch_device(name: str) -> torch.device:
+    """The device called ``name``; ``auto`` is a GPU if there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name} cannot be used: {reason}.", hint="Try --device cpu or auto.") from error
+    return device
+
+
+def serving_dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    """The type called ``name``; ``auto`` is the checkpoint's own."""
+    dtype: torch.dtype = getattr(torch, spec.dtype if name == "auto" else name)
+    return dtype

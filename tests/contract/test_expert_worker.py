@@ -1,0 +1,189 @@
+"""An expert worker's life over a real Redis, with the scheduler's placement beside it: seat, group, table, farewell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec import structs
+from testkit.expert_floor import Floor, expert
+
+from services.attention.remote import TableFollower
+from services.errors import CheckpointError
+from services.experts.worker import ExpertWorker, Timing
+from services.routing import RoutingTable, ShardGroup
+from services.scheduler.experts import ExpertPlacement
+
+LEASE_S = 0.8
+READER = "attention"
+
+
+@dataclass
+class Served:
+    group: ShardGroup
+    port: int
+    rows_in_flight: int = 0
+    drained: bool = False
+
+    def rows(self) -> dict[int, tuple[int, ...]]:
+        return {layer: tuple(1 for _ in ids) for layer, ids in self.group.experts.items()}
+
+    def drain(self, seconds: float) -> bool:  # noqa: ARG002
+        self.drained = True
+        return True
+
+
+@dataclass
+class Link:
+    """Takes tables; ``busy`` names the epoch of an exchange under way."""
+
+    tables: list[RoutingTable] = field(default_factory=list)
+    busy: int | None = None
+
+    def apply(self, table: RoutingTable) -> None:
+        self.tables.append(table)
+
+    def oldest_epoch(self) -> int:
+        return self.busy or self.tables[-1].epoch
+
+    def missing(self) -> tuple[int, ...]:
+        return () if self.tables else (0,)
+
+    def wait_ready(self, seconds: float) -> bool:  # noqa: ARG002
+        return bool(self.tables)
+
+
+class Stage:
+    """A floor with a leader that turns, expert workers and what they loaded."""
+
+    def __init__(self, floor: Floor, groups: int) -> None:
+        self.floor = floor
+        self.placement = ExpertPlacement(floor.registry, floor.reader, groups=groups)
+        self.loaded: list[Served] = []
+        self.tasks: dict[str, tuple[ExpertWorker, asyncio.Event, asyncio.Task[None]]] = {}
+
+    def load(self, group: ShardGroup, seat: int) -> Served:  # noqa: ARG002
+        self.loaded.append(Served(group, port=7000 + len(self.loaded)))
+        return self.loaded[-1]
+
+    def start(self, name: str, load: Callable[[ShardGroup, int], Served] | None = None) -> ExpertWorker:
+        info = structs.replace(expert(name), num_experts=8, layers=(0, 1))
+        worker = ExpertWorker(
+            info=info,
+            queue=self.floor.new_experts(),
+            reader=self.floor.reader,
+            load=load or self.load,
+            timing=Timing(lease=LEASE_S, drain=5.0),
+        )
+        stop = asyncio.Event()
+        self.tasks[name] = (worker, stop, asyncio.create_task(worker.run(stop)))
+        return worker
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await self.placement.turn(self.floor.e)
+                await asyncio.sleep(0.01)
+
+    async def table(self) -> RoutingTable:
+        table = await self.floor.reader.read_table()
+        assert table is not None
+        return table
+
+    async def listed(self) -> dict[str, int]:
+        return {seat.worker: seat.port for seat in (await self.table()).seats}
+
+
+@asynccontextmanager
+async def stage_of(floor: Floor, groups: int) -> AsyncIterator[Stage]:
+    stage = Stage(floor, groups)
+    try:
+        yield stage
+    finally:
+        for _, _, task in stage.tasks.values():
+            task.cancel()
+        await asyncio.gather(*(task for _, _, task in stage.tasks.values()), return_exceptions=True)
+
+
+async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floor):
+    async with stage_of(floor, groups=2) as stage:
+        workers = [stage.start("a"), stage.start("b")]
+        assert workers[0].missing() == ["a seat"]
+        await stage.until(lambda: all(worker.status == "ready" for worker in workers))
+        await stage.until(lambda: not any(worker.missing() for worker in workers))
+        await stage.placement.turn(floor.e)
+        assert await stage.listed() == {"a": workers[0].serving.port, "b": workers[1].serving.port}
+        assert {worker.group.number for worker in workers} == {0, 1}
+        assert {number: rows.digest for number, rows in (await floor.registry.rows()).items()}.keys() == {
+            worker.seat for worker in workers
+        }
+
+
+async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_before(floor):
+    async with stage_of(floor, groups=1) as stage:
+        workers = [stage.start("a"), stage.start("b")]
+        await stage.until(lambda: all(worker.status == "ready" for worker in workers))
+        await stage.placement.turn(floor.e)
+        link = Link()
+        follower = TableFollower(link, floor.reader, worker_id=READER, lease_s=LEASE_S)
+        following = asyncio.create_task(follower.run())
+        await asyncio.wait_for(follower.ready(), 5)
+        link.busy = (await stage.table()).epoch
+        worker, stop, task = stage.tasks["b"]
+        served = worker.serving
+        stop.set()
+        await stage.until(lambda: link.tables[-1].epoch > link.busy)
+        assert [seat.worker for seat in link.tables[-1].seats] == ["a"]
+        await asyncio.sleep(0.2)
+        assert not served.drained, "an exchange by the table before is under way"
+        link.busy = None
+        await asyncio.wait_for(task, 5)
+        assert served.drained
+        assert set(await floor.seats()) == {"a"}
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        assert await floor.registry.oldest_epoch_in_use() is None, "a reader that ends is waited for no more"
+
+
+async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floor):
+    async with stage_of(floor, groups=2) as stage:
+        workers = {name: stage.start(name) for name in ("a", "b", "c")}
+        await stage.until(lambda: all(worker.status == "ready" for worker in workers.values()))
+        await stage.placement.turn(floor.e)
+        alone = next(name for name, worker in workers.items() if worker.group.number == 1)
+        stage.tasks[alone][2].cancel()
+        lost = await stage.table()
+        await floor.lapse(alone)
+        await stage.until(lambda: {w.group.number for n, w in workers.items() if n != alone and w.group} == {0, 1})
+        await stage.until(lambda: all(w.status == "ready" for n, w in workers.items() if n != alone))
+        await stage.placement.turn(floor.e)
+        table = await stage.table()
+        assert table.epoch >= lost.epoch + 2
+        assert sorted(seat.group for seat in table.seats) == [0, 1]
+        assert sum(served.drained for served in stage.loaded) >= 1
+
+
+async def test_a_dismissed_worker_leaves(floor):
+    async with stage_of(floor, groups=1) as stage:
+        stage.start("a")
+        worker = stage.start("b")
+        await stage.until(lambda: worker.status == "ready")
+        await floor.registry.dismiss(floor.e, "b")
+        task = stage.tasks["b"][2]
+        await stage.until(task.done)
+        assert set(await floor.seats()) == {"a"}
+
+
+async def test_experts_that_cannot_be_loaded_end_the_worker(floor):
+    def broken(group: ShardGroup, seat: int) -> Served:  # noqa: ARG001
+        raise CheckpointError("The file is cut off.", hint="Fetch it again.")
+
+    async with stage_of(floor, groups=1) as stage:
+        stage.start("a", broken)
+        task = stage.tasks["a"][2]
+        await stage.until(task.done)
+        with pytest.raises(CheckpointError, match="cut off"):
+            task.result()

@@ -1,0 +1,56 @@
+"""Attention and experts in processes of their own: the recorded answers, while expert workers are killed and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.servers import Server, bench, wait_until
+
+WORKERS = 4
+
+
+def expert_workers(server: Server) -> list[psutil.Process]:
+    """Oldest first."""
+    children = psutil.Process(server.proc.popen.pid).children()
+    return sorted(
+        (child for child in children if "services.experts" in child.cmdline()), key=lambda child: child.create_time()
+    )
+
+
+def listed(server: Server) -> float:
+    """Seats in the routing table."""
+    return server.metric("expertmesh_expert_seats")
+
+
+async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
+    wanted = recorded()
+    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
+    await asyncio.sleep(1)
+    await asyncio.to_thread(disturb)
+    assert not asking.done(), "the disturbance came too late to disturb"
+    assert_recorded(wanted, await asking)
+
+
+def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path) -> None:
+    with bench(tmp_path) as stage:
+        server = stage.serve(
+            POCKET / "model",
+            served_model_name="pocket",
+            dtype="float32",
+            threads=1,
+            lease=2,
+            expert_workers=WORKERS,
+            expert_groups=2,
+        )
+        wait_until(lambda: listed(server) == WORKERS, 60, "all expert workers are in the table")
+        victim, leaver = expert_workers(server)[:2]
+        asyncio.run(answers_while(server, victim.kill))
+        wait_until(lambda: len(expert_workers(server)) == WORKERS, 60, "another one was started")
+        wait_until(lambda: listed(server) == WORKERS, 60, "another one took the seat's place")
+        asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
+        wait_until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, 30, "it left")

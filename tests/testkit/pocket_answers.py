@@ -1,0 +1,45 @@
+"""The pocket model's recorded answers, asked for over REST."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+POCKET = Path(__file__).parents[2] / "examples/pocket-moe"
+END = 0
+MOST_TOKENS = 48
+
+
+def recorded() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (POCKET / "records/greedy.jsonl").read_text().splitlines()]
+
+
+async def complete(client: httpx.AsyncClient, record: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": "pocket", "prompt": record["prompt"], "max_tokens": MOST_TOKENS, "temperature": 0}
+    response = await client.post("/v1/completions", json=body | {"return_token_ids": True}, timeout=300)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+async def complete_all(url: str, wanted: Sequence[dict[str, Any]], at_once: int = 200) -> list[dict[str, Any]]:
+    places = asyncio.Semaphore(at_once)
+
+    async def one(record: dict[str, Any]) -> dict[str, Any]:
+        async with places:
+            return await complete(client, record)
+
+    async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=at_once)) as client:
+        return await asyncio.gather(*map(one, wanted))
+
+
+def assert_recorded(wanted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:
+    for record, choice in zip(wanted, found, strict=True):
+        ended = record["output_ids"][-1] == END
+        assert [token for token in choice["token_ids"] if token != END] == record["output_ids"][: -1 if ended else None]
+        assert (choice["text"], choice["finish_reason"]) == (record["text"], "stop" if ended else "length")

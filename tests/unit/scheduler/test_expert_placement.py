@@ -1,0 +1,87 @@
+"""What the leader asks of expert seats: groups for those without, a table of those that are ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.messages import ExpertInfo, SeatReport
+from services.queue.seats import SeatState
+from services.routing import RoutingTable, even_groups, group_digest
+from services.scheduler.experts import intentions
+
+GROUPS = even_groups([1, 3], 8, 2)
+
+
+def seat(number: int, holds: int | None = None, *, assigned: bool = True, **changes: Any) -> SeatState:
+    """Ready with group ``holds``."""
+    info = ExpertInfo(
+        id=f"w{number}", fingerprint="f", host="h", port=number, memory_bytes=1, pid=1, version="v", num_experts=8,
+        layers=(1, 3), group=changes.pop("wish", None), capacity=changes.pop("capacity", 1.0),
+    )  # fmt: skip
+    digest = group_digest(GROUPS[holds]) if holds is not None else None
+    report = SeatReport(status="ready" if digest else "waiting", group=holds, digest=digest or "")
+    values: dict[str, Any] = {"status": report.status, "dismissed": False, "assigned": digest if assigned else None}
+    return SeatState(number=number, info=info, report=report, **(values | changes))
+
+
+def published(*seats: SeatState) -> RoutingTable:
+    table = intentions(seats, None, following=5, groups=2).table
+    assert table is not None
+    return table
+
+
+def test_the_first_seats_get_the_groups_in_turn() -> None:
+    wanted = intentions([seat(1), seat(2), seat(3)], None, following=5, groups=2)
+    assert [(found.number, group.number) for found, group in wanted.assign] == [(1, 0), (2, 1), (3, 0)]
+    assert wanted.table is not None
+    assert (wanted.table.epoch, wanted.table.groups, wanted.table.seats) == (5, GROUPS, ())
+
+
+def test_a_seat_goes_where_there_is_the_least_capacity_or_where_it_asks_to() -> None:
+    held = [seat(1, 0, capacity=2.0), seat(2, 1)]
+    (found,) = intentions([*held, seat(3)], published(*held), following=6, groups=2).assign
+    assert found[1].number == 1
+    (found,) = intentions([*held, seat(3, wish=0)], published(*held), following=6, groups=2).assign
+    assert found[1].number == 0
+
+
+def test_a_table_lists_the_seats_that_are_ready_with_their_group_and_is_written_once() -> None:
+    table = published(seat(1, 0), seat(2, 1), seat(3, 1, status="loading"))
+    assert {number: [s.number for s in seats] for number, seats in table.seats_of.items()} == {0: [1], 1: [2]}
+    assert intentions([seat(1, 0), seat(2, 1)], table, following=6, groups=2).table is None
+
+
+def test_a_seat_that_leaves_is_out_of_the_next_table() -> None:
+    table = published(seat(1, 0), seat(2, 1), seat(3, 1))
+    for gone in (seat(3, 1, status="leaving"), seat(3, 1, dismissed=True)):
+        new = intentions([seat(1, 0), seat(2, 1), gone], table, following=6, groups=2).table
+        assert new is not None
+        assert [s.number for s in new.seats] == [1, 2]
+        assert new.epoch == 6
+
+
+def test_a_group_that_lost_its_last_seat_gets_one_of_a_group_with_several() -> None:
+    before = [seat(1, 0), seat(2, 0), seat(3, 1)]
+    wanted = intentions(before[:2], published(*before), following=6, groups=2)
+    assert [(found.number, group.number) for found, group in wanted.assign] == [(2, 1)]
+    assert wanted.table is not None
+    assert [s.number for s in wanted.table.seats] == [1], "the seat that moves is out of the table by then"
+
+
+def test_the_only_seat_of_a_group_stays_with_it() -> None:
+    before = [seat(1, 0), seat(2, 1)]
+    wanted = intentions(before[:1], published(*before), following=6, groups=2)
+    assert wanted.assign == ()
+
+
+def test_a_seat_that_asked_for_its_group_does_not_move() -> None:
+    before = [seat(1, 0, wish=0), seat(2, 0, wish=0), seat(3, 1)]
+    assert intentions(before[:2], published(*before), following=6, groups=2).assign == ()
+
+
+def test_an_assignment_that_redis_forgot_is_made_again_as_the_seat_reports_it() -> None:
+    held = [seat(1, 0), seat(2, 1), seat(3, 1)]
+    forgotten = [seat(1, 0), seat(2, 1), seat(3, 1, assigned=False)]
+    wanted = intentions(forgotten, published(*held), following=6, groups=2)
+    assert [(found.number, group.number) for found, group in wanted.assign] == [(3, 1)]
+    assert wanted.table is None, "it goes on serving"
