@@ -1,18 +1,34 @@
 """Which seat holds which experts: expert workers' seats in, assignments and the routing table out. The leader's task.
 
-The groups of the published table stand until a new table changes them, whoever leads. A seat that holds no group gets
-the one with the least capacity; a seat is in the table while it is ready with its group.
+The groups of the published table stand, whoever leads. A seat that holds none gets the one where it lowers the highest
+load most; replicas follow the load that the seats count, one at a time, where that gains enough and the table has stood
+for a while. A seat is in the table while it is ready with its group.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from services.errors import NotReady
+from services.fabric.placement import Load, assign_seats, smoothed, strain
+from services.fabric.placement.groups import group_loads
+from services.fabric.placement.seats import capacities, next_move
+from services.messages import SeatRows
 from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+
+GAIN = 0.1
+"""Part of the highest load per capacity that a seat's move has to save."""
+WINDOW_S = 2.0
+"""Between two readings of the load."""
+FADE = 0.3
+"""Weight of the newest reading."""
+SETTLED_S = 30.0
+"""A table stands for so long before a seat moves for the load alone."""
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +52,16 @@ class ExpertPlacement:
         *,
         groups: int,
         on_table: Callable[[RoutingTable], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._reader = reader
         self._groups = groups
         self._on_table = on_table
+        self._clock = clock
+        self._meter = LoadMeter()
+        self._next_reading = 0.0
+        self._changed_at = clock()
         self._table: RoutingTable | None = None
 
     async def turn(self, epoch: int) -> bool:
@@ -62,7 +83,8 @@ class ExpertPlacement:
             seats = await self._registry.seats()
         epochs = await self._registry.table_epochs()
         lost = epochs.published == 0
-        wanted = intentions(seats, self._table, following=epochs.following, groups=self._groups)
+        load = await self._measured(seats)
+        wanted = intentions(seats, self._table, following=epochs.following, groups=self._groups, load=load)
         table = wanted.table or (self._table if lost else None)
         if table is not None:
             await self._publish(epoch, table)
@@ -71,23 +93,35 @@ class ExpertPlacement:
             await self._registry.assign_group(epoch, seat.info.id, group)
         return bool(table or wanted.assign)
 
+    async def _measured(self, seats: Sequence[SeatState]) -> Load | None:
+        """The load, if seats may move for it: the table has stood for a while, and all are where they should be."""
+        now = self._clock()
+        if self._table is None or now < self._next_reading:
+            return None
+        self._next_reading = now + WINDOW_S
+        self._meter.read(await self._registry.rows(), self._table)
+        settled = all(seat.status == "ready" for seat in seats) and now >= self._changed_at + SETTLED_S
+        return self._meter.load if settled else None
+
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
         await self._registry.publish_table(epoch, table)
-        self._table = table
+        self._table, self._changed_at = table, self._clock()
         self._on_table(table)
         held = {number: [seat.number for seat in seats] for number, seats in table.seats_of.items()}
         log.info("routing table %d: seats by group %s", table.epoch, held)
 
 
-def intentions(seats: Sequence[SeatState], table: RoutingTable | None, *, following: int, groups: int) -> Intentions:
-    """What to publish and to assign. ``following`` is the next table's epoch."""
+def intentions(
+    seats: Sequence[SeatState], table: RoutingTable | None, *, following: int, groups: int, load: Load | None = None
+) -> Intentions:
+    """What to publish and to assign. ``following`` is the next table's epoch; with ``load`` a seat may move for it."""
     layout = table.groups if table else _first_groups(seats, groups)
     if not layout:
         return Intentions(table=None, assign=())
     digests = {group_digest(group): group for group in layout}
     staying = [seat for seat in seats if seat.status != "leaving" and not seat.dismissed]
     holds = {seat.number: group for seat in staying if (group := _held(seat, digests)) is not None}
-    assign = _assignments(staying, holds, layout)
+    assign = _assignments(staying, holds, layout, load)
     moved = {seat.number for seat, _ in assign}
     assign += [(seat, holds[seat.number]) for seat in staying if seat.number in holds and seat.assigned not in digests]
     listed = tuple(
@@ -115,49 +149,92 @@ def _first_groups(seats: Sequence[SeatState], groups: int) -> tuple[ShardGroup, 
 
 
 def _assignments(
-    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
+    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load | None
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """A group for each seat without one; and for a group that nobody holds, a seat of the one with most capacity."""
-    capacity = {group.number: 0.0 for group in layout}
-    for seat in seats:
-        if seat.number in holds:
-            capacity[holds[seat.number].number] += seat.info.capacity
-    by_number = {group.number: group for group in layout}
-    found = []
-    for seat in seats:
-        if seat.number not in holds:
-            number = _chosen_group(seat, capacity)
-            capacity[number] += seat.info.capacity
-            found.append((seat, by_number[number]))
-    return found or _rescue(seats, holds, capacity, by_number)
-
-
-def _chosen_group(seat: SeatState, capacity: Mapping[int, float]) -> int:
-    """The group that the seat asks for, or the one with the least capacity."""
-    wish = seat.info.group
-    return (
-        wish if wish is not None and wish in capacity else min(capacity, key=lambda number: (capacity[number], number))
-    )
-
-
-def _rescue(
-    seats: Sequence[SeatState],
-    holds: Mapping[int, ShardGroup],
-    capacity: Mapping[int, float],
-    groups: Mapping[int, ShardGroup],
-) -> list[tuple[SeatState, ShardGroup]]:
-    """One move at a time: the next turn sees what it brought."""
-    bare = [number for number, amount in capacity.items() if amount == 0]
-    if not bare:
-        return []
-    members: dict[int, list[SeatState]] = {}
-    for seat in seats:
-        members.setdefault(holds[seat.number].number, []).append(seat)
-    donors = [number for number, held in members.items() if len([s for s in held if s.serves(groups[number])]) > 1]
-    movable = [
-        seat
-        for number in sorted(donors, key=lambda number: -capacity[number])
-        for seat in members[number]
-        if seat.info.group is None and seat.serves(groups[number])
+    """A group for each seat without one. Else at most one seat that changes its group: to one that nobody holds, or,
+    where ``load`` is known, where that evens it by :data:`GAIN`. The next turn sees what it brought."""
+    new = [seat for seat in seats if seat.number not in holds]
+    places = _places(seats, holds, layout)
+    loads_LG = group_loads(load or _even(layout), layout)
+    try:
+        group_S = assign_seats(loads_LG, [seat.info.capacity for seat in seats], places)
+    except NotReady:
+        group_S = _in_turn(places, len(layout))
+    if new:
+        return [(seat, layout[group]) for seat, group in zip(seats, group_S, strict=True) if seat in new]
+    if group_S == places and load is not None:
+        group_S = _evened(loads_LG, seats, group_S)
+    moves = [
+        (seat, layout[group])
+        for seat, group, place in zip(seats, group_S, places, strict=True)
+        if group != place and seat.info.group is None and _spared(seat, seats, holds)
     ]
-    return [(movable[-1], groups[bare[0]])] if movable else []
+    return moves[:1]
+
+
+def _places(
+    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
+) -> list[int | None]:
+    """By seat, the group (index into ``layout``) that it holds or asks for."""
+    index = {group.number: position for position, group in enumerate(layout)}
+    return [
+        index[holds[seat.number].number] if seat.number in holds else index.get(_number(seat.info.group))
+        for seat in seats
+    ]
+
+
+def _number(group: int | None) -> int:
+    return -1 if group is None else group
+
+
+def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
+    """With fewer seats than groups each new one gets a group that nobody holds."""
+    bare = iter(group for group in range(groups) if group not in places)
+    return [next(bare) if place is None else place for place in places]
+
+
+def _evened(loads_LG: list[list[float]], seats: Sequence[SeatState], group_S: list[int]) -> list[int]:
+    """``group_S`` after one move, if that lowers the highest load per capacity by :data:`GAIN`."""
+    capacity_S, groups = [seat.info.capacity for seat in seats], len(loads_LG[0])
+    moved = next_move(loads_LG, capacity_S, group_S)
+    if moved is None:
+        return group_S
+    before, after = (strain(loads_LG, capacities(each, capacity_S, groups)) for each in (group_S, moved))
+    return moved if after < before * (1 - GAIN) else group_S
+
+
+def _spared(seat: SeatState, seats: Sequence[SeatState], holds: Mapping[int, ShardGroup]) -> bool:
+    """Whether the group of ``seat`` is served without it."""
+    group = holds[seat.number]
+    return any(other is not seat and holds.get(other.number) == group and other.serves(group) for other in seats)
+
+
+def _even(layout: Sequence[ShardGroup]) -> Load:
+    """Nothing is known: every expert takes as many rows."""
+    layers = layout[0].experts
+    return {layer: [1.0] * sum(len(group.experts[layer]) for group in layout) for layer in layers}
+
+
+class LoadMeter:
+    """Rows per expert from what the seats count, fading over some :data:`WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, SeatRows] = {}
+        self._load: Load | None = None
+
+    @property
+    def load(self) -> Load | None:
+        """None until rows were counted."""
+        return self._load
+
+    def read(self, rows: Mapping[int, SeatRows], table: RoutingTable) -> None:
+        """``rows`` by seat number, as Redis has them."""
+        experts = {group_digest(group): group.experts for group in table.groups}
+        found = {layer: [0.0] * table.num_experts for layer in table.group_of}
+        for seat, counted in rows.items():
+            for layer, counts in counted.since(self._counted.get(seat)).items():
+                for expert, count in zip(experts.get(counted.digest, {}).get(layer, ()), counts, strict=False):
+                    found[layer][expert] += count
+        first, self._counted = not self._counted, dict(rows)
+        if not first and any(map(any, found.values())):
+            self._load = smoothed(self._load, found, weight=FADE)

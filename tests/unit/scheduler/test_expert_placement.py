@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.messages import ExpertInfo, SeatReport
+from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, even_groups, group_digest
-from services.scheduler.experts import intentions
+from services.scheduler.experts import LoadMeter, intentions
 
 GROUPS = even_groups([1, 3], 8, 2)
 
@@ -63,9 +63,10 @@ def test_a_seat_that_leaves_is_out_of_the_next_table() -> None:
 def test_a_group_that_lost_its_last_seat_gets_one_of_a_group_with_several() -> None:
     before = [seat(1, 0), seat(2, 0), seat(3, 1)]
     wanted = intentions(before[:2], published(*before), following=6, groups=2)
-    assert [(found.number, group.number) for found, group in wanted.assign] == [(2, 1)]
+    ((found, group),) = wanted.assign
+    assert group.number == 1
     assert wanted.table is not None
-    assert [s.number for s in wanted.table.seats] == [1], "the seat that moves is out of the table by then"
+    assert {s.number for s in wanted.table.seats} == {1, 2} - {found.number}, "who moves is out of the table by then"
 
 
 def test_the_only_seat_of_a_group_stays_with_it() -> None:
@@ -85,3 +86,53 @@ def test_an_assignment_that_redis_forgot_is_made_again_as_the_seat_reports_it() 
     wanted = intentions(forgotten, published(*held), following=6, groups=2)
     assert [(found.number, group.number) for found, group in wanted.assign] == [(3, 1)]
     assert wanted.table is None, "it goes on serving"
+
+
+HOT = {layer: [9.0] * 4 + [1.0] * 4 for layer in (1, 3)}
+"""Group 0 takes nine tenths of the rows."""
+
+
+def moved(seats: list[SeatState], load: dict[int, list[float]]) -> list[tuple[int, int]]:
+    wanted = intentions(seats, published(*seats), following=6, groups=2, load=load)
+    return [(found.number, group.number) for found, group in wanted.assign]
+
+
+def test_a_replica_follows_the_load_one_at_a_time() -> None:
+    seats = [seat(1, 0), seat(2, 1), seat(3, 1), seat(4, 1)]
+    ((number, group),) = moved(seats, HOT)
+    assert (number in (2, 3, 4), group) == (True, 0)
+    assert moved([seat(1, 0), seat(2, 0), seat(3, 0), seat(4, 1)], HOT) == []
+
+
+def test_a_move_that_gains_little_is_not_made() -> None:
+    seats = [seat(1, 0), seat(2, 0), seat(3, 1), seat(4, 1)]
+    assert moved(seats, {layer: [1.05] * 4 + [0.95] * 4 for layer in (1, 3)}) == []
+
+
+def test_the_last_serving_seat_of_a_group_does_not_follow_the_load() -> None:
+    seats = [seat(1, 0), seat(2, 1), seat(3, 1, status="loading")]
+    assert [number for number, _ in moved(seats, HOT)] != [2]
+
+
+def test_a_new_seat_goes_where_the_load_is() -> None:
+    assert moved([seat(1, 0), seat(2, 1), seat(3)], HOT) == [(3, 0)]
+
+
+def test_the_meter_counts_what_came_since_the_last_reading() -> None:
+    table = published(seat(1, 0), seat(2, 1))
+    meter = LoadMeter()
+
+    def read(first: int, second: int) -> None:
+        counts = [dict.fromkeys((1, 3), (rows,) * 4) for rows in (first, second)]
+        rows = {
+            number + 1: SeatRows(digest=group_digest(GROUPS[number]), rows=counted)
+            for number, counted in enumerate(counts)
+        }
+        meter.read(rows, table)
+
+    read(1000, 5)
+    assert meter.load is None, "what was counted before says nothing about now"
+    read(1010, 95)
+    assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}
+    read(1010, 95)
+    assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}, "silence does not wipe it out"

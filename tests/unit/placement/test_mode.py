@@ -1,0 +1,100 @@
+"""Attention and experts together or apart: the limits of the equations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from services.errors import ConfigError
+from services.fabric.placement.mode import Batch, Gpus, Link, Shapes, choose_mode
+
+SMALL = Shapes(hidden=2048, expert_width=1024, experts=64, top_k=8, layers=16)
+BIG = Shapes(hidden=8192, expert_width=16384, experts=16, top_k=2, layers=60)
+NVLINK, TCP = Link(bandwidth=400e9, latency=7e-6), Link(bandwidth=1.2e9, latency=60e-6)
+GPUS = Gpus(count=32, bandwidth=4.8e12, flops=800e12, memory=141e9)
+
+
+@pytest.mark.parametrize("tokens", [16, 1024, 65536])
+def test_a_slow_link_and_small_experts_stay_together(tokens: int) -> None:
+    mode = choose_mode(SMALL, TCP, GPUS, Batch(tokens=tokens))
+    assert (mode.choice, mode.degree) == ("colocated", 1)
+    assert mode.reason.startswith("Co-located, all experts on every GPU: a layer takes")
+
+
+def test_big_experts_and_a_big_batch_go_apart_in_ping_pong() -> None:
+    mode = choose_mode(BIG, NVLINK, GPUS, Batch(tokens=4096))
+    assert mode.choice == "apart_pingpong"
+    assert mode.attention + mode.experts == 32
+    assert mode.reason == (
+        f"Apart, in ping-pong: a layer takes {mode.apart_pingpong_s * 1e6:.1f} us on {mode.attention} + "
+        f"{mode.experts} GPUs and {mode.colocated_s * 1e6:.1f} us on the same 32."
+    )
+
+
+def test_small_experts_with_the_same_batch_and_link_stay_together() -> None:
+    assert choose_mode(SMALL, NVLINK, GPUS, Batch(tokens=4096)).choice == "colocated"
+
+
+def test_the_same_experts_with_a_small_batch_stay_together() -> None:
+    assert choose_mode(BIG, NVLINK, GPUS, Batch(tokens=32)).choice == "colocated"
+
+
+def test_ping_pong_hides_the_link_where_work_is_in_proportion_to_rows() -> None:
+    mode = choose_mode(BIG, Link(bandwidth=100e9, latency=0), GPUS, Batch(tokens=65536))
+    assert mode.apart_pingpong_s < 0.6 * mode.apart_s
+
+
+def test_ping_pong_is_no_gain_where_weights_are_read_twice() -> None:
+    two = dataclasses.replace(GPUS, count=2, memory=1e15)
+    mode = choose_mode(BIG, Link(bandwidth=1e15, latency=0), two, Batch(tokens=256))
+    assert mode.apart_pingpong_s > 1.8 * mode.apart_s
+
+
+def test_one_gpu_has_no_choice() -> None:
+    mode = choose_mode(SMALL, NVLINK, dataclasses.replace(GPUS, count=1), Batch(tokens=8))
+    assert (mode.choice, mode.degree, mode.attention, mode.experts) == ("colocated", 1, 0, 0)
+    assert mode.reason == "Co-located: 1 GPUs cannot be split so that the experts fit."
+
+
+def test_the_hand_computed_layer() -> None:
+    shapes = Shapes(hidden=10, expert_width=10, experts=2, top_k=2, layers=1, weight_bytes=1)
+    gpus = Gpus(count=2, bandwidth=1.0, flops=1e12, memory=1100)
+    mode = choose_mode(shapes, Link(bandwidth=1.0, latency=500), gpus, Batch(tokens=4))
+    assert mode.degree == 1
+    assert mode.colocated_s == pytest.approx(400 + 600)  # all experts on each GPU: 3 * 10 * 10 * 2 bytes
+    shared = choose_mode(shapes, Link(bandwidth=1.0, latency=5), dataclasses.replace(gpus, memory=750), Batch(tokens=4))
+    rows = 2 * (2 * (1 - 0.5**2)) * 1 / 2  # two tokens each, 1.5 GPUs per row, half of them the other one
+    assert shared.colocated_s == pytest.approx(400 + 2 * (5 + rows * 2 * 10 / 1) + 300)
+    assert shared.apart_s == pytest.approx(400 + 2 * (5 + 4 * 10 * 2) + 600)
+    assert shared.apart_pingpong_s == pytest.approx(max(800, 1200, 400 + 600 + 2 * (5 + 2 * 10 * 2)))
+
+
+def test_hot_experts_cost_time_where_gpus_share_them() -> None:
+    even, hot = (choose_mode(BIG, NVLINK, GPUS, Batch(tokens=4096, skew=skew)) for skew in (1.0, 2.0))
+    assert hot.colocated_s > even.colocated_s
+    assert hot.apart_s > even.apart_s
+
+
+def test_memory_forces_the_experts_apart() -> None:
+    shapes = Shapes(hidden=1000, expert_width=10, experts=2, top_k=1, layers=1, weight_bytes=1)
+    gpus = Gpus(count=2, bandwidth=1e9, flops=1e12, memory=4.02e6)
+    mode = choose_mode(shapes, NVLINK, gpus, Batch(tokens=4))
+    assert mode.colocated_s == float("inf")
+    assert mode.reason == "Apart: 2 GPUs have no memory for attention beside the experts."
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gpus": dataclasses.replace(GPUS, memory=1e9)}, "32 GPUs of 1 GB cannot hold the model"),
+        ({"gpus": dataclasses.replace(GPUS, flops=0)}, "flops = 0"),
+        ({"batch": Batch(tokens=0)}, "tokens = 0"),
+        ({"link": Link(bandwidth=-1, latency=0)}, "bandwidth = -1"),
+        ({"shapes": dataclasses.replace(BIG, top_k=17)}, "17 of 16 experts"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, object], said: str) -> None:
+    arguments = {"shapes": BIG, "link": NVLINK, "gpus": GPUS, "batch": Batch(tokens=8)} | change
+    with pytest.raises(ConfigError, match=said):
+        choose_mode(**arguments)

@@ -1,0 +1,62 @@
+"""Replicas of shard groups: which seats serve which group."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.errors import ConfigError, NotReady
+from services.fabric.placement.load import strain
+from services.fabric.placement.seats import assign_seats, capacities
+
+
+def value(loads: list[list[float]], seats: list[float], group_S: list[int]) -> float:
+    return strain(loads, capacities(group_S, seats, len(loads[0])))
+
+
+def best(loads: list[list[float]], seats: list[float]) -> float:
+    every = itertools.product(range(len(loads[0])), repeat=len(seats))
+    return min(value(loads, seats, list(group_S)) for group_S in every)
+
+
+LOADS = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(lambda row: [row])
+
+
+@given(LOADS, st.integers(0, 3))
+def test_alike_seats_are_assigned_as_well_as_can_be(loads: list[list[float]], more: int) -> None:
+    seats = [1.0] * (len(loads[0]) + more)
+    assert value(loads, seats, assign_seats(loads, seats)) == pytest.approx(best(loads, seats))
+
+
+@given(LOADS, st.lists(st.integers(1, 4), min_size=3, max_size=6))
+def test_unlike_seats_come_close_to_it(loads: list[list[float]], seats: list[float]) -> None:
+    group_S = assign_seats(loads, seats)
+    assert set(group_S) == set(range(len(loads[0])))
+    assert value(loads, seats, group_S) <= 1.35 * best(loads, seats)
+
+
+def test_the_next_seat_goes_to_the_most_loaded_group() -> None:
+    assert assign_seats([[9, 3, 5]], [1, 1, 1, 1], [0, 1, 2, None]) == [0, 1, 2, 0]
+    assert assign_seats([[4, 3, 5]], [1, 1, 1, 1], [0, 1, 2, None]) == [0, 1, 2, 2]
+
+
+def test_the_strongest_seat_serves_the_heaviest_group() -> None:
+    assert assign_seats([[2, 9]], [1, 3]) == [0, 1]
+    assert assign_seats([[9, 2]], [1, 3]) == [1, 0]
+
+
+def test_a_group_that_lost_its_seats_takes_one_from_the_idlest_with_several() -> None:
+    assert assign_seats([[8, 4, 6]], [1, 1, 1, 1], [0, 0, 1, 1]) == [0, 0, 2, 1]
+
+
+def test_fewer_seats_than_groups_is_not_ready() -> None:
+    with pytest.raises(NotReady, match=r"3 shard groups have only 2 expert workers\. Start more"):
+        assign_seats([[1, 1, 1]], [1, 1])
+
+
+def test_a_seat_without_capacity_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not above 0"):
+        assign_seats([[1]], [0])
