@@ -124,6 +124,12 @@ def test_a_spare_seat_follows_the_load_and_loads_that_group_alone() -> None:
     assert (made.before, made.after) == (2, 1)
 
 
+def test_a_group_without_load_keeps_its_only_seat() -> None:
+    seats = [seat(0, 0), seat(1, 1)]
+    made = replan(table(2, seats), alike([0.0, 0, 0, 0, 9, 0, 0, 0]), seats, elapsed_s=99)
+    assert made.table.epoch == 4
+
+
 def test_a_joined_seat_goes_to_the_busiest_group_even_while_waiting() -> None:
     seats = [seat(0, 0), seat(1, 1)]
     load = alike([1.0, 1, 1, 1, 3, 3, 3, 3])

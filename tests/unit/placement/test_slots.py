@@ -76,10 +76,10 @@ def test_a_hot_expert_is_replicated() -> None:
 
 
 def test_windows_before_count_as_much() -> None:
-    morning, evening = {0: [4.0, 4, 0, 0]}, {0: [0.0, 0, 4, 4]}
-    placed = place_experts(evening, 2, 2, earlier=[morning])
+    morning, evening = {0: [4.0, 0, 4, 0, 0, 0]}, {0: [0.0, 0, 0, 0, 4, 4]}
+    assert max_over_mean(morning, place_experts(evening, 2, 3)) == 2
+    placed = place_experts(evening, 2, 3, earlier=[morning])
     assert max_over_mean(morning, placed) == max_over_mean(evening, placed) == 1
-    assert max_over_mean(morning, {0: ((0, 1), (2, 3))}) == 2
 
 
 def test_an_expert_moves_only_for_what_it_is_worth() -> None:
