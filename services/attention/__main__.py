@@ -78,17 +78,27 @@ class AttentionRole:
             return
         keys, limits = Keys(self._settings.namespace), QueueLimits.of(self._settings)
         reader = TableReader(self._redis, keys, limits)
-        self._experts = TableFollower(built.link, reader, worker_id=self._id, lease_s=self._settings.lease)
+        self._experts = TableFollower(
+            built.link,
+            reader,
+            worker_id=self._id,
+            fingerprint=built.spec.fingerprint,
+            lease_s=self._settings.lease,
+        )
         following = asyncio.ensure_future(self._experts.run())
         ready, stopped = asyncio.ensure_future(self._experts.ready()), asyncio.ensure_future(stop.wait())
+        tasks: list[asyncio.Future[Any]] = [following, ready, stopped]
         try:
-            await asyncio.wait({following, ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 following.result()
             if not stop.is_set():
-                await self._serve(built, metrics_url, stop)
+                serving = asyncio.ensure_future(self._serve(built, metrics_url, stop))
+                tasks.append(serving)
+                await asyncio.wait({following, serving}, return_when=asyncio.FIRST_COMPLETED)
+                (serving if serving.done() else following).result()
         finally:
-            await end_tasks([following, ready, stopped])
+            await end_tasks(tasks)
             await asyncio.to_thread(built.link.close)
 
     async def _serve(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:

@@ -42,10 +42,13 @@ class TabledLink(Protocol):
 class TableFollower:
     """Runs beside the engine, on the event loop. ``worker_id`` is the attention worker's incarnation."""
 
-    def __init__(self, link: TabledLink, reader: TableReader, *, worker_id: str, lease_s: float) -> None:
+    def __init__(
+        self, link: TabledLink, reader: TableReader, *, worker_id: str, fingerprint: str, lease_s: float
+    ) -> None:
         self._link = link
         self._reader = reader
         self._worker_id = worker_id
+        self._fingerprint = fingerprint
         self._lease_s = lease_s
         self._epoch = 0
         self._news = asyncio.Event()
@@ -65,17 +68,28 @@ class TableFollower:
                 await self._news.wait()
 
     async def run(self) -> None:
-        """Follow until cancelled; then no seat waits for this worker any more."""
+        """Follow until cancelled; then no seat waits for this worker any more.
+
+        Raises:
+            FingerprintMismatch: the namespace went on to another model.
+        """
         try:
             await self._begin()
-            await asyncio.gather(self._follow(), self._note())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow())
+                tasks.create_task(self._note())
         finally:
             await self._farewell()
 
     async def _begin(self) -> None:
+        """A table of another model is what the namespace served before: there will be a newer one."""
         enter = partial(self._reader.enter, self._worker_id, self._lease_s)
-        while (table := await until_answered("routing table", enter, Backoff())) is None:
-            await until_answered("routing table", partial(self._reader.read_table, 0, BLOCK_MS), Backoff())
+        while True:
+            table = await until_answered("routing table", enter, Backoff())
+            if table is not None and table.fingerprint == self._fingerprint:
+                break
+            newer = partial(self._reader.read_table, table.epoch if table else 0, BLOCK_MS)
+            await until_answered("routing table", newer, Backoff())
         self._take(table)
 
     async def _follow(self) -> None:

@@ -150,6 +150,12 @@ def require(settings: Settings, role: Role) -> None:
             f"The {_TITLES[role]} needs a Redis.",
             hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
         )
+    if role == ATTENTION and settings.experts != "local" and settings.experts_patience >= settings.step_timeout:
+        raise ConfigError(
+            f"--experts-patience {settings.experts_patience:g} is not below --step-timeout {settings.step_timeout:g}: "
+            "a step that waits for experts would count as hung.",
+            hint="Lower the one or raise the other.",
+        )
     apart = role == EXPERTS or (role == ATTENTION and settings.experts != "local")
     if apart and settings.fabric_secret_file is None:
         raise ConfigError(

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.config import EXPERTS, Settings
+from services.errors import ConfigError
 from services.experts.observer import ExpertsObserver
 from services.experts.serving import Loader, advertised
 from services.experts.worker import ExpertWorker, Timing
@@ -46,6 +47,8 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
+    if not spec.moe_layers:
+        raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     loader = Loader(
         settings,

@@ -7,9 +7,11 @@ import socket
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.config import Settings
 from services.fabric.secret import read_secret
+from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_server import ExpertServer
 from services.model.experts import ExpertShard
@@ -92,7 +94,7 @@ class Loader:
             package=self._version,
         )
         server = ExpertServer(
-            shard.forward,
+            shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward),
             experts=group.experts,
             hello=hello,
             secret=self._secret,
@@ -102,6 +104,15 @@ class Loader:
         )
         server.start()
         return TcpServing(group, server)
+
+
+def _on(device: torch.device, compute: Compute) -> Compute:
+    """``compute`` on ``device``, of rows that come from the network and go back to it."""
+
+    def moved(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return compute(layer, x_TD.to(device), expert_ids_TK.to(device), weights_TK.to(device)).cpu()
+
+    return moved
 
 
 def advertised(host: str) -> str:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from services.errors import QueueUnavailable
 from services.messages import ExpertInfo, SeatReport, SeatRows, SeatStatus
 from services.queue.backoff import Backoff, until_answered
 from services.queue.expert_side import Assignment, ExpertQueue, Orders
@@ -135,11 +136,15 @@ class ExpertWorker:
                 await self._change(wanted)
 
     async def _change(self, wanted: Assignment) -> None:
+        self._status = "loading"
         if self._serving is not None:
-            await self._out_of_all_tables()
+            try:
+                async with asyncio.timeout(self._timing.drain):
+                    await self._out_of_all_tables()
+            except TimeoutError:
+                log.warning("changing groups although a table in use still lists this seat: calls go to replicas")
             await asyncio.to_thread(self._serving.drain, self._timing.drain)
             self._serving, self._held = None, None
-        self._status = "loading"
         log.info("loading group %d", wanted.group.number)
         serving = await asyncio.to_thread(self._load, wanted.group, self._seat)
         info = msgspec.structs.replace(self._info, port=serving.port)
@@ -191,6 +196,10 @@ class ExpertWorker:
             outstanding_rows=serving.rows_in_flight if serving else 0,
         )
         rows = SeatRows(digest=held.digest, rows=serving.rows()) if serving and held else None
-        self._orders = await self._queue.heartbeat(self._info.id, report, rows)
+        try:  # a reply lost on the way must not cost the lease
+            async with asyncio.timeout(self._timing.lease / HEARTBEATS_PER_LEASE):
+                self._orders = await self._queue.heartbeat(self._info.id, report, rows)
+        except TimeoutError as error:
+            raise QueueUnavailable("Redis did not answer a heartbeat in time.") from error
         self._seat = self._orders.number or self._seat
         self._news.set()

@@ -48,7 +48,13 @@ class ComputeLoop:
         with torch.inference_mode():
             while calls := self._inbox.take():
                 for call, result in zip(calls, self._results(calls), strict=True):
-                    call.answer(result)
+                    self._answer(call, result)
+
+    def _answer(self, call: Call, result: Tensor | Exception) -> None:
+        try:
+            call.answer(result)
+        except Exception:  # the thread's boundary: other calls go on
+            log.exception("Answering a call of layer %d failed.", call.layer)
 
     def _results(self, calls: list[Call]) -> Sequence[Tensor | Exception]:
         began = time.perf_counter()
@@ -91,7 +97,7 @@ def joined(compute: Compute, calls: Sequence[Call]) -> list[Tensor]:
     y_TD = compute(calls[0].layer, x_TD, ids.long(), weights)
     if y_TD.shape != x_TD.shape or y_TD.dtype != x_TD.dtype:
         raise ValueError(f"The experts made {list(y_TD.shape)} {y_TD.dtype} of {list(x_TD.shape)} {x_TD.dtype}.")
-    return list(torch.split(y_TD, rows))
+    return list(torch.split(y_TD.cpu(), rows))
 
 
 def _pairs(call: Call) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,8 @@ class TcpLink:
         with self._changed:
             if self._seats.closed:
                 raise ExpertUnavailable("The link to the experts is closed.")
-            most_rows = self._seats.most_rows(self._row_bytes(ids_TK.shape[1]))
+            row_bytes = self._row_bytes(ids_TK.shape[1])
+            most_rows = max(1, min(self._seats.most_rows(row_bytes), self._facts.max_bytes // row_bytes))
             number, epoch = next(self._micro_batches), self._table.epoch
             parts = []
             for rows in split(x_TD, ids_TK, weights_TK, self._table.group_of[layer], most_rows):
@@ -168,7 +169,7 @@ class TcpLink:
                 while waiting := [part for part in handle.parts if not self._seats.settle(part)]:
                     until = min(self._seats.wake_at(part) for part in waiting)
                     self._changed.wait(max(0.0, until - time.monotonic()))
-            except ExpertUnavailable:
+            except BaseException:
                 for part in handle.parts:
                     part.abandon()
                 raise

@@ -91,7 +91,7 @@ class Seats:
     def wake_at(self, part: Part) -> float:
         """The monotonic time at which :meth:`settle` may have something to do though nothing has changed."""
         now = time.monotonic()
-        if part.call is not None and now < part.call.deadline:
+        if part.call is not None and (now < part.call.deadline or part.starving_since is None):
             return part.call.deadline
         ends = [link.quarantined_until for link in self.links.values() if link.quarantined_until > now]
         assert part.starving_since is not None

@@ -233,6 +233,8 @@ class SeatLink:
                 call.outcome = SeatLost(f"{self.name} was lost: {error.message}")
             connection.calls.clear()
             self.outstanding_rows = 0
+            if self._retire_by is not None:
+                self._stop.set()
             self._changed.notify_all()
 
     def _set_leaving(self) -> None:

@@ -55,9 +55,10 @@ class TableReader:
 
 
 def unused(table: RoutingTable, worker_id: str, oldest_epoch: int | None) -> bool:
-    """Whether an expert worker that leaves may end: it is not in the newest table, and nobody uses an older one.
+    """Whether an expert worker that leaves may end: nobody uses a table that lists it.
 
     ``oldest_epoch`` was asked for after ``table`` was read.
     """
-    listed = any(seat.worker == worker_id for seat in table.seats)
-    return not listed and (oldest_epoch is None or oldest_epoch >= table.epoch)
+    if oldest_epoch is None:
+        return True
+    return oldest_epoch >= table.epoch and all(seat.worker != worker_id for seat in table.seats)

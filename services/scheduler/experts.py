@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from services.errors import NotReady
 from services.fabric.placement import Load, assign_seats, smoothed, strain
 from services.fabric.placement.groups import group_loads
@@ -77,15 +79,18 @@ class ExpertPlacement:
             self._table = found
             self._on_table(found)
         seats = await self._registry.seats()
+        if seats and self._table and self._table.fingerprint != seats[0].info.fingerprint:
+            self._table = None  # of a model that this namespace served before
         if not seats and self._table is None:
             return False
         if (await self._registry.reap(epoch)).seats:
             seats = await self._registry.seats()
         epochs = await self._registry.table_epochs()
-        lost = epochs.published == 0
         load = await self._measured(seats)
         wanted = intentions(seats, self._table, following=epochs.following, groups=self._groups, load=load)
-        table = wanted.table or (self._table if lost else None)
+        table = wanted.table
+        if table is None and self._table and epochs.published < self._table.epoch:  # Redis lost it
+            table = msgspec.structs.replace(self._table, epoch=epochs.following)
         if table is not None:
             await self._publish(epoch, table)
         for seat, group in wanted.assign:
@@ -161,8 +166,12 @@ def _assignments(
     except NotReady:
         group_S = _in_turn(places, len(layout))
     if new:
-        return [(seat, layout[group]) for seat, group in zip(seats, group_S, strict=True) if seat in new]
-    if group_S == places and load is not None:
+        wishes = [group if place is None else place for group, place in zip(group_S, places, strict=True)]
+        return [(seat, layout[group]) for seat, group in zip(seats, wishes, strict=True) if seat in new]
+    if bare := [group for group in layout if group not in holds.values()]:
+        movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
+        return [(seat, bare[0]) for seat in movable[-1:]]
+    if load is not None:
         group_S = _evened(loads_LG, seats, group_S)
     moves = [
         (seat, layout[group])

@@ -201,9 +201,9 @@ class Supervisor:
     async def _stop(self) -> None:
         """The gateway first, which lets open requests end; Redis, which all others need, last."""
         order = [*self._processes(), _REDIS]
-        patience_s = {GATEWAY: self._settings.drain_timeout, ATTENTION: self._settings.drain_timeout}
+        patience_s = dict.fromkeys((GATEWAY, ATTENTION, EXPERTS), self._settings.drain_timeout)
         for child in sorted(self._children, key=lambda child: order.index(child.name)):
-            await child.stop(patience_s.get(child.name, 0.0) + self._stop_margin_s)
+            await child.stop(patience_s.get(child.name.split("-")[0], 0.0) + self._stop_margin_s)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

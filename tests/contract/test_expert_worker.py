@@ -14,7 +14,7 @@ from testkit.expert_floor import Floor, expert
 from services.attention.remote import TableFollower
 from services.errors import CheckpointError
 from services.experts.worker import ExpertWorker, Timing
-from services.routing import RoutingTable, ShardGroup
+from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.experts import ExpertPlacement
 
 LEASE_S = 0.8
@@ -128,7 +128,7 @@ async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_bef
         await stage.until(lambda: all(worker.status == "ready" for worker in workers))
         await stage.placement.turn(floor.e)
         link = Link()
-        follower = TableFollower(link, floor.reader, worker_id=READER, lease_s=LEASE_S)
+        follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
         following = asyncio.create_task(follower.run())
         await asyncio.wait_for(follower.ready(), 5)
         link.busy = (await stage.table()).epoch
@@ -187,3 +187,37 @@ async def test_experts_that_cannot_be_loaded_end_the_worker(floor):
         await stage.until(task.done)
         with pytest.raises(CheckpointError, match="cut off"):
             task.result()
+
+
+async def test_another_model_in_the_same_namespace_gets_a_table_of_its_own(floor):
+    async with stage_of(floor, groups=2) as stage:
+        stage.placement = ExpertPlacement(floor.registry, floor.reader, groups=1)
+        old = RoutingTable(
+            epoch=(await floor.registry.table_epochs()).following,
+            fingerprint="another",
+            num_experts=4,
+            groups=even_groups([7], 4, 1),
+        )
+        await floor.registry.publish_table(floor.e, old)
+        worker = stage.start("a")
+        await stage.until(lambda: worker.status == "ready")
+        await stage.until(lambda: not worker.missing())
+        await stage.placement.turn(floor.e)
+        table = await stage.table()
+        assert (table.fingerprint, set(table.group_of), len(table.seats)) == ("f", {0, 1}, 1)
+        assert table.epoch > old.epoch
+
+
+async def test_a_follower_passes_over_the_table_of_another_model(floor):
+    old = RoutingTable(epoch=3, fingerprint="another", num_experts=4, groups=even_groups([7], 4, 1))
+    await floor.registry.publish_table(floor.e, old)
+    link = Link()
+    follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
+    following = asyncio.create_task(follower.run())
+    await asyncio.sleep(0.1)
+    assert not link.tables
+    await floor.publish()
+    await asyncio.wait_for(follower.ready(), 5)
+    assert [table.fingerprint for table in link.tables] == ["f"]
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)

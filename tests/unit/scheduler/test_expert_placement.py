@@ -136,3 +136,9 @@ def test_the_meter_counts_what_came_since_the_last_reading() -> None:
     assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}
     read(1010, 95)
     assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}, "silence does not wipe it out"
+
+
+def test_a_seat_that_asked_for_its_group_does_not_keep_another_from_covering_a_bare_one() -> None:
+    before = [seat(1, 0, wish=0), seat(2, 0), seat(3, 1)]
+    wanted = intentions(before[:2], published(*before), following=6, groups=2)
+    assert [(found.number, group.number) for found, group in wanted.assign] == [(2, 1)]
