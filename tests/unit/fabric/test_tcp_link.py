@@ -375,3 +375,16 @@ def test_a_leaving_answer_is_resent(served: Serve) -> None:
 def test_a_shard_holds_its_group_alone() -> None:
     layers, groups = random_layer(torch.float32), even_groups([0], 8, 3)
     assert [part_of(layers, group, 8).expert_ids(0) for group in groups] == [(0, 1), (2, 3, 4), (5, 6, 7)]
+
+
+def test_a_call_that_becomes_late_between_two_looks_is_looked_at_again(served: Serve) -> None:
+    gate = Gate()
+    slow = served(gate)
+    with linked(table_of(seat_of(slow, 0))) as link:
+        handle = link.dispatch(0, ONES, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+        (part,) = handle.parts
+        assert part.call is not None
+        part.call.deadline = time.monotonic() - 1
+        assert link._seats.wake_at(part) == part.call.deadline
+        gate.open.set()
+        assert torch.equal(link.combine(handle), 2 * ONES)
