@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
-from services.runtime import CRASHED, MetricsServer, run_role
+from services.runtime import CRASHED, MetricsServer, incarnation, run_role
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -52,7 +51,7 @@ class AttentionRole:
         self._metrics = WorkerMetrics(self._registry)
         self._worker: AttentionWorker | None = None
         self._experts: TableFollower | None = None
-        self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._id = incarnation()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""

@@ -19,6 +19,7 @@ from services.fabric.local import LocalLink
 from services.fabric.secret import read_secret
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_wire import NAMES
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
@@ -96,7 +97,7 @@ def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, worker: s
             fingerprint=spec.fingerprint,
             worker=worker,
             hidden=spec.hidden_size,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=NAMES[dtype],
             package=version("expertmesh"),
         ),
         secret=read_secret(settings.fabric_secret_file),

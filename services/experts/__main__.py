@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -29,7 +28,7 @@ from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
-from services.runtime import MetricsServer, run_role
+from services.runtime import MetricsServer, incarnation, run_role
 
 REFRESH_S = 1.0
 
@@ -49,7 +48,7 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
     spec = load_spec(settings.model)
     if not spec.moe_layers:
         raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
-    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    name = incarnation()
     loader = Loader(
         settings,
         spec,

@@ -14,6 +14,7 @@ from services.fabric.secret import read_secret
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp_wire import NAMES
 from services.model.experts import ExpertShard
 from services.model.progress import loading_progress
 from services.model.spec import ModelSpec
@@ -89,7 +90,7 @@ class Loader:
             fingerprint=self._spec.fingerprint,
             worker=self._worker,
             hidden=self._spec.hidden_size,
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=NAMES[self._dtype],
             seat=seat,
             package=self._version,
         )
@@ -107,10 +108,10 @@ class Loader:
 
 
 def _on(device: torch.device, compute: Compute) -> Compute:
-    """``compute`` on ``device``, of rows that come from the network and go back to it."""
+    """``compute`` on ``device``, of rows that come from the network; the server brings the answer back."""
 
     def moved(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return compute(layer, x_TD.to(device), expert_ids_TK.to(device), weights_TK.to(device)).cpu()
+        return compute(layer, x_TD.to(device), expert_ids_TK.to(device), weights_TK.to(device))
 
     return moved
 

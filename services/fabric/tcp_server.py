@@ -26,6 +26,7 @@ from services.fabric.tcp_wire import (
     DTYPES,
     HEADER_BYTES,
     MAX_BYTES,
+    NAMES,
     Answer,
     Dispatch,
     Echo,
@@ -235,7 +236,7 @@ class ExpertServer:
             _fail(peer, facts.call, CallFailed(problem[:1000]))
             release()
             return
-        answer = Answer(call=facts.call, rows=len(result), dtype=str(result.dtype).removeprefix("torch."))
+        answer = Answer(call=facts.call, rows=len(result), dtype=NAMES[result.dtype])
         peer.send(Kind.ANSWER, answer, [result.cpu()], on_sent=release)
 
 

@@ -27,6 +27,7 @@ FIXED = struct.Struct("!4sHHIQ")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADER_BYTES, MAX_BYTES = 4096, 64 << 20
 """Largest msgpack header and, unless configured, largest payload."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_SLOTS = 1 << 10
 
 

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-import os
-import socket
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -38,7 +35,7 @@ from services.queue.connect import check_server, connect
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.runtime import run_role
+from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +93,8 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
-    incarnation = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    queue = GatewayQueue(redis, keys, incarnation, QueueLimits.of(settings))
+    name = incarnation()
+    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings))
     table = JobTable(metrics)
     follower = ResultFollower(
         queue,
@@ -113,7 +110,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         table=table,
         follower=follower,
         metrics=metrics,
-        incarnation=incarnation,
+        incarnation=name,
         request_timeout_s=settings.request_timeout,
         max_queued_requests=settings.max_queued_requests,
     )

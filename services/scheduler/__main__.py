@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -21,7 +18,7 @@ from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.seats import SeatRegistry
 from services.queue.tables import TableReader
-from services.runtime import MetricsServer, run_role
+from services.runtime import MetricsServer, incarnation, run_role
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
@@ -44,7 +41,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     redis = connect(settings.redis_url)
     queue = SchedulerQueue(redis, Keys(settings.namespace), QueueLimits.of(settings))
     observer = Observer(SchedulerMetrics(registry), queue)
-    token = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    token = incarnation()
     scheduler = Scheduler(
         queue,
         DispatchPolicy(),

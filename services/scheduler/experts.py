@@ -158,42 +158,30 @@ def _assignments(
 ) -> list[tuple[SeatState, ShardGroup]]:
     """A group for each seat without one. Else at most one seat that changes its group: to one that nobody holds, or,
     where ``load`` is known, where that evens it by :data:`GAIN`. The next turn sees what it brought."""
-    new = [seat for seat in seats if seat.number not in holds]
-    places = _places(seats, holds, layout)
+    if len(holds) < len(seats):
+        return _groups_for_new(seats, holds, layout, load)
+    if bare := [group for group in layout if group not in holds.values()]:
+        movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
+        return [(seat, bare[0]) for seat in movable[-1:]]
+    return _evened(seats, holds, layout, load) if load is not None else []
+
+
+def _groups_for_new(
+    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load | None
+) -> list[tuple[SeatState, ShardGroup]]:
+    """For the seats that hold none: what they ask for, or where they relieve most."""
+    index: dict[int | None, int] = {group.number: position for position, group in enumerate(layout)}
+    places = [index.get(holds[seat.number].number if seat.number in holds else seat.info.group) for seat in seats]
     loads_LG = group_loads(load or _even(layout), layout)
     try:
         group_S = assign_seats(loads_LG, [seat.info.capacity for seat in seats], places)
     except NotReady:
         group_S = _in_turn(places, len(layout))
-    if new:
-        wishes = [group if place is None else place for group, place in zip(group_S, places, strict=True)]
-        return [(seat, layout[group]) for seat, group in zip(seats, wishes, strict=True) if seat in new]
-    if bare := [group for group in layout if group not in holds.values()]:
-        movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
-        return [(seat, bare[0]) for seat in movable[-1:]]
-    if load is not None:
-        group_S = _evened(loads_LG, seats, group_S)
-    moves = [
-        (seat, layout[group])
-        for seat, group, place in zip(seats, group_S, places, strict=True)
-        if group != place and seat.info.group is None and _spared(seat, seats, holds)
-    ]
-    return moves[:1]
-
-
-def _places(
-    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
-) -> list[int | None]:
-    """By seat, the group (index into ``layout``) that it holds or asks for."""
-    index = {group.number: position for position, group in enumerate(layout)}
     return [
-        index[holds[seat.number].number] if seat.number in holds else index.get(_number(seat.info.group))
-        for seat in seats
+        (seat, layout[group if place is None else place])
+        for seat, group, place in zip(seats, group_S, places, strict=True)
+        if seat.number not in holds
     ]
-
-
-def _number(group: int | None) -> int:
-    return -1 if group is None else group
 
 
 def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
@@ -202,14 +190,23 @@ def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
     return [next(bare) if place is None else place for place in places]
 
 
-def _evened(loads_LG: list[list[float]], seats: Sequence[SeatState], group_S: list[int]) -> list[int]:
-    """``group_S`` after one move, if that lowers the highest load per capacity by :data:`GAIN`."""
-    capacity_S, groups = [seat.info.capacity for seat in seats], len(loads_LG[0])
+def _evened(
+    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load
+) -> list[tuple[SeatState, ShardGroup]]:
+    """The one move that lowers the highest load per capacity most, if that is by :data:`GAIN` and may be."""
+    group_S = [layout.index(holds[seat.number]) for seat in seats]
+    capacity_S, loads_LG = [seat.info.capacity for seat in seats], group_loads(load, layout)
     moved = next_move(loads_LG, capacity_S, group_S)
     if moved is None:
-        return group_S
-    before, after = (strain(loads_LG, capacities(each, capacity_S, groups)) for each in (group_S, moved))
-    return moved if after < before * (1 - GAIN) else group_S
+        return []
+    before, after = (strain(loads_LG, capacities(each, capacity_S, len(layout))) for each in (group_S, moved))
+    if after >= before * (1 - GAIN):
+        return []
+    return [
+        (seat, layout[group])
+        for seat, group, own in zip(seats, moved, group_S, strict=True)
+        if group != own and seat.info.group is None and _spared(seat, seats, holds)
+    ]
 
 
 def _spared(seat: SeatState, seats: Sequence[SeatState], holds: Mapping[int, ShardGroup]) -> bool:

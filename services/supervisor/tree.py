@@ -200,10 +200,11 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """The gateway first, which lets open requests end; Redis, which all others need, last."""
-        order = [*self._processes(), _REDIS]
-        patience_s = dict.fromkeys((GATEWAY, ATTENTION, EXPERTS), self._settings.drain_timeout)
+        roles = self._processes()
+        order = [*roles, _REDIS]
         for child in sorted(self._children, key=lambda child: order.index(child.name)):
-            await child.stop(patience_s.get(child.name.split("-")[0], 0.0) + self._stop_margin_s)
+            drains = roles.get(child.name) in (GATEWAY, ATTENTION, EXPERTS)
+            await child.stop((self._settings.drain_timeout if drains else 0.0) + self._stop_margin_s)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
