@@ -14,6 +14,7 @@ from typing import Protocol
 
 from services.queue.backoff import Backoff, until_answered
 from services.queue.tables import TableReader
+from services.queue.tasks import end_tasks
 from services.routing import RoutingTable
 
 NOTES_PER_LEASE = 8
@@ -73,12 +74,14 @@ class TableFollower:
         Raises:
             FingerprintMismatch: the namespace went on to another model.
         """
+        tasks: list[asyncio.Task[None]] = []
         try:
             await self._begin()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow())
-                tasks.create_task(self._note())
+            tasks += [asyncio.create_task(self._follow()), asyncio.create_task(self._note())]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
         finally:
+            await end_tasks(tasks)  # a task group cancels but once, and a Redis command may swallow that
             await self._farewell()
 
     async def _begin(self) -> None:

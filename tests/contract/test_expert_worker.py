@@ -14,6 +14,7 @@ from testkit.expert_floor import Floor, expert
 from services.attention.remote import TableFollower
 from services.errors import CheckpointError
 from services.experts.worker import ExpertWorker, Timing
+from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.experts import ExpertPlacement
 
@@ -103,9 +104,7 @@ async def stage_of(floor: Floor, groups: int) -> AsyncIterator[Stage]:
     try:
         yield stage
     finally:
-        for _, _, task in stage.tasks.values():
-            task.cancel()
-        await asyncio.gather(*(task for _, _, task in stage.tasks.values()), return_exceptions=True)
+        await end_tasks(task for _, _, task in stage.tasks.values())
 
 
 async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floor):
@@ -143,8 +142,7 @@ async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_bef
         await asyncio.wait_for(task, 5)
         assert served.drained
         assert set(await floor.seats()) == {"a"}
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        await end_tasks([following])
         assert await floor.registry.oldest_epoch_in_use() is None, "a reader that ends is waited for no more"
 
 
@@ -219,5 +217,4 @@ async def test_a_follower_passes_over_the_table_of_another_model(floor):
     await floor.publish()
     await asyncio.wait_for(follower.ready(), 5)
     assert [table.fingerprint for table in link.tables] == ["f"]
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    await end_tasks([following])
