@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pocket model from nothing: text, tokenizer, training, speculators, records, card. About 20 minutes on one Hopper
+# The pocket model from nothing: text, tokenizer, training, speculators, records, card. About 25 minutes on one Hopper
 # GPU and two cores. Started again after a stop, trainings go on from their last checkpoint.
 # With --smoke, or where there is no GPU: text, tokenizer and 20 steps of a tiny model on the CPU; some 5 minutes.
 # --work DIR: another working folder than build/pocket-moe. --sources FILE: another list of packages than sources.toml.
@@ -50,7 +50,8 @@ fi
 
 # Both runs see the same tokens, each with the dropout and weight decay that suit it best: tried.json has the others.
 # With less dropout the experts learn the dictionary by heart and lose on held-out words.
-recipe=(--steps 10000 --warmup 200 --lr 3e-3 --weights dictionary=2 --eval-every 1000 --log-every 50)
+recipe=(--steps 17000 --warmup 200 --lr 3e-3 --lr-floor 0.02 --decay 0.5 --weights dictionary=2)
+recipe+=(--eval-every 1500 --log-every 50)
 fast=(--attention varlen --compile --graph)
 train moe --product parallel_linear --dropout 0.2 --weight-decay 0.2 "${recipe[@]}" "${fast[@]}"
 train dense --kind dense --dropout 0.1 --weight-decay 0.1 "${recipe[@]}" "${fast[@]}"

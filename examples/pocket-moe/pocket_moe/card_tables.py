@@ -30,13 +30,13 @@ def run_rows(runs: Mapping[str, Training]) -> list[list[str]]:
 
 def tried_rows(tried: Mapping[str, Any]) -> list[list[str]]:
     """The runs that a recipe was chosen from, by kind."""
-    columns = ("steps", "dropout", "weight_decay")
+    columns = ("steps", "decay", "dropout", "weight_decay")
     rows = [
         [kind, *(f"{run[column]:,}" for column in columns), f"{run['heldout']:.3f}"]
         for kind, runs in tried.items()
         for run in sorted(runs, key=lambda run: float(run["heldout"]))
     ]
-    return [["", "steps", "dropout", "weight decay", "held-out loss"], *rows]
+    return [["", "steps", "of them decaying", "dropout", "weight decay", "held-out loss"], *rows]
 
 
 def sample_rows(samples: Iterable[Sample]) -> list[list[str]]:

@@ -110,7 +110,8 @@ def _recipe(facts: Facts) -> str:
         return ""
     text = prose(
         "Dropout and weight decay are, for each of the two, those of the run with the lowest held-out loss. These were",
-        "tried, all on the same tokens; the rest of the recipe was settled on another draw of held-out documents:",
+        "tried, those of equal steps on the same tokens; the rest of the recipe was settled on another draw of",
+        "held-out documents:",
     )
     return f"{text}\n{markdown_table(tried_rows(facts.tried))}\n"
 

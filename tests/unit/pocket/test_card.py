@@ -105,11 +105,12 @@ def skewed() -> ExpertTrace:
 
 def test_the_card_names_the_runs_that_the_recipe_was_chosen_from(root: Path) -> None:
     before = script("card").render(load_facts(root))["MODEL_CARD.md"]
-    runs = [{"dropout": share, "weight_decay": 0.1, "steps": 2000, "heldout": 3 + share} for share in (0.2, 0.1)]
+    recipe = {"steps": 2000, "decay": 0.5, "weight_decay": 0.1}
+    runs = [recipe | {"dropout": share, "heldout": 3 + share} for share in (0.2, 0.1)]
     save_json(root / "tried.json", {"moe": runs})
     after = script("card").render(load_facts(root))["MODEL_CARD.md"]
-    assert "These were tried" not in " ".join(before.split())
-    assert "| moe | 2,000 | 0.1 | 0.1 | 3.100 |\n| moe | 2,000 | 0.2 | 0.1 | 3.200 |" in after
+    assert "of equal steps on the same tokens" not in " ".join(before.split())
+    assert "| moe | 2,000 | 0.5 | 0.1 | 0.1 | 3.100 |\n| moe | 2,000 | 0.5 | 0.2 | 0.1 | 3.200 |" in after
 
 
 def test_the_card_is_written_checked_and_found_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
