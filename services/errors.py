@@ -40,7 +40,7 @@ A user's fault or a passing condition is raised as one of these, travels back al
             |-- NotReady            no worker serves the model yet
             |-- Draining            this process is shutting down
             |-- DeadlineExceeded
-            |-- ExpertUnavailable   no replica of a shard group is alive
+            |-- ExpertUnavailable   no replica of a shard group is alive; the attempt is given up
             `-- AttemptsExhausted   moved to the dead-letter list
 """
 

@@ -134,6 +134,7 @@ class WorkerMetrics:
         )
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
+        self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")
         self.expert_tokens = counter("expert_tokens_total", "Rows routed to a shard's experts.", "layer", "shard")
         self.expert_top_share = gauge(
             "expert_top_share_ratio", "Share of a layer's rows that its busiest experts took.", "layer", "rank"

@@ -110,6 +110,8 @@ class AttentionRole:
             options=self._options(built),
             after_step=StepObserver(metrics, built.engine.stats).after_step,
             on_refused=metrics.stale_results.inc,
+            on_given_up=metrics.given_up.inc,
+            lacks=self._experts.missing if self._experts else lambda: (),
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
         experts = asyncio.create_task(_watch(ExpertObserver(metrics, built.link.expert_rows)))

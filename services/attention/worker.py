@@ -2,7 +2,8 @@
 
 The event loop follows the inbox, publishes and keeps the leases; the engine steps on a thread of its own. Assigned
 requests are answered for until their end is in Redis. A Cancel, and whatever Redis calls stale, is dropped without a
-word: its record has already ended or belongs to a later attempt.
+word: its record has already ended or belongs to a later attempt. An attempt that lacks experts is given up, and the
+request goes on elsewhere or later; while experts are missing this worker has no credit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from services.attention.engine_thread import Add, EngineThread, SteppedEngine, Stop
 from services.attention.ledger import Ledger
 from services.attention.publisher import Publisher
-from services.errors import QueueUnavailable
+from services.attention.standing import Standing
+from services.errors import ErrorInfo, ExpertUnavailable, QueueUnavailable
 from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo
 from services.queue.backoff import Backoff, until_answered
 from services.queue.clock import RedisClock
@@ -61,6 +63,8 @@ class AttentionWorker:
     Args:
         after_step: called on the engine's thread after every step; for metrics.
         on_refused: called with the number of results that Redis refused.
+        on_given_up: called with the number of attempts that ended for want of experts.
+        lacks: what keeps the engine from computing, such as experts that cannot be reached; asked often.
     """
 
     def __init__(
@@ -73,12 +77,15 @@ class AttentionWorker:
         options: WorkerOptions,
         after_step: Callable[[], None] = lambda: None,
         on_refused: Callable[[int], None] = lambda _: None,
+        on_given_up: Callable[[int], None] = lambda _: None,
+        lacks: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         self._info = info
         self._queue = queue
         self._clock = clock
         self._options = options
         self._on_refused = on_refused
+        self._on_given_up = on_given_up
         self._ledger = Ledger()
         self._loop = asyncio.get_running_loop()
         self._engine_ended: asyncio.Future[None] = self._loop.create_future()
@@ -89,9 +96,9 @@ class AttentionWorker:
             on_end=lambda failure: self._call_soon(self._note_end, failure),
             after_step=after_step,
         )
-        self._publisher = Publisher(self._thread, lambda events: queue.publish(info.id, events), self._note_published)
+        self._publisher = Publisher(self._thread, self._publish, self._note_published)
         self._pulse = Backoff(max_s=min(1.0, options.lease_s / 8))
-        self._registered = False
+        self._standing = Standing(info, queue, options, lacks)
 
     @property
     def unpublished(self) -> int:
@@ -104,7 +111,7 @@ class AttentionWorker:
 
     def missing(self) -> list[str]:
         """What keeps the worker from taking requests; for /ready."""
-        if not self._registered:
+        if not self._standing.registered:
             return ["registration"]
         return ["Redis"] if self._pulse.failing else []
 
@@ -121,6 +128,7 @@ class AttentionWorker:
             asyncio.ensure_future(self._follow_inbox()),
             asyncio.ensure_future(self._keep_leases()),
             asyncio.ensure_future(self._watch_engine()),
+            asyncio.ensure_future(self._standing.keep(self._hand_back)),
             self._engine_ended,
         ]
         self._thread.start()
@@ -136,7 +144,7 @@ class AttentionWorker:
             await asyncio.to_thread(halt)
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        registration = asyncio.ensure_future(self._register())
+        registration = asyncio.ensure_future(self._standing.enter(self._clock.sync))
         stopped = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait({registration, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -146,28 +154,11 @@ class AttentionWorker:
         finally:
             await end_tasks([registration, stopped])
 
-    async def _register(self) -> None:
-        async def enter() -> None:
-            await self._clock.sync()
-            await self._announce(credit=True)
-
-        await until_answered("registration", enter, Backoff())
-        self._registered = True
-        log.info("worker %s serves %s", self._info.id, self._info.model)
-
-    async def _announce(self, *, credit: bool) -> None:
-        await self._queue.register(
-            self._info,
-            self._options.lease_s,
-            credit_tokens=self._options.credit_tokens if credit else 0,
-            credit_requests=self._options.credit_requests if credit else 0,
-        )
-
     async def _keep_leases(self) -> None:
         pause_s = self._options.lease_s / HEARTBEATS_PER_LEASE
         while True:
             await asyncio.sleep(pause_s)
-            if self._registered:
+            if self._standing.registered:
                 await until_answered("heartbeat", self._heartbeat, self._pulse)
 
     async def _heartbeat(self) -> None:
@@ -203,8 +194,23 @@ class AttentionWorker:
         self._ledger.close(request_id, attempt)
         self._thread.send(Stop(request_id, attempt))
 
+    async def _publish(self, events: Sequence[TokenEvent]) -> set[str]:
+        told = [event for event in events if not _given_up(event)]
+        refused = await self._queue.publish(self._info.id, told) if told else set()
+        given_up = {event.request_id: event.attempt for event in events if _given_up(event)}
+        if error := next((event.error for event in events if _given_up(event)), None):
+            await self._give_up(given_up, error)
+        return refused
+
+    async def _give_up(self, attempts: Mapping[str, int], error: ErrorInfo) -> None:
+        log.warning("giving %d requests up: %s", len(attempts), error.message)
+        for request_id, attempt in attempts.items():  # first: the same attempt may be assigned before the reply
+            self._ledger.close(request_id, attempt)
+        await self._queue.give_up(self._info.id, attempts, error)
+        self._on_given_up(len(attempts))
+
     def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
-        self._ledger.close_ended(events)
+        self._ledger.close_ended(event for event in events if not _given_up(event))
         for request_id, attempt in refused.items():
             self._abandon(request_id, attempt)
         if refused:
@@ -215,11 +221,12 @@ class AttentionWorker:
 
         None of it counts as failed.
         """
-        if not self._registered:
+        if not self._standing.registered:
             return
         log.info("draining %d requests", len(self._ledger))
         try:
             async with asyncio.timeout(self._options.drain_s if len(self._ledger) else FLUSH_S):
+                await until_answered("draining", self._standing.withdraw, Backoff())
                 await until_answered("draining", self._hand_back, Backoff())
                 await self._ledger.emptied()
         except TimeoutError:
@@ -233,7 +240,6 @@ class AttentionWorker:
             log.warning("left without a farewell: Redis does not answer, leases will expire")
 
     async def _hand_back(self) -> None:
-        await self._announce(credit=False)
         held = self._ledger.held()
         for request_id in await self._queue.hand_back(self._info.id):
             if request_id in held:
@@ -258,6 +264,10 @@ class AttentionWorker:
     def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _given_up(event: TokenEvent) -> bool:
+    return event.error is not None and event.error.code == ExpertUnavailable.code
 
 
 async def _unless_failed(work: Coroutine[Any, Any, None], background: Sequence[asyncio.Future[None]]) -> None:

@@ -6,6 +6,7 @@ Legend: R rows of a part, K slots, D hidden size.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -21,13 +22,16 @@ from services.routing import ShardGroup
 log = logging.getLogger(__name__)
 
 _MOST_SENDS = 16
-"""Replicas that come and go may not keep a step waiting for ever."""
+"""Replicas that come and go, or that fail again and again, may not keep a step waiting for ever."""
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 2.0
+"""Before a connection over which a part failed gets it again; doubled each time."""
 _UNBOUNDED_ROWS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """``tried``: connections that this was sent over, so that a seat that comes back may be tried again."""
+    """``again_at``: connections (seat, its count) that this was sent over, and from when on they may have it again, by
+    the monotonic clock: a seat that comes back at once, one that failed after a pause, one that answered NaN never."""
 
     rows: Rows
     dispatch: Dispatch
@@ -35,7 +39,8 @@ class Part:
     answer: Tensor | None = None
     not_finite: Tensor | None = None
     suspects: list[SeatLink] = field(default_factory=list)
-    tried: set[tuple[int, int]] = field(default_factory=set)
+    again_at: dict[tuple[int, int], float] = field(default_factory=dict)
+    sends: int = 0
     problem: ExpertMeshError | None = None
     starving_since: float | None = None
 
@@ -43,6 +48,10 @@ class Part:
         if self.call is not None:
             self.call.abandoned = True
             self.call = None
+
+    def pauses(self, now: float) -> bool:
+        """Whether a connection that failed may have it again, later."""
+        return any(now < again_at < math.inf for again_at in self.again_at.values())
 
 
 class Seats:
@@ -81,7 +90,7 @@ class Seats:
         if (link := self._choose(part, now)) is not None:
             self._send(part, link)
             return False
-        if part.not_finite is not None:  # every replica says so: it is the model's
+        if part.not_finite is not None and not part.pauses(now):  # every replica says so: it is the model's
             part.answer = part.not_finite
             part.abandon()
             return True
@@ -93,9 +102,9 @@ class Seats:
         now = time.monotonic()
         if part.call is not None and (now < part.call.deadline or part.starving_since is None):
             return part.call.deadline
-        ends = [link.quarantined_until for link in self.links.values() if link.quarantined_until > now]
+        ends = [link.quarantined_until for link in self.links.values()] + list(part.again_at.values())
         assert part.starving_since is not None
-        return min([part.starving_since + self._unavailable_s, *ends])
+        return min([part.starving_since + self._unavailable_s, *(end for end in ends if end > now)])
 
     def _take_outcome(self, part: Part) -> None:
         call = part.call
@@ -104,6 +113,8 @@ class Seats:
         part.call = None
         if isinstance(call.outcome, ExpertMeshError):
             part.problem = call.outcome
+            pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MOST_PAUSE_S)
+            part.again_at[call.seat.seat.number, call.connection] = soon(pause_s)
             if isinstance(call.outcome, BadAnswer):
                 self._quarantine(call.seat, call.outcome)
         elif call.finite or not part.rows.finite():
@@ -133,7 +144,8 @@ class Seats:
 
     def _may_take(self, link: SeatLink, part: Part, now: float) -> bool:
         """A table that came since the dispatch may have cut the groups anew: the experts count, not the number."""
-        if not link.usable or now < link.quarantined_until or (link.seat.number, link.connections) in part.tried:
+        again_at = part.again_at.get((link.seat.number, link.connections), now)
+        if not link.usable or now < link.quarantined_until or now < again_at:
             return False
         group = self.groups.get(link.seat.group)
         return group is not None and part.rows.experts <= set(group.experts.get(part.dispatch.layer, ()))
@@ -143,14 +155,18 @@ class Seats:
             late = part.call.seat
             part.problem = DeadlineExceeded(f"{late.name} gave no answer within {self._call_s:g} s.")
             self._quarantine(late, part.problem)
+            part.again_at[late.seat.number, part.call.connection] = late.quarantined_until
             part.abandon()
-        if len(part.tried) >= _MOST_SENDS:
+        if part.sends >= _MOST_SENDS:
             raise self._unavailable(part)
         rows, reduced = part.rows, part.dispatch.reduced
         tensors = [rows.ids_RK, rows.weights_RK, rows.x_RD] if reduced else [rows.ids_RK, rows.x_RD]
         answer_rows = len(rows.index_R) if reduced else len(rows.pairs_P)
-        part.tried.add((link.seat.number, link.connections))
-        part.starving_since = None
+        connection = (link.seat.number, link.connections)
+        if connection not in part.again_at:  # what failed here before does not prove that anybody can answer
+            part.starving_since = None
+        part.again_at[connection] = math.inf
+        part.sends += 1
         part.call = link.send(part.dispatch, tensors, answer_rows, soon(self._call_s))
 
     def _starve(self, part: Part, now: float) -> None:

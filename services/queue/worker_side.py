@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from redis.asyncio import Redis
 
+from services.errors import ErrorInfo
 from services.messages import InboxMessage, TokenEvent, WorkerInfo, decode_inbox, encode
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
@@ -65,6 +67,15 @@ class WorkerQueue:
         For a worker that drains: register it without credit first, or they come straight back.
         """
         return {request_id.decode() for request_id in await self._scripts.run("hand_back", worker_id)}
+
+    async def give_up(self, worker_id: str, attempts: Mapping[str, int], error: ErrorInfo) -> None:
+        """Ends ``attempts`` (id -> attempt) that the worker cannot go on with; others, or it later, may try again.
+
+        Each counts as failed. Requests that published nothing go back to their places, the others become AttemptLost;
+        at the cap of attempts they end with ``error``. The worker drops them first.
+        """
+        items: list[tuple[Argument, ...]] = list(attempts.items())
+        await self._scripts.run_chunks("give_up", (worker_id, msgspec.msgpack.encode(error)), items)
 
     async def deregister(self, worker_id: str) -> None:
         """Leaves at once. Requests that published nothing go back to their places in the queue; the others are lost

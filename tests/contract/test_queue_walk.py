@@ -16,7 +16,7 @@ CALM = (
 )
 WILD = [
     *CALM, "kill_worker", "add_worker", "leave_worker", "kill_gateway", "add_gateway", "take_up", "take_up",
-    "new_leader", "forget_claims", "expire_leases", "survey",
+    "new_leader", "give_up", "forget_claims", "expire_leases", "survey",
 ]  # fmt: skip
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from msgspec import structs
 
-from services.errors import StaleLeader, TooManyRequests
+from services.errors import ExpertUnavailable, StaleLeader, TooManyRequests
 from services.messages import Cancel, GenerateRequest, TokenEvent
 from services.queue.gateway_side import FIRST_ID
 from testkit.queue_gateway import SimGateway, text
 from testkit.queue_indexes import check
+
+STARVED = ExpertUnavailable("No replica.").info()
 
 
 @dataclass
@@ -117,6 +119,13 @@ class World:
             held = {request.id: request.attempt for request in worker.held.values()}
             for request_id in await self.bench.worker.heartbeat(worker.id, held):
                 del worker.held[request_id]
+
+    async def give_up(self) -> None:
+        """A worker lacks experts for some of what it runs."""
+        for worker in self.workers.values():
+            given = self.draw.sample(sorted(worker.held), min(2, len(worker.held)))
+            attempts = {request_id: worker.held.pop(request_id).attempt for request_id in given}
+            await self.bench.worker.give_up(worker.id, attempts, STARVED)
 
     async def pump(self) -> None:
         for gateway in self.gateways.values():

@@ -55,6 +55,8 @@ class RunningWorker(Running):
     engine: SteppingEngine
     info: WorkerInfo
     refused: list[int] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)
+    """What the worker is told that it lacks."""
 
 
 @dataclass
@@ -123,6 +125,7 @@ class Deployment:
             version="0",
         )
         refused: list[int] = []
+        lacks: list[str] = []
         worker = AttentionWorker(
             info=info,
             engine=engine,
@@ -130,9 +133,10 @@ class Deployment:
             clock=RedisClock(redis),
             options=chosen,
             on_refused=refused.append,
+            lacks=lambda: lacks,
         )
         task, stop = self._start(worker.run)
-        running = RunningWorker(redis, task, stop, worker, engine, info, refused)
+        running = RunningWorker(redis, task, stop, worker, engine, info, refused, lacks)
         self._running.append(running)
         return running
 

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from services.errors import ErrorInfo, ExpertUnavailable
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 
 VOCAB = 1000
@@ -31,11 +32,13 @@ class _Sequence:
 
 @dataclass
 class SteppingEngine:
-    """One token per request and step. ``gate``, when cleared, holds steps back; ``fail`` makes the next one raise."""
+    """One token per request and step. ``gate``, when cleared, holds steps back; ``fail`` makes the next one raise;
+    ``starving`` ends all that is held for want of experts."""
 
     step_s: float = 0.001
     gate: threading.Event = field(default_factory=threading.Event)
     fail: bool = False
+    starving: bool = False
     steps: int = 0
     added: list[tuple[str, int]] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
@@ -69,7 +72,10 @@ class SteppingEngine:
         time.sleep(self.step_s)
         self.steps += 1
         for sequence in list(self._sequences.values()):
-            self._advance(sequence)
+            if self.starving:
+                self._end(sequence, "error", ExpertUnavailable("No replica.", retry_after_s=3.0).info())
+            else:
+                self._advance(sequence)
         events, self._events = self._events, []
         return events
 
@@ -90,8 +96,10 @@ class SteppingEngine:
         if last:
             del self._sequences[request.id]
 
-    def _end(self, sequence: _Sequence, finish: FinishReason) -> None:
+    def _end(self, sequence: _Sequence, finish: FinishReason, error: ErrorInfo | None = None) -> None:
         request = sequence.request
         del self._sequences[request.id]
         index = len(sequence.token_ids) - request.prompt_len
-        self._events.append(TokenEvent(request_id=request.id, attempt=request.attempt, index=index, finish=finish))
+        self._events.append(
+            TokenEvent(request_id=request.id, attempt=request.attempt, index=index, finish=finish, error=error)
+        )

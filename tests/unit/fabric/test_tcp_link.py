@@ -194,7 +194,57 @@ def test_an_error_answers_its_call_alone(served: Serve) -> None:
         with pytest.raises(ExpertUnavailable, match=r"group 0 .* layer 0 .*ZeroDivisionError"):
             link.combine(handles[7])
         assert torch.equal(send(link, ONES), 2 * ONES)
-    assert server.counts.failed == 1
+    assert server.counts.failed >= 1
+
+
+class Sick:
+    """A compute that raises for its first ``failures`` calls."""
+
+    def __init__(self, failures: int) -> None:
+        self.calls, self._failures = 0, failures
+
+    def __call__(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls <= self._failures:
+            raise MemoryError("for a moment")
+        return double(layer, x_TD, ids_TK, weights_TK)
+
+
+def test_the_only_replica_is_asked_again_when_it_is_well(served: Serve) -> None:
+    sick = Sick(3)
+    server = served(sick)
+    with linked(table_of(seat_of(server, 0)), unavailable_s=10) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert sick.calls == 4
+
+
+def test_a_replica_that_always_fails_is_asked_a_bounded_number_of_times(served: Serve) -> None:
+    sick = Sick(1000)
+    server = served(sick)
+    with linked(table_of(seat_of(server, 0)), unavailable_s=0.5) as link:
+        began = time.monotonic()
+        with pytest.raises(ExpertUnavailable, match="for a moment"):
+            send(link, ONES)
+        assert time.monotonic() - began > 0.4, "it was tried for unavailable_s"
+    assert 2 <= sick.calls <= 16
+
+
+def test_the_only_replica_is_asked_again_over_a_new_connection(served: Serve) -> None:
+    server = served()
+    cut: list[int] = []
+    compute = server._loop._compute
+
+    def cutting(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if len(cut) < 2:
+            cut.append(1)
+            for peer in list(server._peers):
+                peer.shut()
+        return compute(layer, x_TD, ids_TK, weights_TK)
+
+    server._loop._compute = cutting
+    with linked(table_of(seat_of(server, 0)), unavailable_s=10) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert len(cut) == 2
 
 
 def test_an_error_is_retried_elsewhere(served: Serve) -> None:

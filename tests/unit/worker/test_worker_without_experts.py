@@ -1,0 +1,123 @@
+"""An attention worker whose experts are missing: its attempts are given up, and requests go on where experts are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from testkit.client import Stream
+from testkit.redis_server import RedisServer
+from testkit.roles import KEYS, Deployment, eventually
+from testkit.stepping import SteppingEngine, continuation
+
+from services.queue.scheduler_side import SchedulerQueue
+
+PROMPTS = [[n, n + 1, n + 2] for n in range(6)]
+
+
+async def finish(streams: Sequence[Stream]) -> None:
+    async with asyncio.timeout(20):
+        for stream in streams:
+            await stream.ended.wait()
+
+
+def check(streams: Sequence[Stream], count: int) -> None:
+    for stream in streams:
+        assert stream.end is not None
+        assert (stream.end.finish, stream.end.error) == ("length", None)
+        assert stream.tokens == continuation(stream.request.token_ids[: stream.request.prompt_len], count)
+
+
+async def credit(deployment: Deployment, wanted: list[int]) -> bool:
+    """Whether the workers may be assigned so many requests."""
+    registry = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
+    return [state.credit_requests for state in await registry.workers()] == wanted
+
+
+async def test_what_streams_goes_on_at_a_worker_that_has_experts(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=30) as deployment:  # no lease ends
+        deployment.scheduler()
+        first = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=150)
+        for stream in streams:
+            await stream.first_token.wait()
+        first.lacks.append("experts of group 0")
+        await eventually(partial(credit, deployment, [0]))
+        first.engine.starving = True
+        await eventually(lambda: not first.worker.held())
+        second = deployment.worker()
+        await finish(streams)
+        check(streams, 150)
+        assert [[lost.reason for lost in stream.lost] for stream in streams] == [["experts unavailable"]] * len(streams)
+        assert len(second.engine.added) == len(streams)
+
+
+async def test_what_waits_goes_to_a_worker_that_has_experts_without_counting_as_failed(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=30, max_attempts=1) as deployment:
+        deployment.scheduler()
+        first = deployment.worker()
+        first.engine.gate.clear()  # a step that waits for experts
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=5)
+        await eventually(lambda: len(first.worker.held()) == len(streams))
+        first.lacks.append("experts of group 0")
+        deployment.worker()
+        await finish(streams)
+        check(streams, 5)
+        first.engine.gate.set()
+        await eventually(lambda: not first.worker.held())
+
+
+async def test_a_worker_without_experts_is_given_nothing_until_they_are_back(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=30) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker()
+        await eventually(partial(credit, deployment, [64]))
+        worker.lacks.append("experts of group 0")
+        await eventually(partial(credit, deployment, [0]))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=5)
+        await asyncio.sleep(0.3)
+        assert worker.engine.added == []
+        worker.lacks.clear()
+        await finish(streams)
+        check(streams, 5)
+
+
+async def test_a_worker_that_enters_without_experts_gets_credit_when_they_come(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=30) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker()
+        worker.lacks.append("experts of group 0")  # before its task first runs
+        await eventually(lambda: worker.worker.missing() == [])
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=5)
+        await asyncio.sleep(0.3)
+        assert worker.engine.added == []
+        worker.lacks.clear()
+        await finish(streams)
+        check(streams, 5)
+
+
+async def test_at_the_cap_of_attempts_the_request_ends_with_the_typed_error(server: RedisServer) -> None:
+    """The experts look as if they could be reached, and fail each time."""
+    async with Deployment(server.url, lease_s=30, max_attempts=3) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(starving=True))
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=5)
+        await finish(streams)
+        for stream in streams:
+            assert stream.end is not None
+            assert stream.end.error is not None
+            assert (stream.end.error.code, stream.end.error.retry_after_s) == ("expert_unavailable", 3.0)
+        assert len(worker.engine.added) == 3 * len(streams)
+        queue = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
+        assert (await queue.depth()).dead_letters == 0
+        assert [state.outstanding_requests for state in await queue.workers()] == [0]
+        worker.engine.starving = False
+        streams = await client.submit([9], max_tokens=5)
+        await finish(streams)
+        check(streams, 5)
