@@ -178,7 +178,7 @@ class ExpertWorker:
         while True:
             table = await until_answered("routing table", self._reader.read_table, Backoff())
             await until_answered("heartbeat", self._heartbeat, self._pulse)  # asks which epochs are in use
-            if table is None or unused(table, self._info.id, self._orders.oldest_epoch):
+            if unused(table, self._info.id, self._orders.oldest_epoch):
                 return
             await asyncio.sleep(min(0.1, self._timing.lease / HEARTBEATS_PER_LEASE))
 

@@ -15,7 +15,7 @@ from services.messages import ExpertInfo, SeatReport, SeatRows, encode
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scripts import Argument, Scripts, milliseconds
-from services.routing import ShardGroup, decode_group
+from services.routing import ShardGroup, decode_group, encode_group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Orders:
     leave: bool = False
     """Call :meth:`ExpertQueue.leave`, serve until :func:`services.queue.tables.unused`, deregister and end."""
     assignment: Assignment | None = None
-    """None: none yet, or Redis forgot it. What is loaded stays loaded."""
+    """None: none yet. What is loaded stays loaded."""
     table_epoch: int = 0
     """Of the table that is published; 0: none is."""
     oldest_epoch: int | None = None
@@ -65,15 +65,17 @@ class ExpertQueue:
         Raises FingerprintMismatch where live members of the namespace serve another model.
         """
         member = self._members.get(info.id)
-        joining = _Member(info=info, lease_s=lease_s, number=member.number if member else 0)
-        await self._enter(joining)
+        joining = member or _Member(info=info, lease_s=lease_s)
+        joining.info, joining.lease_s = info, lease_s
+        await self._enter(joining, SeatReport(status="waiting"))
         self._members[info.id] = joining
         return joining.number
 
     async def heartbeat(self, worker_id: str, report: SeatReport, rows: SeatRows | None = None) -> Orders:
         """Renews the lease and says how the worker fares; call it every quarter of the lease.
 
-        Joins again by itself where Redis forgot the worker: with its number, unless another worker has that by now.
+        Joins again by itself where Redis forgot the worker: with what it holds, and with its number, unless another
+        worker has that by now.
         ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch.
         """
         member = self._members.get(worker_id)
@@ -84,7 +86,7 @@ class ExpertQueue:
         if rejoined:
             if worker_id not in self._members:  # deregistered meanwhile: it must not enter again
                 return Orders(number=0, leave=True)
-            await self._enter(member)
+            await self._enter(member, report)
             reply = await self._beat(member, report, rows)
         if reply is None:
             raise QueueUnavailable("Redis lost the seat as soon as it was taken.", retry_after_s=1)
@@ -102,10 +104,12 @@ class ExpertQueue:
         self._members.pop(worker_id, None)  # first: a heartbeat on its way must not enter it again
         await self._scripts.run("deregister_seat", worker_id)
 
-    async def _enter(self, member: _Member) -> None:
-        info = member.info
+    async def _enter(self, member: _Member, report: SeatReport) -> None:
+        """``report`` and the assignment count where Redis does not know the seat."""
+        info, told = member.info, member.assignment
         seat = (info.id, milliseconds(member.lease_s), encode(info), info.fingerprint, member.number)
-        member.number = int(await self._scripts.run("join_seat", *seat))
+        holds = (told.digest, encode_group(told.group)) if told else ("", b"")
+        member.number = int(await self._scripts.run("join_seat", *seat, report.status, encode(report), *holds))
 
     async def _beat(self, member: _Member, report: SeatReport, rows: SeatRows | None) -> Any:
         known = member.assignment.digest if member.assignment else ""

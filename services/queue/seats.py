@@ -23,7 +23,7 @@ from services.messages import (
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scripts import Scripts
-from services.routing import RoutingTable, Seat, ShardGroup, encode_group, encode_table, group_digest
+from services.routing import RoutingTable, Seat, ShardGroup, decode_group, encode_group, encode_table, group_digest
 
 _NO_REPORT = encode(SeatReport(status="waiting"))
 
@@ -40,7 +40,7 @@ class SeatState:
     dismissed: bool
     """The scheduler asked it to leave."""
     assigned: str | None
-    """Digest of the group that it shall hold; None: none, or Redis forgot it."""
+    """Digest of the group that it shall hold; None: none yet."""
 
     def serves(self, group: ShardGroup) -> bool:
         """Whether a table may send rows for ``group``, as it stands in that table, to this seat."""
@@ -112,6 +112,10 @@ class SeatRegistry:
         """Rows that the seats counted, by seat number."""
         reply = await self._scripts.run("seat_rows")
         return {number: decode_seat_rows(rows) for number, rows in zip(reply[::2], reply[1::2], strict=True)}
+
+    async def groups(self) -> list[ShardGroup]:
+        """Those that seats were told to hold, once for each seat, by seat number."""
+        return [decode_group(group) for group in await self._scripts.run("seat_groups")]
 
     async def reap(self, epoch: int, max_items: int = 256) -> SeatReap:
         """Removes seats and table readers whose lease expired; none during a hold (:meth:`SchedulerQueue.reap`)."""

@@ -54,11 +54,11 @@ class TableReader:
         await self._scripts.run("forget_reader", worker_id)
 
 
-def unused(table: RoutingTable, worker_id: str, oldest_epoch: int | None) -> bool:
+def unused(table: RoutingTable | None, worker_id: str, oldest_epoch: int | None) -> bool:
     """Whether an expert worker that leaves may end: nobody uses a table that lists it.
 
-    ``oldest_epoch`` was asked for after ``table`` was read.
+    ``oldest_epoch`` was asked for after ``table`` was read; None for a table that is not there, or that Redis lost.
     """
     if oldest_epoch is None:
         return True
-    return oldest_epoch >= table.epoch and all(seat.worker != worker_id for seat in table.seats)
+    return table is not None and oldest_epoch >= table.epoch and all(seat.worker != worker_id for seat in table.seats)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.errors import NotReady
+from services.errors import ConfigError, NotReady
 from services.fabric.placement import Load, assign_seats, smoothed, strain
 from services.fabric.placement.groups import group_loads
 from services.fabric.placement.seats import capacities, next_move
-from services.messages import SeatRows
+from services.messages import ExpertInfo, SeatRows
 from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
@@ -83,11 +83,15 @@ class ExpertPlacement:
             self._table = None  # of a model that this namespace served before
         if not seats and self._table is None:
             return False
-        if (await self._registry.reap(epoch)).seats:
+        reaped = await self._registry.reap(epoch)
+        if reaped.seats:
             seats = await self._registry.seats()
         epochs = await self._registry.table_epochs()
+        if self._table is None and reaped.held and epochs.oldest == 0:
+            return False  # Redis lost the table: the seats that it listed are about to tell what they hold
+        layout = self._table.groups if self._table else await self._first_layout(seats)
         load = await self._measured(seats)
-        wanted = intentions(seats, self._table, following=epochs.following, groups=self._groups, load=load)
+        wanted = intentions(seats, self._table, layout, following=epochs.following, load=load)
         table = wanted.table
         if table is None and self._table and epochs.published < self._table.epoch:  # Redis lost it
             table = msgspec.structs.replace(self._table, epoch=epochs.following)
@@ -97,6 +101,16 @@ class ExpertPlacement:
             log.info("seat %d is to hold group %d", seat.number, group.number)
             await self._registry.assign_group(epoch, seat.info.id, group)
         return bool(table or wanted.assign)
+
+    async def _first_layout(self, seats: Sequence[SeatState]) -> tuple[ShardGroup, ...]:
+        """What the seats were told before the table was lost, if that is whole; else even groups."""
+        if not seats:
+            return ()
+        info = seats[0].info
+        told = {group.number: group for group in await self._registry.groups()}
+        if told_whole(told, info):
+            return tuple(told[number] for number in sorted(told))
+        return even_groups(list(info.layers), info.num_experts, min(self._groups, info.num_experts))
 
     async def _measured(self, seats: Sequence[SeatState]) -> Load | None:
         """The load, if seats may move for it: the table has stood for a while, and all are where they should be."""
@@ -117,10 +131,18 @@ class ExpertPlacement:
 
 
 def intentions(
-    seats: Sequence[SeatState], table: RoutingTable | None, *, following: int, groups: int, load: Load | None = None
+    seats: Sequence[SeatState],
+    table: RoutingTable | None,
+    layout: Sequence[ShardGroup],
+    *,
+    following: int,
+    load: Load | None = None,
 ) -> Intentions:
-    """What to publish and to assign. ``following`` is the next table's epoch; with ``load`` a seat may move for it."""
-    layout = table.groups if table else _first_groups(seats, groups)
+    """What to publish and to assign, the groups being ``layout``. ``following`` is the next table's epoch. A seat may
+    move for ``load``, if that is given.
+
+    The first table waits until each group has a seat: an older one, which Redis lost, may be in use.
+    """
     if not layout:
         return Intentions(table=None, assign=())
     digests = {group_digest(group): group for group in layout}
@@ -136,8 +158,9 @@ def intentions(
     )
     fingerprint = table.fingerprint if table else seats[0].info.fingerprint
     experts = table.num_experts if table else seats[0].info.num_experts
-    new = RoutingTable(epoch=following, fingerprint=fingerprint, num_experts=experts, groups=layout, seats=listed)
-    changed = table is None or (table.groups, table.seats) != (new.groups, new.seats)
+    cut = tuple(layout)
+    new = RoutingTable(epoch=following, fingerprint=fingerprint, num_experts=experts, groups=cut, seats=listed)
+    changed = all(new.seats_of.values()) if table is None else (table.groups, table.seats) != (new.groups, new.seats)
     return Intentions(table=new if changed else None, assign=tuple(assign))
 
 
@@ -146,11 +169,13 @@ def _held(seat: SeatState, digests: Mapping[str, ShardGroup]) -> ShardGroup | No
     return digests.get(seat.assigned or "") or digests.get(seat.report.digest)
 
 
-def _first_groups(seats: Sequence[SeatState], groups: int) -> tuple[ShardGroup, ...]:
-    if not seats:
-        return ()
-    info = seats[0].info
-    return even_groups(list(info.layers), info.num_experts, min(groups, info.num_experts))
+def told_whole(told: Mapping[int, ShardGroup], info: ExpertInfo) -> bool:
+    """Whether these groups hold every expert once."""
+    table = RoutingTable(epoch=0, fingerprint="", num_experts=info.num_experts, groups=tuple(told.values()))
+    try:
+        return set(table.group_of) == set(info.layers)
+    except ConfigError:
+        return False
 
 
 def _assignments(

@@ -128,17 +128,45 @@ async def test_an_assignment_reaches_the_worker_and_its_report_the_scheduler(flo
     assert not await floor.registry.assign_group(floor.e, "nobody", GROUPS[0])
 
 
-async def test_an_assignment_that_redis_forgot_is_none_and_comes_again(floor):
-    await floor.join("e1")
-    await floor.registry.assign_group(floor.e, "e1", GROUPS[1])
-    await floor.experts.heartbeat("e1", WAITING)
+async def test_a_seat_that_redis_forgot_is_back_with_all_that_it_holds_in_one_step(floor, monkeypatch):
+    await floor.join("e1", "e2")
+    for worker, group in (("e1", GROUPS[1]), ("e2", GROUPS[0])):
+        await floor.registry.assign_group(floor.e, worker, group)
+        await floor.experts.heartbeat(worker, WAITING)
     await floor.redis.flushall()
     await floor.bench.lead()
-    assert (await floor.experts.heartbeat("e1", WAITING)).assignment is None
-    await floor.registry.assign_group(floor.bench.epoch, "e1", GROUPS[1])
-    orders = await floor.experts.heartbeat("e1", WAITING)
+    report = SeatReport(status="ready", group=1, digest=group_digest(GROUPS[1]))
+    beat, seen = floor.experts._beat, []
+
+    async def watched(*arguments):
+        seen.append(await floor.seats())
+        return await beat(*arguments)
+
+    monkeypatch.setattr(floor.experts, "_beat", watched)
+    orders = await floor.experts.heartbeat("e1", report)
     assert orders.assignment is not None
     assert orders.assignment.group == GROUPS[1]
+    assert seen[0] == {}
+    state = seen[1]["e1"]
+    assert (state.status, state.report, state.assigned) == ("ready", report, report.digest)
+    assert await floor.registry.groups() == [GROUPS[1]]
+
+
+async def test_a_seat_back_without_a_table_holds_reaping_off_and_one_that_lapsed_does_not(floor):
+    await floor.join("e1", "e2")
+    await floor.publish("e1", "e2")
+    await floor.registry.reap(floor.e)
+    await floor.lapse("e1")
+    await floor.registry.reap(floor.e)
+    await floor.experts.heartbeat("e1", WAITING)
+    assert not (await floor.registry.reap(floor.e)).held
+    await floor.redis.flushall()
+    await floor.bench.lead()
+    assert not (await floor.registry.reap(floor.bench.epoch)).held
+    await floor.join("fresh")
+    assert not (await floor.registry.reap(floor.bench.epoch)).held
+    await floor.experts.heartbeat("e2", WAITING)
+    assert (await floor.registry.reap(floor.bench.epoch)).held
 
 
 async def test_counted_rows_reach_the_scheduler_apart_from_the_seats(floor):

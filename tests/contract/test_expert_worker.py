@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from msgspec import structs
 from testkit.expert_floor import Floor, expert
 
 from services.attention.remote import TableFollower
-from services.errors import CheckpointError
+from services.errors import CheckpointError, QueueUnavailable
 from services.experts.worker import ExpertWorker, Timing
+from services.queue.limits import QueueLimits
 from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.experts import ExpertPlacement
@@ -218,3 +220,49 @@ async def test_a_follower_passes_over_the_table_of_another_model(floor):
     await asyncio.wait_for(follower.ready(), 5)
     assert [table.fingerprint for table in link.tables] == ["f"]
     await end_tasks([following])
+
+
+def delay(worker: ExpertWorker, seconds: float) -> None:
+    """Redis does not answer its heartbeats for so long."""
+    heartbeat, until = worker._queue.heartbeat, time.monotonic() + seconds
+
+    async def late(*arguments: object) -> object:
+        if time.monotonic() < until:
+            raise QueueUnavailable("A connection breaks.")
+        return await heartbeat(*arguments)
+
+    worker._queue.heartbeat = late
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=LEASE_S)])
+async def test_after_redis_lost_everything_the_first_table_lists_all_that_it_listed_before(floor):
+    """The groups are cut unevenly, so that nobody could guess them; who was there loads nothing again."""
+    cut = tuple(
+        ShardGroup(number=number, experts=dict.fromkeys((0, 1), ids))
+        for number, ids in enumerate([(0, 1, 2, 5, 7), (3, 4, 6)])
+    )
+    async with stage_of(floor, groups=2) as stage:
+        first = RoutingTable(epoch=1, fingerprint="f", num_experts=8, groups=cut)
+        await floor.registry.publish_table(floor.e, first)
+        workers = [stage.start(name) for name in ("a", "b", "c")]
+        await stage.until(lambda: all(worker.status == "ready" for worker in workers))
+        link = Link()
+        follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
+        following = asyncio.create_task(follower.run())
+        await stage.until(lambda: bool(link.tables) and len(link.tables[-1].seats) == 3)
+        before, serving = link.tables[-1], [worker.serving for worker in workers]
+        await floor.redis.flushall()
+        await floor.bench.lead()
+        floor.e = floor.bench.epoch
+        stage.placement = ExpertPlacement(floor.registry, floor.reader, groups=2)
+        delay(workers[2], 0.3)
+        stage.start("new")
+        await stage.until(lambda: link.tables[-1].epoch > before.epoch)
+        after = link.tables[-1]
+        assert after.groups == cut
+        assert {seat.worker: seat.group for seat in before.seats}.items() <= {
+            s.worker: s.group for s in after.seats
+        }.items()
+        await stage.until(lambda: len(link.tables[-1].seats) == 4)
+        assert [worker.serving for worker in workers] == serving
+        await end_tasks([following])

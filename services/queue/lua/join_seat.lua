@@ -1,10 +1,13 @@
---@use base member seat
+--@use base member seat reclaim
 -- Gives an expert worker its seat under a lease, or renews all that is known of it.
--- ARGV: limits, worker, lease ms, info, model fingerprint, number that it had before Redis forgot it (0: none)
+-- ARGV: limits, worker, lease ms, info, model fingerprint, number that it had before Redis forgot it (0: none), status,
+-- report, digest of the group that it was told to hold ('': none), the group; the last four count where the seat is new
 -- Returns the number of the seat, or the error FINGERPRINT, having changed nothing.
--- Guarantees: a worker that has a seat keeps it; a number goes to one worker only. Where Redis forgot a seat it may have
--- forgotten readers of the table too: for a lease's time, every epoch counts as in use.
+-- Guarantees: a worker that has a seat keeps it; a number goes to one worker only. A seat that Redis forgot is back with
+-- all that it holds in one step. Redis may have forgotten readers of the table too: for a lease's time, every epoch
+-- counts as in use. Where the table is gone, nothing is reclaimed for as long: the others are about to come back.
 local worker, lease_ms, former = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[6])
+local key = P .. 'seat:' .. worker
 local mismatch = claim_model(ARGV[5], lease_ms)
 if mismatch then return mismatch end
 local number = tonumber(redis.call('ZSCORE', P .. 'seat_numbers', worker))
@@ -15,10 +18,14 @@ if not number then
   redis.call('SET', P .. 'last_seat', math.max(last, number))
   redis.call('ZADD', P .. 'seat_numbers', number, worker)
   if former > 0 then redis.call('SET', P .. 'epochs_lost', 1, 'PX', C.lease_ms) end
+  if former > 0 and published() == 0 then hold(C.lease_ms) end
 end
 redis.call('ZADD', P .. 'seats', NOW + lease_ms, worker)
-redis.call('HSET', P .. 'seat:' .. worker, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5])
-redis.call('HSETNX', P .. 'seat:' .. worker, 'status', 'waiting')
-redis.call('PEXPIRE', P .. 'seat:' .. worker, C.stream_ms)
+if redis.call('HSETNX', key, 'status', ARGV[7]) == 1 then
+  redis.call('HSET', key, 'report', ARGV[8])
+  if ARGV[9] ~= '' then redis.call('HSET', key, 'digest', ARGV[9], 'assignment', ARGV[10]) end
+end
+redis.call('HSET', key, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5])
+redis.call('PEXPIRE', key, C.stream_ms)
 wake()
 return number

@@ -7,7 +7,7 @@ from typing import Any
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, even_groups, group_digest
-from services.scheduler.experts import LoadMeter, intentions
+from services.scheduler.experts import LoadMeter, intentions, told_whole
 
 GROUPS = even_groups([1, 3], 8, 2)
 
@@ -25,36 +25,48 @@ def seat(number: int, holds: int | None = None, *, assigned: bool = True, **chan
 
 
 def published(*seats: SeatState) -> RoutingTable:
-    table = intentions(seats, None, following=5, groups=2).table
+    table = intentions(seats, None, GROUPS, following=5).table
     assert table is not None
     return table
 
 
 def test_the_first_seats_get_the_groups_in_turn() -> None:
-    wanted = intentions([seat(1), seat(2), seat(3)], None, following=5, groups=2)
+    wanted = intentions([seat(1), seat(2), seat(3)], None, GROUPS, following=5)
     assert [(found.number, group.number) for found, group in wanted.assign] == [(1, 0), (2, 1), (3, 0)]
-    assert wanted.table is not None
-    assert (wanted.table.epoch, wanted.table.groups, wanted.table.seats) == (5, GROUPS, ())
+    assert wanted.table is None, "one that lacks experts serves nobody"
+    wanted = intentions([seat(1, 0), seat(2)], None, GROUPS, following=5)
+    assert wanted.table is None
+    table = published(seat(1, 0), seat(2, 1))
+    assert (table.epoch, table.groups, [found.number for found in table.seats]) == (5, GROUPS, [1, 2])
+
+
+def test_groups_that_seats_were_told_are_whole_if_they_hold_every_expert_once() -> None:
+    info = seat(1).info
+    assert told_whole(dict(enumerate(GROUPS)), info)
+    assert not told_whole({0: GROUPS[0]}, info)
+    assert not told_whole({0: GROUPS[0], 1: even_groups([1, 3], 8, 3)[1]}, info)
+    assert not told_whole({}, info)
+    assert not told_whole(dict(enumerate(even_groups([1], 8, 2))), info)
 
 
 def test_a_seat_goes_where_there_is_the_least_capacity_or_where_it_asks_to() -> None:
     held = [seat(1, 0, capacity=2.0), seat(2, 1)]
-    (found,) = intentions([*held, seat(3)], published(*held), following=6, groups=2).assign
+    (found,) = intentions([*held, seat(3)], published(*held), GROUPS, following=6).assign
     assert found[1].number == 1
-    (found,) = intentions([*held, seat(3, wish=0)], published(*held), following=6, groups=2).assign
+    (found,) = intentions([*held, seat(3, wish=0)], published(*held), GROUPS, following=6).assign
     assert found[1].number == 0
 
 
 def test_a_table_lists_the_seats_that_are_ready_with_their_group_and_is_written_once() -> None:
     table = published(seat(1, 0), seat(2, 1), seat(3, 1, status="loading"))
     assert {number: [s.number for s in seats] for number, seats in table.seats_of.items()} == {0: [1], 1: [2]}
-    assert intentions([seat(1, 0), seat(2, 1)], table, following=6, groups=2).table is None
+    assert intentions([seat(1, 0), seat(2, 1)], table, GROUPS, following=6).table is None
 
 
 def test_a_seat_that_leaves_is_out_of_the_next_table() -> None:
     table = published(seat(1, 0), seat(2, 1), seat(3, 1))
     for gone in (seat(3, 1, status="leaving"), seat(3, 1, dismissed=True)):
-        new = intentions([seat(1, 0), seat(2, 1), gone], table, following=6, groups=2).table
+        new = intentions([seat(1, 0), seat(2, 1), gone], table, GROUPS, following=6).table
         assert new is not None
         assert [s.number for s in new.seats] == [1, 2]
         assert new.epoch == 6
@@ -62,7 +74,7 @@ def test_a_seat_that_leaves_is_out_of_the_next_table() -> None:
 
 def test_a_group_that_lost_its_last_seat_gets_one_of_a_group_with_several() -> None:
     before = [seat(1, 0), seat(2, 0), seat(3, 1)]
-    wanted = intentions(before[:2], published(*before), following=6, groups=2)
+    wanted = intentions(before[:2], published(*before), GROUPS, following=6)
     ((found, group),) = wanted.assign
     assert group.number == 1
     assert wanted.table is not None
@@ -71,19 +83,19 @@ def test_a_group_that_lost_its_last_seat_gets_one_of_a_group_with_several() -> N
 
 def test_the_only_seat_of_a_group_stays_with_it() -> None:
     before = [seat(1, 0), seat(2, 1)]
-    wanted = intentions(before[:1], published(*before), following=6, groups=2)
+    wanted = intentions(before[:1], published(*before), GROUPS, following=6)
     assert wanted.assign == ()
 
 
 def test_a_seat_that_asked_for_its_group_does_not_move() -> None:
     before = [seat(1, 0, wish=0), seat(2, 0, wish=0), seat(3, 1)]
-    assert intentions(before[:2], published(*before), following=6, groups=2).assign == ()
+    assert intentions(before[:2], published(*before), GROUPS, following=6).assign == ()
 
 
 def test_an_assignment_that_redis_forgot_is_made_again_as_the_seat_reports_it() -> None:
     held = [seat(1, 0), seat(2, 1), seat(3, 1)]
     forgotten = [seat(1, 0), seat(2, 1), seat(3, 1, assigned=False)]
-    wanted = intentions(forgotten, published(*held), following=6, groups=2)
+    wanted = intentions(forgotten, published(*held), GROUPS, following=6)
     assert [(found.number, group.number) for found, group in wanted.assign] == [(3, 1)]
     assert wanted.table is None, "it goes on serving"
 
@@ -93,7 +105,7 @@ HOT = {layer: [9.0] * 4 + [1.0] * 4 for layer in (1, 3)}
 
 
 def moved(seats: list[SeatState], load: dict[int, list[float]]) -> list[tuple[int, int]]:
-    wanted = intentions(seats, published(*seats), following=6, groups=2, load=load)
+    wanted = intentions(seats, published(*seats), GROUPS, following=6, load=load)
     return [(found.number, group.number) for found, group in wanted.assign]
 
 
@@ -140,5 +152,5 @@ def test_the_meter_counts_what_came_since_the_last_reading() -> None:
 
 def test_a_seat_that_asked_for_its_group_does_not_keep_another_from_covering_a_bare_one() -> None:
     before = [seat(1, 0, wish=0), seat(2, 0), seat(3, 1)]
-    wanted = intentions(before[:2], published(*before), following=6, groups=2)
+    wanted = intentions(before[:2], published(*before), GROUPS, following=6)
     assert [(found.number, group.number) for found, group in wanted.assign] == [(2, 1)]
