@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -32,7 +31,7 @@ from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
-from services.runtime import CRASHED, MetricsServer, incarnation, run_role
+from services.runtime import CRASHED, MetricsServer, in_daemon, incarnation, run_role
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -162,25 +161,12 @@ async def _watch(experts: ExpertObserver) -> None:
 
 async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | None:
     """``work()`` on a thread of its own; None, leaving it behind, if ``stop`` comes first."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            loop.call_soon_threadsafe(finish, work(), None)
-        except BaseException as error:  # noqa: BLE001  raised again where the work is awaited
-            loop.call_soon_threadsafe(finish, None, error)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    stopped = asyncio.ensure_future(stop.wait())
-    waited: set[asyncio.Future[Any]] = {done, stopped}
-    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    return await done if done.done() else None
+    done, stopped = asyncio.ensure_future(in_daemon("load", work)), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({done, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return done.result() if done.done() else None
+    finally:
+        await end_tasks([done, stopped])
 
 
 async def attend(settings: Settings, stop: asyncio.Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_wire import NAMES
 from services.model.experts import ExpertShard
-from services.model.progress import loading_progress
+from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
 from services.routing import ShardGroup
@@ -38,6 +39,10 @@ class TcpServing:
     @property
     def rows_in_flight(self) -> int:
         return self.server.rows_in_flight
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self.server.failure
 
     def rows(self) -> dict[int, tuple[int, ...]]:
         counted = self.server.counts.expert_rows
@@ -70,9 +75,10 @@ class Loader:
         self._model = settings.model
         self._secret = read_secret(settings.fabric_secret_file)
 
-    def __call__(self, group: ShardGroup, seat: int) -> TcpServing:
+    def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """
         Raises:
+            LoadStopped: ``stopped`` was set.
             CheckpointError: the weights are damaged or not there.
             PortInUse: another process listens on the port.
         """
@@ -83,7 +89,7 @@ class Loader:
                 dtype=self._dtype,
                 device=self._device,
                 experts=group.experts,
-                progress=progress,
+                progress=Stoppable(progress, stopped),
             )
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
         hello = Hello(

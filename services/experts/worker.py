@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from services.queue.expert_side import Assignment, ExpertQueue, Orders
 from services.queue.tables import TableReader, unused
 from services.queue.tasks import end_tasks
 from services.routing import ShardGroup
+from services.runtime import in_daemon
 
 HEARTBEATS_PER_LEASE = 8
 FAREWELL_S = 2.0
@@ -39,6 +41,10 @@ class Serving(Protocol):
     @property
     def rows_in_flight(self) -> int: ...
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended it, if it answers nobody any more."""
+
     def rows(self) -> dict[int, tuple[int, ...]]:
         """Rows computed so far: layer -> one count for each expert of the group, ascending."""
 
@@ -46,8 +52,9 @@ class Serving(Protocol):
         """Refuse new calls, answer those that are here, close; whether all were answered."""
 
 
-Load = Callable[[ShardGroup, int], Serving]
-"""``(group, seat) -> serving``: blocks for as long as reading the weights takes."""
+Load = Callable[[ShardGroup, int, threading.Event], Serving]
+"""``(group, seat, stopped) -> serving``: blocks for as long as reading the weights takes. Once ``stopped`` is set it
+may end at once, by any error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +63,10 @@ class Timing:
 
     lease: float
     drain: float
+
+
+class ServingFailed(RuntimeError):
+    """The experts answer nobody any more, because of a fault here. The process must exit with a failure."""
 
 
 class ExpertWorker:
@@ -104,9 +115,10 @@ class ExpertWorker:
         Raises:
             FingerprintMismatch: the namespace serves another model.
             CheckpointError: the experts cannot be loaded.
+            ServingFailed: a thread that serves them died; the seat is given up.
         """
-        self._seat = await until_answered("seat", partial(self._queue.join, self._info, self._timing.lease), Backoff())
-        log.info("seat %d", self._seat)
+        if not await self._take_seat(stop):
+            return
         pulse = asyncio.ensure_future(self._keep_lease())
         work = asyncio.ensure_future(self._follow_orders())
         stopped = asyncio.ensure_future(stop.wait())
@@ -117,10 +129,29 @@ class ExpertWorker:
                     task.result()
             await end_tasks([work])
             await self._leave(pulse)
+        except ServingFailed:
+            await end_tasks([pulse, work])
+            await self._farewell()
+            raise
         finally:
             await end_tasks([pulse, work, stopped])
             if self._serving:
                 await asyncio.to_thread(self._serving.drain, 0.0)
+
+    async def _take_seat(self, stop: asyncio.Event) -> bool:
+        """False if ``stop`` comes before Redis answers; a seat that it gave all the same ends with its lease."""
+        join = partial(self._queue.join, self._info, self._timing.lease)
+        joined = asyncio.ensure_future(until_answered("seat", join, Backoff()))
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({joined, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not joined.done():
+                return False
+            self._seat = joined.result()
+        finally:
+            await end_tasks([joined, stopped])
+        log.info("seat %d", self._seat)
+        return True
 
     async def _follow_orders(self) -> None:
         """Returns when the worker is to leave."""
@@ -146,12 +177,19 @@ class ExpertWorker:
             await asyncio.to_thread(self._serving.drain, self._timing.drain)
             self._serving, self._held = None, None
         log.info("loading group %d", wanted.group.number)
-        serving = await asyncio.to_thread(self._load, wanted.group, self._seat)
+        serving = await self._loaded(wanted.group)
         info = msgspec.structs.replace(self._info, port=serving.port)
         await until_answered("seat", partial(self._queue.join, info, self._timing.lease), Backoff())
         self._serving, self._held, self._info, self._status = serving, wanted, info, "ready"
         await until_answered("heartbeat", self._heartbeat, self._pulse)
         log.info("group %d is ready on port %d", wanted.group.number, serving.port)
+
+    async def _loaded(self, group: ShardGroup) -> Serving:
+        stopped = threading.Event()
+        try:
+            return await in_daemon("load", partial(self._load, group, self._seat, stopped))
+        finally:
+            stopped.set()
 
     async def _leave(self, pulse: asyncio.Future[None]) -> None:
         """Out of the table first, then out of the way."""
@@ -168,6 +206,9 @@ class ExpertWorker:
             await asyncio.to_thread(self._serving.drain, self._timing.drain)
             self._serving = None
         await end_tasks([pulse])
+        await self._farewell()
+
+    async def _farewell(self) -> None:
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
@@ -184,6 +225,8 @@ class ExpertWorker:
 
     async def _keep_lease(self) -> None:
         while True:
+            if self._serving and (failure := self._serving.failure):
+                raise ServingFailed("A thread that serves experts died.") from failure
             await until_answered("heartbeat", self._heartbeat, self._pulse)
             await asyncio.sleep(self._timing.lease / HEARTBEATS_PER_LEASE)
 

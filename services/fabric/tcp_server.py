@@ -10,7 +10,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import msgspec
@@ -88,10 +88,12 @@ class ExpertServer:
         self._peers: set[Peer] = set()
         self._leaving = False
         self._closing = threading.Event()
+        self.failure: BaseException | None = None
+        """What ended one of its threads. It answers nobody any more: calls in flight go to replicas at once."""
         self._listener = listen(host, port)
         self._threads = [
-            threading.Thread(target=self._accept, name="experts accept", daemon=True),
-            threading.Thread(target=self._loop.run, name="experts compute", daemon=True),
+            threading.Thread(target=self._guard, args=(self._accept,), name="experts accept", daemon=True),
+            threading.Thread(target=self._guard, args=(self._loop.run,), name="experts compute", daemon=True),
         ]
 
     def start(self) -> None:
@@ -127,6 +129,13 @@ class ExpertServer:
 
     def close(self) -> None:
         """End every connection and thread; calls in flight get no answer."""
+        for thread in [*self._threads, *self._end_connections()]:
+            if thread.ident is not None:
+                thread.join(self._timing.handshake_s)
+        self._listener.close()
+
+    def _end_connections(self) -> list[threading.Thread]:
+        """Returns the threads that end by this."""
         with self._gate:
             self._leaving = True
             connections, peers = dict(self._connections), list(self._peers)
@@ -137,10 +146,15 @@ class ExpertServer:
             peer.shut()
         for sock in connections:
             shut_socket(sock)
-        for thread in [*self._threads, *connections.values()]:
-            if thread.ident is not None:
-                thread.join(self._timing.handshake_s)
-        self._listener.close()
+        return list(connections.values())
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # the thread's boundary: whoever owns the server looks at it
+            self.failure = error
+            log.critical("Seat %d serves no more.", self._hello.seat, exc_info=error)
+            self._end_connections()
 
     def _accept(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -37,6 +38,26 @@ class NoProgress:
 
     def advance(self, nbytes: int) -> None:
         del nbytes
+
+
+class LoadStopped(Exception):
+    """Nobody wants any more what is being loaded."""
+
+
+class Stoppable:
+    """``progress`` that ends the loading, between two tensors, once ``stopped`` is set: it raises LoadStopped."""
+
+    def __init__(self, progress: Progress, stopped: threading.Event) -> None:
+        self._progress = progress
+        self._stopped = stopped
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        self._progress.begin(what, total_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        self._progress.advance(nbytes)
+        if self._stopped.is_set():
+            raise LoadStopped("The loading was stopped.")
 
 
 class BarProgress:

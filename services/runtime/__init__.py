@@ -1,5 +1,6 @@
 """Lifecycle of every process: logs, signals, the death of the parent, start-up errors, metrics over HTTP."""
 
+from services.runtime.daemon import in_daemon
 from services.runtime.incarnation import incarnation
 from services.runtime.lifecycle import CRASHED, FORCED, RoleMain, run_process, run_role
 from services.runtime.logs import bind_request_id, configure_logging
@@ -14,6 +15,7 @@ __all__ = [
     "bind_request_id",
     "configure_logging",
     "die_with_parent",
+    "in_daemon",
     "incarnation",
     "run_process",
     "run_role",

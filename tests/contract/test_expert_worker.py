@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from testkit.expert_floor import Floor, expert
 
 from services.attention.remote import TableFollower
 from services.errors import CheckpointError, QueueUnavailable
-from services.experts.worker import ExpertWorker, Timing
+from services.experts.worker import ExpertWorker, ServingFailed, Timing
 from services.queue.limits import QueueLimits
 from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup, even_groups
@@ -30,6 +31,7 @@ class Served:
     port: int
     rows_in_flight: int = 0
     drained: bool = False
+    failure: BaseException | None = None
 
     def rows(self) -> dict[int, tuple[int, ...]]:
         return {layer: tuple(1 for _ in ids) for layer, ids in self.group.experts.items()}
@@ -68,11 +70,11 @@ class Stage:
         self.loaded: list[Served] = []
         self.tasks: dict[str, tuple[ExpertWorker, asyncio.Event, asyncio.Task[None]]] = {}
 
-    def load(self, group: ShardGroup, seat: int) -> Served:  # noqa: ARG002
+    def load(self, group: ShardGroup, seat: int, stopped: threading.Event) -> Served:  # noqa: ARG002
         self.loaded.append(Served(group, port=7000 + len(self.loaded)))
         return self.loaded[-1]
 
-    def start(self, name: str, load: Callable[[ShardGroup, int], Served] | None = None) -> ExpertWorker:
+    def start(self, name: str, load: Callable[..., Served] | None = None) -> ExpertWorker:
         info = structs.replace(expert(name), num_experts=8, layers=(0, 1))
         worker = ExpertWorker(
             info=info,
@@ -178,7 +180,7 @@ async def test_a_dismissed_worker_leaves(floor):
 
 
 async def test_experts_that_cannot_be_loaded_end_the_worker(floor):
-    def broken(group: ShardGroup, seat: int) -> Served:  # noqa: ARG001
+    def broken(*_: object) -> Served:
         raise CheckpointError("The file is cut off.", hint="Fetch it again.")
 
     async with stage_of(floor, groups=1) as stage:
@@ -187,6 +189,56 @@ async def test_experts_that_cannot_be_loaded_end_the_worker(floor):
         await stage.until(task.done)
         with pytest.raises(CheckpointError, match="cut off"):
             task.result()
+
+
+async def test_a_stop_during_a_long_load_is_heard_at_once(floor):
+    """Also by a load that does not look: its thread is left behind."""
+    loading, told = threading.Event(), threading.Event()
+
+    def endless(_group: ShardGroup, _seat: int, stopped: threading.Event) -> Served:
+        loading.set()
+        stopped.wait(30)
+        told.set()
+        time.sleep(5)
+        raise AssertionError("nobody listens")
+
+    async with stage_of(floor, groups=1) as stage:
+        stage.start("a", endless)
+        await stage.until(loading.is_set)
+        _, stop, task = stage.tasks["a"]
+        began = time.monotonic()
+        stop.set()
+        await asyncio.wait_for(task, 4)
+        assert time.monotonic() - began < 3
+        assert told.wait(3)
+        assert await floor.seats() == {}
+
+
+async def test_a_stop_is_heard_while_redis_is_away(durable_floor):
+    server, floor = durable_floor
+    server.kill()
+    async with stage_of(floor, groups=1) as stage:
+        stage.start("a")
+        _, stop, task = stage.tasks["a"]
+        await asyncio.sleep(0.2)
+        stop.set()
+        await asyncio.wait_for(task, 3)
+    server.start()
+
+
+async def test_a_worker_whose_experts_died_gives_its_seat_up_and_fails(floor):
+    async with stage_of(floor, groups=1) as stage:
+        worker, other = stage.start("a"), stage.start("b")
+        await stage.until(lambda: worker.status == other.status == "ready")
+        await stage.placement.turn(floor.e)
+        worker.serving.failure = MemoryError("no more")
+        task = stage.tasks["a"][2]
+        await stage.until(task.done)
+        with pytest.raises(ServingFailed):
+            task.result()
+        assert set(await floor.seats()) == {"b"}
+        await stage.placement.turn(floor.e)
+        assert set(await stage.listed()) == {"b"}
 
 
 async def test_another_model_in_the_same_namespace_gets_a_table_of_its_own(floor):

@@ -254,6 +254,22 @@ def test_an_error_is_retried_elsewhere(served: Serve) -> None:
     assert broken.counts.failed == 1
 
 
+def test_a_server_whose_compute_thread_died_says_so_and_answers_nobody(served: Serve) -> None:
+    dying, well = served(), served()
+
+    def die(_calls: object) -> None:
+        raise MemoryError("the thread is gone")
+
+    dying._loop._results = die  # type: ignore[assignment,method-assign]
+    with linked(table_of(seat_of(dying, 0), seat_of(well, 1)), call_s=60) as link:
+        began = time.monotonic()
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert time.monotonic() - began < 10, "it does not wait for the call's deadline"
+        until(lambda: link.usable() == (1,))
+    assert isinstance(dying.failure, MemoryError)
+    assert well.failure is None
+
+
 def test_experts_that_a_seat_does_not_hold_are_an_error(served: Serve) -> None:
     server = served(experts={0: [0, 1]})
     with linked(table_of(seat_of(server, 0)), unavailable_s=0.1) as link:

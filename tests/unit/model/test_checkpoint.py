@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.checkpoint import Checkpoint
 from services.model.names import dense_shapes, expert_shapes
-from services.model.progress import BarProgress, LogProgress, loading_progress
+from services.model.progress import BarProgress, LoadStopped, LogProgress, Stoppable, loading_progress
 from services.model.spec import load_spec
 from services.model.weights import load_dense, load_experts
 
@@ -259,3 +260,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(caplog: pytest.LogC
         "loading dense weights: 0 MiB",
         "loaded dense weights",
     ]
+
+
+def test_loading_stops_between_two_tensors(folder: Path) -> None:
+    spec, recorder, stopped = load_spec(folder), Recorder(), threading.Event()
+    stopped.set()
+    with pytest.raises(LoadStopped):
+        load_experts(folder, spec, dtype=torch.bfloat16, device=CPU, progress=Stoppable(recorder, stopped))
+    ((total, read),) = recorder.phases
+    assert 0 < read < total / 8
