@@ -137,6 +137,8 @@ class Settings(BaseSettings):
         300.0, "seconds after which a step of the engine counts as hung: the worker exits", roles=(ATTENTION,), gt=0
     )
 
+    attention_workers: int = _knob(1, "attention workers that `serve` starts", roles=(), ge=1, le=256)
+
     # Experts in processes of their own
     experts: Literal["local", "tcp"] = _knob(
         "local", "where the experts are: in the attention worker's process, or in expert workers", roles=(ATTENTION,)

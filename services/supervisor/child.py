@@ -99,7 +99,8 @@ class RedisProcess:
 
 
 class Child:
-    """A process and its policy. ``run`` keeps it alive until it is stopped or given up."""
+    """A process and its policy. ``keep_alive`` keeps it so until it is stopped or given up; a child that is ``spared``,
+    because others do its work meanwhile, is not given up for failing too often."""
 
     def __init__(
         self,
@@ -107,31 +108,41 @@ class Child:
         process: Running,
         policy: RestartPolicy,
         *,
+        spared: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self._process = process
         self._policy = policy
+        self._spared = spared
+        self._began = 0.0
         self._sleep = sleep
         self._stopping = False
 
+    @property
+    def well(self) -> bool:
+        """Whether it did not fail too often of late."""
+        return not self._policy.exhausted or time.monotonic() - self._began >= self._policy.healthy_s
+
     async def start(self) -> None:
         """Starts the process for the first time."""
+        self._began = time.monotonic()
         await self._process.start()
 
     async def keep_alive(self) -> int:
         """Restarts the process whenever it ends, and returns the exit code (1 to 255) of the end that was the last."""
         while True:
-            began = time.monotonic()
             code = await self._process.wait()
             if self._stopping:
                 return 0
-            delay = self._policy.delay(code, time.monotonic() - began)
+            delay = self._policy.delay(code, time.monotonic() - self._began, spared=self._spared())
             if delay is None:
                 return _exit_code(code)
             log.warning("%s %s; starting it again in %.2g s", self.name, _describe(code), delay)
+            if self._policy.exhausted:
+                log.error("%s keeps failing; its replicas do its work, it is tried on and on", self.name)
             await self._sleep(delay)
-            await self._process.start()
+            await self.start()
 
     async def stop(self, patience_s: float) -> None:
         """Stops the process for good."""

@@ -13,7 +13,8 @@ FATAL_CODES = frozenset(error.exit_code for error in (StartupError, ConfigError,
 class RestartPolicy:
     """Exponential back-off, in seconds, for one process.
 
-    A process that lived ``healthy_s`` clears the record; ``max_failures`` shorter lives in a row end it.
+    A process that lived ``healthy_s`` clears the record; ``max_failures`` shorter lives in a row end it, unless it is
+    spared because others of its kind do its work.
     """
 
     def __init__(
@@ -27,16 +28,21 @@ class RestartPolicy:
     ) -> None:
         self._first_delay_s = first_delay_s
         self._max_delay_s = max_delay_s
-        self._healthy_s = healthy_s
+        self.healthy_s = healthy_s
         self._max_failures = max_failures
         self._fatal = fatal
         self._failures = 0
 
-    def delay(self, code: int, lived_s: float) -> float | None:
+    @property
+    def exhausted(self) -> bool:
+        """Whether it ended too often in a row."""
+        return self._failures >= self._max_failures
+
+    def delay(self, code: int, lived_s: float, *, spared: bool = False) -> float | None:
         """Seconds to wait before the next start of a process that ended with ``code``; None to give up."""
         if code in self._fatal:
             return None
-        self._failures = 1 if lived_s >= self._healthy_s else self._failures + 1
-        if self._failures >= self._max_failures:
+        self._failures = 1 if lived_s >= self.healthy_s else self._failures + 1
+        if self.exhausted and not spared:
             return None
-        return min(self._first_delay_s * 2.0 ** (self._failures - 1), self._max_delay_s)
+        return min(self._first_delay_s * 2.0 ** min(self._failures - 1, 30), self._max_delay_s)

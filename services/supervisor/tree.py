@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,16 @@ class Supervisor:
         """Name -> role of every process, in the order in which they are stopped."""
         names: dict[Role, list[str]] = {role: [role] for role in self._modules}
         names[EXPERTS] = [f"{EXPERTS}-{index}" for index in range(self._settings.expert_workers)]
+        if self._settings.attention_workers > 1:
+            names[ATTENTION] = [f"{ATTENTION}-{index}" for index in range(self._settings.attention_workers)]
         return {name: role for role in self._modules for name in names[role]}
+
+    def _spared(self, name: str, role: Role) -> bool:
+        """Whether the server serves without the process ``name``, which keeps failing."""
+        settings, processes = self._settings, self._processes()
+        needed = {ATTENTION: 1, EXPERTS: settings.expert_groups or settings.expert_workers}.get(role)
+        others = [child for child in self._children if child.name != name and processes.get(child.name) == role]
+        return needed is not None and sum(child.well for child in others) >= needed
 
     def _fabric(self, folder: RunFolder) -> dict[str, object]:
         """What attention and expert workers need of one another, where they are apart."""
@@ -143,7 +153,8 @@ class Supervisor:
     async def _start_role(self, name: str, role: Role, config: Path) -> None:
         """-P keeps a folder named services in the working directory from being imported instead of ours."""
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        child = Child(name, RoleProcess(command, os.environ), self._new_policy())
+        process, spared = RoleProcess(command, os.environ), partial(self._spared, name, role)
+        child = Child(name, process, self._new_policy(), spared=spared)
         self._children.append(child)
         await child.start()
 
@@ -199,12 +210,13 @@ class Supervisor:
                 await asyncio.sleep(_READY_POLL_S)
 
     async def _stop(self) -> None:
-        """The gateway first, which lets open requests end; Redis, which all others need, last."""
+        """The gateway first, which lets open requests end; Redis, which all others need, last; each role together."""
         roles = self._processes()
-        order = [*roles, _REDIS]
-        for child in sorted(self._children, key=lambda child: order.index(child.name)):
-            drains = roles.get(child.name) in (GATEWAY, ATTENTION, EXPERTS)
-            await child.stop((self._settings.drain_timeout if drains else 0.0) + self._stop_margin_s)
+        for role in [*self._modules, None]:
+            drains = role in (GATEWAY, ATTENTION, EXPERTS)
+            patience_s = (self._settings.drain_timeout if drains else 0.0) + self._stop_margin_s
+            of_role = [child for child in self._children if roles.get(child.name) == role]
+            await asyncio.gather(*(child.stop(patience_s) for child in of_role))
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -29,6 +29,13 @@ def test_a_taken_port_is_tried_again() -> None:
     assert RestartPolicy().delay(PortInUse.exit_code, 0) is not None
 
 
+def test_one_that_is_spared_is_tried_on_and_on() -> None:
+    policy = RestartPolicy(first_delay_s=1, max_delay_s=3, max_failures=2)
+    assert [policy.delay(70, 0.1, spared=True) for _ in range(2000)][:4] == [1, 2, 3, 3]
+    assert policy.exhausted
+    assert policy.delay(70, 0.1) is None
+
+
 @given(st.lists(st.tuples(st.integers(-15, 255), st.floats(0, 100))))
 def test_delays_are_bounded(ends: list[tuple[int, float]]) -> None:
     policy = RestartPolicy(first_delay_s=0.5, max_delay_s=4)

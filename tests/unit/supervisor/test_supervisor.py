@@ -218,6 +218,50 @@ async def test_expert_workers_are_processes_that_share_a_secret_with_the_attenti
     assert [note["role"] for note in _notes(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]
 
 
+async def test_several_attention_workers_are_processes_of_their_own(home: Path) -> None:
+    assert await _run(_nothing, attention_workers=2) == 0
+    started = {note["role"]: note["settings"] for note in _notes(home)}
+    assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1"}
+    assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 3
+    upstreams = started["gateway"]["metrics_upstreams"]
+    assert [upstream.split("=")[0] for upstream in upstreams] == ["scheduler", "attention-0", "attention-1"]
+
+
+_EXPERTS: dict[str, Any] = {"modules": _MODULES | {"experts": "fake_role"}, "expert_groups": 1}
+
+
+async def test_a_replica_that_keeps_dying_does_not_end_the_server(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (home / "experts-1.fail").write_text("70 kill 70 70 70 70")
+
+    def lives() -> int:
+        return [note["role"] for note in _notes(home)].count("experts-1")
+
+    async def during(_: str) -> None:
+        await _until(lambda: lives() == 7)
+
+    assert await _run(during, expert_workers=2, **_EXPERTS) == 0
+    assert "experts-1 keeps failing" in caplog.text
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+async def test_expert_workers_that_all_keep_dying_or_without_replicas_end_the_server(home: Path, groups: int) -> None:
+    for name in ("experts-0", "experts-1")[groups - 1 :]:
+        (home / f"{name}.fail").write_text("70 " * 50)
+    assert await _run(_nothing_ever, expert_workers=2, **(_EXPERTS | {"expert_groups": groups})) == 70
+
+
+async def test_expert_workers_are_stopped_together(home: Path) -> None:
+    for index in range(4):
+        (home / f"experts-{index}.stubborn").touch()
+    began: list[float] = []
+
+    async def during(_: str) -> None:
+        began.append(time.monotonic())
+
+    assert await _run(during, expert_workers=4, drain_timeout=0.0, stop_margin_s=2.0, **_EXPERTS) == 0
+    assert time.monotonic() - began[0] < 6
+
+
 async def _nothing_ever(_: str) -> None:
     await asyncio.Event().wait()
 
