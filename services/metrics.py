@@ -132,6 +132,9 @@ class WorkerMetrics:
         self.batch_tokens = Histogram(
             _PREFIX + "engine_step_tokens", "Tokens in one iteration.", buckets=_TOKEN_COUNT_BUCKETS, registry=registry
         )
+        self.overlapped = gauge("step_overlapped", "1 where the last iteration ran as two micro-batches in ping-pong.")
+        self.overlapped_steps = counter("overlapped_steps_total", "Iterations that ran as two micro-batches.")
+        self.exchange_wait = counter("exchange_wait_seconds_total", "Time spent waiting for the experts' answers.")
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")

@@ -13,6 +13,7 @@ import torch
 from services.attention.cache import blocks_within
 from services.attention.capacity import Capacity, capacity
 from services.attention.engine import Engine, EngineOptions
+from services.attention.overlap import OverlapPolicy
 from services.config import Settings
 from services.fabric.experts import CountingLink
 from services.fabric.local import LocalLink
@@ -65,7 +66,8 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
             shard = ExpertShard(experts, num_experts=spec.num_experts)
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
     model, options = DenseModel(spec, dense), _engine_options(settings, room)
-    engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
+    overlap = _overlap(settings, spec)
+    engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock, overlap=overlap)
     return Built(spec=spec, capacity=room, engine=engine, link=link)
 
 
@@ -103,6 +105,15 @@ def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, worker: s
         secret=read_secret(settings.fabric_secret_file),
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_patience,
+    )
+
+
+def _overlap(settings: Settings, spec: ModelSpec) -> OverlapPolicy:
+    """Experts in this process leave nothing to hide."""
+    return OverlapPolicy(
+        "off" if settings.experts == "local" else settings.overlap,
+        tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
+        waits_seen=settings.experts == "tcp",
     )
 
 

@@ -23,13 +23,16 @@ from services.attention.cache import KVCache, blocks_within
 from services.attention.flatten import step_inputs
 from services.attention.forward import forward
 from services.attention.logprobs import token_logprobs
+from services.attention.micro_batches import split
+from services.attention.overlap import OverlapPolicy, StepTime
 from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sampling import DrawRow, Sampler, broken_logits
 from services.errors import ConfigError, InternalError, RequestError
 from services.fabric.experts import ExpertLink
+from services.fabric.timed import TimedLink
 from services.messages import GenerateRequest, TokenEvent, TokenLogprob
 from services.model.dense import DenseModel
-from services.model.inputs import SequenceRows
+from services.model.inputs import SequenceRows, StepInputs
 
 HandleT = TypeVar("HandleT")
 SCORED_ROWS = 64
@@ -73,10 +76,15 @@ class EngineStats:
 
     step_tokens: int
     step_seconds: float
+    step_overlapped: bool
+
+    overlapped_steps: int
+    """Run as two micro-batches. A total, as is the next."""
+    exchange_wait_seconds: float
 
 
 class Engine(Generic[HandleT]):
-    """``clock`` gives Redis TIME in milliseconds, by which deadlines are told."""
+    """``clock`` gives Redis TIME in milliseconds, by which deadlines are told; without ``overlap`` there is none."""
 
     def __init__(
         self,
@@ -85,9 +93,11 @@ class Engine(Generic[HandleT]):
         link: ExpertLink[HandleT],
         options: EngineOptions,
         clock: Callable[[], int],
+        overlap: OverlapPolicy | None = None,
     ) -> None:
         spec = model.spec
-        self._model, self._link = model, link
+        self._model, self._link = model, TimedLink(link)
+        self._overlap = overlap or OverlapPolicy("off")
         self._device = model.device
         blocks = options.kv_blocks or blocks_within(
             options.kv_memory_gib, spec, block_size=options.block_size, dtype=model.dtype
@@ -110,6 +120,7 @@ class Engine(Generic[HandleT]):
         self._batch = BatchManager(limits, self._pool, clock)
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._steps, self._step_tokens, self._step_seconds = 0, 0, 0.0
+        self._overlapped_steps, self._step_overlapped = 0, False
 
     @property
     def has_work(self) -> bool:
@@ -161,6 +172,9 @@ class Engine(Generic[HandleT]):
             steps=self._steps,
             step_tokens=self._step_tokens,
             step_seconds=self._step_seconds,
+            step_overlapped=self._step_overlapped,
+            overlapped_steps=self._overlapped_steps,
+            exchange_wait_seconds=self._link.waited_s,
         )
 
     def _outcomes(self, plan: StepPlan) -> list[Outcome]:
@@ -178,8 +192,7 @@ class Engine(Generic[HandleT]):
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> list[Outcome]:
         inputs = step_inputs(plan, self._pool.block_size, self._device)
-        x_TD = forward(self._model, self._link, self._kv, inputs)
-        healthy = _healthy(x_TD, inputs.sequences)
+        x_TD, healthy = self._hidden(inputs)
         drawing = [piece for piece in plan.pieces if piece.draws]
         x_RD = x_TD[inputs.logits_rows_R]
         drawn = iter(self._draw(x_RD[: len(drawing)], drawing))
@@ -189,6 +202,19 @@ class Engine(Generic[HandleT]):
             outcome = next(drawn) if piece.draws else Outcome()
             outcomes.append(_merge(outcome, [next(scores) for _ in piece.scored], is_healthy))
         return outcomes
+
+    def _hidden(self, inputs: StepInputs) -> tuple[Tensor, list[bool]]:
+        """The rows after the last layer, and of which sequences they are finite."""
+        sizes = [(rows.length, rows.kv_len) for rows in inputs.sequences]
+        began, waited_s = time.perf_counter(), self._link.waited_s
+        micro_batches = split(inputs, self._overlap.cut(sizes))
+        x_TD = forward(self._model, self._link, self._kv, micro_batches)
+        healthy = _healthy(x_TD, inputs.sequences)  # waits for the device, so the time is the step's
+        took = StepTime(seconds=time.perf_counter() - began, waited_s=self._link.waited_s - waited_s)
+        self._overlap.note(sizes, took)
+        self._step_overlapped = len(micro_batches) > 1
+        self._overlapped_steps += self._step_overlapped
+        return x_TD, healthy
 
     def _draw(self, x_RD: Tensor, pieces: Sequence[Piece]) -> list[Outcome]:
         if not pieces:

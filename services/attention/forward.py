@@ -1,28 +1,50 @@
 """The one loop over layers: rows of a step go up through the dense part here and through the experts by the link.
 
+Micro-batches of a step climb by turns: while the rows of one are with the experts, another computes attention.
 Legend: T rows of the step, D hidden size, K experts per row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from services.errors import ExpertMeshError
 from services.fabric.experts import ExpertLink
 from services.model.dense import DenseModel
 from services.model.inputs import PagedKV, StepInputs
 
 HandleT = TypeVar("HandleT")
+Climb = Generator[None, None, Tensor]
+"""Stops wherever its rows are away; returns them after the last layer."""
 
 
-def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: StepInputs) -> Tensor:
-    """``x_TD`` after the last layer, before the final norm. Writes the rows' keys and values to ``kv``.
+def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_batches: Sequence[StepInputs]) -> Tensor:
+    """``x_TD`` after the last layer, before the final norm, of all ``micro_batches`` in order. Writes the rows' keys
+    and values to ``kv``.
+
+    A sequence lies in one micro-batch whole. As many handles are in flight as there are micro-batches.
 
     Raises:
         ExpertUnavailable: the link found no replica of an expert. ``kv`` may then be partly written; running the
             same inputs again is safe.
     """
+    climbs = [_climb(model, link, kv, inputs) for inputs in micro_batches]
+    tops: list[Tensor] = []
+    try:
+        while not tops:
+            tops = [x_TD for climb in climbs if (x_TD := _advance(climb)) is not None]
+    finally:
+        for climb in climbs:
+            climb.close()
+    return tops[0] if len(tops) == 1 else torch.cat(tops)
+
+
+def _climb(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: StepInputs) -> Climb:
     plan = model.plan(inputs, kv.block_size)
     x_TD = model.embed(inputs.token_ids_T)
     for layer, layer_spec in enumerate(model.spec.layers):
@@ -33,7 +55,23 @@ def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: S
             continue
         expert_ids_TK, weights_TK = model.route(layer, h_TD)
         handle = link.dispatch(layer, h_TD, expert_ids_TK, weights_TK)
-        shared_TD = model.shared_expert(layer, h_TD)  # while the rows are away
+        try:
+            shared_TD = model.shared_expert(layer, h_TD)  # while the rows are away
+            yield
+        except BaseException:  # the other micro-batch failed, or this one; every handle is combined once
+            with suppress(ExpertMeshError):
+                link.combine(handle)
+            raise
         y_TD = link.combine(handle)
         x_TD = x_TD + (y_TD if shared_TD is None else y_TD + shared_TD)
     return x_TD
+
+
+def _advance(climb: Climb) -> Tensor | None:
+    """To the next place where the rows are away, or to the top. All climbs of a step have as many places."""
+    try:
+        next(climb)
+    except StopIteration as top:
+        x_TD: Tensor = top.value
+        return x_TD
+    return None

@@ -49,6 +49,12 @@ class EngineReading(Protocol):
     def step_tokens(self) -> int: ...
     @property
     def step_seconds(self) -> float: ...
+    @property
+    def step_overlapped(self) -> bool: ...
+    @property
+    def overlapped_steps(self) -> int: ...
+    @property
+    def exchange_wait_seconds(self) -> float: ...
 
 
 class StepObserver:
@@ -58,13 +64,15 @@ class StepObserver:
         self._metrics = metrics
         self._read = read
         self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
-        self._totals: list[tuple[Counter, str, int]] = [
+        self._totals: list[tuple[Counter, str, float]] = [
             (metrics.prefix_queries, "prefix_query_tokens", 0),
             (metrics.prefix_hits, "prefix_hit_tokens", 0),
             (metrics.preemptions, "preemptions", 0),
             (metrics.prefill_chunks, "prefill_chunks", 0),
             (metrics.prefill_tokens, "prefill_tokens", 0),
             (metrics.decode_tokens, "decode_tokens", 0),
+            (metrics.overlapped_steps, "overlapped_steps", 0),
+            (metrics.exchange_wait, "exchange_wait_seconds", 0),
         ]
         self._steps = 0
         self.after_step()
@@ -78,6 +86,7 @@ class StepObserver:
         self._steps = reading.steps
         self._metrics.step_time.observe(reading.step_seconds)
         self._metrics.batch_tokens.observe(reading.step_tokens)
+        self._metrics.overlapped.set(reading.step_overlapped)
         for index, (counter, name, seen) in enumerate(self._totals):
             total = getattr(reading, name)
             if total != seen:

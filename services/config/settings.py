@@ -172,6 +172,12 @@ class Settings(BaseSettings):
     exchange_timeout: float = _knob(
         2.0, "seconds for which an exchange waits for an expert worker, then asks a replica", roles=(ATTENTION,), gt=0
     )
+    overlap: Literal["auto", "on", "off"] = _knob(
+        "auto",
+        "compute attention of half a step while the other half's rows are with expert workers; auto measures "
+        "whether that is faster",
+        roles=(ATTENTION,),
+    )
     experts_patience: float = _knob(
         30.0, "seconds for which a step waits for a shard group without workers", roles=(ATTENTION,), ge=0, le=3600
     )

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.attention.engine import Engine, EngineOptions
+from services.attention.overlap import OverlapPolicy
 from services.fabric.local import LocalHandle, LocalLink
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard
@@ -103,7 +104,12 @@ def make_engine(tiny: TinyModel) -> Callable[..., Engine[LocalHandle]]:
     """Engines over the tiny model; keyword arguments are the engine's options."""
 
     def make(
-        *, model: DenseModel | None = None, link: Any = None, clock: Callable[[], int] = lambda: 0, **options: Any
+        *,
+        model: DenseModel | None = None,
+        link: Any = None,
+        clock: Callable[[], int] = lambda: 0,
+        overlap: OverlapPolicy | None = None,
+        **options: Any,
     ) -> Engine[LocalHandle]:
         defaults: dict[str, Any] = {"block_size": 4, "kv_blocks": 128, "max_num_batched_tokens": 64}
         return Engine(
@@ -111,6 +117,7 @@ def make_engine(tiny: TinyModel) -> Callable[..., Engine[LocalHandle]]:
             link=link or tiny.link(),
             options=EngineOptions(**{**defaults, **options}),
             clock=clock,
+            overlap=overlap,
         )
 
     return make

@@ -28,6 +28,9 @@ class Reading:
     steps: int = 0
     step_tokens: int = 0
     step_seconds: float = 0.0
+    step_overlapped: bool = False
+    overlapped_steps: int = 0
+    exchange_wait_seconds: float = 0.0
 
 
 @pytest.fixture
@@ -50,6 +53,9 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
                 decode_tokens=step,
                 step_tokens=8,
                 step_seconds=0.25,
+                step_overlapped=step == 2,
+                overlapped_steps=step - 1,
+                exchange_wait_seconds=0.1 * step,
             )
         )
         observer.after_step()
@@ -65,6 +71,8 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("decode_tokens_total") == 2
     assert value("engine_step_seconds_sum") == 0.5
     assert value("engine_step_tokens_sum") == 16
+    assert (value("step_overlapped"), value("overlapped_steps_total")) == (1, 1)
+    assert value("exchange_wait_seconds_total") == pytest.approx(0.2)
     readings.append(replace(readings[-1], running=0, kv_used=0))  # a cancel between steps
     observer.after_step()
     assert value("requests_running") == 0

@@ -1,0 +1,124 @@
+"""Whether a step runs as two micro-batches, so that attention of one hides exchange and experts of the other.
+
+Splitting makes smaller products and twice the calls, so it pays only where the exchange takes long enough. What it
+brings is measured, by number of rows: both ways are timed, the faster one is kept, and the other is tried again now
+and then. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median
+from typing import Literal
+
+Mode = Literal["auto", "on", "off"]
+
+SAMPLES = 5
+"""Steps by which a way is judged, and that a trial lasts: their median forgives two that something else disturbed."""
+LEAST_GAIN = 0.05
+"""Share of a step's time that a change must save. Less is noise, and would make it swing."""
+FIRST_RETRY, LAST_RETRY = 100, 1600
+"""Steps after which the slower way is tried again: at first, and after it has kept losing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """One step: seconds in all, and those of them in which nothing but the exchange was waited for."""
+
+    seconds: float
+    waited_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rows:
+    """Steps of about as many rows. Timings by whether they were split."""
+
+    times: dict[bool, deque[StepTime]] = field(
+        default_factory=lambda: {way: deque(maxlen=SAMPLES) for way in (False, True)}
+    )
+    split: bool = False
+    trial: bool = False
+    left: int = SAMPLES
+    """Steps before a trial begins or ends."""
+    pause: int = FIRST_RETRY
+
+    @property
+    def now(self) -> bool:
+        return self.split != self.trial
+
+    def median(self, *, split: bool) -> float:
+        return median(time.seconds for time in self.times[split])
+
+    def may_pay(self) -> bool:
+        """Whether a split could save enough: at best it hides all that is waited for."""
+        waited = median(time.waited_s for time in self.times[False])
+        return waited > LEAST_GAIN * self.median(split=False)
+
+
+class OverlapPolicy:
+    """One per engine.
+
+    Args:
+        mode: ``auto`` measures; ``on`` splits every step that can be.
+        tokens_per_row: attended tokens that cost as much as the dense work of one row.
+        waits_seen: whether the host's clock sees what the link waits for. Else trials alone decide.
+    """
+
+    def __init__(self, mode: Mode, *, tokens_per_row: float = 0.0, waits_seen: bool = True) -> None:
+        self._mode = mode
+        self._tokens_per_row = tokens_per_row
+        self._waits_seen = waits_seen
+        self._by_rows: dict[int, _Rows] = {}
+
+    def cut(self, sequences: Sequence[tuple[int, int]]) -> int | None:
+        """How many of the ``(rows, kv_len)``, in order, are to be the first micro-batch; None for all in one."""
+        if self._mode == "off" or len(sequences) < 2:
+            return None
+        if self._mode == "auto" and not self._rows_of(sequences).now:
+            return None
+        return balanced_cut([rows * (self._tokens_per_row + kv_len) for rows, kv_len in sequences])
+
+    def note(self, sequences: Sequence[tuple[int, int]], time: StepTime) -> None:
+        """Learn from a step that ran as :meth:`cut` said."""
+        if self._mode == "auto" and len(sequences) > 1:
+            rows = self._rows_of(sequences)
+            rows.times[rows.now].append(time)
+            rows.left -= 1
+            if rows.left <= 0:
+                self._turn(rows)
+
+    def _turn(self, rows: _Rows) -> None:
+        """End a trial with its verdict, or begin one where it may pay."""
+        if rows.trial:
+            _judge(rows)
+        elif rows.split or not self._waits_seen or rows.may_pay():
+            rows.trial, rows.left = True, SAMPLES
+        else:
+            rows.left = FIRST_RETRY
+
+    def _rows_of(self, sequences: Sequence[tuple[int, int]]) -> _Rows:
+        """Powers of two: dense work and exchange grow alike within one."""
+        return self._by_rows.setdefault(sum(rows for rows, _ in sequences).bit_length(), _Rows())
+
+
+def _judge(rows: _Rows) -> None:
+    rows.trial = False
+    if rows.median(split=not rows.split) < (1 - LEAST_GAIN) * rows.median(split=rows.split):
+        rows.split, rows.pause = not rows.split, FIRST_RETRY
+    else:
+        rows.pause = min(2 * rows.pause, LAST_RETRY)
+    rows.left = rows.pause
+
+
+def balanced_cut(costs: Sequence[float]) -> int:
+    """How many of the first ``costs`` make the two parts' sums most alike; at least one, and not all.
+
+    >>> balanced_cut([1, 1, 1, 5, 2])
+    3
+    """
+    total = sum(costs)
+    sums = list(accumulate(costs))[:-1]
+    return 1 + min(range(len(sums)), key=lambda at: abs(2 * sums[at] - total))

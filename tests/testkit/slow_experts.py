@@ -1,0 +1,52 @@
+"""Experts that take their time, and links that tell what happened: for what overlaps with the exchange."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from services.fabric.experts import ExpertLink
+
+Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def slow(compute: Compute, *, row_s: float, call_s: float = 0.0) -> Compute:
+    """``compute``, taking ``call_s`` and ``row_s`` for each row at least, as a slower machine or network would."""
+
+    def wait_and_compute(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        until = time.perf_counter() + call_s + row_s * len(x_TD)
+        y_TD = compute(layer, x_TD, ids_TK, weights_TK)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return y_TD
+
+    return wait_and_compute
+
+
+@dataclass
+class TellingLink:
+    """Passes on to ``link`` and notes ``(what, layer, rows)``. ``fail``, where set, is raised by that combine."""
+
+    link: ExpertLink[Any]
+    told: list[tuple[str, int, int]] = field(default_factory=list)
+    fail: tuple[int, Exception] | None = None
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> tuple[int, int, Any]:
+        self.told.append(("dispatch", layer, len(x_TD)))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return layer, len(x_TD), self.link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)
+
+    def combine(self, handle: tuple[int, int, Any]) -> Tensor:
+        layer, rows, inner = handle
+        self.told.append(("combine", layer, rows))
+        self.in_flight -= 1
+        y_TD = self.link.combine(inner)
+        if self.fail is not None and sum(what == "combine" for what, *_ in self.told) == self.fail[0]:
+            raise self.fail[1]
+        return y_TD
