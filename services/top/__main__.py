@@ -1,0 +1,107 @@
+"""``expertmesh top``: queue, workers, seats and load of a running deployment in a terminal, refreshed live."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from rich.console import Console
+from rich.live import Live
+
+from services.config import OptionParser, layer, parse_options
+from services.errors import ConfigError
+from services.queue.connect import connect
+from services.top.frame import frame
+from services.top.readings import Reader, Reading
+from services.top.view import view
+
+WINDOW_S = 5.0
+"""Rates are means over about this long."""
+MOST_READINGS = 64
+
+
+class Top:
+    """Draws what ``reader`` reads on ``console``, every ``interval_s``."""
+
+    def __init__(self, reader: Reader, console: Console, interval_s: float) -> None:
+        self._reader = reader
+        self._console = console
+        self._interval_s = interval_s
+        self._readings: deque[Reading] = deque(maxlen=MOST_READINGS)
+
+    async def once(self, stop: asyncio.Event) -> int:
+        """Print one frame of two readings; 1 if Redis was away."""
+        await self._look()
+        await _wait(stop, self._interval_s)
+        now = await self._look()
+        self._console.print(view(frame(self._readings[0], now), self._console.width))
+        return 1 if now.problem else 0
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Until ``stop``."""
+        with Live(console=self._console, screen=True, auto_refresh=False) as live:
+            while not stop.is_set():
+                now = await self._look()
+                size = self._console.size
+                live.update(view(frame(self._earlier(now), now), size.width, size.height), refresh=True)
+                await _wait(stop, self._interval_s)
+        return 0
+
+    async def _look(self) -> Reading:
+        self._readings.append(await self._reader.read())
+        return self._readings[-1]
+
+    def _earlier(self, now: Reading) -> Reading | None:
+        while len(self._readings) > 2 and now.at_s - self._readings[1].at_s >= WINDOW_S:
+            self._readings.popleft()
+        return self._readings[0] if len(self._readings) > 1 else None
+
+
+async def _wait(stop: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+
+
+async def _run(redis_url: str, namespace: str, interval_s: float, *, once: bool) -> int:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    redis, console = connect(redis_url), Console()
+    reader = Reader(redis, namespace)
+    top = Top(reader, console, interval_s)
+    try:
+        return await (top.once(stop) if once or not console.is_terminal else top.run(stop))
+    finally:
+        await reader.close()
+        await redis.aclose()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 1 where one frame was asked for and Redis was away.
+
+    Raises:
+        ConfigError: an option is wrong or ``--redis-url`` is missing.
+    """
+    parser = OptionParser("expertmesh top", "Queue, workers, seats and load of a running deployment.")
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame and end; so it does where the output is no terminal"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between frames (default: 1.0)"
+    )
+    given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "namespace"])
+    if not 0.1 <= given["interval"] <= 3600:
+        raise ConfigError("--interval is at least 0.1 and at most 3600 seconds.")
+    settings = layer(given).settings
+    if settings.redis_url is None:
+        raise ConfigError("Which deployment?", hint="Give its Redis with --redis-url; `serve` logs it as it starts.")
+    return asyncio.run(_run(settings.redis_url, settings.namespace, given["interval"], once=given["once"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

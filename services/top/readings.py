@@ -1,0 +1,130 @@
+"""What `expertmesh top` knows: queue, routing table and workers from Redis, their numbers from their metrics pages.
+
+Whatever does not answer is left out and named; what Redis said last stays in the picture. Reads only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
+
+from services.errors import QueueUnavailable
+from services.messages import ExpertInfo, WorkerInfo
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import QueueDepth, SchedulerQueue, WorkerState
+from services.queue.seats import SeatRegistry, SeatState
+from services.queue.tables import TableReader
+from services.routing import RoutingTable
+
+PATIENCE_S = 1.0
+"""How long Redis and each worker may take to answer before they count as away."""
+_EVERYWHERE = ("0.0.0.0", "::", "[::]")
+
+Page = Mapping[str, float]
+"""A metrics page: the sum over all labels by the name of the series, without prefix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """One look. ``pages`` by worker id, without those that did not answer."""
+
+    at_s: float
+    redis_at_s: float = 0.0
+    """When Redis answered last: what it said is from then. 0: it never did."""
+    problem: str = ""
+    """Why Redis is away."""
+    depth: QueueDepth | None = None
+    table: RoutingTable | None = None
+    seats: tuple[SeatState, ...] = ()
+    workers: tuple[WorkerState, ...] = ()
+    pages: Mapping[str, Page] = field(default_factory=dict)
+
+
+class Reader:
+    """Looks at one namespace. ``clock`` counts seconds."""
+
+    def __init__(self, redis: Redis, namespace: str, clock: Callable[[], float] = time.monotonic) -> None:
+        keys, limits = Keys(namespace), QueueLimits()
+        self._queue = SchedulerQueue(redis, keys, limits)
+        self._seats = SeatRegistry(redis, keys, limits)
+        self._tables = TableReader(redis, keys, limits)
+        self._http = httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False)
+        self._clock = clock
+        self._last = Reading(at_s=0.0)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def read(self) -> Reading:
+        """Takes :data:`PATIENCE_S` for Redis and again for the pages at most."""
+        known = await self._read_redis()
+        infos: list[WorkerInfo | ExpertInfo] = [
+            *(state.info for state in known.workers),
+            *(state.info for state in known.seats),
+        ]
+        urls = {info.id: _url(info.metrics_url, info.host) for info in infos}
+        pages = await asyncio.gather(*(self._page(url) for url in urls.values()))
+        found = {worker: page for worker, page in zip(urls, pages, strict=True) if page is not None}
+        self._last = replace(known, at_s=self._clock(), pages=found)
+        return self._last
+
+    async def _read_redis(self) -> Reading:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return Reading(
+                    at_s=0.0,
+                    depth=await self._queue.depth(),
+                    table=await self._tables.read_table(),
+                    seats=tuple(await self._seats.seats()),
+                    workers=tuple(await self._queue.workers()),
+                    redis_at_s=self._clock(),
+                )
+        except QueueUnavailable as error:
+            return replace(self._last, problem=error.message)
+        except TimeoutError:
+            return replace(self._last, problem=f"Redis does not answer within {PATIENCE_S:g} s.")
+
+    async def _page(self, url: str | None) -> Page | None:
+        if url is None:
+            return None
+        try:
+            answer = await self._http.get(url)
+            answer.raise_for_status()
+            return sums(answer.text)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            return None
+
+
+def sums(text: str) -> Page:
+    """Raises ValueError where ``text`` is no metrics page."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("expertmesh_")
+            totals[name] = totals.get(name, 0.0) + sample.value
+    return totals
+
+
+def _url(url: str | None, host: str) -> str | None:
+    """A worker that listens everywhere is asked at its host's name."""
+    parts = urlsplit(url or "")
+    if parts.hostname not in _EVERYWHERE:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
+
+
+def rate(series: str, worker: str, before: Reading | None, now: Reading) -> float | None:
+    """Growth per second of a worker's counter between two readings; None where one of them lacks it."""
+    then = before.pages.get(worker) if before else None
+    page = now.pages.get(worker)
+    if before is None or then is None or page is None or series not in page or now.at_s <= before.at_s:
+        return None
+    return max(0.0, page[series] - then.get(series, 0.0)) / (now.at_s - before.at_s)

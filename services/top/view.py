@@ -1,0 +1,146 @@
+"""A frame as rich draws it. Columns that do not fit the terminal are left out, the least important first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from services.top.frame import AWAY, Frame, GroupLine, SeatLine, WorkerLine
+
+LineT = TypeVar("LineT")
+_GAP = 2
+_MOST_GROUPS = 8
+_FIXED_LINES = 11
+"""Two above the tables; of each of three tables its title, a blank line and how many lines are left out."""
+_STYLES = {
+    "ready": "green",
+    "up": "green",
+    "loading": "yellow",
+    "waiting": "yellow",
+    "leaving": "yellow",
+    "gone": "red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Column(Generic[LineT]):
+    """``width`` in characters; longer text is cut."""
+
+    title: str
+    width: int
+    text: Callable[[LineT], str]
+    right: bool = True
+
+
+def view(frame: Frame, width: int, height: int | None = None) -> RenderableType:
+    """For a terminal of ``width`` columns and ``height`` lines; None: as many as it takes."""
+    spare = None if height is None else height - _FIXED_LINES - min(len(frame.groups), _MOST_GROUPS)
+    workers = len(frame.workers) if spare is None else max(1, min(len(frame.workers), spare // 2))
+    seats = None if spare is None else max(1, spare - workers)
+    if frame.problem and frame.age_s is None:
+        return Group(*_head(frame))
+    return Group(
+        *_head(frame),
+        Text(),
+        *_table(_WORKERS, frame.workers, width, workers, "no attention workers"),
+        Text(),
+        *_table(_SEATS, frame.seats, width, seats, "no expert workers: the experts are in the attention workers"),
+        *((Text(), *_table(_GROUPS, frame.groups, width, _MOST_GROUPS, "")) if frame.groups else ()),
+    )
+
+
+def _head(frame: Frame) -> list[Text]:
+    lines = []
+    if frame.problem:
+        age = "" if frame.age_s is None else f" (below is what it said {frame.age_s:.0f} s ago)"
+        lines.append(Text(f"REDIS IS AWAY{age}: {frame.problem}", style="bold red"))
+    if frame.problem and frame.age_s is None:
+        return lines
+    facts = {
+        "queue": f"{_number(frame.queued)} requests, {_number(frame.queued_tokens)} tokens",
+        "dead letters": _number(frame.dead_letters),
+        "tokens/s": _number(frame.tokens_per_s),
+    }
+    if frame.seats or frame.epoch:
+        facts |= {
+            "table epoch": str(frame.epoch),
+            "rows in flight": _number(frame.in_flight),
+            "imbalance (max/mean)": "-" if frame.imbalance is None else f"{frame.imbalance:.2f}",
+        }
+    lines.append(Text("   ").join(Text.assemble((name, "dim"), " ", (value, "bold")) for name, value in facts.items()))
+    return lines
+
+
+def _table(
+    columns: Sequence[_Column[LineT]], lines: Sequence[LineT], width: int, most: int | None, empty: str
+) -> list[RenderableType]:
+    if not lines:
+        return [Text(empty, style="dim")]
+    shown = _fitting(columns, width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    for column in shown:
+        justify, size = ("right" if column.right else "left"), min(column.width, width)
+        table.add_column(column.title, justify=justify, width=size, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    for line in lines[:most]:
+        table.add_row(*(_styled(column.text(line)) for column in shown))
+    left = len(lines) - len(lines[:most])
+    return [table, *([Text(f"... and {left} more", style="dim")] if left else [])]
+
+
+def _fitting(columns: Sequence[_Column[LineT]], width: int) -> list[_Column[LineT]]:
+    """The first columns that fit; one at least."""
+    taken: list[_Column[LineT]] = []
+    used = 0
+    for column in columns:
+        used += column.width + _GAP
+        if taken and used - _GAP > width:
+            break
+        taken.append(column)
+    return taken
+
+
+def _styled(text: str) -> Text:
+    first = text.split(",")[0]
+    return Text(text, style="red" if AWAY in text else _STYLES.get(first, ""))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+_WORKERS: tuple[_Column[WorkerLine], ...] = (
+    _Column("attention", 20, lambda line: line.worker, right=False),
+    _Column("running", 7, lambda line: _number(line.running)),
+    _Column("waiting", 7, lambda line: _number(line.waiting)),
+    _Column("tokens/s", 8, lambda line: _number(line.tokens_per_s)),
+    _Column("status", 10, lambda line: line.status, right=False),
+    _Column("kv", 4, lambda line: _share(line.kv)),
+    _Column("assigned", 8, lambda line: _number(line.assigned)),
+    _Column("waits", 5, lambda line: _share(line.waits)),
+    _Column("host", 24, lambda line: line.place, right=False),
+)
+_SEATS: tuple[_Column[SeatLine], ...] = (
+    _Column("seat", 9, lambda line: str(line.seat)),
+    _Column("group", 5, lambda line: "-" if line.group is None else str(line.group)),
+    _Column("rows/s", 8, lambda line: _number(line.rows_per_s)),
+    _Column("status", 17, lambda line: line.status, right=False),
+    _Column("in flight", 9, lambda line: _number(line.in_flight)),
+    _Column("busy", 5, lambda line: _share(line.busy)),
+    _Column("address", 24, lambda line: line.place, right=False),
+    _Column("worker", 24, lambda line: line.worker, right=False),
+)
+_GROUPS: tuple[_Column[GroupLine], ...] = (
+    _Column("shard", 9, lambda line: str(line.group)),
+    _Column("seats", 5, lambda line: str(line.seats)),
+    _Column("rows/s", 8, lambda line: _number(line.rows_per_s)),
+    _Column("share of rows", 13, lambda line: _share(line.share)),
+)
