@@ -83,7 +83,7 @@ class EngineThread:
         self._stopping = False
         self._steps = 0
         self._in_step = False
-        self._silenced: dict[str, int] = {}
+        self._silenced: dict[str, tuple[int, int]] = {}  # id -> attempt, how many ends of it are still to come
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -185,19 +185,23 @@ class EngineThread:
             case Stop(request_id, attempt):
                 held = self._engine.held().get(request_id)
                 if held is not None and held <= attempt:
-                    self._silenced[request_id] = held
+                    silenced, ends = self._silenced.get(request_id, (held, 0))
+                    self._silenced[request_id] = held, (ends if silenced == held else 0) + 1
                 self._engine.cancel(request_id, attempt)
 
     def _audible(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Without those of silenced attempts. A silence ends with its attempt: what follows may be the same once more,
-        assigned again because a crash made Redis forget the first time.
+        assigned again because it was given back, or because a crash made Redis forget the first time.
         """
         return [event for event in events if not self._silences(event)] if self._silenced else events
 
     def _silences(self, event: TokenEvent) -> bool:
-        silenced = self._silenced.get(event.request_id, -1)
+        silenced, ends = self._silenced.get(event.request_id, (-1, 0))
         if event.finish is not None and event.attempt == silenced:
-            del self._silenced[event.request_id]
+            if ends > 1:  # stopped, assigned again and stopped again during one step
+                self._silenced[event.request_id] = silenced, ends - 1
+            else:
+                del self._silenced[event.request_id]
         return event.attempt <= silenced
 
     def _hand_over(self, events: list[TokenEvent]) -> None:

@@ -137,6 +137,22 @@ def test_a_stopped_attempt_that_is_assigned_once_more_is_heard_from_its_first_to
     assert [(event.index, event.finish) for event in rig.events] == [(0, None), (0, "length")]
 
 
+def test_an_attempt_stopped_and_assigned_again_twice_during_one_step_ends_once(rig: Rig) -> None:
+    """As while experts come and go: what a worker gives back comes back to it, as the same attempt."""
+    rig.engine.gate.clear()
+    rig.thread.send(Add(request("a")))
+    wait_for(lambda: rig.thread.step is not None)
+    for _ in range(2):
+        rig.thread.send(Stop("a", 1))
+        rig.thread.send(Add(request("a")))
+    rig.engine.gate.set()
+    wait_for(lambda: rig.collect() is not None and any(event.finish for event in rig.events))
+    assert [event.finish for event in rig.events if event.finish] == ["length"]
+    assert [event.token_id for event in rig.events][-4:] == continuation([1, 2, 3], 4)
+    rig.thread.send(Add(request("a", attempt=2)))
+    wait_for(lambda: rig.collect() is not None and rig.events[-1].attempt == 2)
+
+
 def test_a_stop_for_an_earlier_attempt_is_ignored(rig: Rig) -> None:
     rig.thread.send(Add(request("a", max_tokens=50, attempt=2)))
     rig.thread.send(Stop("a", 1))

@@ -1,0 +1,155 @@
+"""Attention and experts apart: the recorded answers while attention workers die, all experts go, or Redis does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import redis
+from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.servers import Bench, Proc, Server, bench, free_port, wait_until
+
+LEASE_S = 2.0
+EXPERTS, ATTENTION = 3, 2
+AWAY_S = 4 * LEASE_S
+
+
+def of_role(server: Server, role: str) -> list[psutil.Process]:
+    """Oldest first."""
+    children = psutil.Process(server.proc.popen.pid).children()
+    found = [child for child in children if f"services.{role}" in child.cmdline()]
+    return sorted(found, key=lambda child: child.create_time())
+
+
+def start(stage: Bench, **options: object) -> Server:
+    """Two attention workers, three expert workers in two groups, the pocket model."""
+    server = stage.serve(
+        POCKET / "model",
+        **{
+            "served_model_name": "pocket",
+            "dtype": "float32",
+            "threads": 1,
+            "lease": LEASE_S,
+            "expert_workers": EXPERTS,
+            "expert_groups": 2,
+            "attention_workers": ATTENTION,
+        }
+        | options,
+    )
+    wait_until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, 60, "all seats are listed")
+    wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "all attention workers are there")
+    return server
+
+
+async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
+    wanted = recorded()
+    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
+    await asyncio.sleep(1)
+    await asyncio.to_thread(disturb)
+    assert not asking.done(), "the disturbance came too late to disturb"
+    assert_recorded(wanted, await asking)
+
+
+def test_an_attention_worker_killed_while_experts_are_apart_loses_nothing(tmp_path: Path) -> None:
+    with bench(tmp_path) as stage:
+        server = start(stage)
+        victim = of_role(server, "attention")[0]
+        asyncio.run(answers_while(server, victim.kill))
+        assert server.metric("expertmesh_lost_attempts_total") > 0
+        wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "another one was started")
+
+
+def test_experts_that_are_all_gone_for_longer_than_the_patience_cost_no_request(tmp_path: Path) -> None:
+    with bench(tmp_path) as stage:
+        server = start(stage, experts_patience=0.5)
+
+        def kill_experts() -> None:
+            """Those that the supervisor starts meanwhile, too: three lives of each are short enough to be forgiven."""
+            for _ in range(3):
+                for worker in of_role(server, "experts"):
+                    worker.kill()
+                time.sleep(0.5)
+
+        asyncio.run(answers_while(server, kill_experts))
+        assert server.metric("expertmesh_given_up_attempts_total") > 0
+        assert server.metric("expertmesh_request_errors_total") == 0
+
+
+@pytest.fixture
+def with_redis(tmp_path: Path) -> Iterator[tuple[Bench, int, Proc]]:
+    with bench(tmp_path) as stage:
+        port = free_port()
+        yield stage, port, stage.redis(port=port)
+
+
+def test_a_redis_that_is_emptied_while_answers_stream_costs_nothing(with_redis: tuple[Bench, int, Proc]) -> None:
+    stage, port, _ = with_redis
+    server = start(stage, redis_url=f"redis://127.0.0.1:{port}/0")
+    seats = set()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            with contextlib.suppress(httpx.HTTPError):
+                seats.add(server.metric("expertmesh_expert_seats"))
+
+    def flush() -> None:
+        with redis.Redis(port=port) as client:
+            client.flushall()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        asyncio.run(answers_while(server, flush))
+        wait_until(lambda: _listed(port) == EXPERTS, 10 * LEASE_S, "the table is back")
+    finally:
+        done.set()
+        watcher.join()
+    assert seats == {EXPERTS}, "no table was smaller"
+
+
+def _listed(port: int) -> int:
+    with redis.Redis(port=port) as client:
+        return int(client.zcard("{expertmesh}:seats")) if client.exists("{expertmesh}:table") else 0
+
+
+def test_while_redis_is_away_engines_go_on_over_the_experts_and_nothing_new_is_admitted(
+    with_redis: tuple[Bench, int, Proc],
+) -> None:
+    stage, port, server_of_redis = with_redis
+    server = start(stage, redis_url=f"redis://127.0.0.1:{port}/0")
+    tokens: list[float] = []
+
+    def outage() -> None:
+        server_of_redis.kill9()
+        began = time.monotonic()
+        wait_until(lambda: not server.ready(), 10, "the gateway noticed")
+        tokens.append(server.metric("expertmesh_decode_tokens_total"))
+        time.sleep(max(0.0, began + AWAY_S - time.monotonic()))
+        tokens.append(server.metric("expertmesh_decode_tokens_total"))
+        body = {"model": "pocket", "prompt": "x", "max_tokens": 1}
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=10)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        stage.redis(port=port)
+
+    asyncio.run(answers_of_one_batch(server, outage))
+    assert tokens[1] > tokens[0], "the experts were asked without Redis"
+    assert server.metric("expertmesh_lost_attempts_total") == 0
+    wait_until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, 30, "all seats are listed")
+
+
+async def answers_of_one_batch(server: Server, disturb: Callable[[], None]) -> None:
+    """All at once, so that none is new while Redis is away."""
+    wanted = recorded()[:64]
+    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(disturb)
+    assert_recorded(wanted, await asking)
