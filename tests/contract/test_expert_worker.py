@@ -14,9 +14,10 @@ from msgspec import structs
 from testkit.expert_floor import Floor, expert
 
 from services.attention.remote import TableFollower
-from services.errors import CheckpointError, QueueUnavailable
+from services.errors import CheckpointError, QueueUnavailable, StaleLeader
 from services.experts.worker import ExpertWorker, ServingFailed, Timing
 from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import SchedulerQueue
 from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.experts import ExpertPlacement
@@ -93,6 +94,12 @@ class Stage:
                 await self.placement.turn(self.floor.e)
                 await asyncio.sleep(0.01)
 
+    async def until_seats(self, workers: set[str]) -> None:
+        """Without a turn of the leader."""
+        async with asyncio.timeout(10):
+            while set(await self.floor.seats()) != workers:
+                await asyncio.sleep(0.01)
+
     async def table(self) -> RoutingTable:
         table = await self.floor.reader.read_table()
         assert table is not None
@@ -166,6 +173,30 @@ async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floo
         assert table.epoch >= lost.epoch + 2
         assert sorted(seat.group for seat in table.seats) == [0, 1]
         assert sum(served.drained for served in stage.loaded) >= 1
+
+
+async def test_a_leader_that_was_paused_neither_assigns_nor_publishes(floor):
+    """It still believes that it leads, and sees what the next leader has not done yet."""
+    async with stage_of(floor, groups=1) as stage:
+        worker = stage.start("a")
+        await stage.until(lambda: worker.status == "ready")
+        await stage.until(lambda: not worker.missing())
+        await stage.placement.turn(floor.e)
+        paused, table = floor.e, await stage.table()
+        await floor.redis.delete(floor.keys.leader)
+        other = SchedulerQueue(floor.redis, floor.keys, floor.bench.limits)
+        epoch = await other.campaign("another", 60)
+        assert epoch is not None
+        stage.start("b")
+        await stage.until_seats({"a", "b"})
+        with pytest.raises(StaleLeader):
+            await stage.placement.turn(paused)
+        assert await stage.table() == table
+        assert (await floor.seats())["b"].assigned is None
+        floor.e, stage.placement = epoch, ExpertPlacement(floor.registry, floor.reader, groups=1)
+        await stage.until(lambda: stage.tasks["b"][0].status == "ready")
+        await stage.placement.turn(epoch)
+        assert set(await stage.listed()) == {"a", "b"}
 
 
 async def test_a_dismissed_worker_leaves(floor):
