@@ -19,7 +19,8 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- SeatLost            the connection broke, or the peer fell silent
     |   |-- SeatLeaving         the expert worker is draining
     |   |-- CallFailed          the expert worker could not compute a call
-    |   `-- BadAnswer           the answer has another shape, or NaN where another replica has none
+    |   |-- BadAnswer           the answer has another shape, or NaN where another replica has none
+    |   `-- MeshBroken          a rank of co-located experts died or fell behind: all ranks start again
     `-- RequestError            one request fails; nothing else does
         |-- InvalidRequest      400
         |   |-- UnsupportedParameter
@@ -149,6 +150,10 @@ class CallFailed(FabricError):
 
 class BadAnswer(FabricError):
     code = "bad_answer"
+
+
+class MeshBroken(FabricError):
+    code = "mesh_broken"
 
 
 class RequestError(ExpertMeshError):

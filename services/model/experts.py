@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import fused_moe
+from services.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,33 @@ class ExpertWeights:
     expert_ids: tuple[int, ...]
     w_gate_up_E2FD: Tensor
     w_down_EDF: Tensor
+
+
+def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
+    """Slice ``index`` of ``count`` of each expert's inner width, copied: outputs of all slices add up to the expert's.
+
+    Raises:
+        ConfigError: the width does not divide.
+    """
+    if count == 1:
+        return whole
+    width = whole.w_down_EDF.shape[2]
+    check_slices(width, count)
+    part = slice(index * width // count, (index + 1) * width // count)
+    gate_EFD, up_EFD = whole.w_gate_up_E2FD.split_with_sizes((width, width), dim=1)
+    return ExpertWeights(
+        expert_ids=whole.expert_ids,
+        w_gate_up_E2FD=torch.cat([gate_EFD[:, part], up_EFD[:, part]], dim=1),
+        w_down_EDF=whole.w_down_EDF[:, :, part].contiguous(),
+    )
+
+
+def check_slices(width: int, count: int) -> None:
+    """Raises ConfigError where an expert of inner width ``width`` has no ``count`` equal slices."""
+    if width % count:
+        raise ConfigError(
+            f"Experts of width {width} cannot be split into {count} slices.", hint="Choose a divisor of the width."
+        )
 
 
 class ExpertShard:

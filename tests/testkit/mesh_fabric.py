@@ -1,0 +1,125 @@
+"""Meshes within one process, a thread per rank. One ExpertLink stands for all: it deals the rows out to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from services.fabric.experts import CountingLink
+from services.fabric.mesh_build import MeshShape, mesh_link
+from services.fabric.mesh_wire import GlooWire, gloo_group
+from services.fabric.placement import Placement, place_experts
+from services.model.experts import ExpertShard, ExpertWeights, sliced
+
+MAX_ROWS = 64
+LOOPBACK = "127.0.0.1"
+
+
+class Ranks:
+    """A thread per rank, and their wires."""
+
+    def __init__(self, nodes: Sequence[str], *, timeout_s: float = 20.0) -> None:
+        self.nodes = tuple(nodes)
+        self.threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(len(nodes))]
+        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.wires: list[GlooWire] = self.each(lambda rank: self._wire(rank, timeout_s))
+
+    def _wire(self, rank: int, timeout_s: float) -> GlooWire:
+        client = TCPStore(LOOPBACK, self.store.port, is_master=False, wait_for_workers=False)
+        store = PrefixStore("mesh", client)
+        group = gloo_group(store, rank, len(self.nodes), host=LOOPBACK, timeout_s=timeout_s)
+        near = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        return GlooWire(group, near=near, timeout_s=timeout_s)
+
+    def each(self, work: Any) -> list[Any]:
+        """``work(rank)`` on every rank's thread at once; the results by rank."""
+        futures = [thread.submit(work, rank) for rank, thread in enumerate(self.threads)]
+        return [future.result() for future in futures]
+
+    def cut(self, rank: int) -> None:
+        """Close its connections, as its death would."""
+        del self.wires[rank]._group
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.shutdown()
+
+
+@cache
+def shared_ranks(nodes: tuple[str, ...]) -> Ranks:
+    """Made once: connecting takes longer than a test, and a test that passes leaves nothing under way."""
+    return Ranks(nodes)
+
+
+class DealtLink:
+    """The rows of one dispatch are dealt out to the ranks in runs; those for which none is left take part without."""
+
+    def __init__(self, ranks: Ranks, links: Sequence[CountingLink[Any]]) -> None:
+        self._ranks, self.links = ranks, links
+
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> list[Future[Any]]:
+        size = max(1, -(-len(x_TD) // len(self.links)))
+        parts = [slice(rank * size, (rank + 1) * size) for rank in range(len(self.links))]
+        return [
+            thread.submit(link.dispatch, layer, x_TD[part], expert_ids_TK[part], weights_TK[part])
+            for thread, link, part in zip(self._ranks.threads, self.links, parts, strict=True)
+        ]
+
+    def combine(self, handles: list[Future[Any]]) -> Tensor:
+        futures = [
+            thread.submit(lambda link=link, handle=handle: link.combine(handle.result(0)))
+            for thread, link, handle in zip(self._ranks.threads, self.links, handles, strict=True)
+        ]
+        return torch.cat([future.result() for future in futures])
+
+
+@contextmanager
+def dealt_link(
+    layers: Mapping[int, ExpertWeights],
+    num_experts: int,
+    shape: MeshShape,
+    *,
+    slots: int | None = None,
+    ranks: Ranks | None = None,
+) -> Iterator[DealtLink]:
+    """A mesh with the experts of ``layers`` placed evenly; ``slots`` per layer and group of ranks, for replicas."""
+    ranks = ranks or shared_ranks(shape.nodes)
+    even = {layer: [1.0] * num_experts for layer in layers}
+    placement = place_experts(even, shape.groups, slots or -(-num_experts // shape.groups))
+    yield DealtLink(
+        ranks,
+        [
+            mesh_link(
+                wire,
+                part_of(layers, placement, shape, wire.rank, num_experts).by_layer(),
+                placement=placement,
+                num_experts=num_experts,
+                shape=shape,
+                max_rows=MAX_ROWS,
+            )
+            for wire in ranks.wires
+        ],
+    )
+
+
+def part_of(
+    layers: Mapping[int, ExpertWeights], placement: Placement, shape: MeshShape, rank: int, num_experts: int
+) -> ExpertShard:
+    """What ``rank`` holds."""
+    held = {}
+    for layer, weights in layers.items():
+        ids = placement[layer][shape.group_of(rank)]
+        mine = ExpertWeights(
+            expert_ids=ids,
+            w_gate_up_E2FD=weights.w_gate_up_E2FD[list(ids)].contiguous(),
+            w_down_EDF=weights.w_down_EDF[list(ids)].contiguous(),
+        )
+        held[layer] = sliced(mine, shape.slice_of(rank), shape.slices)
+    return ExpertShard(held, num_experts=num_experts)
