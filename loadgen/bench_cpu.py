@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
@@ -30,7 +30,7 @@ from loadgen.client import StreamResult, stream_completion
 from services.demo.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:  # the client side does not load torch
-    from services.attention.engine import Engine
+    from services.attention.engine_thread import SteppedEngine
     from services.messages import GenerateRequest
 
 STREAMS = 32
@@ -104,7 +104,7 @@ def drive_in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str,
     return {"tokens": tokens, "wall_s": time.perf_counter() - start, "step_ms": statistics.median(steps_s) * 1e3}
 
 
-def _run_engine(engine: Engine[Any], requests: list[GenerateRequest]) -> tuple[int, list[float]]:
+def _run_engine(engine: SteppedEngine, requests: list[GenerateRequest]) -> tuple[int, list[float]]:
     """Generated tokens and seconds of every step until all ``requests`` ended, ``STREAMS`` of them at a time."""
     waiting = requests[::-1]
     for _ in range(STREAMS):

@@ -17,10 +17,12 @@ from redis.asyncio import Redis
 
 from services.attention.build import Built, build
 from services.attention.capacity import credit
-from services.attention.observer import ExpertObserver, StepObserver
+from services.attention.colocated import LockStepEngine
+from services.attention.observer import ExpertObserver, MeshObserver, StepObserver
 from services.attention.remote import TableFollower
-from services.attention.worker import AttentionWorker, EngineHung, WorkerOptions
+from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
+from services.errors import MeshBroken, QueueUnavailable
 from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo
 from services.metrics import WorkerMetrics
@@ -31,10 +33,13 @@ from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
-from services.runtime import CRASHED, MetricsServer, in_daemon, incarnation, run_role
+from services.runtime import AGAIN, CRASHED, MetricsServer, in_daemon, incarnation, run_role
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
+FAREWELL_S = 2.0
+UNBOUNDED = 1 << 62
+"""Among ranks in lock-step the engine itself pauses, and goes on serving the others' rows."""
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,9 @@ class AttentionRole:
             built = await _unless_stopped(lambda: build(settings, self._clock.now_ms, worker=self._id), stop)
             if built is not None:
                 await self._with_experts(built, f"http://{settings.host}:{port}/metrics", stop)
+        except MeshBroken as error:
+            log.error("%s", error.message)
+            os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
         finally:
             await server.close()
 
@@ -113,14 +121,37 @@ class AttentionRole:
             lacks=self._experts.missing if self._experts else lambda: (),
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
-        experts = asyncio.create_task(_watch(ExpertObserver(metrics, built.link.expert_rows)))
+        if isinstance(built.engine, LockStepEngine):
+            built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
+            built.engine.on_work(worker.nudge)
+        watched: list[Callable[[], None]] = [ExpertObserver(metrics, built.link.expert_rows).refresh]
+        if built.mesh:
+            steps = built.mesh.steps
+            watched.append(MeshObserver(metrics, built.mesh.traffic, lambda: steps.turns).refresh)
+        experts = asyncio.create_task(_watch(watched))
         try:
             await worker.run(stop)
+            if built.mesh:
+                await asyncio.to_thread(built.mesh.linger)
         except EngineHung:
             log.exception("exiting at once")
             os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
+        except EngineError as error:
+            if not isinstance(error.__cause__, MeshBroken):
+                raise
+            await self._hand_over(worker_id=self._id)
+            raise error.__cause__ from error
         finally:
             experts.cancel()
+
+    async def _hand_over(self, worker_id: str) -> None:
+        """Requests go on at once, and none of them counts as failed: it was another rank that ended."""
+        queue = WorkerQueue(self._redis, Keys(self._settings.namespace), QueueLimits.of(self._settings))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await queue.deregister(worker_id)
+        except (TimeoutError, QueueUnavailable):
+            log.warning("left without a farewell: Redis does not answer, leases will expire")
 
     def _info(self, built: Built, metrics_url: str) -> WorkerInfo:
         return WorkerInfo(
@@ -147,16 +178,17 @@ class AttentionRole:
             credit_tokens=tokens,
             credit_requests=requests,
             lease_s=settings.lease,
-            buffer_tokens=settings.publish_buffer_tokens,
+            buffer_tokens=UNBOUNDED if built.mesh else settings.publish_buffer_tokens,
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )
 
 
-async def _watch(experts: ExpertObserver) -> None:
+async def _watch(watched: Sequence[Callable[[], None]]) -> None:
     while True:
         await asyncio.sleep(EXPERTS_EVERY_S)
-        await asyncio.to_thread(experts.refresh)  # reading a device's counters may wait for its current step
+        for refresh in watched:
+            await asyncio.to_thread(refresh)  # reading a device's counters may wait for its current step
 
 
 async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | None:

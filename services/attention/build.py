@@ -12,6 +12,7 @@ import torch
 
 from services.attention.cache import blocks_within
 from services.attention.capacity import Capacity, capacity
+from services.attention.colocated import Colocated, LockStepEngine
 from services.attention.engine import Engine, EngineOptions
 from services.attention.overlap import OverlapPolicy
 from services.config import Settings
@@ -38,8 +39,10 @@ class Built:
 
     spec: ModelSpec
     capacity: Capacity
-    engine: Engine[Any]
+    engine: Engine[Any] | LockStepEngine
     link: CountingLink[Any]
+    mesh: Colocated | None = None
+    """The other ranks, where they share the experts."""
 
 
 def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built:
@@ -48,26 +51,32 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
     Raises:
         ConfigError: options contradict each other, the model or the machine.
         CheckpointError: the checkpoint is damaged or not supported.
+        MeshBroken: the ranks that share the experts have to start again.
     """
     assert settings.model is not None, "load_settings requires it of this role"
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
-    device = torch_device(settings.device)
+    device = torch_device(settings.device, rank=settings.rank)
     dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
+    mesh = Colocated(settings, spec, dtype=dtype, device=device) if settings.experts == "mesh" else None
     with loading_progress(log) as progress:
         dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
         link: CountingLink[Any]
         if settings.experts == "tcp":
             link = _tcp_link(settings, spec, dtype, worker)
+        elif mesh is not None:
+            link = mesh.connect(worker, progress)
         else:
             experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
             shard = ExpertShard(experts, num_experts=spec.num_experts)
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
     model, options = DenseModel(spec, dense), _engine_options(settings, room)
-    overlap = _overlap(settings, spec)
-    engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock, overlap=overlap)
+    if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap
+        engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
+        return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
+    engine = Engine(model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec))
     return Built(spec=spec, capacity=room, engine=engine, link=link)
 
 

@@ -27,7 +27,7 @@ from services.attention.micro_batches import split
 from services.attention.overlap import OverlapPolicy, StepTime
 from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sampling import DrawRow, Sampler, broken_logits
-from services.errors import ConfigError, InternalError, RequestError
+from services.errors import ConfigError, InternalError, MeshBroken, RequestError
 from services.fabric.experts import ExpertLink
 from services.fabric.timed import TimedLink
 from services.messages import GenerateRequest, TokenEvent, TokenLogprob
@@ -182,6 +182,8 @@ class Engine(Generic[HandleT]):
             return self._compute(plan)
         except RequestError as error:
             return [Outcome(error=error) for _ in plan.pieces]
+        except MeshBroken:
+            raise  # no step can follow: this worker ends, and what it holds goes on elsewhere
         except Exception:
             logger.exception("A step of %d sequences failed; each is tried by itself.", len(plan.pieces))
         if len(plan.pieces) == 1:

@@ -119,10 +119,13 @@ class EngineThread:
     def published(self, count: int) -> None:
         """``count`` events that were taken have reached Redis."""
         with self._ready:
-            paused = self._unpublished >= self._buffer_tokens
             self._unpublished -= count
-            if paused:
-                self._ready.notify()
+            self._ready.notify()  # the engine may have paused
+
+    def nudge(self) -> None:
+        """Make the thread look again whether the engine has work."""
+        with self._ready:
+            self._ready.notify()
 
     @property
     def step(self) -> int | None:

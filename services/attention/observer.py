@@ -135,3 +135,30 @@ class ExpertObserver:
         for rank, expert in enumerate(busiest, start=1):
             self._metrics.expert_top_share.labels(layer, rank).set(recent[expert] / total)
             self._metrics.expert_top_id.labels(layer, rank).set(expert)
+
+
+class MeshTraffic(Protocol):
+    """See :class:`services.fabric.mesh_wire.Traffic`."""
+
+    @property
+    def messages(self) -> Mapping[str, int]: ...
+    @property
+    def bytes(self) -> Mapping[str, int]: ...
+
+
+class MeshObserver:
+    """What goes to other ranks that share the experts."""
+
+    def __init__(self, metrics: WorkerMetrics, traffic: MeshTraffic, turns: Callable[[], int]) -> None:
+        self._metrics, self._traffic, self._turns = metrics, traffic, turns
+        self._seen: dict[str, int] = {}
+
+    def refresh(self) -> None:
+        self._metrics.mesh_turns.inc(self._new("turns", self._turns()))
+        for scope in list(self._traffic.messages):
+            self._metrics.mesh_messages.labels(scope).inc(self._new(f"messages {scope}", self._traffic.messages[scope]))
+            self._metrics.mesh_bytes.labels(scope).inc(self._new(f"bytes {scope}", self._traffic.bytes[scope]))
+
+    def _new(self, name: str, total: int) -> int:
+        before, self._seen[name] = self._seen.get(name, 0), total
+        return total - before

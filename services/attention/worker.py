@@ -105,6 +105,10 @@ class AttentionWorker:
         """Tokens computed and not yet in Redis."""
         return self._thread.unpublished
 
+    def nudge(self) -> None:
+        """Something outside gave the engine work. From any thread."""
+        self._thread.nudge()
+
     def held(self) -> dict[str, int]:
         """Attempts that this worker answers for, by request id."""
         return self._ledger.held()

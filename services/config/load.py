@@ -150,17 +150,41 @@ def require(settings: Settings, role: Role) -> None:
             f"The {_TITLES[role]} needs a Redis.",
             hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
         )
-    if role == ATTENTION and settings.experts != "local" and settings.experts_patience >= settings.step_timeout:
+    if role == ATTENTION and settings.experts == "mesh":
+        _require_mesh(settings)
+    workers = settings.experts not in ("local", "mesh")
+    if role == ATTENTION and workers and settings.experts_patience >= settings.step_timeout:
         raise ConfigError(
             f"--experts-patience {settings.experts_patience:g} is not below --step-timeout {settings.step_timeout:g}: "
             "a step that waits for experts would count as hung.",
             hint="Lower the one or raise the other.",
         )
-    apart = role == EXPERTS or (role == ATTENTION and settings.experts != "local")
+    apart = role == EXPERTS or (role == ATTENTION and workers)
     if apart and settings.fabric_secret_file is None:
         raise ConfigError(
             f"The {_TITLES[role]} needs the secret that attention and expert workers share.",
             hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
+        )
+
+
+def _require_mesh(settings: Settings) -> None:
+    address, _, port = (settings.mesh_address or "").rpartition(":")
+    if not address or not port.isdigit():
+        raise ConfigError("Ranks meet at the address of rank 0.", hint="Give all of them --mesh-address HOST:PORT.")
+    if settings.rank >= settings.ranks:
+        raise ConfigError(
+            f"There is no --rank {settings.rank} of --ranks {settings.ranks}.", hint="Ranks count from 0."
+        )
+    if settings.ranks % settings.expert_slices:
+        raise ConfigError(
+            f"--ranks {settings.ranks} cannot hold experts in --expert-slices {settings.expert_slices}.",
+            hint="The slices have to divide the ranks.",
+        )
+    if settings.mesh_timeout >= settings.step_timeout:
+        raise ConfigError(
+            f"--mesh-timeout {settings.mesh_timeout:g} is not below --step-timeout {settings.step_timeout:g}: "
+            "a rank that waits for another would count as hung.",
+            hint="Lower the one or raise the other.",
         )
 
 

@@ -140,8 +140,10 @@ class Settings(BaseSettings):
     attention_workers: int = _knob(1, "attention workers that `serve` starts", roles=(), ge=1, le=256)
 
     # Experts in processes of their own
-    experts: Literal["local", "tcp"] = _knob(
-        "local", "where the experts are: in the attention worker's process, or in expert workers", roles=(ATTENTION,)
+    experts: Literal["local", "tcp", "mesh"] = _knob(
+        "local",
+        "where the experts are: in the attention worker's process, in expert workers, or shared by attention workers",
+        roles=(ATTENTION,),
     )
     expert_workers: int = _knob(
         0,
@@ -180,6 +182,34 @@ class Settings(BaseSettings):
     )
     experts_patience: float = _knob(
         30.0, "seconds for which a step waits for a shard group without workers", roles=(ATTENTION,), ge=0, le=3600
+    )
+
+    # Co-located: attention workers that share the experts
+    colocated_workers: int = _knob(
+        0, "attention workers that `serve` starts and that share the experts; 0 is one with all", roles=(), ge=0, le=256
+    )
+    ranks: int = _knob(
+        1, "attention workers that share the experts (--experts mesh)", roles=(ATTENTION,), ge=1, le=4096
+    )
+    rank: int = _knob(0, "number of this one among them, from 0", roles=(ATTENTION,), ge=0)
+    mesh_address: str | None = _knob(None, "HOST:PORT on which rank 0 meets the others", roles=(ATTENTION,))
+    mesh_timeout: float = _knob(
+        30.0, "seconds for which a rank waits for the others; then all ranks start again", roles=(ATTENTION,), gt=0
+    )
+    mesh_exchange: Literal["auto", "flat", "hierarchical"] = _knob(
+        "auto",
+        "straight from rank to rank, or between nodes through relays; auto is the latter on several nodes",
+        roles=(ATTENTION,),
+    )
+    relay_pairs: int = _knob(
+        0, "relays between two nodes; 0 is as many as they have ranks, 1 the fewest messages", roles=(ATTENTION,), ge=0
+    )
+    node: str | None = _knob(None, "name of the machine this rank is on (default: the host's)", roles=(ATTENTION,))
+    expert_slots: int | None = _knob(
+        None, "experts of a layer that a rank holds; more than its share makes replicas", roles=(ATTENTION,), ge=1
+    )
+    expert_slices: int = _knob(
+        1, "ranks over which each expert is split along its inner width", roles=(ATTENTION,), ge=1, le=256
     )
 
     # Gateway

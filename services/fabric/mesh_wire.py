@@ -101,6 +101,10 @@ class GlooWire:
     def open(self, tag: int, room: Mapping[int, int], *, exact: bool = False) -> Exchange:
         return _GlooExchange(self, tag, room, exact)
 
+    def scope(self, peer: int) -> str:
+        """Of the traffic with ``peer``."""
+        return "node" if peer in self._near else "across"
+
     def agree(self, values: Sequence[int]) -> list[int]:
         """The sum over all ranks of each of ``values``: one small all-reduce."""
         sums = torch.tensor(values, dtype=torch.int64)
@@ -109,7 +113,7 @@ class GlooWire:
         return list(sums.tolist())
 
     def post(self, peer: int, tag: int, message: Tensor) -> Work:
-        self.traffic.count("node" if peer in self._near else "across", message.nbytes)
+        self.traffic.count(self.scope(peer), message.nbytes)
         return self._group.send([message], peer, tag)
 
     def expect(self, peer: int, tag: int, into: Tensor) -> Work:

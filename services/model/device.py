@@ -8,14 +8,16 @@ from services.errors import ConfigError
 from services.model.spec import ModelSpec
 
 
-def torch_device(name: str) -> torch.device:
-    """The device called ``name``; ``auto`` is a GPU if there is one.
+def torch_device(name: str, *, rank: int = 0) -> torch.device:
+    """The device called ``name``; ``auto`` is a GPU if there is one, the next one for each next ``rank`` of this host.
 
     Raises:
         ConfigError: there is no such device.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return (
+            torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+        )
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

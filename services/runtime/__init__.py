@@ -2,12 +2,13 @@
 
 from services.runtime.daemon import in_daemon
 from services.runtime.incarnation import incarnation
-from services.runtime.lifecycle import CRASHED, FORCED, RoleMain, run_process, run_role
+from services.runtime.lifecycle import AGAIN, CRASHED, FORCED, RoleMain, run_process, run_role
 from services.runtime.logs import bind_request_id, configure_logging
 from services.runtime.metrics_server import MetricsServer
 from services.runtime.parent import die_with_parent, watch_parent
 
 __all__ = [
+    "AGAIN",
     "CRASHED",
     "FORCED",
     "MetricsServer",

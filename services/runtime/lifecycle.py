@@ -22,6 +22,8 @@ RoleMain = Callable[[Settings, asyncio.Event], Coroutine[Any, Any, None]]
 CRASHED = 70
 """Exit code of a role that failed unexpectedly (sysexits' EX_SOFTWARE). A supervisor restarts it; a start-up error
 (codes 1 to 5, see ``services.errors``) would only repeat."""
+AGAIN = 75
+"""Exit code of a role that cannot go on for a reason that lies elsewhere (sysexits' EX_TEMPFAIL): start it again."""
 FORCED = 130
 """Exit code after a second Ctrl-C."""
 

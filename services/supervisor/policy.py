@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from services.errors import CheckpointError, ConfigError, FingerprintMismatch, StartupError
+from services.runtime import AGAIN
 
 FATAL_CODES = frozenset(error.exit_code for error in (StartupError, ConfigError, CheckpointError, FingerprintMismatch))
 """Exit codes of start-up errors that the next try would repeat. A taken port is not one: it may become free."""
@@ -14,7 +15,7 @@ class RestartPolicy:
     """Exponential back-off, in seconds, for one process.
 
     A process that lived ``healthy_s`` clears the record; ``max_failures`` shorter lives in a row end it, unless it is
-    spared because others of its kind do its work.
+    spared because others of its kind do its work. One that ended because of another process (``AGAIN``) has not failed.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class RestartPolicy:
         """Seconds to wait before the next start of a process that ended with ``code``; None to give up."""
         if code in self._fatal:
             return None
+        if code == AGAIN:
+            return self._first_delay_s
         self._failures = 1 if lived_s >= self.healthy_s else self._failures + 1
         if self.exhausted and not spared:
             return None

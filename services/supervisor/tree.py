@@ -103,6 +103,12 @@ class Supervisor:
         model = self._settings.model
         if model is None:
             raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
+        settings = self._settings
+        if settings.colocated_workers and (settings.expert_workers or settings.attention_workers > 1):
+            raise ConfigError(
+                "Experts are either shared by attention workers or in workers of their own.",
+                hint="Give --colocated-workers alone, or --attention-workers and --expert-workers.",
+            )
         self._check_model(model)
         return check_port(self._settings.host, self._settings.port)
 
@@ -117,6 +123,8 @@ class Supervisor:
                 changes = common | {"port": port, "metrics_upstreams": upstreams}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
+            if name in self._ranks():
+                changes = changes | {"rank": self._ranks().index(name)}
             await self._start_role(name, role, folder.write(name, self._settings, changes))
 
     def _processes(self) -> dict[str, Role]:
@@ -125,18 +133,29 @@ class Supervisor:
         names[EXPERTS] = [f"{EXPERTS}-{index}" for index in range(self._settings.expert_workers)]
         if self._settings.attention_workers > 1:
             names[ATTENTION] = [f"{ATTENTION}-{index}" for index in range(self._settings.attention_workers)]
+        if self._settings.colocated_workers:
+            names[ATTENTION] = self._ranks()
         return {name: role for role in self._modules for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""
         settings, processes = self._settings, self._processes()
-        needed = {ATTENTION: 1, EXPERTS: settings.expert_groups or settings.expert_workers}.get(role)
+        needed: dict[Role, int] = {EXPERTS: settings.expert_groups or settings.expert_workers}
+        if not settings.colocated_workers:  # of ranks in lock-step all are needed
+            needed[ATTENTION] = 1
         others = [child for child in self._children if child.name != name and processes.get(child.name) == role]
-        return needed is not None and sum(child.well for child in others) >= needed
+        return role in needed and sum(child.well for child in others) >= needed[role]
+
+    def _ranks(self) -> list[str]:
+        """Names of the attention workers that share the experts."""
+        return [f"{ATTENTION}-{rank}" for rank in range(self._settings.colocated_workers)]
 
     def _fabric(self, folder: RunFolder) -> dict[str, object]:
         """What attention and expert workers need of one another, where they are apart."""
         settings = self._settings
+        if settings.colocated_workers:
+            (port,) = free_ports(_LOOPBACK, 1)
+            return {"experts": "mesh", "ranks": settings.colocated_workers, "mesh_address": f"{_LOOPBACK}:{port}"}
         if not settings.expert_workers:
             return {}
         secret = settings.fabric_secret_file or folder.new_secret("fabric")

@@ -1,0 +1,162 @@
+"""How the ranks of a mesh find one another: at rank 0's store, each under its number, all with the same facts.
+
+One store lives for one mesh. A rank that comes again while the old mesh still stands finds its number taken: it spoils
+that store and rings, so that the others notice, end, and all meet anew at the next store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from services.errors import ConfigError, FingerprintMismatch, MeshBroken
+from services.fabric.mesh_steps import StoreBell, ring_out
+from services.fabric.mesh_wire import Group, gloo_group, guarded
+
+LOOK_S = 0.5
+NOTE_S = 15.0
+SPOILED = "spoiled"
+
+log = logging.getLogger(__name__)
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself. All but ``worker`` and ``node`` have to be the same everywhere."""
+
+    worker: str
+    node: str
+    fingerprint: str
+    package: str
+    dtype: str
+    exchange: str
+    """How experts are shared and rows exchanged, as text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where and as whom. ``host`` is the own address, as the others reach it; ``address`` and ``port`` are rank 0's."""
+
+    rank: int
+    ranks: int
+    address: str
+    port: int
+    host: str
+    timeout_s: float
+
+
+class Joined:
+    """All ranks are there.
+
+    Attributes:
+        nodes: by rank.
+    """
+
+    def __init__(self, meeting: Meeting, store: TCPStore, facts: Sequence[Facts]) -> None:
+        self._meeting, self._store = meeting, store
+        self.nodes = tuple(fact.node for fact in facts)
+
+    def group(self, name: str = "data") -> Group:
+        """Raises MeshBroken."""
+        meeting = self._meeting
+        store = PrefixStore(name, self._store)
+        return gloo_group(store, meeting.rank, meeting.ranks, host=meeting.host, timeout_s=meeting.timeout_s)
+
+    def store(self, name: str) -> PrefixStore:
+        return PrefixStore(name, self._store)
+
+    def bell(self, on_ring: Callable[[], None]) -> StoreBell:
+        meeting = self._meeting
+        with guarded("connecting to the ranks' store"):
+            waits = TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False)
+        return StoreBell(self._store, waits, keeper=meeting.rank == 0, on_ring=on_ring)
+
+
+def join(meeting: Meeting, facts: Facts) -> Joined:
+    """Waits until all ranks are there, however long that takes.
+
+    Raises:
+        ConfigError: rank 0's address cannot be listened on.
+        FingerprintMismatch, ConfigError: another rank has another checkpoint, version or options; says which.
+        MeshBroken: a rank came twice, or rank 0 went: start again.
+    """
+    mine = msgspec.json.encode(facts).decode()
+    store = _store(meeting)
+    while not _claimed(store, meeting.rank, mine):
+        store = _store(meeting)
+    with guarded("meeting the other ranks"):
+        _wait_for_all(store, meeting.ranks)
+        found = [msgspec.json.decode(store.get(_key(rank)), type=Facts) for rank in range(meeting.ranks)]
+    for rank, other in enumerate(found):
+        _compare(rank, other, facts)
+    return Joined(meeting, store, found)
+
+
+def _store(meeting: Meeting) -> TCPStore:
+    """Rank 0 keeps it; the others wait until it is there."""
+    if meeting.rank == 0:
+        try:
+            return TCPStore(meeting.address, meeting.port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"Rank 0 cannot listen on {meeting.address}:{meeting.port}.", hint="Choose another --mesh-address."
+            ) from error
+    noted = time.monotonic()
+    while True:
+        try:
+            wait = timedelta(seconds=NOTE_S)
+            return TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=wait)
+        except RuntimeError:  # nobody listens there yet
+            if time.monotonic() - noted > NOTE_S:
+                log.info("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
+                noted = time.monotonic()
+            time.sleep(LOOK_S)
+
+
+def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
+    """Whether ``rank`` is ours at this store. If not, the store is spoiled, and gone when this returns."""
+    try:
+        if store.compare_set(_key(rank), "", mine).decode() == mine:
+            return True
+        log.info("rank %d is taken in the old mesh; waiting for its end", rank)
+        store.set(SPOILED, str(rank))
+        ring_out(store)
+        while True:
+            store.check([SPOILED])
+            time.sleep(LOOK_S / 10)
+    except RuntimeError:
+        return False
+
+
+def _wait_for_all(store: TCPStore, ranks: int) -> None:
+    noted = time.monotonic()
+    while missing := [rank for rank in range(ranks) if not store.check([_key(rank)])]:
+        if store.check([SPOILED]):
+            raise MeshBroken(f"Rank {store.get(SPOILED).decode()} came twice.", hint="All ranks start again.")
+        if time.monotonic() - noted > NOTE_S:
+            log.info("waiting for rank %s", ", ".join(map(str, missing)))
+            noted = time.monotonic()
+        time.sleep(LOOK_S / 10)
+
+
+def _compare(rank: int, other: Facts, mine: Facts) -> None:
+    if other.fingerprint != mine.fingerprint:
+        raise FingerprintMismatch(
+            f"Rank {rank} serves another checkpoint: {other.fingerprint} there, {mine.fingerprint} here.",
+            hint="Give all ranks the same --model.",
+        )
+    for name in ("package", "dtype", "exchange"):
+        if getattr(other, name) != getattr(mine, name):
+            raise ConfigError(
+                f"Rank {rank} differs in its {name}: {getattr(other, name)} there, {getattr(mine, name)} here.",
+                hint="Give all ranks the same version and options.",
+            )
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"

@@ -1,0 +1,73 @@
+"""Attention workers that share the experts: the recorded answers, also when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.servers import Bench, Server, bench, wait_until
+
+
+def serve(stage: Bench, ranks: int, **options: Any) -> Server:
+    return stage.serve(
+        POCKET / "model",
+        served_model_name="pocket",
+        dtype="float32",
+        threads=1,
+        lease=2,
+        colocated_workers=ranks,
+        **options,
+    )
+
+
+def ranks_of(server: Server) -> list[psutil.Process]:
+    children = psutil.Process(server.proc.popen.pid).children()
+    return [child for child in children if "services.attention" in child.cmdline()]
+
+
+def used_s(server: Server) -> float:
+    """CPU time of all ranks."""
+    times = [rank.cpu_times() for rank in ranks_of(server)]
+    return sum(time.user + time.system for time in times)
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_slices": 2, "expert_slots": 10, "mesh_exchange": "hierarchical"}])
+def test_recorded_answers(tmp_path: Path, options: dict[str, Any]) -> None:
+    with bench(tmp_path) as stage:
+        server = serve(stage, 4 if options else 3, **options)
+        wanted = recorded()[:64]
+        assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=32)))
+        wait_until(
+            lambda: server.metric("expertmesh_mesh_messages_total", scope="node") > 0, 10, "messages are counted"
+        )
+        assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))  # one has rows, all take part
+        time.sleep(2)  # counters are brought up to date every second
+        turns, cpu_s = server.metric("expertmesh_mesh_turns_total"), used_s(server)
+        time.sleep(2)
+        assert server.metric("expertmesh_mesh_turns_total") == turns, "nobody steps without work"
+        assert used_s(server) - cpu_s < 2, "nobody spins without work"
+        assert server.proc.stop() == 0
+
+
+def test_a_rank_that_is_killed_loses_no_request(tmp_path: Path) -> None:
+    with bench(tmp_path) as stage:
+        server = serve(stage, 3)
+        wanted = recorded()[:100]
+
+        async def disturbed() -> list[dict[str, Any]]:
+            asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
+            await asyncio.sleep(1)
+            before = ranks_of(server)
+            before[1].kill()
+            assert not asking.done(), "the kill came too late to disturb"
+            found = await asking
+            assert not {rank.pid for rank in before} & {rank.pid for rank in ranks_of(server)}, "all started again"
+            return found
+
+        assert_recorded(wanted, asyncio.run(disturbed()))
+        wait_until(lambda: len(ranks_of(server)) == 3, 30, "three ranks again")
