@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from services.routing import ShardGroup
 from services.runtime import in_daemon
 
 HEARTBEATS_PER_LEASE = 8
+ROWS_S = 2.0
+"""How often the rows counted for each expert are told: of a large model they are tens of kilobytes."""
 FAREWELL_S = 2.0
 """At the end: how long Redis may take to hear it."""
 
@@ -82,6 +85,7 @@ class ExpertWorker:
         self._held: Assignment | None = None
         self._serving: Serving | None = None
         self._orders = Orders(number=0)
+        self._rows_due, self._told = 0.0, ""
         self._news = asyncio.Event()
         self._pulse = Backoff(max_s=min(1.0, timing.lease / 8))
 
@@ -238,11 +242,15 @@ class ExpertWorker:
             digest=held.digest if held else "",
             outstanding_rows=serving.rows_in_flight if serving else 0,
         )
-        rows = SeatRows(digest=held.digest, rows=serving.rows()) if serving and held else None
+        rows = None
+        if serving and held and (time.monotonic() >= self._rows_due or self._told != held.digest):
+            rows = SeatRows(digest=held.digest, rows=serving.rows())
         try:  # a reply lost on the way must not cost the lease
             async with asyncio.timeout(self._timing.lease / HEARTBEATS_PER_LEASE):
                 self._orders = await self._queue.heartbeat(self._info.id, report, rows)
         except TimeoutError as error:
             raise QueueUnavailable("Redis did not answer a heartbeat in time.") from error
         self._seat = self._orders.number or self._seat
+        if rows is not None:
+            self._rows_due, self._told = time.monotonic() + ROWS_S, rows.digest
         self._news.set()

@@ -132,6 +132,26 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
         }
 
 
+async def test_counted_rows_travel_once_in_a_while_and_not_with_each_heartbeat(floor):
+    async with stage_of(floor, groups=1) as stage:
+        worker = stage.start("a")
+        heartbeat, told = worker._queue.heartbeat, []
+
+        async def watched(*arguments: object) -> object:
+            told.append(arguments[2])
+            return await heartbeat(*arguments)
+
+        worker._queue.heartbeat = watched
+        await stage.until(lambda: worker.status == "ready")
+        await stage.until(lambda: any(told))
+        first = len(told)
+        began = time.monotonic()
+        await stage.until(lambda: len(told) >= first + 4)
+        if time.monotonic() < began + 1.5:
+            assert not any(told[first:])
+        await stage.until(lambda: any(told[first:]))
+
+
 async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_before(floor):
     async with stage_of(floor, groups=1) as stage:
         workers = [stage.start("a"), stage.start("b")]
