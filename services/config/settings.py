@@ -186,7 +186,11 @@ class Settings(BaseSettings):
 
     # Co-located: attention workers that share the experts
     colocated_workers: int = _knob(
-        0, "attention workers that `serve` starts and that share the experts; 0 is one with all", roles=(), ge=0, le=256
+        0,
+        "attention workers that `serve` starts and that share the experts; 0 is one with all",
+        roles=(SCHEDULER,),
+        ge=0,
+        le=256,
     )
     ranks: int = _knob(
         1, "attention workers that share the experts (--experts mesh)", roles=(ATTENTION,), ge=1, le=4096

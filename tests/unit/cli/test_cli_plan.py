@@ -1,0 +1,82 @@
+"""`expertmesh plan`: what it says of shapes that leave no choice, and of input that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from testkit.pocket_answers import POCKET
+
+from services.cli.main import main
+
+MODEL = str(POCKET / "model")
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> str:
+    """Qwen3-30B-A3B's shapes: 58 GB of experts at 16 bits."""
+    config = json.loads((POCKET / "model/config.json").read_text())
+    shapes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    attention = {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | shapes | attention))
+    return str(tmp_path / "config.json")
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["plan", *words])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_one_gpu_runs_all_in_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "--model", MODEL, "--gpus", "1", "--tokens", "64")
+    assert code == 0
+    assert f"Run: expertmesh serve --model {MODEL}\n" in text
+    assert "none of the three; 1 blocks of experts" in text
+
+
+def test_experts_that_fit_no_gpu_are_shared(capsys: pytest.CaptureFixture[str], big: str) -> None:
+    code, text = said(capsys, "--model", big, "--gpus", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1")
+    assert code == 0
+    assert "co-located by 2" in text
+    assert f"Run: expertmesh serve --model {big} --colocated-workers 2" in text
+
+
+def test_across_nodes_it_compares_both_exchanges(capsys: pytest.CaptureFixture[str], big: str) -> None:
+    words = ("--gpus", "16", "--nodes", "4", "--tokens", "16,65536", "--batches", "32", "--block", "8")
+    code, text = said(capsys, "--model", big, *words)
+    assert code == 0
+    assert "16 tokens a step across 4 nodes" in text
+    assert text.count("25% of the messages") == 2
+    assert "us flat" in text
+    assert "hierarchical." in text
+    assert "P = 32, D = 16, E_block = 8: data parallelism, expert parallelism, pipelining; 16 blocks" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--gpus", "2"], "required: --model"),
+        (["--model", "/nowhere", "--gpus", "2"], "/nowhere is no folder"),
+        (["--model", MODEL, "--gpus", "3", "--nodes", "2"], "3 GPUs cannot be spread evenly over 2 nodes"),
+        (["--model", MODEL, "--gpus", "0"], "0 GPUs cannot be spread"),
+        (["--model", MODEL, "--gpus", "2", "--gpu", "b9"], "Known: a100, h100, h200, l40s"),
+        (["--model", MODEL, "--gpus", "2", "--tokens", "4,q"], "no list of whole numbers"),
+        (["--model", MODEL, "--gpus", "2", "--tokens", "0"], "tokens = 0"),
+        (["--model", MODEL, "--gpus", "2", "--skew", "-1"], "skew = -1.0"),
+        (["--model", MODEL, "--gpus", "2", "--weight-bits", "7"], "7 bits"),
+        (["--model", MODEL, "--gpus", "2", "--link-gb", "0"], "bandwidth = 0.0"),
+        (["--model", MODEL, "--gpus", "2", "--nodes", "2", "--across-gb", "0"], "across_bandwidth = 0.0"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], problem: str) -> None:
+    code, text = said(capsys, *words)
+    assert code in (2, 3)
+    assert problem in text
+
+
+def test_weights_that_fit_in_no_way(capsys: pytest.CaptureFixture[str], big: str) -> None:
+    code, text = said(capsys, "--model", big, "--gpus", "1", "--gpu", "l40s")
+    assert code == 2
+    assert "cannot hold the model" in text

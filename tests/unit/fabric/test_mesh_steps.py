@@ -1,0 +1,225 @@
+"""Ranks in lock-step: who steps when, what a failed pass costs, and the bell that ends the quiet. Ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from services.errors import MeshBroken
+from services.fabric.mesh_steps import LockStep, StoreBell, linger, ring_out
+
+LAYERS = (1, 3)
+
+
+class Table:
+    """Where ranks meet, to agree and to exchange the rows of a layer: a rank that is out of step is caught."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._barrier = threading.Barrier(ranks, timeout=10)
+        self._brought: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def meet(self, rank: int, value: Any) -> list[Any]:
+        try:
+            with self._lock:
+                self._brought[rank] = value
+            self._barrier.wait()
+            found = [self._brought[other] for other in range(self.ranks)]
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise MeshBroken("A rank is gone.") from error
+        return found
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+    def agree(self, rank: int) -> Callable[[Sequence[int]], list[int]]:
+        return lambda values: [sum(parts) for parts in zip(*self.meet(rank, values), strict=True)]
+
+
+class MeetingLink:
+    """Rows come back as they went; every rank has to dispatch the same layer, and combine it."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self._table, self._rank = table, rank
+        self.rows: list[int] = []
+
+    def dispatch(self, layer: int, x_TD: Tensor, _ids: Tensor, _weights: Tensor) -> Tensor:
+        assert set(self._table.meet(self._rank, layer)) == {layer}
+        self.rows.append(len(x_TD))
+        return x_TD
+
+    def combine(self, handle: Tensor) -> Tensor:
+        self._table.meet(self._rank, "combine")
+        return handle
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        return {}
+
+
+def rows(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ones(count, 4), torch.zeros(count, 1, dtype=torch.int64), torch.ones(count, 1)
+
+
+def steps_of(table: Table, rank: int) -> tuple[LockStep[Tensor], MeetingLink]:
+    link = MeetingLink(table, rank)
+    agree = table.agree(rank)
+    return LockStep(link, agree, ranks=table.ranks, layers=LAYERS, no_rows=lambda: rows(0)), link
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(works)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except MeshBroken as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def one_pass(steps: LockStep[Tensor], count: int, fail_at: int | None = None) -> None:
+    for layer in LAYERS:
+        if layer == fail_at:
+            raise ValueError("between two layers")
+        steps.combine(steps.dispatch(layer, *rows(count)))
+
+
+def test_a_rank_without_work_takes_part_without_rows() -> None:
+    table = Table(2)
+    (busy, busy_link), (idle, idle_link) = steps_of(table, 0), steps_of(table, 1)
+
+    def watch() -> None:
+        assert idle.begin(work=False)
+        idle.finish()
+
+    together(lambda: one_pass(busy, 5), watch)
+    assert (busy_link.rows, idle_link.rows) == ([5, 5], [0, 0])
+    assert (busy.turns, idle.turns) == (1, 1)
+
+
+@pytest.mark.parametrize("fail_at", LAYERS)
+def test_a_pass_that_fails_is_finished_and_tried_again_in_a_turn_of_its_own(fail_at: int) -> None:
+    table = Table(2)
+    (failing, failing_link), (other, other_link) = steps_of(table, 0), steps_of(table, 1)
+
+    def fail_then_again() -> None:
+        with pytest.raises(ValueError, match="between"):
+            one_pass(failing, 3, fail_at)
+        one_pass(failing, 2)
+
+    def steady() -> None:
+        if fail_at != LAYERS[0]:  # a pass that failed before its first dispatch was no turn
+            one_pass(other, 7)
+        one_pass(other, 8)
+
+    together(fail_then_again, steady)
+    assert failing_link.rows == ([2, 2] if fail_at == LAYERS[0] else [3, 0, 2, 2])
+    assert failing.turns == other.turns
+    assert len(other_link.rows) == len(failing_link.rows)
+
+
+def test_a_pass_that_fails_while_rows_are_away() -> None:
+    table = Table(2)
+    (failing, link), (other, _) = steps_of(table, 0), steps_of(table, 1)
+
+    def abandon() -> None:
+        failing.dispatch(LAYERS[0], *rows(3))
+        failing.finish()
+
+    together(abandon, lambda: one_pass(other, 1))
+    assert link.rows == [3, 0]
+
+
+def test_a_broken_mesh_stays_broken() -> None:
+    table = Table(2)
+    steps, _ = steps_of(table, 0)
+    table.leave()
+    for _ in range(2):
+        with pytest.raises(MeshBroken):
+            steps.dispatch(LAYERS[0], *rows(1))
+
+
+def test_those_that_drained_stay_until_all_have() -> None:
+    table = Table(3)
+    ranks = [steps_of(table, rank)[0] for rank in range(3)]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    bells = [bell_at(store, lambda: None) for _ in ranks]
+
+    def drains_longer() -> None:
+        for _ in range(3):
+            one_pass(ranks[2], 4)
+        linger(ranks[2], bells[2], 10)
+
+    began = time.monotonic()
+    together(lambda: linger(ranks[0], bells[0], 10), lambda: linger(ranks[1], bells[1], 10), drains_longer)
+    assert [steps.turns for steps in ranks] == [3, 3, 3]
+    assert all(steps.all_leave for steps in ranks)
+    assert time.monotonic() - began < 9
+
+
+def bell_at(store: TCPStore, on_ring: Callable[[], None], *, keeper: bool = False) -> StoreBell:
+    clients = [TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False) for _ in range(2)]
+    return StoreBell(*clients, keeper=keeper, on_ring=on_ring)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def heard_by(count: int, store: TCPStore) -> tuple[list[StoreBell], list[threading.Event]]:
+    events = [threading.Event() for _ in range(count)]
+    return [bell_at(store, event.set, keeper=rank == 0) for rank, event in enumerate(events)], events
+
+
+def test_one_ring_wakes_all_also_those_that_listen_later(store: TCPStore) -> None:
+    bells, events = heard_by(3, store)
+    for period in range(4):
+        bells[0].listen(period)
+        bells[1].listen(period)
+        assert not bells[0].heard(period)
+        bells[1].ring(period)
+        bells[2].listen(period)
+        for bell, event in zip(bells, events, strict=True):
+            assert event.wait(10)
+            assert bell.heard(period)
+            event.clear()
+
+
+def test_one_that_comes_again_wakes_all(store: TCPStore) -> None:
+    bells, events = heard_by(2, store)
+    for bell in bells:
+        bell.listen(5)
+    ring_out(bell_client(store))
+    assert all(event.wait(10) for event in events)
+
+
+def bell_client(store: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+
+def test_a_store_that_is_gone_wakes_all() -> None:
+    store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert store is not None
+    bells, events = heard_by(2, store)
+    for bell in bells:
+        bell.listen(0)
+    time.sleep(0.2)
+    del store
+    assert all(event.wait(10) for event in events)
