@@ -56,8 +56,8 @@ class _NcclExchange:
         self._post({peer: body for peer, body in bodies.items() if len(body)})
 
     def wait(self) -> dict[int, Tensor]:
-        assert self._work is not None, "sent first"
-        self._until_done(self._work)
+        if self._work is not None:
+            self._until_done(self._work)
         found, at = {}, 0
         for peer in sorted(self._sizes):
             found[peer] = self._into[at : at + self._sizes[peer]]
@@ -71,6 +71,8 @@ class _NcclExchange:
             wire.traffic.count(wire.control.scope(peer), len(body))
         out = [_room(len(bodies[peer])) if peer in bodies else 0 for peer in ranks]
         come = [_room(self._sizes.get(peer, 0)) for peer in ranks]
+        if not any((*out, *come)):
+            return
         self._kept = torch.zeros(sum(out), dtype=torch.uint8, device=wire.device)
         for peer, part in zip(ranks, self._kept.split_with_sizes(out), strict=True):
             if peer in bodies:
@@ -96,7 +98,7 @@ def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> object:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=2 * timeout_s)  # later than our own deadline: NCCL's ends the process
     with guarded("connecting the GPUs"):
         group: object = ProcessGroupNCCL(store, rank, size, options)
         return group

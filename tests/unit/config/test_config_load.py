@@ -240,3 +240,19 @@ def test_settings_survive_the_file_they_are_handed_over_in(
     file = tmp_path_factory.mktemp("handover") / "x.yaml"
     file.write_text(yaml.safe_dump(settings.model_dump(mode="json"), allow_unicode=True), encoding="utf-8")
     assert load_settings(["--config", str(file)]) == settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "--mesh-address HOST:PORT"),
+        (["--mesh-address", "host"], "--mesh-address HOST:PORT"),
+        (["--mesh-address", "host:1", "--ranks", "2", "--rank", "2"], "no --rank 2 of --ranks 2"),
+        (["--mesh-address", "host:1", "--ranks", "4", "--expert-slices", "3"], "--expert-slices 3"),
+        (["--mesh-address", "host:1", "--mesh-timeout", "300"], "not below --step-timeout 300"),
+    ],
+)
+def test_ranks_that_do_not_fit_together(arguments: list[str], problem: str) -> None:
+    common = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh"]
+    with pytest.raises(ConfigError, match=problem):
+        load_settings([*common, *arguments], role="attention")

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import PortInUse
+from services.runtime import AGAIN
 from services.supervisor.policy import FATAL_CODES, RestartPolicy
 
 
@@ -42,3 +43,9 @@ def test_delays_are_bounded(ends: list[tuple[int, float]]) -> None:
     for code, lived in ends:
         delay = policy.delay(code, lived)
         assert delay is None or 0.5 <= delay <= 4
+
+
+def test_a_process_that_ended_because_of_another_has_not_failed() -> None:
+    policy = RestartPolicy(first_delay_s=1, max_failures=2)
+    assert [policy.delay(AGAIN, 0) for _ in range(5)] == [1] * 5
+    assert [policy.delay(-9, 0), policy.delay(AGAIN, 0), policy.delay(-9, 0)] == [1, 1, None]

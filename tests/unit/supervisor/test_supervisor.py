@@ -97,6 +97,11 @@ async def _nothing(_: str) -> None:
     pass
 
 
+def _until_started(home: Path, count: int) -> Callable[[str], Awaitable[None]]:
+    """The stand-in for the gateway is ready once three roles are."""
+    return lambda _: _until(lambda: len(_notes(home)) == count)
+
+
 async def test_every_role_gets_the_effective_settings(home: Path) -> None:
     assert await _run(_nothing, lease=2.5, kv_blocks=7, served_model_name="näme") == 0
     started = {note["role"]: note for note in _notes(home)}
@@ -209,7 +214,7 @@ async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code:
 
 async def test_expert_workers_are_processes_that_share_a_secret_with_the_attention_worker(home: Path) -> None:
     modules = _MODULES | {"experts": "fake_role"}
-    assert await _run(_nothing, expert_workers=2, modules=modules) == 0
+    assert await _run(_until_started(home, 5), expert_workers=2, modules=modules) == 0
     started = {note["role"]: note["settings"] for note in _notes(home, "started")}
     assert set(started) == {*_MODULES, "experts-0", "experts-1"}
     assert started["attention"]["experts"] == "tcp"
@@ -260,6 +265,22 @@ async def test_expert_workers_are_stopped_together(home: Path) -> None:
 
     assert await _run(during, expert_workers=4, drain_timeout=0.0, stop_margin_s=2.0, **_EXPERTS) == 0
     assert time.monotonic() - began[0] < 6
+
+
+async def test_attention_workers_that_share_the_experts_have_ranks_and_meet_at_one_address(home: Path) -> None:
+    assert await _run(_until_started(home, 5), colocated_workers=3) == 0
+    started = {note["role"]: note["settings"] for note in _notes(home, "started")}
+    assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1", "attention-2"}
+    ranks = [started[f"attention-{number}"] for number in range(3)]
+    assert [(rank["experts"], rank["rank"], rank["ranks"]) for rank in ranks] == [("mesh", n, 3) for n in range(3)]
+    assert len({rank["mesh_address"] for rank in ranks}) == 1
+    assert len({rank["metrics_port"] for rank in ranks}) == 3
+
+
+async def test_experts_are_shared_or_apart(home: Path) -> None:
+    with pytest.raises(ConfigError, match="--colocated-workers alone"):
+        await _supervisor(colocated_workers=2, expert_workers=2).run(asyncio.Event())
+    assert not _notes(home)
 
 
 async def _nothing_ever(_: str) -> None:
