@@ -12,6 +12,7 @@ blocks; then the sequence that was admitted last gives up its blocks and is reco
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 
@@ -35,7 +36,11 @@ class BatchManager:
         self._held: dict[str, SequenceState] = {}
         self._waiting: list[SequenceState] = []
         self._running: list[SequenceState] = []
+        self._decodes: tuple[SequenceState, ...] = ()
+        """Of the last plan, as long as no sequence came or went."""
         self._events: list[TokenEvent] = []
+        self._next_deadline_ms = math.inf
+        """No held request ends before it."""
         self._arrivals = 0
         self._admissions = 0
 
@@ -71,6 +76,7 @@ class BatchManager:
             vocab_size=self._limits.vocab_size,
         )
         self._held[request.id] = state
+        self._next_deadline_ms = min(self._next_deadline_ms, request.deadline_ms)
         if error is not None:
             self._end(state, "error", error)
         elif not state.wants_token and state.prompt_logprobs is None:
@@ -87,17 +93,21 @@ class BatchManager:
     def plan(self) -> StepPlan:
         """What to compute next. Empty only if nothing is held."""
         self._expire()
+        if self._repeats():
+            return StepPlan(decodes=self._decodes)
         budget = self._limits.max_num_batched_tokens
-        pieces = self._plan_decodes(budget)
-        self._plan_prefills(pieces, budget - len(pieces))
-        self._admit(pieces, budget - sum(piece.length for piece in pieces))
-        assert pieces or not self._held, "sequences are held, but none can make progress"
-        return StepPlan(pieces=tuple(pieces))
+        decodes, prompts = self._plan_decodes(budget), list[Piece]()
+        self._plan_prefills(prompts, budget - len(decodes))
+        self._admit(prompts, budget - len(decodes) - sum(piece.length for piece in prompts))
+        assert decodes or prompts or not self._held, "sequences are held, but none can make progress"
+        self._decodes = tuple(decodes)
+        return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
         """Take in what the step computed. Returns the blocks to wipe: those left by pieces that failed."""
-        wipe: list[int] = []
-        for piece, outcome in zip(plan.pieces, outcomes, strict=True):
+        decodes = len(plan.decodes)
+        wipe = self._complete_decodes(plan.decodes, outcomes[:decodes])
+        for piece, outcome in zip(plan.prompts, outcomes[decodes:], strict=True):
             if outcome.error is not None:
                 wipe += self._fail(piece.state, outcome.error)
             else:
@@ -111,19 +121,40 @@ class BatchManager:
 
     def _expire(self) -> None:
         now_ms = self._clock()
+        if now_ms < self._next_deadline_ms:
+            return
         for state in [state for state in self._held.values() if state.request.deadline_ms <= now_ms]:
             hint = "Ask for fewer tokens, or raise --request-timeout."
             self._end(state, "error", DeadlineExceeded("The request ran past its deadline.", hint=hint))
+        self._next_deadline_ms = min((state.request.deadline_ms for state in self._held.values()), default=math.inf)
 
-    def _plan_decodes(self, budget: int) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _repeats(self) -> bool:
+        """Whether the step is as the one before, each sequence one token on; then they have room for it.
+
+        Only where every running sequence decodes and none can come in; nothing needs to be given up for room.
+        """
+        decodes, block_size = self._decodes, self.pool.block_size
+        if not decodes or len(decodes) != len(self._running):
+            return False
+        if self._waiting and self.running < self._limits.max_num_seqs:
+            return False
+        at_edge = [state for state in decodes if not state.computed % block_size]
+        growing = [state for state in at_edge if len(state.blocks) * block_size <= state.computed]
+        if len(growing) > self.pool.available:
+            return False
+        for state in growing:
+            state.blocks += self.pool.take((), 1)
+        return True
+
+    def _plan_decodes(self, budget: int) -> list[SequenceState]:
+        decodes: list[SequenceState] = []
         index = 0
-        while index < len(self._running) and len(pieces) < budget:  # a preemption shortens the list from its tail
+        while index < len(self._running) and len(decodes) < budget:  # a preemption shortens the list from its tail
             state = self._running[index]
             index += 1
             if not state.prefilling and self._grow(state):
-                pieces.append(self._piece(state, 1))
-        return pieces
+                decodes.append(state)
+        return decodes
 
     def _grow(self, state: SequenceState) -> bool:
         """Make room for the token to compute; False if ``state`` itself had to give way."""
@@ -195,6 +226,7 @@ class BatchManager:
             state.cached_tokens = min(state.computed, state.request.prompt_len)
         self._admissions += 1
         state.admission = self._admissions
+        self._decodes = ()
         insort(self._running, state, key=SequenceState.running_key)
 
     def _piece(self, state: SequenceState, budget: int) -> Piece:
@@ -206,6 +238,21 @@ class BatchManager:
             scored = range(first, min(start + length + 1, state.request.prompt_len))
         ends = start + length == len(state.token_ids)
         return Piece(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
+
+    def _complete_decodes(self, decodes: Sequence[SequenceState], outcomes: Sequence[Outcome]) -> list[int]:
+        """As :meth:`complete`. In one loop, since there are hundreds and the device waits."""
+        wipe: list[int] = []
+        block_size = self.pool.block_size
+        for state, outcome in zip(decodes, outcomes, strict=True):
+            if outcome.error is not None:
+                wipe += self._fail(state, outcome.error)
+                continue
+            state.computed += 1
+            if not state.computed % block_size:
+                self._publish(state)
+            assert outcome.token_id is not None
+            self._append(state, outcome.token_id, outcome.logprob)
+        return wipe
 
     def _advance(self, piece: Piece, outcome: Outcome) -> None:
         state = piece.state
@@ -234,11 +281,9 @@ class BatchManager:
         state.published = full
 
     def _append(self, state: SequenceState, token_id: int, logprob: TokenLogprob | None) -> None:
-        index = state.generated
-        state.token_ids.append(token_id)
         self.counters.decode_tokens += 1
-        finish = state.finish_after(token_id)
-        self._events.append(state.event(index=index, token_id=token_id, logprob=logprob, finish=finish))
+        finish = state.append(token_id)
+        self._events.append(state.event(state.generated - 1, token_id, finish, logprob))
         if finish is not None:
             self._drop(state)
 
@@ -250,11 +295,12 @@ class BatchManager:
 
     def _end(self, state: SequenceState, finish: FinishReason, error: RequestError | None = None) -> None:
         self._drop(state)
-        self._events.append(state.event(index=state.generated, finish=finish, error=error))
+        self._events.append(state.event(state.generated, finish=finish, error=error))
 
     def _drop(self, state: SequenceState) -> None:
         """Take ``state`` out of everything and free its blocks."""
         del self._held[state.request.id]
+        self._decodes = ()
         _remove(self._running if state.blocks else self._waiting, state)
         self.pool.release(state.blocks)
         state.blocks, state.published = [], 0

@@ -20,19 +20,19 @@ from torch import Tensor
 from services.attention.batch import BatchManager
 from services.attention.blocks import BlockPool
 from services.attention.cache import KVCache, blocks_within
-from services.attention.flatten import step_inputs
+from services.attention.flatten import Flattener
 from services.attention.forward import forward
 from services.attention.logprobs import token_logprobs
 from services.attention.micro_batches import split
 from services.attention.overlap import OverlapPolicy, StepTime
 from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
-from services.attention.sampling import DrawRow, Sampler, broken_logits
+from services.attention.sampling import Sampler, broken_logits
 from services.errors import ConfigError, InternalError, MeshBroken, RequestError
 from services.fabric.experts import ExpertLink
 from services.fabric.timed import TimedLink
 from services.messages import GenerateRequest, TokenEvent, TokenLogprob
 from services.model.dense import DenseModel
-from services.model.inputs import SequenceRows, StepInputs
+from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
 SCORED_ROWS = 64
@@ -108,6 +108,7 @@ class Engine(Generic[HandleT]):
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
         )
         self._pool = BlockPool(blocks, options.block_size)
+        self._inputs = Flattener(options.block_size, model.device)
         limits = BatchLimits(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -146,7 +147,7 @@ class Engine(Generic[HandleT]):
         """
         started = time.perf_counter()
         plan = self._batch.plan()
-        if plan.pieces:
+        if plan.sequences:
             wipe = self._batch.complete(plan, self._outcomes(plan))
             if wipe:
                 self._kv.wipe(wipe)
@@ -181,56 +182,52 @@ class Engine(Generic[HandleT]):
         try:
             return self._compute(plan)
         except RequestError as error:
-            return [Outcome(error=error) for _ in plan.pieces]
+            return [Outcome(error=error)] * plan.sequences
         except MeshBroken:
             raise  # no step can follow: this worker ends, and what it holds goes on elsewhere
         except Exception:
-            logger.exception("A step of %d sequences failed; each is tried by itself.", len(plan.pieces))
-        if len(plan.pieces) == 1:
+            logger.exception("A step of %d sequences failed; each is tried by itself.", plan.sequences)
+        if plan.sequences == 1:
             return [Outcome(error=_step_failed())]
         # Running a piece again is safe: its KV slots are overwritten and its draws are keyed.
-        return [outcome for piece in plan.pieces for outcome in self._outcomes(StepPlan(pieces=(piece,)))]
+        return [outcome for alone in plan.one_by_one() for outcome in self._outcomes(alone)]
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> list[Outcome]:
-        inputs = step_inputs(plan, self._pool.block_size, self._device)
+        inputs = self._inputs.of(plan)
         x_TD, healthy = self._hidden(inputs)
-        drawing = [piece for piece in plan.pieces if piece.draws]
+        rows = [state.row for state in plan.decodes]
+        rows += [piece.state.row for piece in plan.prompts if piece.draws]
         x_RD = x_TD[inputs.logits_rows_R]
-        drawn = iter(self._draw(x_RD[: len(drawing)], drawing))
-        scores = self._scores(x_RD[len(drawing) :], plan.pieces)
-        outcomes = []
-        for piece, is_healthy in zip(plan.pieces, healthy, strict=True):
-            outcome = next(drawn) if piece.draws else Outcome()
-            outcomes.append(_merge(outcome, [next(scores) for _ in piece.scored], is_healthy))
-        return outcomes
+        drawn = self._sampler.draw(self._model.logits(x_RD[: len(rows)]), rows) if rows else []
+        if plan.prompts:
+            drawn = self._with_prompts(plan, drawn, x_RD[len(rows) :])
+        if all(healthy):
+            return drawn
+        return [o if is_healthy else _broken() for o, is_healthy in zip(drawn, healthy, strict=True)]
 
     def _hidden(self, inputs: StepInputs) -> tuple[Tensor, list[bool]]:
         """The rows after the last layer, and of which sequences they are finite."""
-        sizes = [(rows.length, rows.kv_len) for rows in inputs.sequences]
+        sizes = inputs.sizes if self._overlap.active else []
         began, waited_s = time.perf_counter(), self._link.waited_s
         micro_batches = split(inputs, self._overlap.cut(sizes))
         x_TD = forward(self._model, self._link, self._kv, micro_batches)
-        healthy = _healthy(x_TD, inputs.sequences)  # waits for the device, so the time is the step's
+        healthy = _healthy(x_TD, inputs)  # waits for the device, so the time is the step's
         took = StepTime(seconds=time.perf_counter() - began, waited_s=self._link.waited_s - waited_s)
         self._overlap.note(sizes, took)
         self._step_overlapped = len(micro_batches) > 1
         self._overlapped_steps += self._step_overlapped
         return x_TD, healthy
 
-    def _draw(self, x_RD: Tensor, pieces: Sequence[Piece]) -> list[Outcome]:
-        if not pieces:
-            return []
-        rows = [
-            DrawRow(
-                params=piece.state.request.sampling,
-                token_ids=piece.state.token_ids,
-                prompt_len=piece.state.request.prompt_len,
-                stop_ids=piece.state.stop_ids,
-            )
-            for piece in pieces
-        ]
-        return self._sampler.draw(self._model.logits(x_RD), rows)
+    def _with_prompts(self, plan: StepPlan, drawn: list[Outcome], x_RD: Tensor) -> list[Outcome]:
+        """One outcome per sequence of ``drawn``, one per draw, and ``x_RD``, the rows that score prompts."""
+        decodes = len(plan.decodes)
+        draws, scores = iter(drawn[decodes:]), self._scores(x_RD, plan.prompts)
+        outcomes = drawn[:decodes]
+        for piece in plan.prompts:
+            outcome = next(draws) if piece.draws else Outcome()
+            outcomes.append(_with_scores(outcome, [next(scores) for _ in piece.scored]))
+        return outcomes
 
     def _scores(self, x_RD: Tensor, pieces: Sequence[Piece]) -> Iterator[TokenLogprob]:
         """Log-probabilities of the prompt tokens that ``pieces`` score, in order."""
@@ -243,20 +240,26 @@ class Engine(Generic[HandleT]):
             yield from token_logprobs(logits_RV, token_ids, alternatives)
 
 
-def _healthy(x_TD: Tensor, sequences: Sequence[SequenceRows]) -> list[bool]:
+def _healthy(x_TD: Tensor, inputs: StepInputs) -> list[bool]:
     """Whether all rows of each sequence are finite."""
     finite_T = x_TD.isfinite().all(dim=-1)
+    decodes = len(inputs.decodes or ())
     if bool(finite_T.all()):
-        return [True] * len(sequences)
-    return [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in sequences]
+        return [True] * (decodes + len(inputs.sequences))
+    prompts = [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in inputs.sequences]
+    return finite_T[:decodes].tolist() + prompts
 
 
-def _merge(outcome: Outcome, scores: list[TokenLogprob], is_healthy: bool) -> Outcome:
-    if not is_healthy or any(math.isnan(score.logprob) for score in scores):
-        return Outcome(error=broken_logits())
+def _with_scores(outcome: Outcome, scores: list[TokenLogprob]) -> Outcome:
+    if any(math.isnan(score.logprob) for score in scores):
+        return _broken()
     if not scores or outcome.error is not None:
         return outcome
     return Outcome(token_id=outcome.token_id, logprob=outcome.logprob, prompt_logprobs=scores)
+
+
+def _broken() -> Outcome:
+    return Outcome(error=broken_logits())
 
 
 def _step_failed() -> RequestError:

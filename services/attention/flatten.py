@@ -1,46 +1,72 @@
 """A step plan becomes tensors: all pieces in one flat row dimension, without padding (ExpertFlow 4.2).
 
-Legend: T rows of the step, R rows whose logits are wanted.
+Decoding sequences, hundreds in a step, are handled together as arrays; pieces of prompts one by one.
+Legend: T rows of the step, R rows whose logits are wanted, B decoding sequences, M blocks per sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from services.attention.block_table import BlockTable
 from services.attention.plan import Piece, StepPlan
-from services.model.inputs import SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 
 
-def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepInputs:
-    """The rows of ``plan``. Wanted logits: of each piece that draws its last row, then the rows that score prompts."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sequences: list[SequenceRows] = []
-    draws: list[int] = []
-    scores: list[int] = []
-    for piece in plan.pieces:
-        first = len(token_ids)
-        sequences.append(SequenceRows(start=first, length=piece.length, kv_len=piece.end, blocks=piece.state.blocks))
-        token_ids += piece.state.token_ids[piece.start : piece.end]
-        positions += range(piece.start, piece.end)
-        slots += _slots(piece, block_size)
-        if piece.draws:
-            draws.append(first + piece.length - 1)
-        scores += (first + position - 1 - piece.start for position in piece.scored)
-    rows_4T = (token_ids, positions, slots, draws + scores)
-    token_ids_T, positions_T, slots_T, logits_rows_R = (
-        torch.tensor(rows, dtype=torch.int64, device=device) for rows in rows_4T
-    )
-    return StepInputs(
-        token_ids_T=token_ids_T,
-        positions_T=positions_T,
-        slots_T=slots_T,
-        sequences=tuple(sequences),
-        logits_rows_R=logits_rows_R,
-    )
+class Flattener:
+    """One per engine: it keeps the decoding sequences' blocks from step to step."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._table = BlockTable(block_size)
+
+    def of(self, plan: StepPlan) -> StepInputs:
+        """The rows of ``plan``. Wanted logits: of what draws its last row each, then the rows that score prompts."""
+        states, size = plan.decodes, self._block_size
+        token_ids = [state.token_ids[-1] for state in states]
+        position_B = _array([state.computed for state in states])
+        blocks_BM = self._table.rows(states, position_B)
+        slot_B = blocks_BM[np.arange(len(states)), position_B // size] * size + position_B % size
+        positions, slots = list[int](), list[int]()
+        sequences: list[SequenceRows] = []
+        draws, scores = list(range(len(states))), list[int]()
+        for piece in plan.prompts:
+            first = len(token_ids)
+            blocks = piece.state.blocks
+            sequences.append(SequenceRows(start=first, length=piece.length, kv_len=piece.end, blocks=blocks))
+            token_ids += piece.state.token_ids[piece.start : piece.end]
+            positions += range(piece.start, piece.end)
+            slots += _slots(piece, size)
+            if piece.draws:
+                draws.append(first + piece.length - 1)
+            scores += (first + position - 1 - piece.start for position in piece.scored)
+        return StepInputs(
+            token_ids_T=self._tensor(_array(token_ids)),
+            positions_T=self._tensor(_joined(position_B, positions)),
+            slots_T=self._tensor(_joined(slot_B, slots)),
+            sequences=tuple(sequences),
+            logits_rows_R=self._tensor(_array(draws + scores)),
+            decodes=DecodeRows(kv_len_B=position_B + 1, blocks_BM=blocks_BM) if states else None,
+        )
+
+    def _tensor(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _array(values: Sequence[int]) -> NDArray[np.int64]:
+    """By way of an array: numpy and torch take several times longer for a list."""
+    return np.frombuffer(array("q", values), dtype=np.int64) if values else np.empty(0, dtype=np.int64)
+
+
+def _joined(values_B: NDArray[np.int64], more: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate((values_B, _array(more))) if more else values_B
 
 
 def _slots(piece: Piece, block_size: int) -> Iterator[int]:

@@ -73,6 +73,11 @@ class OverlapPolicy:
         self._waits_seen = waits_seen
         self._by_rows: dict[int, _Rows] = {}
 
+    @property
+    def active(self) -> bool:
+        """Whether any step may be split; else :meth:`cut` and :meth:`note` look at nothing."""
+        return self._mode != "off"
+
     def cut(self, sequences: Sequence[tuple[int, int]]) -> int | None:
         """How many of the ``(rows, kv_len)``, in order, are to be the first micro-batch; None for all in one."""
         if self._mode == "off" or len(sequences) < 2:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from services.attention.sequence import SequenceState
 from services.errors import RequestError
@@ -23,8 +25,7 @@ class BatchLimits:
     chunked_prefill: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens ``start .. start + length`` of a sequence, computed in one step.
 
     ``draws``: the next token is drawn from the last row. ``scored`` are the prompt positions whose log-probability
@@ -44,17 +45,37 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """What one step computes, in row order."""
+    """What one step computes, in row order: first ``decodes``, which compute their last token and draw the next one.
 
-    pieces: tuple[Piece, ...]
+    Steps hold hundreds of decodes, so they have no pieces made for them but where :attr:`pieces` is asked for, before
+    the step is completed.
+    """
+
+    decodes: tuple[SequenceState, ...] = ()
+    prompts: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        decodes = (
+            Piece(state=state, start=state.computed, length=1, draws=True, scored=range(0)) for state in self.decodes
+        )
+        return (*decodes, *self.prompts)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.decodes) + len(self.prompts)
 
     @property
     def tokens(self) -> int:
-        return sum(piece.length for piece in self.pieces)
+        return len(self.decodes) + sum(piece.length for piece in self.prompts)
+
+    def one_by_one(self) -> Iterator[StepPlan]:
+        """Each sequence by itself, in order."""
+        yield from (StepPlan(decodes=(state,)) for state in self.decodes)
+        yield from (StepPlan(prompts=(piece,)) for piece in self.prompts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a step made of a piece: the drawn token if it draws, scores of ``Piece.scored``; or what went wrong."""
 
     token_id: int | None = None

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from services.attention.draw_row import DrawRow
 from services.attention.filters import thresholds
 from services.attention.logprobs import token_logprobs
 from services.attention.noise import GumbelNoise, draw_key
@@ -28,36 +28,6 @@ from services.messages import SamplingParams
 
 MIN_TEMPERATURE = 1e-6
 """Lower temperatures above 0 count as this one: differences of logits then still fit float32."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrawRow:
-    """What the sampler knows of one row's sequence: all its tokens so far, and the tokens that may end it."""
-
-    params: SamplingParams
-    token_ids: Sequence[int]
-    prompt_len: int
-    stop_ids: frozenset[int] = frozenset()
-
-    @property
-    def generated(self) -> int:
-        return len(self.token_ids) - self.prompt_len
-
-    @property
-    def bans_stop(self) -> bool:
-        return self.generated < self.params.min_tokens and bool(self.stop_ids)
-
-    @property
-    def edits(self) -> bool:
-        """Whether logits change before the temperature."""
-        params = self.params
-        return (
-            params.repetition_penalty != 1
-            or params.presence_penalty != 0
-            or params.frequency_penalty != 0
-            or bool(params.logit_bias)
-            or self.bans_stop
-        )
 
 
 class Sampler:
@@ -93,7 +63,7 @@ class Sampler:
         return outcomes
 
     def _edit(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> Tensor:
-        edited = [index for index, row in enumerate(rows) if row.edits]
+        edited = [index for index, row in enumerate(rows) if row.may_edit and row.edits]
         if not edited:
             return logits_RV
         logits_RV = logits_RV.clone()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from services.attention.draw_row import DrawRow
 from services.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
 from services.prefix import ROOT, block_hash
@@ -27,6 +28,9 @@ class SequenceState:
     stop_ids: frozenset[int]
     token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
+    row: DrawRow
+    limit: int
+    """Length at which ``max_tokens`` ends the sequence."""
     computed: int = 0
     prefilling: bool = True
     admission: int = -1
@@ -40,11 +44,6 @@ class SequenceState:
     def generated(self) -> int:
         """Generated tokens, those of earlier attempts included; also the index of the next one."""
         return len(self.token_ids) - self.request.prompt_len
-
-    @property
-    def limit(self) -> int:
-        """Length at which ``max_tokens`` ends the sequence."""
-        return self.request.cost
 
     @property
     def wants_token(self) -> bool:
@@ -66,15 +65,16 @@ class SequenceState:
             self.chain.append(parent)
         return self.chain[:blocks]
 
-    def finish_after(self, token_id: int) -> FinishReason | None:
-        """Why the sequence ends with ``token_id``, which was just appended."""
+    def append(self, token_id: int) -> FinishReason | None:
+        """Why the sequence ends with ``token_id``, if it does."""
+        token_ids = self.token_ids
+        token_ids.append(token_id)
         if token_id in self.stop_ids:
             return "stop"
-        return None if self.wants_token else "length"
+        return None if len(token_ids) < self.limit else "length"
 
     def event(
         self,
-        *,
         index: int,
         token_id: int | None = None,
         finish: FinishReason | None = None,
@@ -82,12 +82,17 @@ class SequenceState:
         error: RequestError | None = None,
     ) -> TokenEvent:
         """The event to send; the first of an attempt takes the prompt's log-probabilities along."""
+        request = self.request
+        if finish is None and self.prompt_logprobs is None and not self.cached_tokens:  # nearly all of them
+            return TokenEvent(
+                request_id=request.id, attempt=request.attempt, index=index, token_id=token_id, logprob=logprob
+            )
         scores, cached_tokens = self.prompt_logprobs, self.cached_tokens
         self.prompt_logprobs, self.cached_tokens = None, 0
         whole = scores is not None and len(scores) == self.request.prompt_len  # a cancel can come between two chunks
         return TokenEvent(
-            request_id=self.request.id,
-            attempt=self.request.attempt,
+            request_id=request.id,
+            attempt=request.attempt,
             index=index,
             token_id=token_id,
             finish=finish,
@@ -102,12 +107,15 @@ def open_sequence(request: GenerateRequest, arrival: int, eos_token_ids: Iterabl
     """The state of ``request`` before its first step."""
     params = request.sampling
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+    token_ids = list(request.token_ids)
     return SequenceState(
         request=request,
         arrival=arrival,
         stop_ids=stop_ids,
-        token_ids=list(request.token_ids),
+        token_ids=token_ids,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        row=DrawRow(params=params, token_ids=token_ids, prompt_len=request.prompt_len, stop_ids=stop_ids),
+        limit=request.cost,
     )
 
 

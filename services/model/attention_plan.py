@@ -7,13 +7,15 @@ Legend: T rows of the step, B sequences of a group, M blocks per sequence, L pos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.model.inputs import SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 
 _CALL_COST_ELEMENTS = 65_536
 """What one more attention call costs, in key elements read instead: about 60 us on a CPU core at 1 ns each."""
@@ -76,18 +78,36 @@ class WindowPlanner:
         self._device = device
 
     def plan(self, inputs: StepInputs, window: int | None) -> WindowPlan:
-        decodes = [rows for rows in inputs.sequences if rows.length == 1]
+        few = [rows for rows in inputs.sequences if rows.length == 1]
         prompts = [rows for rows in inputs.sequences if rows.length > 1]
-        visible = [self._visible_blocks(rows, window) for rows in decodes]
-        groups = group_by_length([len(blocks) for blocks in visible], self._call_cost_blocks)
-        in_order = len(groups) == 1 and not prompts
-        return WindowPlan(
-            decode=tuple(
-                self._group([decodes[i] for i in group], [visible[i] for i in group], window, in_order=in_order)
-                for group in groups
-            ),
-            prompts=tuple(self._piece(rows, window) for rows in prompts),
-        )
+        decodes = [*self._decode_groups(inputs.decodes, window)] if inputs.decodes is not None else []
+        visible = [self._visible_blocks(rows, window) for rows in few]
+        decodes += [
+            self._group([few[i] for i in group], [visible[i] for i in group], window)
+            for group in group_by_length([len(blocks) for blocks in visible], self._call_cost_blocks)
+        ]
+        if len(decodes) == 1 and not prompts:
+            decodes = [replace(decodes[0], rows_B=None)]
+        return WindowPlan(decode=tuple(decodes), prompts=tuple(self._piece(rows, window) for rows in prompts))
+
+    def _decode_groups(self, rows: DecodeRows, window: int | None) -> Iterator[DecodeGroup]:
+        """Of rows that come as arrays."""
+        size, kv_len_B = self._block_size, rows.kv_len_B
+        first_B = np.zeros_like(kv_len_B) if window is None else np.maximum(0, kv_len_B - window) // size
+        length_B = -(-kv_len_B // size) - first_B
+        for group_G in _groups(length_B, self._call_cost_blocks):
+            column_L = np.arange(length_B[group_G].max())
+            if window is None:
+                blocks_GL = rows.blocks_BM[group_G, : len(column_L)]
+            else:
+                last_B = rows.blocks_BM.shape[1] - 1
+                blocks_GL = rows.blocks_BM[group_G[:, None], np.minimum(first_B[group_G, None] + column_L, last_B)]
+            last_G = torch.from_numpy((kv_len_B - 1 - first_B * size)[group_G]).to(self._device)
+            yield DecodeGroup(
+                rows_B=torch.from_numpy(group_G).to(self._device),
+                blocks_BM=torch.from_numpy(blocks_GL).to(self._device),
+                mask_B11L=self._mask(last_G, len(column_L) * size, window)[:, None, None],
+            )
 
     def _visible_blocks(self, rows: SequenceRows, window: int | None) -> Sequence[int]:
         """The blocks that hold what any of the rows may see."""
@@ -97,15 +117,13 @@ class WindowPlanner:
         oldest = 0 if window is None else max(0, rows.kv_len - rows.length - window + 1)
         return oldest // self._block_size
 
-    def _group(
-        self, sequences: list[SequenceRows], visible: list[Sequence[int]], window: int | None, *, in_order: bool
-    ) -> DecodeGroup:
+    def _group(self, sequences: list[SequenceRows], visible: list[Sequence[int]], window: int | None) -> DecodeGroup:
         widest = max(len(blocks) for blocks in visible)
         padded = [[*blocks, *(blocks[0] for _ in range(widest - len(blocks)))] for blocks in visible]
         skipped = [self._first_block(rows, window) * self._block_size for rows in sequences]
         last = [rows.kv_len - 1 - skip for rows, skip in zip(sequences, skipped, strict=True)]
         return DecodeGroup(
-            rows_B=None if in_order else self._indices([rows.start for rows in sequences]),
+            rows_B=self._indices([rows.start for rows in sequences]),
             blocks_BM=self._indices(padded),
             mask_B11L=self._mask(self._indices(last), widest * self._block_size, window)[:, None, None],
         )
@@ -146,15 +164,18 @@ def group_by_length(lengths: Sequence[int], call_cost: float) -> list[list[int]]
     >>> group_by_length([1, 90, 2, 100], call_cost=20)
     [[1, 3], [0, 2]]
     """
-    groups: list[list[int]] = []
-    pending = [sorted(range(len(lengths)), key=lambda index: -lengths[index])] if lengths else []
+    return [group_G.tolist() for group_G in _groups(np.array(lengths, dtype=np.int64), call_cost)]
+
+
+def _groups(length_B: NDArray[np.int64], call_cost: float) -> Iterator[NDArray[np.int64]]:
+    """As :func:`group_by_length`."""
+    pending = [np.argsort(-length_B, kind="stable")] if len(length_B) else []
     while pending:
         order = pending.pop()
-        longest = lengths[order[0]]
-        savings = [(longest - lengths[index]) * (len(order) - at) for at, index in enumerate(order)]
-        if max(savings) <= call_cost:
-            groups.append(sorted(order))
+        sorted_lengths = length_B[order]
+        savings = (sorted_lengths[0] - sorted_lengths) * np.arange(len(order), 0, -1)
+        cut = int(savings.argmax())
+        if savings[cut] <= call_cost:
+            yield np.sort(order)
         else:
-            cut = savings.index(max(savings))
             pending += [order[cut:], order[:cut]]
-    return groups

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -31,8 +34,7 @@ class PagedKV(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceRows:
+class SequenceRows(msgspec.Struct, frozen=True, kw_only=True):
     """The rows ``start .. start + length`` of the step belong to one sequence.
 
     ``kv_len`` is the sequence's length after this step, so the rows hold the positions ``kv_len - length .. kv_len``.
@@ -47,11 +49,33 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRows:
+    """Sequences with one row each, all together: the first B rows of the step.
+
+    ``kv_len_B`` is as in :class:`SequenceRows`; ``blocks_BM`` their blocks, each sequence's followed by repeats of its
+    last one.
+    """
+
+    kv_len_B: NDArray[np.int64]
+    blocks_BM: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.kv_len_B)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
-    """One step. All tensors are int64 on the model's device; rows are in the order of ``sequences``."""
+    """One step. All tensors are int64 on the model's device; rows are in the order of ``decodes`` and ``sequences``."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
     sequences: tuple[SequenceRows, ...]
     logits_rows_R: Tensor
+    decodes: DecodeRows | None = None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and ``kv_len`` of each sequence, in order."""
+        decodes = [] if self.decodes is None else [(1, kv_len) for kv_len in self.decodes.kv_len_B.tolist()]
+        return decodes + [(rows.length, rows.kv_len) for rows in self.sequences]

@@ -1,0 +1,44 @@
+"""What the sampler knows of one row's sequence. Made once per sequence, since a step has hundreds. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.messages import SamplingParams
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class DrawRow:
+    """``token_ids`` are all tokens so far and grow with the sequence; ``stop_ids`` the tokens that may end it."""
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_len: int
+    stop_ids: frozenset[int] = frozenset()
+    may_edit: bool = field(init=False)
+    """Whether logits change before the temperature in any step."""
+    _penalises: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self._penalises = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or bool(params.logit_bias)
+        )
+        self.may_edit = self._penalises or (params.min_tokens > 0 and bool(self.stop_ids))
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def bans_stop(self) -> bool:
+        return self.generated < self.params.min_tokens and bool(self.stop_ids)
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits change before the temperature in this step."""
+        return self._penalises or self.bans_stop
