@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 
 from services.attention.blocks import BlockPool
 from services.attention.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
+from services.attention.prefixes import Prefixes
 from services.attention.sequence import SequenceState, open_sequence, refusal
 from services.errors import DeadlineExceeded, RequestError
-from services.messages import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+from services.messages import FinishReason, GenerateRequest, TokenEvent
 
 
 class BatchManager:
@@ -32,6 +33,7 @@ class BatchManager:
         self.pool = pool
         self.counters = BatchCounters()
         self._limits = limits
+        self._prefixes = Prefixes(pool, enabled=limits.prefix_cache)
         self._clock = clock
         self._held: dict[str, SequenceState] = {}
         self._waiting: list[SequenceState] = []
@@ -186,7 +188,7 @@ class BatchManager:
         stretch = not self._limits.chunked_prefill
         while self._waiting and self.running < self._limits.max_num_seqs and budget > 0:
             state = self._waiting[0]
-            matched = self._match(state)
+            matched = self._prefixes.match(state)
             missing = len(state.token_ids) - len(matched) * self.pool.block_size
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
             if not self.pool.fits(matched, new + self._reserve()):
@@ -199,17 +201,6 @@ class BatchManager:
             budget -= piece.length
             stretch = False
 
-    def _match(self, state: SequenceState) -> list[int]:
-        """Cached blocks of the sequence. The last known token is always recomputed: its row is what a draw needs."""
-        if not self._looks_up(state):
-            return []
-        blocks = (len(state.token_ids) - 1) // self.pool.block_size
-        return self.pool.match(state.extend_chain(self.pool.block_size, blocks))
-
-    def _looks_up(self, state: SequenceState) -> bool:
-        # Scoring the prompt needs a row for each of its tokens, so nothing may be skipped.
-        return self._limits.prefix_cache and state.prompt_logprobs is None
-
     def _reserve(self) -> int:
         """Blocks kept for the running to grow by one each; without them an admission could preempt at once."""
         block_size = self.pool.block_size
@@ -217,7 +208,7 @@ class BatchManager:
 
     def _start(self, state: SequenceState, matched: Sequence[int], new: int) -> None:
         del self._waiting[0]
-        if self._looks_up(state):
+        if self._prefixes.looks_up(state):
             self.pool.count_lookup(len(state.token_ids), matched)
         state.blocks = self.pool.take(matched, new)
         state.computed = len(matched) * self.pool.block_size
@@ -242,16 +233,21 @@ class BatchManager:
     def _complete_decodes(self, decodes: Sequence[SequenceState], outcomes: Sequence[Outcome]) -> list[int]:
         """As :meth:`complete`. In one loop, since there are hundreds and the device waits."""
         wipe: list[int] = []
-        block_size = self.pool.block_size
+        block_size, events = self.pool.block_size, self._events
+        self.counters.decode_tokens += len(decodes)
         for state, outcome in zip(decodes, outcomes, strict=True):
             if outcome.error is not None:
+                self.counters.decode_tokens -= 1
                 wipe += self._fail(state, outcome.error)
                 continue
             state.computed += 1
             if not state.computed % block_size:
-                self._publish(state)
+                self._prefixes.publish(state)
             assert outcome.token_id is not None
-            self._append(state, outcome.token_id, outcome.logprob)
+            event = state.take(outcome.token_id, outcome.logprob)
+            events.append(event)
+            if event.finish is not None:
+                self._drop(state)
         return wipe
 
     def _advance(self, piece: Piece, outcome: Outcome) -> None:
@@ -259,33 +255,19 @@ class BatchManager:
         state.computed = piece.end
         if state.prompt_logprobs is not None:
             state.prompt_logprobs += outcome.prompt_logprobs
-        self._publish(state)
+        self._prefixes.publish(state)
         if state.prefilling:
             self.counters.prefill_tokens += piece.length
             state.prefilling = piece.end < len(state.token_ids)
             self.counters.prefill_chunks += state.prefilling
         if piece.draws:
             assert outcome.token_id is not None
-            self._append(state, outcome.token_id, outcome.logprob)
+            self.counters.decode_tokens += 1
+            self._events.append(state.take(outcome.token_id, outcome.logprob))
+            if self._events[-1].finish is not None:
+                self._drop(state)
         elif not state.prefilling:
             self._end(state, "length")
-
-    def _publish(self, state: SequenceState) -> None:
-        block_size = self.pool.block_size
-        full = state.computed // block_size
-        if full == state.published or not self._limits.prefix_cache:
-            return
-        chain = state.extend_chain(block_size, full)
-        for index in range(state.published, full):
-            self.pool.publish(state.blocks[index], chain[index])
-        state.published = full
-
-    def _append(self, state: SequenceState, token_id: int, logprob: TokenLogprob | None) -> None:
-        self.counters.decode_tokens += 1
-        finish = state.append(token_id)
-        self._events.append(state.event(state.generated - 1, token_id, finish, logprob))
-        if finish is not None:
-            self._drop(state)
 
     def _fail(self, state: SequenceState, error: RequestError) -> list[int]:
         """End ``state`` and forget what it computed; returns the blocks that nobody else holds."""

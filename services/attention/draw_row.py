@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.attention.draw_keys import sequence_key
 from services.messages import SamplingParams
 
 
@@ -18,10 +19,16 @@ class DrawRow:
     stop_ids: frozenset[int] = frozenset()
     may_edit: bool = field(init=False)
     """Whether logits change before the temperature in any step."""
+    samples: bool = field(init=False)
+    """Whether it is drawn with a temperature."""
+    key: int = field(init=False)
+    """See :func:`services.attention.draw_keys.sequence_key`."""
     _penalises: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
+        self.samples = params.temperature > 0
+        self.key = sequence_key(params.seed, params.choice)
         self._penalises = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0

@@ -194,30 +194,30 @@ class Engine(Generic[HandleT]):
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> list[Outcome]:
+        """Nothing waits for the device before the draws do: the host prepares them while the layers run."""
         inputs = self._inputs.of(plan)
-        x_TD, healthy = self._hidden(inputs)
-        rows = [state.row for state in plan.decodes]
-        rows += [piece.state.row for piece in plan.prompts if piece.draws]
-        x_RD = x_TD[inputs.logits_rows_R]
-        drawn = self._sampler.draw(self._model.logits(x_RD[: len(rows)]), rows) if rows else []
-        if plan.prompts:
-            drawn = self._with_prompts(plan, drawn, x_RD[len(rows) :])
-        if all(healthy):
-            return drawn
-        return [o if is_healthy else _broken() for o, is_healthy in zip(drawn, healthy, strict=True)]
-
-    def _hidden(self, inputs: StepInputs) -> tuple[Tensor, list[bool]]:
-        """The rows after the last layer, and of which sequences they are finite."""
         sizes = inputs.sizes if self._overlap.active else []
         began, waited_s = time.perf_counter(), self._link.waited_s
-        micro_batches = split(inputs, self._overlap.cut(sizes))
-        x_TD = forward(self._model, self._link, self._kv, micro_batches)
-        healthy = _healthy(x_TD, inputs)  # waits for the device, so the time is the step's
+        x_TD = self._climb(inputs, sizes)
+        rows = [state.row for state in plan.decodes]
+        rows += [piece.state.row for piece in plan.prompts if piece.draws]
+        x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD
+        outcomes = self._sampler.draw(self._model.logits(x_RD[: len(rows)]), rows) if rows else []
+        if plan.prompts:
+            outcomes = self._with_prompts(plan, outcomes, x_RD[len(rows) :])
+        healthy = _healthy(x_TD, inputs)
         took = StepTime(seconds=time.perf_counter() - began, waited_s=self._link.waited_s - waited_s)
         self._overlap.note(sizes, took)
+        if all(healthy):
+            return outcomes
+        return [o if is_healthy else _broken() for o, is_healthy in zip(outcomes, healthy, strict=True)]
+
+    def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]]) -> Tensor:
+        """``x_TD`` after the last layer, in one or two micro-batches."""
+        micro_batches = split(inputs, self._overlap.cut(sizes))
         self._step_overlapped = len(micro_batches) > 1
         self._overlapped_steps += self._step_overlapped
-        return x_TD, healthy
+        return forward(self._model, self._link, self._kv, micro_batches)
 
     def _with_prompts(self, plan: StepPlan, drawn: list[Outcome], x_RD: Tensor) -> list[Outcome]:
         """One outcome per sequence of ``drawn``, one per draw, and ``x_RD``, the rows that score prompts."""

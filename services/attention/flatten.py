@@ -26,6 +26,7 @@ class Flattener:
         self._block_size = block_size
         self._device = device
         self._table = BlockTable(block_size)
+        self._every_row = torch.empty(0, dtype=torch.int64)
 
     def of(self, plan: StepPlan) -> StepInputs:
         """The rows of ``plan``. Wanted logits: of what draws its last row each, then the rows that score prompts."""
@@ -36,7 +37,7 @@ class Flattener:
         slot_B = blocks_BM[np.arange(len(states)), position_B // size] * size + position_B % size
         positions, slots = list[int](), list[int]()
         sequences: list[SequenceRows] = []
-        draws, scores = list(range(len(states))), list[int]()
+        draws, scores = list(range(len(states))) if plan.prompts else [], list[int]()
         for piece in plan.prompts:
             first = len(token_ids)
             blocks = piece.state.blocks
@@ -52,9 +53,15 @@ class Flattener:
             positions_T=self._tensor(_joined(position_B, positions)),
             slots_T=self._tensor(_joined(slot_B, slots)),
             sequences=tuple(sequences),
-            logits_rows_R=self._tensor(_array(draws + scores)),
+            logits_rows_R=self._tensor(_array(draws + scores)) if plan.prompts else self._first_rows(len(states)),
             decodes=DecodeRows(kv_len_B=position_B + 1, blocks_BM=blocks_BM) if states else None,
         )
+
+    def _first_rows(self, count: int) -> Tensor:
+        """``0 .. count``, made once."""
+        if count > len(self._every_row):
+            self._every_row = torch.arange(2 * count, dtype=torch.int64, device=self._device)
+        return self._every_row[:count]
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device)

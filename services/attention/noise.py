@@ -27,25 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_MASK64 = 2**64 - 1
 _CHUNK_ELEMENTS = 1 << 18
 """Rows are processed in pieces of about this many words, so that all passes over a piece stay in a core's cache."""
-
-
-def mix64(z: int) -> int:
-    """SplitMix64's step: a bijection of 64-bit words without visible structure."""
-    z = (z + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK64
-    return z ^ z >> 31
-
-
-def draw_key(seed: int, choice: int, position: int) -> int:
-    """Key of one draw. Any integers; they count modulo 2^64."""
-    return mix64(mix64(mix64(seed & _MASK64) ^ choice & _MASK64) ^ position & _MASK64)
 
 
 class GumbelNoise:
@@ -55,12 +43,12 @@ class GumbelNoise:
         tokens_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
         self._tokens_V = _as_int32(tokens_V * 0x9E3779B1)
 
-    def rows(self, keys: Sequence[int]) -> Tensor:
+    def rows(self, keys: Sequence[int] | NDArray[np.uint64]) -> Tensor:
         """Noise of every token for each key: [R, V] float32."""
         device = self._tokens_V.device
+        words_R2 = np.array(keys, dtype="<u8").view("<i4").reshape(-1, 2)  # lower half first
         out_RV = torch.empty((len(keys), self._tokens_V.numel()), dtype=torch.float32, device=device)
-        low_R1 = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device)[:, None]
-        high_R1 = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)[:, None]
+        low_R1, high_R1 = torch.from_numpy(words_R2).to(device).split_with_sizes((1, 1), dim=1)
         step = max(1, _CHUNK_ELEMENTS // self._tokens_V.numel()) if device.type == "cpu" else max(1, len(keys))
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
@@ -93,8 +81,3 @@ def _as_int32(words: Tensor) -> Tensor:
     """The lower 32 bits of int64 words, as the int32 with the same bits."""
     low = words & 0xFFFFFFFF
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
-
-
-def _signed(word: int) -> int:
-    """The lower 32 bits as a signed integer."""
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from services.attention.draw_keys import draw_keys
 from services.attention.draw_row import DrawRow
 from services.attention.filters import thresholds
 from services.attention.logprobs import token_logprobs
-from services.attention.noise import GumbelNoise, draw_key
+from services.attention.noise import GumbelNoise
 from services.attention.plan import Outcome
 from services.errors import InternalError, RequestError
 from services.messages import SamplingParams
@@ -45,7 +46,7 @@ class Sampler:
         edited_RV = self._edit(logits_RV, rows)
         best_R, tokens_R = edited_RV.max(dim=-1)  # NaN counts as the largest, and the first of equals wins
         healthy = best_R.isfinite().tolist()
-        drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0 and healthy[index]]
+        drawn = [index for index, row in enumerate(rows) if row.samples and healthy[index]]
         if drawn:
             chosen_S = self._sample(_pick(edited_RV, drawn), _pick(best_R, drawn), [rows[index] for index in drawn])
             tokens_R[torch.tensor(drawn, device=tokens_R.device)] = chosen_S
@@ -83,7 +84,7 @@ class Sampler:
             params = [rows[index].params for index in filtered]
             floors_S[torch.tensor(filtered, device=floors_S.device)] = thresholds(_pick(scaled_SV, filtered), params)
             scaled_SV.masked_fill_(scaled_SV < floors_S[:, None], -torch.inf)
-        keys = [draw_key(row.params.seed, row.params.choice, len(row.token_ids)) for row in rows]
+        keys = draw_keys([row.key for row in rows], [len(row.token_ids) for row in rows])
         return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1)
 
 

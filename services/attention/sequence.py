@@ -65,13 +65,24 @@ class SequenceState:
             self.chain.append(parent)
         return self.chain[:blocks]
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Why the sequence ends with ``token_id``, if it does."""
-        token_ids = self.token_ids
+    def take(self, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
+        """Append a token that was drawn; its event, with a ``finish`` if it ends the sequence."""
+        token_ids, request = self.token_ids, self.request
+        index = len(token_ids) - request.prompt_len
         token_ids.append(token_id)
+        finish: FinishReason | None = None if len(token_ids) < self.limit else "length"
         if token_id in self.stop_ids:
-            return "stop"
-        return None if len(token_ids) < self.limit else "length"
+            finish = "stop"
+        if self.prompt_logprobs is None and not self.cached_tokens:  # not the first of an attempt
+            return TokenEvent(
+                request_id=request.id,
+                attempt=request.attempt,
+                index=index,
+                token_id=token_id,
+                finish=finish,
+                logprob=logprob,
+            )
+        return self.event(index, token_id, finish, logprob)
 
     def event(
         self,
@@ -83,13 +94,9 @@ class SequenceState:
     ) -> TokenEvent:
         """The event to send; the first of an attempt takes the prompt's log-probabilities along."""
         request = self.request
-        if finish is None and self.prompt_logprobs is None and not self.cached_tokens:  # nearly all of them
-            return TokenEvent(
-                request_id=request.id, attempt=request.attempt, index=index, token_id=token_id, logprob=logprob
-            )
         scores, cached_tokens = self.prompt_logprobs, self.cached_tokens
         self.prompt_logprobs, self.cached_tokens = None, 0
-        whole = scores is not None and len(scores) == self.request.prompt_len  # a cancel can come between two chunks
+        whole = scores is not None and len(scores) == request.prompt_len  # a cancel can come between two chunks
         return TokenEvent(
             request_id=request.id,
             attempt=request.attempt,

@@ -10,6 +10,7 @@ import cProfile
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -81,6 +82,7 @@ class ControlBench:
     """An engine whose batch is ``sequences`` of about ``prompt`` tokens that decode for more than ``steps``."""
 
     def __init__(self, spec: ModelSpec, sequences: int, *, steps: int, prompt: int, temperature: float = 0.0) -> None:
+        spec = replace(spec, vocab_size=VOCAB)
         self._prompt, self._steps, self._temperature = prompt, steps, temperature
         self._draw = random.Random(0)
         self._names: list[str] = []

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attention.noise import GumbelNoise, draw_key
+from services.attention.draw_keys import draw_key, draw_keys, sequence_key
+from services.attention.noise import GumbelNoise
 
 CPU = torch.device("cpu")
 M32 = 2**32 - 1
+SEEDS = st.integers(-(2**63), 2**64)
 # 99.99 % points: a right generator fails one of these tests once in some thousand choices of the constants below,
 # which are fixed.
 Z_LIMIT = 3.9
@@ -109,3 +111,9 @@ def test_the_moments_are_gumbels() -> None:
     noise = GumbelNoise(4096, CPU).rows([draw_key(1, 0, position) for position in range(256)]).double()
     assert float(noise.mean()) == pytest.approx(0.5772157, abs=4 * 1.2825 / 1024)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
+
+
+@given(st.lists(st.tuples(SEEDS, st.integers(0, 128), st.integers(0, 2**40)), min_size=1, max_size=5))
+def test_keys_of_many_are_the_keys_of_each(draws: list[tuple[int, int, int]]) -> None:
+    keys = draw_keys([sequence_key(seed, choice) for seed, choice, _ in draws], [at for _, _, at in draws])
+    assert keys.tolist() == [draw_key(*one) for one in draws]

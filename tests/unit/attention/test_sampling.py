@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.attention.draw_keys import draw_key
 from services.attention.draw_row import DrawRow
 from services.attention.filters import thresholds
 from services.attention.logprobs import token_logprobs
-from services.attention.noise import GumbelNoise, draw_key
+from services.attention.noise import GumbelNoise
 from services.attention.sampling import Sampler
 from services.messages import SamplingParams
 
