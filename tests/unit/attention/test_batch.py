@@ -488,3 +488,18 @@ def test_a_failed_piece_ends_alone_and_its_blocks_are_forgotten() -> None:
     run.run()
     assert run.ends("bad")[0].error is not None
     assert run.tokens("good") == expected(request("good", [1, 2, 3, 2], max_tokens=3, ignore_eos=True))
+
+
+def test_a_request_that_comes_while_others_only_decode_starts_with_the_next_step() -> None:
+    run = Harness(blocks=20, block_size=4, seqs=3)
+    for name in ("a", "b"):
+        run.batch.add(request(name, [1, 2], max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        run.step()
+    run.batch.add(request("c", [3, 4], max_tokens=2, ignore_eos=True))
+    assert [piece.state.request.id for piece in run.step().pieces] == ["a", "b", "c"]
+    assert [piece.state.request.id for piece in run.step().pieces] == ["a", "b", "c"]
+    run.batch.cancel("a", 1)
+    assert [piece.state.request.id for piece in run.step().pieces] == ["b"]
+    run.run()
+    assert run.tokens("b") == expected(request("b", [1, 2], max_tokens=12, ignore_eos=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.model.attention_plan import WindowPlan, WindowPlanner, group_by_length
-from services.model.inputs import SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 
 CPU = torch.device("cpu")
 NOTHING = torch.zeros(0, dtype=torch.int64)
@@ -30,19 +31,35 @@ def test_equal_lengths_stay_together() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[StepInputs, int]:
-    """A step of sequences at any place of their life, with block ids that differ everywhere."""
+def steps(draw: st.DrawFn) -> tuple[StepInputs, list[SequenceRows], int]:
+    """A step of sequences at any place of their life, with block ids that differ everywhere; some come as arrays."""
     block_size = draw(st.integers(1, 5))
     sequences, start, block = [], 0, 0
-    for _ in range(draw(st.integers(1, 6))):
-        length = draw(st.one_of(st.just(1), st.integers(1, 9)))
+    lengths = draw(st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=6))
+    as_arrays = draw(st.integers(0, lengths.count(1)))
+    for length in sorted(lengths, key=lambda length: length > 1) if as_arrays else lengths:
         kv_len = length + draw(st.integers(0, 30))
         count = -(-kv_len // block_size) + draw(st.integers(0, 2))
         sequences.append(SequenceRows(start=start, length=length, kv_len=kv_len, blocks=range(block, block + count)))
         start, block = start + length, block + count
-    return StepInputs(
-        token_ids_T=NOTHING, positions_T=NOTHING, slots_T=NOTHING, sequences=tuple(sequences), logits_rows_R=NOTHING
-    ), block_size
+    inputs = StepInputs(
+        token_ids_T=NOTHING,
+        positions_T=NOTHING,
+        slots_T=NOTHING,
+        sequences=tuple(sequences[as_arrays:]),
+        logits_rows_R=NOTHING,
+        decodes=arrays(sequences[:as_arrays], block_size) if as_arrays else None,
+    )
+    return inputs, sequences, block_size
+
+
+def arrays(sequences: list[SequenceRows], block_size: int) -> DecodeRows:
+    held = [list(rows.blocks[: -(-rows.kv_len // block_size)]) for rows in sequences]
+    width = max(map(len, held)) + 1
+    return DecodeRows(
+        kv_len_B=np.array([rows.kv_len for rows in sequences]),
+        blocks_BM=np.array([blocks + blocks[-1:] * (width - len(blocks)) for blocks in held]),
+    )
 
 
 def seen_by_row(plan: WindowPlan, block_size: int) -> dict[int, list[int]]:
@@ -66,12 +83,12 @@ def seen_by_row(plan: WindowPlan, block_size: int) -> dict[int, list[int]]:
 
 @given(steps(), st.one_of(st.none(), st.integers(1, 12)), st.sampled_from([1, 64, 10**6]))
 def test_every_row_sees_its_past_and_nothing_else(
-    step: tuple[StepInputs, int], window: int | None, kv_size: int
+    step: tuple[StepInputs, list[SequenceRows], int], window: int | None, kv_size: int
 ) -> None:
-    inputs, block_size = step
+    inputs, sequences, block_size = step
     planner = WindowPlanner(block_size=block_size, kv_size=kv_size, mask_dtype=torch.float32, device=CPU)
     seen = seen_by_row(planner.plan(inputs, window), block_size)
-    for rows in inputs.sequences:
+    for rows in sequences:
         for offset in range(rows.length):
             position = rows.kv_len - rows.length + offset
             oldest = 0 if window is None else max(0, position - window + 1)
