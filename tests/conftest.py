@@ -1,12 +1,14 @@
 """What every test gets: an environment without our variables, one torch thread, interpreted Triton kernels, and on
-request a private Redis."""
+request a private Redis or hosts of their own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from testkit.iproute import obstacle
+from testkit.netns import Network, open_network
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores are all there is; read when torch is first imported
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU is needed; read when triton is first imported
@@ -26,3 +28,12 @@ async def redis_url() -> AsyncIterator[str]:
 
     async with EmbeddedRedis() as server:
         yield server.url
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A switch to plug hosts into; see :mod:`testkit.netns`. Skips where the machine does not allow it."""
+    if (reason := obstacle()) is not None:
+        pytest.skip(f"hosts as network namespaces: {reason}")
+    with open_network() as switch:
+        yield switch
