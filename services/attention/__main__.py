@@ -33,7 +33,7 @@ from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
-from services.runtime import AGAIN, CRASHED, MetricsServer, in_daemon, incarnation, run_role
+from services.runtime import AGAIN, CRASHED, MetricsServer, in_daemon, incarnation, run_role, scrape_url
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -66,7 +66,7 @@ class AttentionRole:
         try:
             built = await _unless_stopped(lambda: build(settings, self._clock.now_ms, worker=self._id), stop)
             if built is not None:
-                await self._with_experts(built, f"http://{settings.host}:{port}/metrics", stop)
+                await self._with_experts(built, scrape_url(settings, port), stop)
         except MeshBroken as error:
             log.error("%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up

@@ -22,6 +22,7 @@ from services.fabric.secret import read_secret
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_wire import NAMES
+from services.fabric.tls import client_context
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
@@ -114,6 +115,7 @@ def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, worker: s
         secret=read_secret(settings.fabric_secret_file),
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_patience,
+        tls=client_context(settings.fabric_tls_ca),
     )
 
 

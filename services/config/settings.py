@@ -81,6 +81,12 @@ class Settings(BaseSettings):
 
     # Where
     host: str = _knob("127.0.0.1", "address to listen on: REST on the gateway, metrics elsewhere", min_length=1)
+    advertise: str | None = _knob(
+        None,
+        "address under which other hosts reach this process (default: --host, or this machine's name if that is any)",
+        roles=_COMPUTING,
+        min_length=1,
+    )
     port: int = _knob(8000, "port of the REST API; 0 picks a free one", roles=(GATEWAY,), ge=0, le=65535)
     metrics_port: int = _knob(
         0,
@@ -168,6 +174,13 @@ class Settings(BaseSettings):
     fabric_secret_file: Path | None = _knob(
         None, "file with the secret that attention and expert workers share (see `serve`)", roles=_COMPUTING
     )
+    fabric_tls_cert: Path | None = _knob(
+        None, "this expert worker's certificate, PEM; connections are then encrypted", roles=(EXPERTS,)
+    )
+    fabric_tls_key: Path | None = _knob(None, "the key of --fabric-tls-cert, PEM", roles=(EXPERTS,))
+    fabric_tls_ca: Path | None = _knob(
+        None, "certificates, PEM, of which one has signed each expert worker's --fabric-tls-cert", roles=(ATTENTION,)
+    )
     fabric_inbox_rows: int = _knob(
         65_536, "rows that may wait at an expert worker; then it stops reading", roles=(EXPERTS,), ge=1
     )
@@ -254,7 +267,9 @@ class Settings(BaseSettings):
             raise ValueError("is not role=url")
         return value
 
-    @field_validator("model", "api_keys_file", "fabric_secret_file")
+    @field_validator(
+        "model", "api_keys_file", "fabric_secret_file", "fabric_tls_cert", "fabric_tls_key", "fabric_tls_ca"
+    )
     @classmethod
     def _home(cls, value: Path | None) -> Path | None:
         return value.expanduser() if value else value

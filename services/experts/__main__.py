@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from services.config import EXPERTS, Settings
 from services.errors import ConfigError
 from services.experts.observer import ExpertsObserver
-from services.experts.serving import Loader, advertised
+from services.experts.serving import Loader
 from services.experts.worker import ExpertWorker, Timing
 from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
@@ -28,7 +28,7 @@ from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
-from services.runtime import MetricsServer, incarnation, run_role
+from services.runtime import MetricsServer, advertised, incarnation, run_role, scrape_url
 
 REFRESH_S = 1.0
 
@@ -68,7 +68,7 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
     port = await server.start()
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     worker = ExpertWorker(
-        info=_info(settings, spec, name, f"http://{settings.host}:{port}/metrics"),
+        info=_info(settings, spec, name, scrape_url(settings, port)),
         queue=ExpertQueue(redis, keys, limits),
         reader=TableReader(redis, keys, limits),
         load=loader,
@@ -89,7 +89,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
         fingerprint=spec.fingerprint,
         num_experts=spec.num_experts,
         layers=tuple(spec.moe_layers),
-        host=advertised(settings.host),
+        host=advertised(settings),
         port=settings.fabric_port,
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         pid=os.getpid(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_wire import NAMES
+from services.fabric.tls import server_context
 from services.model.experts import ExpertShard
 from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
@@ -74,6 +74,7 @@ class Loader:
         self._dtype, self._device, self._version = dtype, device, version
         self._model = settings.model
         self._secret = read_secret(settings.fabric_secret_file)
+        self._tls = server_context(settings.fabric_tls_cert, settings.fabric_tls_key)
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """
@@ -108,6 +109,7 @@ class Loader:
             host=self._settings.host,
             port=self._settings.fabric_port,
             inbox_rows=self._settings.fabric_inbox_rows,
+            tls=self._tls,
         )
         server.start()
         return TcpServing(group, server)
@@ -120,8 +122,3 @@ def _on(device: torch.device, compute: Compute) -> Compute:
         return compute(layer, x_TD.to(device), expert_ids_TK.to(device), weights_TK.to(device))
 
     return moved
-
-
-def advertised(host: str) -> str:
-    """What others call the address ``host`` that this process listens on."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host

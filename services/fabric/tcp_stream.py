@@ -122,7 +122,10 @@ class Stream:
 def listen(host: str, port: int) -> socket.socket:
     """Raises PortInUse."""
     try:
-        return socket.create_server((host, port), backlog=_BACKLOG)
+        if ":" not in host:
+            return socket.create_server((host, port), backlog=_BACKLOG)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise PortInUse(f"Cannot listen on {host}:{port}: {error}.", hint="Choose another port.") from error
 

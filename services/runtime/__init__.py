@@ -1,5 +1,6 @@
 """Lifecycle of every process: logs, signals, the death of the parent, start-up errors, metrics over HTTP."""
 
+from services.runtime.address import advertised, scrape_url
 from services.runtime.daemon import in_daemon
 from services.runtime.incarnation import incarnation
 from services.runtime.lifecycle import AGAIN, CRASHED, FORCED, RoleMain, run_process, run_role
@@ -13,6 +14,7 @@ __all__ = [
     "FORCED",
     "MetricsServer",
     "RoleMain",
+    "advertised",
     "bind_request_id",
     "configure_logging",
     "die_with_parent",
@@ -20,5 +22,6 @@ __all__ = [
     "incarnation",
     "run_process",
     "run_role",
+    "scrape_url",
     "watch_parent",
 ]

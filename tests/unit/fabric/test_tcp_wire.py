@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import struct
 import subprocess
 import threading
@@ -33,6 +32,7 @@ from services.fabric.tcp_peer import Timing
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_stream import Stream
 from services.fabric.tcp_wire import FIXED, MAGIC, PROTOCOL, Dispatch, Kind, Limits, frame_parts, read_frame
+from services.fabric.tls import client_context, server_context
 
 
 @contextmanager
@@ -269,13 +269,34 @@ def test_rows_travel_over_tls(tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(cert, key)
-    server = serve(tls=ours, timing=FAST)
+    server = serve(tls=server_context(Path(cert), Path(key)), timing=FAST)
     x_TD = torch.randn(2000, 4)
     try:
-        with linked(table_of(seat_of(server, 0)), tls=ssl.create_default_context(cafile=cert)) as link:
+        with linked(table_of(seat_of(server, 0)), tls=client_context(Path(cert))) as link:
             handles = [link.dispatch(0, x_TD, torch.zeros(2000, 1).long(), torch.ones(2000, 1)) for _ in range(20)]
             assert all(torch.equal(link.combine(handle), 2 * x_TD) for handle in handles)
+    finally:
+        server.close()
+
+
+def test_tls_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    (file := tmp_path / "not-pem").write_text("not PEM")
+    assert server_context(None, None) is None
+    assert client_context(None) is None
+    for wrong in (lambda: server_context(file, None), lambda: server_context(None, file)):
+        with pytest.raises(ConfigError, match="--fabric-tls-cert and --fabric-tls-key"):
+            wrong()
+    with pytest.raises(ConfigError, match="not-pem"):
+        server_context(file, file)
+    with pytest.raises(ConfigError, match=r"--fabric-tls-ca .*nowhere"):
+        client_context(tmp_path / "nowhere")
+
+
+def test_a_server_listens_on_ipv6() -> None:
+    server = serve(host="::1", timing=FAST)
+    try:
+        assert server.address[0] == "::1"
+        with linked(table_of(seat_of(server, 0))) as link:
+            assert torch.equal(send(link, torch.ones(3, 4)), 2 * torch.ones(3, 4))
     finally:
         server.close()

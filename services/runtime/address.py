@@ -1,0 +1,20 @@
+"""Under which address other hosts find this process, which is not always the one that it listens on."""
+
+from __future__ import annotations
+
+import socket
+
+from services.config import Settings
+
+_ANY = ("0.0.0.0", "::", "")
+
+
+def advertised(settings: Settings) -> str:
+    """``--advertise``; else ``--host``, or this machine's name where that is every address."""
+    return settings.advertise or (socket.gethostname() if settings.host in _ANY else settings.host)
+
+
+def scrape_url(settings: Settings, port: int) -> str:
+    """Where others scrape this process."""
+    host = advertised(settings)
+    return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"

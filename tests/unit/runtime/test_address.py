@@ -1,0 +1,34 @@
+"""Under which address a process is found."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from services.config import Settings
+from services.runtime import advertised, scrape_url
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "url"),
+    [
+        ({"host": "10.0.0.7"}, "10.0.0.7", "http://10.0.0.7:9100/metrics"),
+        ({"host": "fd00::7"}, "fd00::7", "http://[fd00::7]:9100/metrics"),
+        ({"host": "0.0.0.0", "advertise": "10.0.0.7"}, "10.0.0.7", "http://10.0.0.7:9100/metrics"),
+        (
+            {"host": "::", "advertise": "experts-0.experts"},
+            "experts-0.experts",
+            "http://experts-0.experts:9100/metrics",
+        ),
+    ],
+)
+def test_what_is_advertised_is_where_others_come(options: dict[str, str], host: str, url: str) -> None:
+    settings = Settings(**options)
+    assert advertised(settings) == host
+    assert scrape_url(settings, 9100) == url
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_every_address_is_advertised_by_the_machines_name(host: str) -> None:
+    assert advertised(Settings(host=host)) == socket.gethostname()
