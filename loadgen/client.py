@@ -12,24 +12,39 @@ import msgspec
 
 @dataclass(kw_only=True, slots=True)
 class StreamResult:
-    """One streamed completion. Times in seconds by ``time.perf_counter``."""
+    """One streamed completion. Times in seconds by ``time.perf_counter``; token ids if ``return_token_ids`` asks."""
 
     started: float
     first_token: float | None = None
     ended: float | None = None
     chunk_times: list[float] = field(default_factory=list)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
     completion_tokens: int = 0
     status: int = 0
     error: str | None = None
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """Begin and end of every wait, the one for the first chunk included."""
+        return list(zip([self.started, *self.chunk_times], self.chunk_times, strict=False))
 
 
 class _Usage(msgspec.Struct):
     completion_tokens: int
 
 
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+
+
 class _Chunk(msgspec.Struct):
     """The parts of a chunk that the client looks at."""
 
+    choices: list[_Choice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
 
@@ -38,7 +53,7 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
 async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> StreamResult:
-    """POST ``body`` to ``url``/v1/completions as a stream with usage and follow it to its end."""
+    """POST ``body``, for one choice, to ``url``/v1/completions as a stream with usage and follow it to its end."""
     payload = body | {"stream": True, "stream_options": {"include_usage": True}}
     result = StreamResult(started=time.perf_counter())
     async with session.post(f"{url}/v1/completions", json=payload) as response:
@@ -59,12 +74,14 @@ def _read_event(event: bytes, result: StreamResult) -> None:
     if not event.startswith(b"data: {"):
         return
     now = time.perf_counter()
-    if b'"choices":[]' in event or b'"error"' in event:
-        chunk = _chunk_decoder.decode(event[6:])
-        if chunk.usage:
-            result.completion_tokens = chunk.usage.completion_tokens
-        if chunk.error:
-            result.error = str(chunk.error)
-        return
-    result.first_token = result.first_token or now
-    result.chunk_times.append(now)
+    chunk = _chunk_decoder.decode(event[6:])
+    if chunk.usage:
+        result.completion_tokens = chunk.usage.completion_tokens
+    if chunk.error:
+        result.error = str(chunk.error)
+    for choice in chunk.choices:
+        result.text += choice.text
+        result.token_ids += choice.token_ids
+        result.finish_reason = choice.finish_reason or result.finish_reason
+        result.first_token = result.first_token or now
+        result.chunk_times.append(now)

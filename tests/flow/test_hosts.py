@@ -1,0 +1,49 @@
+"""Every role on a host of its own: 2 attention and 3 expert workers with replicas answer as the all-in-one server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from testkit.cluster import Cluster, Shape
+from testkit.netns import Network
+from testkit.pocket_answers import END, POCKET, recorded
+from testkit.servers import bench
+
+from loadgen.client import StreamResult, stream_completion
+
+STREAMS = 64
+
+
+def bodies() -> list[dict[str, Any]]:
+    """64 prompts; 16 to 64 tokens of each answer, also past its end."""
+    asked = {"model": "pocket", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    prompts = [record["prompt"] for record in recorded()[:STREAMS]]
+    return [asked | {"prompt": prompt, "max_tokens": 16 + i % 49} for i, prompt in enumerate(prompts)]
+
+
+async def answers(url: str) -> list[StreamResult]:
+    """All of them at once."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        return await asyncio.gather(*(stream_completion(session, url, body) for body in bodies()))
+
+
+def contents(results: list[StreamResult]) -> list[tuple[object, ...]]:
+    return [(result.error, result.token_ids, result.text, result.finish_reason) for result in results]
+
+
+def test_hosts_apart_answer_as_one_process(network: Network, tmp_path: Path) -> None:
+    with bench(tmp_path) as stage:
+        cluster = Cluster(stage, network.host, POCKET / "model", Shape(attention=2, experts=3, groups=2))
+        cluster.start()
+        apart = asyncio.run(answers(cluster.server.url))
+    with bench(tmp_path) as stage:
+        alone = stage.serve(POCKET / "model", served_model_name="pocket", dtype="float32", threads=1)
+        together = asyncio.run(answers(alone.url))
+    assert contents(apart) == contents(together)
+    for body, record, result in zip(bodies(), recorded(), apart, strict=False):
+        assert len(result.token_ids) == body["max_tokens"]
+        known = [token for token in record["output_ids"] if token != END][: body["max_tokens"]]
+        assert result.token_ids[: len(known)] == known
