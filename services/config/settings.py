@@ -165,6 +165,13 @@ class Settings(BaseSettings):
         ge=1,
         le=4096,
     )
+    rebalance_after: float = _knob(
+        60.0,
+        "seconds for which a routing table stands before experts move for the load alone",
+        roles=(SCHEDULER,),
+        gt=0,
+        le=86_400,
+    )
     expert_group: int | None = _knob(
         None, "shard group that this worker holds (default: the scheduler decides)", roles=(EXPERTS,), ge=0
     )

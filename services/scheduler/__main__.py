@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.config import SCHEDULER, Settings
+from services.fabric.placement import Hysteresis
 from services.metrics import SchedulerMetrics
 from services.queue.connect import connect
 from services.queue.keys import Keys
@@ -31,7 +32,8 @@ def _placement(settings: Settings, redis: Redis, observer: Observer) -> Callable
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     groups = settings.expert_groups or max(1, settings.expert_workers)
     registry, reader = SeatRegistry(redis, keys, limits), TableReader(redis, keys, limits)
-    return lambda: ExpertPlacement(registry, reader, groups=groups, on_table=observer.tabled)
+    hysteresis = Hysteresis(wait_s=settings.rebalance_after)
+    return lambda: ExpertPlacement(registry, reader, groups=groups, on_table=observer.tabled, hysteresis=hysteresis)
 
 
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:

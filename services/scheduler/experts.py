@@ -2,7 +2,8 @@
 
 The groups of the published table stand, whoever leads. A seat that holds none gets the one where it lowers the highest
 load most; replicas follow the load that the seats count, one at a time, where that gains enough and the table has stood
-for a while. A seat is in the table while it is ready with its group.
+for a while; so do the groups themselves (:mod:`services.scheduler.recut`). A seat is in the table while it is ready
+with its group.
 """
 
 from __future__ import annotations
@@ -15,22 +16,20 @@ from dataclasses import dataclass
 import msgspec
 
 from services.errors import ConfigError, NotReady
-from services.fabric.placement import Load, assign_seats, smoothed, strain
+from services.fabric.placement import Hysteresis, Load, assign_seats, strain
 from services.fabric.placement.groups import group_loads
 from services.fabric.placement.seats import capacities, next_move
-from services.messages import ExpertInfo, SeatRows
+from services.messages import ExpertInfo
 from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+from services.scheduler.load import LoadMeter
+from services.scheduler.recut import Recutter, Step, next_step
 
-GAIN = 0.1
-"""Part of the highest load per capacity that a seat's move has to save."""
 WINDOW_S = 2.0
 """Between two readings of the load."""
-FADE = 0.3
-"""Weight of the newest reading."""
-SETTLED_S = 30.0
-"""A table stands for so long before a seat moves for the load alone."""
+HYSTERESIS = Hysteresis()
+"""What a seat's move for the load alone, or another cut of the groups, has to gain; how long a table stands first."""
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +53,7 @@ class ExpertPlacement:
         *,
         groups: int,
         on_table: Callable[[RoutingTable], None] = lambda _: None,
+        hysteresis: Hysteresis = HYSTERESIS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
@@ -62,6 +62,8 @@ class ExpertPlacement:
         self._on_table = on_table
         self._clock = clock
         self._meter = LoadMeter()
+        self._hysteresis = hysteresis
+        self._recutter = Recutter(hysteresis, clock=clock)
         self._next_reading = 0.0
         self._changed_at = clock()
         self._table: RoutingTable | None = None
@@ -91,7 +93,9 @@ class ExpertPlacement:
             return False  # Redis lost the table: the seats that it listed are about to tell what they hold
         layout = self._table.groups if self._table else await self._first_layout(seats)
         load = await self._measured(seats)
-        wanted = intentions(seats, self._table, layout, following=epochs.following, load=load)
+        if self._table is not None:
+            self._recutter.follow(self._table, load)
+        wanted = self._intentions(seats, layout, epochs.following, load)
         table = wanted.table
         if table is None and self._table and epochs.published < self._table.epoch:  # Redis lost it
             table = msgspec.structs.replace(self._table, epoch=epochs.following)
@@ -101,6 +105,19 @@ class ExpertPlacement:
             log.info("seat %d is to hold group %d", seat.number, group.number)
             await self._registry.assign_group(epoch, seat.info.id, group)
         return bool(table or wanted.assign)
+
+    def _intentions(
+        self, seats: Sequence[SeatState], layout: Sequence[ShardGroup], following: int, load: Load | None
+    ) -> Intentions:
+        step = None
+        if self._recutter.target is not None:
+            step = next_step([seat for seat in seats if _stays(seat)], layout, self._recutter.target)
+            if step is None:
+                self._recutter.give_up()
+        if step is not None:
+            return intentions(seats, self._table, step.layout, following=following, step=step)
+        gain = self._hysteresis.gain
+        return intentions(seats, self._table, layout, following=following, load=load, gain=gain)
 
     async def _first_layout(self, seats: Sequence[SeatState]) -> tuple[ShardGroup, ...]:
         """What the seats were told before the table was lost, if that is whole; else even groups."""
@@ -119,7 +136,7 @@ class ExpertPlacement:
             return None
         self._next_reading = now + WINDOW_S
         self._meter.read(await self._registry.rows(), self._table)
-        settled = all(seat.status == "ready" for seat in seats) and now >= self._changed_at + SETTLED_S
+        settled = all(seat.status == "ready" for seat in seats) and now >= self._changed_at + self._hysteresis.wait_s
         return self._meter.load if settled else None
 
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
@@ -137,18 +154,22 @@ def intentions(
     *,
     following: int,
     load: Load | None = None,
+    gain: float = HYSTERESIS.gain,
+    step: Step | None = None,
 ) -> Intentions:
     """What to publish and to assign, the groups being ``layout``. ``following`` is the next table's epoch. A seat may
-    move for ``load``, if that is given.
+    move for ``load``, if that is given and it saves the part ``gain`` of the highest load per capacity. ``step``:
+    towards another cut of the groups.
 
     The first table waits until each group has a seat: an older one, which Redis lost, may be in use.
     """
     if not layout:
         return Intentions(table=None, assign=())
     digests = {group_digest(group): group for group in layout}
-    staying = [seat for seat in seats if seat.status != "leaving" and not seat.dismissed]
+    ahead = step.ahead if step else frozenset()
+    staying = [seat for seat in seats if _stays(seat) and seat.number not in ahead]
     holds = {seat.number: group for seat in staying if (group := _held(seat, digests)) is not None}
-    assign = _assignments(staying, holds, layout, load)
+    assign = _assignments(staying, holds, layout, load, gain)
     moved = {seat.number for seat, _ in assign}
     assign += [(seat, holds[seat.number]) for seat in staying if seat.number in holds and seat.assigned not in digests]
     listed = tuple(
@@ -158,10 +179,15 @@ def intentions(
     )
     fingerprint = table.fingerprint if table else seats[0].info.fingerprint
     experts = table.num_experts if table else seats[0].info.num_experts
+    assign += step.assign if step else ()
     cut = tuple(layout)
     new = RoutingTable(epoch=following, fingerprint=fingerprint, num_experts=experts, groups=cut, seats=listed)
     changed = all(new.seats_of.values()) if table is None else (table.groups, table.seats) != (new.groups, new.seats)
     return Intentions(table=new if changed else None, assign=tuple(assign))
+
+
+def _stays(seat: SeatState) -> bool:
+    return seat.status != "leaving" and not seat.dismissed
 
 
 def _held(seat: SeatState, digests: Mapping[str, ShardGroup]) -> ShardGroup | None:
@@ -179,16 +205,20 @@ def told_whole(told: Mapping[int, ShardGroup], info: ExpertInfo) -> bool:
 
 
 def _assignments(
-    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load | None
+    seats: Sequence[SeatState],
+    holds: Mapping[int, ShardGroup],
+    layout: Sequence[ShardGroup],
+    load: Load | None,
+    gain: float,
 ) -> list[tuple[SeatState, ShardGroup]]:
     """A group for each seat without one. Else at most one seat that changes its group: to one that nobody holds, or,
-    where ``load`` is known, where that evens it by :data:`GAIN`. The next turn sees what it brought."""
+    where ``load`` is known, where that evens it by ``gain``. The next turn sees what it brought."""
     if len(holds) < len(seats):
         return _groups_for_new(seats, holds, layout, load)
     if bare := [group for group in layout if group not in holds.values()]:
         movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
         return [(seat, bare[0]) for seat in movable[-1:]]
-    return _evened(seats, holds, layout, load) if load is not None else []
+    return _evened(seats, holds, layout, load, gain) if load is not None else []
 
 
 def _groups_for_new(
@@ -216,16 +246,20 @@ def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
 
 
 def _evened(
-    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load
+    seats: Sequence[SeatState],
+    holds: Mapping[int, ShardGroup],
+    layout: Sequence[ShardGroup],
+    load: Load,
+    gain: float,
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """The one move that lowers the highest load per capacity most, if that is by :data:`GAIN` and may be."""
+    """The one move that lowers the highest load per capacity most, if that is by ``gain`` and may be."""
     group_S = [layout.index(holds[seat.number]) for seat in seats]
     capacity_S, loads_LG = [seat.info.capacity for seat in seats], group_loads(load, layout)
     moved = next_move(loads_LG, capacity_S, group_S)
     if moved is None:
         return []
     before, after = (strain(loads_LG, capacities(each, capacity_S, len(layout))) for each in (group_S, moved))
-    if after >= before * (1 - GAIN):
+    if after >= before * (1 - gain):
         return []
     return [
         (seat, layout[group])
@@ -244,28 +278,3 @@ def _even(layout: Sequence[ShardGroup]) -> Load:
     """Nothing is known: every expert takes as many rows."""
     layers = layout[0].experts
     return {layer: [1.0] * sum(len(group.experts[layer]) for group in layout) for layer in layers}
-
-
-class LoadMeter:
-    """Rows per expert from what the seats count, fading over some :data:`WINDOW_S`."""
-
-    def __init__(self) -> None:
-        self._counted: dict[int, SeatRows] = {}
-        self._load: Load | None = None
-
-    @property
-    def load(self) -> Load | None:
-        """None until rows were counted."""
-        return self._load
-
-    def read(self, rows: Mapping[int, SeatRows], table: RoutingTable) -> None:
-        """``rows`` by seat number, as Redis has them."""
-        experts = {group_digest(group): group.experts for group in table.groups}
-        found = {layer: [0.0] * table.num_experts for layer in table.group_of}
-        for seat, counted in rows.items():
-            for layer, counts in counted.since(self._counted.get(seat)).items():
-                for expert, count in zip(experts.get(counted.digest, {}).get(layer, ()), counts, strict=False):
-                    found[layer][expert] += count
-        first, self._counted = not self._counted, dict(rows)
-        if not first and any(map(any, found.values())):
-            self._load = smoothed(self._load, found, weight=FADE)

@@ -16,6 +16,7 @@ from testkit.expert_floor import Floor, expert
 from services.attention.remote import TableFollower
 from services.errors import CheckpointError, QueueUnavailable, StaleLeader
 from services.experts.worker import ExpertWorker, ServingFailed, Timing
+from services.fabric.placement import Hysteresis
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.tasks import end_tasks
@@ -193,6 +194,50 @@ async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floo
         assert table.epoch >= lost.epoch + 2
         assert sorted(seat.group for seat in table.seats) == [0, 1]
         assert sum(served.drained for served in stage.loaded) >= 1
+
+
+HOT = (0, 1, 2, 3)
+"""Experts that take nine tenths of the rows: one of two even groups."""
+
+
+@dataclass
+class Busy(Served):
+    """Counts rows by how popular its experts are, more with every look."""
+
+    looks: int = 0
+
+    def rows(self) -> dict[int, tuple[int, ...]]:
+        self.looks += 1
+        return {
+            layer: tuple(self.looks * (90 + expert if expert in HOT else 10) for expert in ids)
+            for layer, ids in self.group.experts.items()
+        }
+
+
+async def test_groups_are_cut_anew_by_load_and_every_expert_is_served_all_the_while(floor, monkeypatch):
+    monkeypatch.setattr("services.scheduler.experts.WINDOW_S", 0.1)
+    monkeypatch.setattr("services.experts.worker.ROWS_S", 0.1)
+    tables: list[RoutingTable] = []
+
+    def busy(group: ShardGroup, _seat: int, _stopped: threading.Event) -> Busy:
+        return Busy(group, port=1)
+
+    async with stage_of(floor, groups=2) as stage:
+        hysteresis = Hysteresis(wait_s=0.2)
+        stage.placement = ExpertPlacement(
+            floor.registry, floor.reader, groups=2, on_table=tables.append, hysteresis=hysteresis
+        )
+        workers = [stage.start(name, busy) for name in ("a", "b", "c", "d")]
+        await stage.until(lambda: bool(tables) and len(tables[-1].seats) == 4)
+        first = tables[-1]
+        await stage.until(lambda: tables[-1].groups != first.groups and len(tables[-1].seats) == 4)
+        last = tables[-1]
+        hot = [sum(expert in HOT for expert in group.experts[0]) for group in last.groups]
+        assert min(hot) > 0, "the popular experts are shared out"
+        for table in tables:
+            assert all(table.seats_of.values()), f"a group of table {table.epoch} has no seat"
+            assert set(table.group_of) == {0, 1}
+        assert all(worker.status == "ready" for worker in workers)
 
 
 async def test_a_leader_that_was_paused_neither_assigns_nor_publishes(floor):

@@ -7,7 +7,8 @@ from typing import Any
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, even_groups, group_digest
-from services.scheduler.experts import LoadMeter, intentions, told_whole
+from services.scheduler.experts import intentions, told_whole
+from services.scheduler.load import LoadMeter
 
 GROUPS = even_groups([1, 3], 8, 2)
 

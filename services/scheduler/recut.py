@@ -1,0 +1,144 @@
+"""From one cut of the experts into groups to another, so that every expert is served by some seat all the while.
+
+A table has one cut, and a seat holds a whole group. So half of the seats of each group that changes go ahead (of a
+larger group, where it has but one): out of the table, they load what the group will hold, while the others serve what
+it holds. When all who went ahead are ready, one table changes the cut, and the others follow as seats without a group.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from services.errors import ConfigError, NotReady
+from services.fabric.placement import Hysteresis, Load, Plan, replan
+from services.queue.seats import SeatState
+from services.routing import RoutingTable, ShardGroup, group_digest
+
+log = logging.getLogger(__name__)
+
+Groups = tuple[ShardGroup, ...]
+SLACK = 1.25
+"""A group holds at most so many times an even share of a layer's experts: a seat has memory for so many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """``layout`` is the cut of the next table. The seats ``ahead`` are in no table; ``assign`` are new among them."""
+
+    layout: Sequence[ShardGroup]
+    ahead: frozenset[int] = frozenset()
+    assign: tuple[tuple[SeatState, ShardGroup], ...] = ()
+
+
+def next_step(seats: Sequence[SeatState], layout: Sequence[ShardGroup], target: Sequence[ShardGroup]) -> Step | None:
+    """How ``layout`` becomes ``target``; None where too few seats are left for that: the layout stays as it is.
+
+    Args:
+        seats: those that stay.
+    """
+    now = {group.number: group for group in layout}
+    coming = [group for group in target if now.get(group.number) != group]
+    ahead = {group.number: [seat for seat in seats if seat.assigned == group_digest(group)] for group in coming}
+    if all(found and all(seat.serves(group) for seat in found) for group, found in _pairs(coming, ahead)):
+        return Step(layout=target)
+    serving = {group.number: [seat for seat in seats if _holds(seat, group) and seat.serves(group)] for group in layout}
+    if not all(serving.get(group.number) for group in coming):
+        return None
+    assign = _sent_ahead([group for group, found in _pairs(coming, ahead) if not found], serving)
+    if assign is None:
+        return None
+    gone = {seat.number for found in ahead.values() for seat in found} | {seat.number for seat, _ in assign}
+    return Step(layout=layout, ahead=frozenset(gone), assign=tuple(assign))
+
+
+def _sent_ahead(
+    groups: Sequence[ShardGroup], serving: dict[int, list[SeatState]]
+) -> list[tuple[SeatState, ShardGroup]] | None:
+    """Seats for ``groups``: half of their own, or one of the group with most where a group has but one; None if nobody
+    can be spared. Takes them out of ``serving``."""
+    assign: list[tuple[SeatState, ShardGroup]] = []
+    for group in groups:
+        own = serving[group.number]
+        assign += [(own.pop(), group) for _ in range(len(own) // 2)]
+    for group in (group for group in groups if all(group is not sent for _, sent in assign)):
+        lender = max(serving.values(), key=len)
+        if len(lender) < 2 or lender[-1].info.group is not None:
+            return None
+        assign.append((lender.pop(), group))
+    return assign
+
+
+def _pairs(
+    groups: Sequence[ShardGroup], seats: Mapping[int, list[SeatState]]
+) -> list[tuple[ShardGroup, list[SeatState]]]:
+    return [(group, seats[group.number]) for group in groups]
+
+
+def _holds(seat: SeatState, group: ShardGroup) -> bool:
+    return seat.assigned in (None, group_digest(group))
+
+
+class Recutter:
+    """Looks for a better cut, on a thread of its own, and keeps it as the target until it stands.
+
+    Args:
+        plan: as :func:`services.fabric.placement.replan`, which takes ten seconds for 48 layers of 128 experts.
+    """
+
+    def __init__(
+        self, hysteresis: Hysteresis, *, clock: Callable[[], float], plan: Callable[..., Plan] = replan
+    ) -> None:
+        self._hysteresis = hysteresis
+        self._clock = clock
+        self._plan = plan
+        self._next = 0.0
+        self._planned: tuple[Groups, Future[Plan]] | None = None
+        self.target: Groups | None = None
+
+    def give_up(self) -> None:
+        if self.target is not None:
+            log.warning("the groups stay as they are: too few seats to change them under load")
+        self.target = None
+
+    def follow(self, table: RoutingTable, load: Load | None) -> None:
+        """Take what was planned, or plan; ``load`` is given while every seat is ready and the table has stood."""
+        if self.target is not None and self.target == table.groups:
+            log.info("the groups are cut anew")
+            self.target = None
+        if self._planned is not None and self._planned[1].done():
+            (groups, planned), self._planned = self._planned, None
+            self._take(groups, planned, table)
+        elif load is not None and self.target is None and self._planned is None and self._clock() >= self._next:
+            self._next = self._clock() + self._hysteresis.wait_s
+            self._planned = table.groups, self._start(table, load)
+
+    def _take(self, groups: Groups, planned: Future[Plan], table: RoutingTable) -> None:
+        error = planned.exception()
+        if isinstance(error, ConfigError | NotReady):
+            log.warning("no other cut of the groups: %s", error.message)
+            return
+        plan = planned.result()
+        if table.groups == groups != plan.table.groups:
+            log.info("max / mean load %.2f: the groups are to be cut anew, for %.2f", plan.before, plan.after)
+            self.target = plan.table.groups
+
+    def _start(self, table: RoutingTable, load: Load) -> Future[Plan]:
+        """Not asyncio's: it outlives the loop's interest in it without a word."""
+        planned: Future[Plan] = Future()
+        limit = -(-int(SLACK * table.num_experts) // len(table.groups))
+
+        def run() -> None:
+            try:
+                elapsed_s = self._hysteresis.wait_s  # of which the caller made sure
+                planned.set_result(
+                    self._plan(table, load, table.seats, elapsed_s=elapsed_s, hysteresis=self._hysteresis, limit=limit)
+                )
+            except BaseException as error:  # noqa: BLE001  raised again where the result is taken
+                planned.set_exception(error)
+
+        threading.Thread(target=run, name="replan", daemon=True).start()
+        return planned

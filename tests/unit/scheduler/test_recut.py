@@ -1,0 +1,156 @@
+"""Another cut of the groups under load: half of the seats go ahead, one table changes, the others follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.errors import ConfigError
+from services.fabric.placement import Hysteresis, Plan
+from services.messages import ExpertInfo, SeatReport
+from services.queue.seats import SeatState
+from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+from services.scheduler.recut import Groups, Recutter, next_step
+
+OLD = even_groups([0], 8, 3)
+HOLD = {"wait_s": 10.0, "gain": 0.1}
+
+
+def cut(*groups: tuple[int, ...]) -> Groups:
+    return tuple(ShardGroup(number=number, experts={0: ids}) for number, ids in enumerate(groups))
+
+
+NEW = cut((0, 2), (1, 3, 4), (5, 6, 7))
+"""Groups 0 and 1 exchange experts, group 2 stays as it is."""
+
+
+def seat(number: int, group: ShardGroup, status: Any = "ready") -> SeatState:
+    facts: dict[str, Any] = {"fingerprint": "f", "host": "h", "port": 1, "memory_bytes": 1, "pid": 1, "version": "v"}
+    info = ExpertInfo(id=f"w{number}", num_experts=8, layers=(0,), **facts)
+    digest = group_digest(group)
+    report = SeatReport(status=status, group=group.number, digest=digest if status == "ready" else "")
+    return SeatState(number=number, info=info, status=status, report=report, dismissed=False, assigned=digest)
+
+
+def seats(*replicas: int) -> list[SeatState]:
+    """So many of each group of the old cut."""
+    held = [group for group, count in zip(OLD, replicas, strict=True) for _ in range(count)]
+    return [seat(number, group) for number, group in enumerate(held)]
+
+
+def test_old_is_what_the_new_cut_changes() -> None:
+    assert cut((0, 1), (2, 3, 4), (5, 6, 7)) == OLD
+
+
+def test_half_of_the_seats_of_each_group_that_changes_go_ahead() -> None:
+    step = next_step(seats(2, 5, 1), OLD, NEW)
+    assert step is not None
+    assert step.layout == OLD
+    assert [(found.number, group) for found, group in step.assign] == [(1, NEW[0]), (6, NEW[1]), (5, NEW[1])]
+    assert step.ahead == {1, 5, 6}
+
+
+def test_the_cut_changes_once_all_that_went_ahead_are_ready() -> None:
+    here = seats(2, 2, 1)
+    here[1], here[3] = seat(1, NEW[0]), seat(3, NEW[1], "loading")
+    step = next_step(here, OLD, NEW)
+    assert step is not None
+    assert (step.layout, step.ahead, step.assign) == (OLD, {1, 3}, ())
+    here[3] = seat(3, NEW[1])
+    step = next_step(here, OLD, NEW)
+    assert step is not None
+    assert (step.layout, step.ahead) == (NEW, frozenset())
+
+
+def test_one_that_went_ahead_and_died_is_followed_by_another_if_there_is_one() -> None:
+    here = seats(3, 2, 1)
+    here[4] = seat(4, NEW[1], "loading")
+    step = next_step(here, OLD, NEW)
+    assert step is not None
+    assert [found.number for found, _ in step.assign] == [2]
+
+
+def test_a_group_of_one_seat_borrows_from_a_larger_one() -> None:
+    step = next_step(seats(4, 1, 1), OLD, NEW)
+    assert step is not None
+    assert [(found.number, group) for found, group in step.assign] == [(3, NEW[0]), (2, NEW[0]), (1, NEW[1])]
+    step = next_step(seats(2, 1, 2), OLD, NEW)
+    assert step is not None
+    assert [(found.number, group) for found, group in step.assign] == [(1, NEW[0]), (4, NEW[1])]
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1, 1)])
+def test_where_nobody_can_be_spared_the_groups_stay(replicas: tuple[int, ...]) -> None:
+    assert next_step(seats(*replicas), OLD, NEW) is None
+
+
+def test_a_group_that_lost_the_seats_that_stayed_gives_the_change_up() -> None:
+    here = seats(2, 2, 1)
+    here[1], here[3] = seat(1, NEW[0], "loading"), seat(3, NEW[1], "loading")
+    assert next_step(here[1:], OLD, NEW) is None
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+TABLE = RoutingTable(epoch=1, fingerprint="f", num_experts=8, groups=OLD)
+LOAD = {0: [1.0] * 8}
+
+
+def planned(recutter: Recutter) -> None:
+    """Wait for the thread."""
+    assert recutter._planned is not None
+    recutter._planned[1].exception(20)
+
+
+def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_while() -> None:
+    asked: list[int] = []
+
+    def plan(*_: object, limit: int, **__: object) -> Plan:
+        asked.append(limit)
+        return Plan(
+            table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), moves=(), before=2, after=1
+        )
+
+    clock = Clock()
+    recutter = Recutter(Hysteresis(**HOLD), clock=clock, plan=plan)
+    recutter.follow(TABLE, None)
+    assert asked == []
+    recutter.follow(TABLE, LOAD)
+    planned(recutter)
+    recutter.follow(TABLE, LOAD)
+    assert recutter.target == NEW
+    assert asked == [4], "a group may be a quarter larger than an even one"
+    recutter.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
+    assert recutter.target is None
+    recutter.follow(TABLE, LOAD)
+    assert len(asked) == 1
+    clock.now += 10
+    recutter.follow(TABLE, LOAD)
+    planned(recutter)
+    assert len(asked) == 2
+
+
+def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cannot_be() -> None:
+    def plan(*_: object, **__: object) -> Plan:
+        raise ConfigError("No such groups.")
+
+    recutter = Recutter(Hysteresis(**HOLD), clock=Clock(), plan=plan)
+    recutter.follow(TABLE, LOAD)
+    planned(recutter)
+    recutter.follow(TABLE, LOAD)
+    assert recutter.target is None
+
+    def other(*_: object, **__: object) -> Plan:
+        return Plan(table=TABLE, moves=(), before=1, after=1)
+
+    recutter = Recutter(Hysteresis(**HOLD), clock=Clock(), plan=other)
+    recutter.follow(TABLE, LOAD)
+    planned(recutter)
+    recutter.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
+    assert recutter.target is None
