@@ -77,12 +77,13 @@ def test_messages_per_layer(nodes: int, per_node: int) -> None:
 
 
 def test_a_row_crosses_to_a_node_once_and_one_sum_comes_back() -> None:
-    """32 rows of one rank that each want four experts on the other node, two on each rank there."""
+    """32 rows of one rank that each want four experts on the other node, two on each rank there; 8 that want none."""
     shape = MeshShape(nodes=("a", "a", "b", "b"), way="hierarchical")
     placed = place_experts({0: [1.0] * EXPERTS}, 4, EXPERTS // 4)[0]
     far = [*placed[2][:2], *placed[3][:2]]
-    batch = torch.ones(32, HIDDEN), torch.tensor(far).expand(32, 4), torch.ones(32, 4)
-    found = one_layer(shape, [32, 0, 0, 0], batch)
+    near = [*placed[0][:2], *placed[1][:2]]
+    batch = torch.ones(40, HIDDEN), torch.tensor([far] * 32 + [near] * 8), torch.ones(40, 4)
+    found = one_layer(shape, [40, 0, 0, 0], batch)
     slots, lengths = 32 * 4 * 8, 4 * 8
     assert found["bytes across"] == 2 * 32 * ROW_BYTES + slots + lengths
     assert found["messages across"] == 4 + 1, "one from each rank, one with sums"
@@ -133,12 +134,12 @@ def test_a_rank_that_lags_meets_the_deadline() -> None:
     with of_their_own(0.5) as ranks:
         shape = MeshShape(nodes=ranks.nodes, way="flat")
         with dealt_link({0: experts()}, EXPERTS, shape, ranks=ranks) as link:
-            late = threading.Event()
+            late, began = threading.Event(), time.monotonic()
             batch = rows(4)
 
             def work(rank: int) -> str:
                 if rank == 2:
-                    late.wait(20)
+                    late.wait(25)
                     return BROKE
                 one = link.links[rank]
                 error = outcome(lambda: one.combine(one.dispatch(0, *batch)))
@@ -148,6 +149,7 @@ def test_a_rank_that_lags_meets_the_deadline() -> None:
             errors = ranks.each(work)
         assert all(BROKE in error for error in errors)
         assert "All ranks start again" in errors[0]
+        assert time.monotonic() - began < 15
 
 
 def test_slices_that_do_not_divide() -> None:

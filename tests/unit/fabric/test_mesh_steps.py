@@ -162,6 +162,8 @@ def test_those_that_drained_stay_until_all_have() -> None:
     bells = [bell_at(store, lambda: None) for _ in ranks]
 
     def drains_longer() -> None:
+        assert not ranks[2].begin(work=False), "it waits for something, and the others for it"
+        bells[2].ring(ranks[2].idle_turns)
         for _ in range(3):
             one_pass(ranks[2], 4)
         linger(ranks[2], bells[2], 10)
