@@ -57,6 +57,7 @@ def test_recorded_answers(tmp_path: Path, options: dict[str, Any]) -> None:
         assert server.metric("expertmesh_mesh_turns_total") == turns, "nobody steps without work"
         assert used_s(server) - cpu_s < 2, "nobody spins without work"
         assert server.proc.stop() == 0
+        assert "terminate called" not in server.proc.log(), "ranks end in order"
 
 
 def test_killed_ranks_lose_no_request(tmp_path: Path) -> None:
