@@ -96,7 +96,7 @@ class Engine(Generic[HandleT]):
         overlap: OverlapPolicy | None = None,
     ) -> None:
         spec = model.spec
-        self._model, self._link = model, TimedLink(link)
+        self._model, self._timed = model, TimedLink(link)
         self._overlap = overlap or OverlapPolicy("off")
         self._device = model.device
         blocks = options.kv_blocks or blocks_within(
@@ -175,7 +175,7 @@ class Engine(Generic[HandleT]):
             step_seconds=self._step_seconds,
             step_overlapped=self._step_overlapped,
             overlapped_steps=self._overlapped_steps,
-            exchange_wait_seconds=self._link.waited_s,
+            exchange_wait_seconds=self._timed.waited_s,
         )
 
     def _outcomes(self, plan: StepPlan) -> list[Outcome]:
@@ -197,7 +197,7 @@ class Engine(Generic[HandleT]):
         """Nothing waits for the device before the draws do: the host prepares them while the layers run."""
         inputs = self._inputs.of(plan)
         sizes = inputs.sizes if self._overlap.active else []
-        began, waited_s = time.perf_counter(), self._link.waited_s
+        began, waited_s = time.perf_counter(), self._timed.waited_s
         x_TD = self._climb(inputs, sizes)
         rows = [state.row for state in plan.decodes]
         rows += [piece.state.row for piece in plan.prompts if piece.draws]
@@ -206,7 +206,7 @@ class Engine(Generic[HandleT]):
         if plan.prompts:
             outcomes = self._with_prompts(plan, outcomes, x_RD[len(rows) :])
         healthy = _healthy(x_TD, inputs)
-        took = StepTime(seconds=time.perf_counter() - began, waited_s=self._link.waited_s - waited_s)
+        took = StepTime(seconds=time.perf_counter() - began, waited_s=self._timed.waited_s - waited_s)
         self._overlap.note(sizes, took)
         if all(healthy):
             return outcomes
@@ -217,7 +217,7 @@ class Engine(Generic[HandleT]):
         micro_batches = split(inputs, self._overlap.cut(sizes))
         self._step_overlapped = len(micro_batches) > 1
         self._overlapped_steps += self._step_overlapped
-        return forward(self._model, self._link, self._kv, micro_batches)
+        return forward(self._model, self._timed, self._kv, micro_batches)
 
     def _with_prompts(self, plan: StepPlan, drawn: list[Outcome], x_RD: Tensor) -> list[Outcome]:
         """One outcome per sequence of ``drawn``, one per draw, and ``x_RD``, the rows that score prompts."""

@@ -16,8 +16,9 @@ from typing import Literal
 
 Mode = Literal["auto", "on", "off"]
 
-SAMPLES = 5
-"""Steps by which a way is judged, and that a trial lasts: their median forgives two that something else disturbed."""
+SAMPLES = 7
+"""Steps by which a way is judged: their median forgives three that something else disturbed. In a trial both ways take
+turns, so that what slows the machine down for a while slows both."""
 LEAST_GAIN = 0.05
 """Share of a step's time that a change must save. Less is noise, and would make it swing."""
 FIRST_RETRY, LAST_RETRY = 100, 1600
@@ -47,7 +48,7 @@ class _Rows:
 
     @property
     def now(self) -> bool:
-        return self.split != self.trial
+        return self.split != (self.trial and self.left % 2 == 0)
 
     def median(self, *, split: bool) -> float:
         return median(time.seconds for time in self.times[split])
@@ -100,7 +101,7 @@ class OverlapPolicy:
         if rows.trial:
             _judge(rows)
         elif rows.split or not self._waits_seen or rows.may_pay():
-            rows.trial, rows.left = True, SAMPLES
+            rows.trial, rows.left = True, 2 * SAMPLES
         else:
             rows.left = FIRST_RETRY
 

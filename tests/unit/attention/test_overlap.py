@@ -33,7 +33,7 @@ GAIN, LOSS = taking(1.0, 0.7, 0.5), taking(1.0, 1.3, 0.5)
 
 def test_the_faster_way_is_found_and_kept_but_for_trials_of_the_other() -> None:
     split = play(OverlapPolicy("auto"), GAIN, 10 * FIRST_RETRY)
-    assert split[: 3 * SAMPLES] == [False] * SAMPLES + [True] * 2 * SAMPLES
+    assert split[: 4 * SAMPLES] == [False] * SAMPLES + [True, False] * SAMPLES + [True] * SAMPLES
     assert 0 < split[SAMPLES:].count(False) <= 10 * SAMPLES
     assert sum(split[-FIRST_RETRY:]) >= FIRST_RETRY - 2 * SAMPLES
 
@@ -102,3 +102,16 @@ def test_no_other_cut_is_more_even(costs: list[float]) -> None:
         return abs(sum(costs[:cut]) - sum(costs[cut:]))
 
     assert gap(at) <= min(gap(cut) for cut in range(1, len(costs))) + 1e-6 * sum(costs)
+
+
+def test_a_machine_that_slows_down_for_a_while_misleads_nobody() -> None:
+    """Were one way timed after the other, the slow spell would fall on one of them."""
+    policy, step = OverlapPolicy("auto"), 0
+
+    def times(split: bool) -> StepTime:
+        nonlocal step
+        step += 1
+        slow = 2.0 if step <= 2 * SAMPLES else 1.0
+        return StepTime(seconds=(1.2 if split else 1.0) * slow, waited_s=0.5 * slow)
+
+    assert not any(play(policy, times, 3 * FIRST_RETRY)[3 * SAMPLES : FIRST_RETRY])
