@@ -1,6 +1,7 @@
 # make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
 # make test   set up .venv, run all tests
 # make check  what CI runs: lint, types, imports, test
+# make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
 # make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
 
 PYTHON ?= python3
@@ -9,8 +10,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 MODEL ?=
 PORT ?=
+CHAOS_MINUTES ?= 10
+CHAOS_SEED ?= 1
+CHAOS_OUT ?= .cache/chaos
+CHAOS_ARGS ?=
 
-.PHONY: env run test lint types imports check bench-cpu demo-model constraints clean
+.PHONY: env run test lint types imports check bench-cpu chaos demo-model constraints clean
 
 env: $(STAMP)
 
@@ -45,6 +50,11 @@ check: lint types imports test
 
 bench-cpu: env
 	$(BIN)/python -m loadgen.bench_cpu
+
+# Needs root for cuts and delays; without it, kills alone. CHAOS_ARGS='--kills 20 --most-gap 0.4': kills of replicas only.
+chaos: env
+	PYTHONPATH=tests:examples/pocket-moe $(BIN)/python -m chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) \
+	  --json $(CHAOS_OUT)/chaos.json --svg $(CHAOS_OUT)/chaos.svg $(CHAOS_ARGS)
 
 demo-model: env
 	examples/pocket-moe/rebuild.sh

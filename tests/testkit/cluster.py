@@ -20,6 +20,8 @@ from testkit.netns import open_network
 from testkit.servers import Bench, Proc, Server, flags, free_port, metric_sum, wait_until
 
 REDIS_PORT, READY_S = 6379, 300.0
+PATIENCE_S = 240.0
+"""How long a step waits for a group without workers: a busy machine may take a minute to start one."""
 
 
 class Place(Protocol):
@@ -181,7 +183,8 @@ class Cluster:
             "redis": {},
             "gateway": {"model": self._model, "served_model_name": "pocket", "auth": "off"},
             "scheduler": {"expert_groups": self.shape.groups},
-            "attention": compute | {"model": self._model, "experts": "tcp", "kv_blocks": 1024},
+            "attention": compute
+            | {"model": self._model, "experts": "tcp", "kv_blocks": 1024, "experts_patience": PATIENCE_S},
             "experts": compute | {"model": self._model},
         }
         common = {"host": place.address, "lease": self.shape.lease_s}

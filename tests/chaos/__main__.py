@@ -1,0 +1,174 @@
+"""``python -m chaos``; ``make chaos`` calls it. Exit code 1: a request was lost, a token doubled, an answer changed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from testkit.cluster import Cluster, Shape, places
+from testkit.iproute import delay_obstacle, obstacle
+from testkit.pocket_answers import POCKET, recorded
+from testkit.servers import bench
+
+from chaos.faults import Faults
+from chaos.kills import AWAY_S, kill_replicas
+from chaos.load import Job, Load, Outcome, faults_of, jobs
+from chaos.picture import timeline
+from chaos.plan import KINDS, NEED_CABLES, planned
+from chaos.report import report, summary
+from services.queue.tasks import end_tasks
+
+PROGRESS_S = 10.0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="chaos", description="Kill and cut a deployment under load.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=10.0, metavar="S", help="between events (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the plan and the load (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=128, help="concurrent clients (default: %(default)s)")
+    parser.add_argument(
+        "--longest", type=int, default=16, metavar="N", help="tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--least-requests", type=int, metavar="N", help="fewer is a failure (default: 500 a minute)")
+    parser.add_argument("--attention", type=int, default=2, metavar="N", help="workers (default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=4, metavar="N", help="workers (default: %(default)s)")
+    parser.add_argument("--groups", type=int, default=2, metavar="N", help="shard groups (default: %(default)s)")
+    parser.add_argument("--only", action="append", choices=KINDS, help="kinds of events (repeatable; default: all)")
+    parser.add_argument(
+        "--kills", type=int, metavar="N", help="kill an expert worker N times instead, whole in between"
+    )
+    parser.add_argument("--most-gap", type=float, metavar="S", help="a longer gap after a kill is a failure")
+    parser.add_argument("--here", action="store_true", help="plain processes even where namespaces are possible")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline there")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the processes' logs there")
+    return parser.parse_args(argv)
+
+
+class Clock:
+    """Lines on stdout with the seconds since :meth:`begin`."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+
+    def begin(self) -> None:
+        self.start = time.perf_counter()
+
+    def say(self, line: str) -> None:
+        print(f"{time.perf_counter() - self.start:7.1f} s  {line}", flush=True)
+
+
+async def run(cluster: Cluster, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+    """Undisturbed answers, then the same under fire; the figures."""
+    load = Load(url=cluster.server.url, streams=options.streams)
+    wanted = jobs(recorded(), options.seed, longest=options.longest)
+    quiet = await load.undisturbed(wanted)
+    if faults := faults_of(quiet):
+        raise SystemExit(f"undisturbed answers are not the recorded ones: {dict(faults)}")
+    clock.say(f"{len(quiet)} undisturbed answers equal the recorded ones")
+    faults_made = Faults(cluster=cluster, log=clock.say)
+    if options.kills:
+        faults_made.backoff_s = AWAY_S
+    clock.begin()
+    background = [asyncio.create_task(faults_made.restart()), asyncio.create_task(_progress(load, clock))]
+    try:
+        if options.kills:
+            outcomes = await kill_replicas(cluster, load, wanted, faults_made, options)
+        else:
+            outcomes = await _under_fire(cluster, load, wanted, faults_made, options, clock)
+        await asyncio.to_thread(cluster.wait_whole)
+    finally:
+        await end_tasks(background)
+    effect_s = AWAY_S if options.kills else math.inf
+    figures = report(outcomes, quiet, faults_made.done, faults_made.exits, clock.start, effect_s)
+    for outcome in outcomes:
+        if outcome.fault:
+            clock.say(outcome.fault)
+    return _setting(options) | figures
+
+
+async def _under_fire(
+    cluster: Cluster, load: Load, wanted: list[Job], faults: Faults, options: argparse.Namespace, clock: Clock
+) -> list[Outcome]:
+    seconds = 60 * options.minutes
+    cabled = cluster.members["redis"].cable is not None
+    kinds = [kind for kind in options.only or KINDS if cabled or kind not in NEED_CABLES]
+    roles = {member.role for member in cluster.members.values()}
+    members = {role: cluster.of(role) for role in sorted(roles)}
+    events = planned(options.seed, seconds=seconds, every_s=options.every, kinds=kinds, members=members)
+    following = asyncio.create_task(faults.follow(events, clock.start))
+    try:
+        outcomes = await load.run(wanted, options.seed, lambda: time.perf_counter() > clock.start + seconds)
+        await following
+    finally:
+        await end_tasks([following])
+    return outcomes
+
+
+async def _progress(load: Load, clock: Clock) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        faults = faults_of(load.outcomes)
+        clock.say(f"{len(load.outcomes)} answers, {load.in_flight} under way, wrong: {dict(faults) or 'none'}")
+
+
+def _setting(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("seed", "minutes", "every", "streams", "longest", "attention", "experts", "groups", "kills")
+    return {"setting": {name: getattr(options, name) for name in names}}
+
+
+def verdict(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """Why the run failed; empty if it did not."""
+    reasons = [f"{figures[kind]} {kind}" for kind in ("lost", "doubled", "changed") if figures[kind]]
+    usual = 0 if options.kills else int(500 * options.minutes)
+    least = usual if options.least_requests is None else options.least_requests
+    if figures["requests"] < least:
+        reasons.append(f"{figures['requests']} requests are fewer than {least}")
+    longest = max((event["longest_gap_ms"] for event in figures["events"]), default=0.0) / 1e3
+    if options.most_gap is not None and longest > options.most_gap:
+        reasons.append(f"a gap of {longest:.3f} s is longer than {options.most_gap:g} s")
+    return reasons
+
+
+def hosts(options: argparse.Namespace) -> bool:
+    """Whether members get hosts of their own; says why not."""
+    reason = "--here" if options.here else obstacle() or delay_obstacle()
+    if reason is not None:
+        print(f"plain processes on one host, so no cuts and no delays: {reason}", flush=True)
+    return reason is None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    shape = Shape(attention=options.attention, experts=options.experts, groups=options.groups)
+    clock = Clock()
+    with contextlib.ExitStack() as stack:
+        folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-chaos-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        place = stack.enter_context(places(hosts(options)))
+        stage = stack.enter_context(bench(folder.resolve()))
+        cluster = Cluster(stage, place, POCKET / "model", shape)
+        cluster.start()
+        clock.say("everything is up")
+        figures = asyncio.run(run(cluster, options, clock))
+    for file, text in ((options.json, json.dumps(figures)), (options.svg, timeline(figures))):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text + "\n" if not text.endswith("\n") else text)
+    reasons = verdict(figures, options)
+    print("\n".join([*summary(figures), f"FAILED: {'; '.join(reasons)}" if reasons else "passed"]), flush=True)
+    return 1 if reasons else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
