@@ -18,6 +18,7 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- SecretMismatch      the peer does not know this cluster's secret
     |   |-- SeatLost            the connection broke, or the peer fell silent
     |   |-- SeatLeaving         the expert worker is draining
+    |   |-- LaneFailed          no lane beside a connection could be made; rows go inside it
     |   |-- CallFailed          the expert worker could not compute a call
     |   |-- BadAnswer           the answer has another shape, or NaN where another replica has none
     |   `-- MeshBroken          a rank of co-located experts died or fell behind: all ranks start again
@@ -142,6 +143,10 @@ class SeatLost(FabricError):
 
 class SeatLeaving(FabricError):
     code = "seat_leaving"
+
+
+class LaneFailed(FabricError):
+    code = "lane_failed"
 
 
 class CallFailed(FabricError):

@@ -97,13 +97,16 @@ def joined(compute: Compute, calls: Sequence[Call]) -> list[Tensor]:
     y_TD = compute(calls[0].layer, x_TD, ids.long(), weights)
     if y_TD.shape != x_TD.shape or y_TD.dtype != x_TD.dtype:
         raise ValueError(f"The experts made {list(y_TD.shape)} {y_TD.dtype} of {list(x_TD.shape)} {x_TD.dtype}.")
-    return list(torch.split(y_TD.cpu(), rows))
+    y_TD = y_TD.to(x_TD.device)
+    if y_TD.is_cuda:  # what is answered, and how long it took, is known only once it is there
+        torch.cuda.current_stream(y_TD.device).synchronize()
+    return list(torch.split(y_TD, rows))
 
 
 def _pairs(call: Call) -> tuple[Tensor, Tensor]:
     """``x_PD`` and ``ids_P1``, row by row and slot by slot."""
     held_RK = call.ids_RK >= 0
-    return call.x_RD[held_RK.nonzero()[:, 0]], call.ids_RK[held_RK].unsqueeze(1)
+    return call.x_RD[held_RK.nonzero()[:, 0].to(call.x_RD.device)], call.ids_RK[held_RK].unsqueeze(1)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

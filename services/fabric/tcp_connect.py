@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from services.errors import ExpertMeshError, ProtocolMismatch, SeatLeaving, WireError
+from services.fabric.nccl_setup import Lanes
 from services.fabric.tcp_handshake import Hello, greet
 from services.fabric.tcp_peer import Peer, Timing, soon
 from services.fabric.tcp_stream import Stream
@@ -29,6 +30,7 @@ class Facts:
     timing: Timing
     max_bytes: int
     tls: ssl.SSLContext | None = None
+    lanes: Lanes | None = None
 
 
 def seat_name(seat: Seat) -> str:
@@ -49,7 +51,8 @@ def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
         sock = facts.tls.wrap_socket(sock, server_hostname=seat.host)
     stream = Stream(sock, silence_s=facts.timing.silence_s, name=seat_name(seat))
     try:
-        theirs = greet(stream, facts.secret, facts.hello, until)
+        hello = facts.hello if facts.lanes is None else facts.lanes.offered(facts.hello)
+        theirs = greet(stream, facts.secret, hello, until)
         if (theirs.seat, theirs.worker) != (seat.number, seat.worker):
             raise ProtocolMismatch(f"{stream.name} is seat {theirs.seat} of worker {theirs.worker!r} by now.")
     except ExpertMeshError:

@@ -42,7 +42,10 @@ _REFUSALS: dict[str, type[ExpertMeshError]] = {
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """What a side is. ``worker`` is its incarnation; ``max_rows`` and ``max_bytes`` the largest call that it takes."""
+    """What a side is. ``worker`` is its incarnation; ``max_rows`` and ``max_bytes`` the largest call that it takes.
+
+    ``lane``: the kind that it offers beside the connection, if any; ``device``: which GPU it would have it on.
+    """
 
     fingerprint: str
     worker: str
@@ -52,6 +55,8 @@ class Hello(Message, frozen=True, kw_only=True):
     package: str = ""
     max_rows: int = 0
     max_bytes: int = 0
+    lane: str = ""
+    device: str = ""
 
 
 class Nonce(Message, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class Call:
 
     def joins(self, other: Call) -> bool:
         """Whether one computation can serve both."""
-        same = self.layer == other.layer and self.reduced == other.reduced
+        same = (self.layer, self.reduced, self.x_RD.device) == (other.layer, other.reduced, other.x_RD.device)
         return same and (not self.reduced or self.ids_RK.shape[1] == other.ids_RK.shape[1])
 
 

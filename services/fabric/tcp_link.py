@@ -1,6 +1,9 @@
 """ExpertLink over TCP: rows to one replica of each shard group, to another one if that fails.
 
-Made for experts on CPU hosts and for slow networks. Legend: T rows, D hidden size, K experts chosen per row.
+Made for experts on CPU hosts and for slow networks; between GPUs the rows themselves go by NCCL beside the connection
+(:mod:`services.fabric.nccl_lane`), to the seats that can have such a lane.
+
+Legend: T rows, D hidden size, K experts chosen per row.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from services.errors import ExpertUnavailable, FingerprintMismatch
 from services.fabric.expert_rows import ExpertRows
+from services.fabric.nccl_setup import Lanes
 from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_handshake import Hello, check_facts
 from services.fabric.tcp_part import Part, Seats
@@ -54,6 +58,7 @@ class TcpLink:
         unavailable_s: how long a dispatch waits for a replica where there is none.
         quarantine_s: how long a seat that answered wrongly, or not in time, takes no calls.
         tls: a client's context, if connections are to be encrypted.
+        lanes: offered to seats, unless connections are encrypted: a lane is not.
     """
 
     def __init__(
@@ -69,9 +74,17 @@ class TcpLink:
         max_bytes: int = MAX_BYTES,
         timing: Timing | None = None,
         tls: ssl.SSLContext | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         check_facts(hello, secret)
-        self._facts = Facts(hello=hello, secret=secret, timing=timing or Timing(), max_bytes=max_bytes, tls=tls)
+        self._facts = Facts(
+            hello=hello,
+            secret=secret,
+            timing=timing or Timing(),
+            max_bytes=max_bytes,
+            tls=tls,
+            lanes=lanes if tls is None else None,
+        )
         self._reduced = reduced
         self._call_s = call_s
         self._unavailable_s = unavailable_s
@@ -134,7 +147,12 @@ class TcpLink:
         hello, device = self._facts.hello, x_TD.device
         assert (x_TD.shape[1], x_TD.dtype) == (hello.hidden, DTYPES[hello.dtype]), "the link is of another model"
         self._rows.count(layer, expert_ids_TK)
-        x_TD, ids_TK, weights_TK = (tensor.detach().cpu() for tensor in (x_TD, expert_ids_TK, weights_TK))
+        x_TD, weights_TK = x_TD.detach(), weights_TK.detach()
+        with self._changed:
+            stays = self._seats.lanes()
+        if not stays:
+            x_TD, weights_TK = x_TD.cpu(), weights_TK.cpu()
+        ids_TK, host_weights_TK = expert_ids_TK.cpu(), weights_TK.cpu()
         with self._changed:
             if self._seats.closed:
                 raise ExpertUnavailable("The link to the experts is closed.")
@@ -142,7 +160,7 @@ class TcpLink:
             most_rows = max(1, min(self._seats.most_rows(row_bytes), self._facts.max_bytes // row_bytes))
             number, epoch = next(self._micro_batches), self._table.epoch
             parts = []
-            for rows in split(x_TD, ids_TK, weights_TK, self._table.group_of[layer], most_rows):
+            for rows in split(x_TD, ids_TK, host_weights_TK, self._table.group_of[layer], most_rows):
                 dispatch = Dispatch(
                     call=0,
                     epoch=epoch,

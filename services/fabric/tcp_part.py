@@ -73,6 +73,10 @@ class Seats:
         bounds = [link.most_rows(bytes_per_row) for link in self.links.values() if link.usable]
         return min(bounds, default=_UNBOUNDED_ROWS)
 
+    def lanes(self) -> bool:
+        """Whether rows to some seat go from device to device."""
+        return any(link.lane for link in self.links.values())
+
     def settle(self, part: Part) -> bool:
         """Whether ``part`` has its answer; if its call failed or is late, send it to another replica.
 
@@ -160,14 +164,14 @@ class Seats:
         if part.sends >= _MOST_SENDS:
             raise self._unavailable(part)
         rows, reduced = part.rows, part.dispatch.reduced
-        tensors = [rows.ids_RK, rows.weights_RK, rows.x_RD] if reduced else [rows.ids_RK, rows.x_RD]
+        tensors = [rows.ids_RK, rows.weights_RK] if reduced else [rows.ids_RK]
         answer_rows = len(rows.index_R) if reduced else len(rows.pairs_P)
         connection = (link.seat.number, link.connections)
         if connection not in part.again_at:  # what failed here before does not prove that anybody can answer
             part.starving_since = None
         part.again_at[connection] = math.inf
         part.sends += 1
-        part.call = link.send(part.dispatch, tensors, answer_rows, soon(self._call_s))
+        part.call = link.send(part.dispatch, tensors, rows.x_RD, answer_rows, soon(self._call_s))
 
     def _starve(self, part: Part, now: float) -> None:
         if part.starving_since is None:

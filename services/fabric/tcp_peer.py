@@ -6,11 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from services.errors import FabricError
+from services.errors import FabricError, SeatLost, WireError
+from services.fabric.nccl_lane import Lane, Shipment
 from services.fabric.tcp_stream import Stream
 from services.fabric.tcp_wire import Frame, Kind, Limits, Message, frame_parts, read_frame
 
@@ -32,12 +36,14 @@ class Timing:
 class _Outgoing:
     parts: list[memoryview]
     on_sent: Callable[[], None] = field(default=lambda: None)
+    shipment: Shipment | None = None
 
 
 class Peer:
     """Frames go out by :meth:`send` from any thread and come in by :meth:`receive` in one.
 
     Signs of life flow even while a peer does not read, so one that holds back for want of room is not taken for dead.
+    Once it has a lane (:meth:`adopt`), rows travel there and not in frames, in the order of the frames.
 
     Args:
         patient: the other side may stop reading on purpose; wait for it as long as it lives.
@@ -49,6 +55,7 @@ class Peer:
         self._limits = limits
         self._alive_s = alive_s
         self._patient = patient
+        self._lane: Lane | None = None
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._ended = False
@@ -61,18 +68,76 @@ class Peer:
         message: Message | None = None,
         tensors: Sequence[Tensor] = (),
         on_sent: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Queue a frame. ``on_sent`` is called when it has been sent or never will be."""
-        outgoing = _Outgoing(frame_parts(kind, message, tensors), on_sent)
+        rows: Tensor | None = None,
+    ) -> Shipment | None:
+        """Queue a frame. ``on_sent`` is called when it has been sent or never will be.
+
+        Args:
+            rows: by the lane if there is one, else behind ``tensors``.
+
+        Returns:
+            With a patient peer, what to hold until an answer shows that the rows are there.
+        """
+        shipment = self._lane.pack(rows) if self._lane is not None and rows is not None and rows.numel() else None
+        if shipment is None and rows is not None:
+            tensors = [*tensors, rows.cpu()]
+        outgoing = _Outgoing(frame_parts(kind, message, tensors), on_sent, shipment)
         with self._gate:
             if not self._ended:
                 self._outgoing.put(outgoing)
-                return
+                return shipment
         on_sent()
+        return None
 
     def receive(self, until: float | None = None) -> Frame:
         """The next frame, signs of life included. Raises as :func:`read_frame`."""
         return read_frame(self._stream, self._limits, until)
+
+    def receive_rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor | None:
+        """``[rows, hidden]`` that the last frame announced on the lane; None where they are in the frame.
+
+        Raises:
+            WireError: they are more than allowed.
+            SeatLost: they did not come.
+        """
+        if self._lane is None:
+            return None
+        if not 0 <= rows * hidden * dtype.itemsize <= self._limits.payload:
+            raise WireError(f"{self.name} announced {rows} rows on the lane.")
+        try:
+            with self._lane.reading():
+                into = torch.empty(rows, hidden, dtype=dtype, device=self._lane.device)
+        except RuntimeError as error:
+            raise SeatLost(f"No memory for rows of {self.name}: {error}") from error
+        return self.receive_into(into)
+
+    def receive_into(self, into: Tensor) -> Tensor:
+        """``into`` filled from the lane, which there is."""
+        assert self._lane is not None
+        return self._lane.receive(into, soon(self._stream.silence_s), self.broken) if into.numel() else into
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Work on received rows inside does not wait for other work on the device."""
+        return nullcontext() if self._lane is None else self._lane.reading()
+
+    @property
+    def lane(self) -> Lane | None:
+        return self._lane
+
+    def adopt(self, lane: Lane) -> None:
+        """Rows go by ``lane`` from now on; it ends with the connection."""
+        with self._gate:
+            ended = self._ended
+            self._lane = None if ended else lane
+        if ended:
+            lane.abort()
+
+    @property
+    def local_host(self) -> str:
+        return self._stream.local_host
+
+    def broken(self) -> bool:
+        return self._stream.broken()
 
     def finish(self) -> None:
         """End the connection when all that is queued has been sent."""
@@ -86,6 +151,10 @@ class Peer:
         """Called by the thread that receives, when it stops."""
         self._stream.shut()
         self._outgoing.put(None)
+        with self._gate:
+            self._ended = True
+        if self._lane is not None:
+            self._lane.abort()
         self._sender.join()
         self._stream.close()
 
@@ -93,7 +162,7 @@ class Peer:
         current: _Outgoing | None = None
         try:
             while (current := self._next()) is not None:
-                self._stream.send(current.parts, patient=self._patient)
+                self._send(current)
                 current.on_sent()
         except FabricError:
             assert current is not None
@@ -101,6 +170,14 @@ class Peer:
         finally:
             self._stream.shut()
             self._abandon_queued()
+
+    def _send(self, outgoing: _Outgoing) -> None:
+        shipment, lane = outgoing.shipment, self._lane
+        if shipment is not None and lane is not None:
+            lane.post(shipment, self.broken)
+        self._stream.send(outgoing.parts, patient=self._patient)
+        if shipment is not None and lane is not None and not self._patient:
+            lane.finish(soon(self._stream.silence_s), self.broken)
 
     def _next(self) -> _Outgoing | None:
         try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels import combine
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
@@ -20,6 +22,7 @@ class Rows:
     experts: frozenset[int]
     """Those that the rows chose in this group."""
     x_RD: Tensor
+    """On the device of the dispatch or on the CPU; the others are on the CPU."""
     ids_RK: Tensor
     """int32, -1 where the slot's expert is in another group."""
     weights_RK: Tensor
@@ -37,6 +40,7 @@ def split(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, group_of: Sequence[i
     """By shard group, ascending, and within a group in runs of at most ``most_rows`` rows.
 
     Args:
+        x_TD: on any device; the others on the CPU.
         group_of: group number by expert id, of this layer.
     """
     known_TK = (ids_TK >= 0) & (ids_TK < len(group_of))
@@ -50,8 +54,14 @@ def split(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, group_of: Sequence[i
 def sum_pairs(parts: Sequence[tuple[Rows, Tensor]], weights_TK: Tensor, x_TD: Tensor) -> Tensor:
     """``y_TD`` from unweighted answers ``[P, D]``: float32, slot 0 first, rounded once.
 
-    That is how :func:`moe_kernels.fused_moe` adds on a CPU, to the last bit.
+    That is how :func:`moe_kernels.fused_moe` adds on a CPU, to the last bit. Answers elsewhere are brought to
+    the device of ``x_TD``.
     """
+    parts = [(part, _brought(answer, x_TD)) for part, answer in parts]
+    if not parts:
+        return torch.zeros_like(x_TD)
+    if x_TD.device.type != "cpu":
+        return _sum_on_device(parts, weights_TK)
     rows, slots = weights_TK.shape
     out_SD = x_TD.new_empty(rows * slots, x_TD.shape[1])
     present_S = torch.zeros(rows * slots, dtype=torch.bool)
@@ -68,11 +78,28 @@ def sum_pairs(parts: Sequence[tuple[Rows, Tensor]], weights_TK: Tensor, x_TD: Te
     return y_TD.to(x_TD.dtype)
 
 
+def _sum_on_device(parts: Sequence[tuple[Rows, Tensor]], weights_TK: Tensor) -> Tensor:
+    """One kernel: where each pair's row is in the answers, one after the other, is known on the host."""
+    place_S, rows = torch.full((weights_TK.numel(),), -1), 0
+    for part, answer_PD in parts:
+        place_S[part.pairs_P] = torch.arange(rows, rows + len(answer_PD))
+        rows += len(answer_PD)
+    answers = [answer_PD for _, answer_PD in parts]
+    answers_PD = answers[0] if len(answers) == 1 else torch.cat(answers)
+    return combine(answers_PD, place_S.view(weights_TK.shape).to(answers_PD.device), weights_TK.float())
+
+
+def _brought(answer: Tensor, x_TD: Tensor) -> Tensor:
+    if answer.is_cuda:  # it was made in a lane's stream, and is read in this one
+        answer.record_stream(torch.cuda.current_stream(answer.device))
+    return answer.to(x_TD.device)
+
+
 def sum_rows(parts: Sequence[tuple[Rows, Tensor]], x_TD: Tensor) -> Tensor:
     """``y_TD`` from weighted answers ``[R, D]``, which each replica has rounded: float32, in the order of groups."""
-    y_TD = torch.zeros(x_TD.shape, dtype=torch.float32)
+    y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for part, answer_RD in parts:
-        y_TD[part.index_R] += answer_RD
+        y_TD[part.index_R.to(x_TD.device)] += _brought(answer_RD, x_TD)
     return y_TD.to(x_TD.dtype)
 
 
@@ -85,7 +112,7 @@ def _rows(group: int, index_R: Tensor, here_TK: Tensor, x_TD: Tensor, ids_TK: Te
     return Rows(
         group=group,
         experts=frozenset(ids_RK[here_RK].tolist()),
-        x_RD=x_TD if every_row else x_TD[index_R],
+        x_RD=x_TD if every_row else x_TD[index_R.to(x_TD.device)],
         ids_RK=torch.where(here_RK, ids_RK, -1).int(),
         weights_RK=weights_RK.float(),
         index_R=index_R,

@@ -5,6 +5,7 @@ Legend: N rows of an answer, D hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -13,19 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 from torch import Tensor
 
 from services.errors import (
     BadAnswer,
     CallFailed,
     ExpertMeshError,
+    LaneFailed,
     SeatLeaving,
     SeatLost,
     WireError,
 )
+from services.fabric.nccl_lane import Shipment
+from services.fabric.nccl_setup import Lanes
 from services.fabric.tcp_connect import Facts, connect, prove, seat_name
 from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_peer import Peer
+from services.fabric.tcp_peer import Peer, soon
 from services.fabric.tcp_wire import (
     DTYPES,
     Answer,
@@ -40,6 +45,8 @@ from services.routing import Seat
 log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
+_WITHOUT_LANE_S = 60.0
+"""After a lane could not be made: how long rows go in frames before the next attempt."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -54,6 +61,7 @@ class Call:
     outcome: Tensor | ExpertMeshError | None = None
     finite: bool = True
     abandoned: bool = False
+    shipment: Shipment | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +69,8 @@ class _Connection:
     peer: Peer
     theirs: Hello
     calls: dict[int, Call] = field(default_factory=dict)
+    lost: dict[int, Call] = field(default_factory=dict)
+    """Calls that it took with it: their rows may be in the sender's hands until the connection is closed."""
 
 
 class SeatLink:
@@ -82,6 +92,7 @@ class SeatLink:
         self._connection: _Connection | None = None
         self._leaving = False
         self._retire_by: float | None = None
+        self._no_lane_until = 0.0
         self._stop = threading.Event()
         self._ids = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name=f"seat {seat.number}", daemon=True)
@@ -97,6 +108,11 @@ class SeatLink:
         return self._connection is not None and not self._leaving and self._retire_by is None
 
     @property
+    def lane(self) -> bool:
+        """Whether rows go from device to device."""
+        return self._connection is not None and self._connection.peer.lane is not None
+
+    @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
@@ -108,7 +124,9 @@ class SeatLink:
         room = min(theirs.max_bytes, self._facts.max_bytes) // max(1, bytes_per_row)
         return max(1, min(theirs.max_rows, room))
 
-    def send(self, dispatch: Dispatch, tensors: Sequence[Tensor], answer_rows: int, deadline: float) -> Call:
+    def send(
+        self, dispatch: Dispatch, tensors: Sequence[Tensor], x_RD: Tensor, answer_rows: int, deadline: float
+    ) -> Call:
         """Queue a call; ``dispatch.call`` is filled in. Only while :attr:`usable`."""
         assert self._connection is not None
         number = next(self._ids)
@@ -117,7 +135,8 @@ class SeatLink:
         )
         self._connection.calls[number] = call
         self.outstanding_rows += call.rows
-        self._connection.peer.send(Kind.DISPATCH, msgspec.structs.replace(dispatch, call=number), tensors)
+        dispatch = msgspec.structs.replace(dispatch, call=number)
+        call.shipment = self._connection.peer.send(Kind.DISPATCH, dispatch, tensors, rows=x_RD)
         return call
 
     def retire(self, by: float) -> None:
@@ -155,14 +174,26 @@ class SeatLink:
             log.warning("No connection to %s: %s", self.name, problem)
 
     def _converse(self) -> None:
-        peer, theirs = connect(self.seat, self._facts)
+        facts = self._facts
+        if facts.lanes is not None and not facts.lanes.required and time.monotonic() < self._no_lane_until:
+            facts = dataclasses.replace(facts, lanes=None)
+        peer, theirs = connect(self.seat, facts)
         try:
-            prove(peer, self._facts.timing.handshake_s)
+            prove(peer, facts.timing.handshake_s)
+            if facts.lanes is not None and facts.lanes.agreed(theirs, self.name):
+                self._join_lane(peer, facts.lanes)
             connection = _Connection(peer, theirs)
             if self._open(connection):
                 self._follow(connection)
         finally:
             peer.close()
+
+    def _join_lane(self, peer: Peer, lanes: Lanes) -> None:
+        try:
+            lanes.join(peer)
+        except LaneFailed:
+            self._no_lane_until = soon(_WITHOUT_LANE_S)
+            raise
 
     def _open(self, connection: _Connection) -> bool:
         with self._changed:
@@ -184,9 +215,7 @@ class SeatLink:
     def _take(self, connection: _Connection, frame: Frame) -> None:
         match frame.kind:
             case Kind.ANSWER:
-                answer = message_of(frame, Answer)
-                if (call := connection.calls.get(answer.call)) is not None:
-                    self._end(connection, answer.call, self._rows_of(answer, frame.payload, call))
+                self._take_answer(connection, message_of(frame, Answer), frame.payload)
             case Kind.FAILED:
                 self._fail(connection, message_of(frame, Failed))
             case Kind.LEAVING:
@@ -196,6 +225,14 @@ class SeatLink:
                     self._close_if_retired(connection)
             case _:
                 raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
+
+    def _take_answer(self, connection: _Connection, answer: Answer, payload: Tensor) -> None:
+        hidden, dtype = self._facts.hello.hidden, DTYPES[self._facts.hello.dtype]
+        with connection.peer.reading():
+            came_ND = connection.peer.receive_rows(answer.rows, hidden, dtype)
+            payload = payload if came_ND is None else came_ND.view(-1).view(torch.uint8)
+            if (call := connection.calls.get(answer.call)) is not None:
+                self._end(connection, answer.call, self._rows_of(answer, payload, call))
 
     def _rows_of(self, answer: Answer, payload: Tensor, call: Call) -> Tensor | BadAnswer:
         hidden, name = self._facts.hello.hidden, self._facts.hello.dtype
@@ -231,7 +268,7 @@ class SeatLink:
             self._connection = None
             for call in connection.calls.values():
                 call.outcome = SeatLost(f"{self.name} was lost: {error.message}")
-            connection.calls.clear()
+            connection.calls, connection.lost = {}, connection.calls
             self.outstanding_rows = 0
             if self._retire_by is not None:
                 self._stop.set()

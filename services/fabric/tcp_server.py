@@ -17,6 +17,8 @@ import msgspec
 from torch import Tensor
 
 from services.errors import CallFailed, ExpertMeshError, FabricError, SeatLeaving, SeatLost, WireError
+from services.fabric.nccl_setup import Lanes, Opening
+from services.fabric.nccl_weights import LayerTensors, give
 from services.fabric.tcp_compute import Compute, ComputeLoop, Counts
 from services.fabric.tcp_handshake import Hello, Refused, admit, check_facts, refusal
 from services.fabric.tcp_inbox import Call, Inbox
@@ -55,6 +57,8 @@ class ExpertServer:
         join_rows: most rows that one computation takes of several calls.
         max_bytes: largest payload accepted.
         tls: a server's context, if connections are to be encrypted.
+        lanes: offered to attention workers, unless connections are encrypted: a lane is not.
+        weights: layer -> ids of the experts held here and their tensors, for workers that join; none are given away.
     """
 
     def __init__(
@@ -72,9 +76,15 @@ class ExpertServer:
         max_connections: int = 256,
         timing: Timing | None = None,
         tls: ssl.SSLContext | None = None,
+        lanes: Lanes | None = None,
+        weights: Mapping[int, tuple[tuple[int, ...], LayerTensors]] | None = None,
     ) -> None:
         check_facts(hello, secret)
         self._hello = msgspec.structs.replace(hello, max_rows=inbox_rows, max_bytes=max_bytes)
+        self._weights = weights or {}
+        self._lanes = lanes if tls is None else None
+        if self._lanes is not None:
+            self._hello = self._lanes.offered(self._hello)
         self._experts = {layer: frozenset(ids) for layer, ids in experts.items()}
         self._secret = secret
         self._timing = timing or Timing()
@@ -194,19 +204,21 @@ class ExpertServer:
             sock = self._tls.wrap_socket(sock, server_side=True)
         stream = Stream(sock, silence_s=self._timing.silence_s, name=name)
         try:
-            admit(stream, self._secret, self._hello, until, leaving=self._leaving)
+            theirs = admit(stream, self._secret, self._hello, until, leaving=self._leaving)
+            lanes = self._lanes if self._lanes is not None and self._lanes.agreed(theirs, name) else None
         except ExpertMeshError:
             stream.close()
             raise
         peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, patient=False)
         try:
-            self._follow(peer)
+            self._follow(peer, lanes)
         finally:
             with self._gate:
                 self._peers.discard(peer)
             peer.close()
 
-    def _follow(self, peer: Peer) -> None:
+    def _follow(self, peer: Peer, lanes: Lanes | None) -> None:
+        opening: Opening | None = None
         with self._gate:
             self._peers.add(peer)
             leaving = self._leaving
@@ -218,6 +230,11 @@ class ExpertServer:
                 self._dispatch(peer, frame)
             elif frame.kind == Kind.ECHO:
                 peer.send(Kind.ECHO, message_of(frame, Echo), [frame.payload])
+            elif frame.kind == Kind.FETCH:
+                give(peer, frame, self._weights)
+            elif frame.kind == Kind.LANE and lanes is not None:
+                opening = opening or lanes.welcome(peer)
+                opening.take(frame)
             elif frame.kind == Kind.REFUSED:
                 raise refusal(message_of(frame, Refused), peer.name)
             elif frame.kind != Kind.ALIVE:
@@ -225,7 +242,9 @@ class ExpertServer:
 
     def _dispatch(self, peer: Peer, frame: Frame) -> None:
         facts = message_of(frame, Dispatch)
-        x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, self._hello.hidden, DTYPES[self._hello.dtype])
+        hidden, dtype = self._hello.hidden, DTYPES[self._hello.dtype]
+        came_RD = peer.receive_rows(facts.rows, hidden, dtype)
+        x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, hidden, dtype, came_RD)
         if self._leaving:
             _fail(peer, facts.call, SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica."))
             return
@@ -251,7 +270,7 @@ class ExpertServer:
             release()
             return
         answer = Answer(call=facts.call, rows=len(result), dtype=NAMES[result.dtype])
-        peer.send(Kind.ANSWER, answer, [result.cpu()], on_sent=release)
+        peer.send(Kind.ANSWER, answer, rows=result, on_sent=release)
 
 
 def _fail(peer: Peer, call: int, error: FabricError) -> None:

@@ -36,7 +36,7 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sock = sock
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self.name = name
         self._tls = isinstance(sock, ssl.SSLSocket)
         # OpenSSL allows no reading while another thread writes; neither blocks, so each has its turn at once.
@@ -72,6 +72,20 @@ class Stream:
             if count:
                 left[0] = left[0][count:]
 
+    @property
+    def local_host(self) -> str:
+        """The address of this end."""
+        return str(self._sock.getsockname()[0])
+
+    def broken(self) -> bool:
+        """Whether the peer has ended the connection, read or not. From any thread."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLRDHUP)
+        except (OSError, ValueError):
+            return True
+        return bool(poll.poll(0))
+
     def shut(self) -> None:
         """End the connection and every wait on it. From any thread; the socket stays until :meth:`close`."""
         shut_socket(self._sock)
@@ -92,7 +106,7 @@ class Stream:
         return self._sock.send(parts[0]) if self._tls else self._sock.sendmsg(parts[:_BUFFERS_PER_SEND])
 
     def _attempt(self, operation: Callable[[], T], event: int, until: float | None) -> T:
-        limit = time.monotonic() + self._silence_s if until is None else until
+        limit = time.monotonic() + self.silence_s if until is None else until
         while True:
             try:
                 with self._turn:

@@ -43,6 +43,9 @@ class Kind(IntEnum):
     ANSWER = 9
     FAILED = 10
     LEAVING = 11
+    LANE = 12
+    FETCH = 13
+    WEIGHTS = 14
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -53,7 +56,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Dispatch(Message, frozen=True, kw_only=True):
-    """Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD``.
+    """Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD`` unless there is a lane.
 
     ``reduced`` asks for one row per row, the weighted sum over its slots; else for one per pair, unweighted, row by row
     and slot by slot. (epoch, step, layer, micro_batch) say what is computed; computing it again changes nothing.
@@ -70,7 +73,7 @@ class Dispatch(Message, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Payload: ``rows`` rows of D elements."""
+    """Payload: ``rows`` rows of D elements, unless there is a lane."""
 
     call: int
     rows: int
@@ -89,6 +92,29 @@ class Echo(Message, frozen=True, kw_only=True):
     """Payload: any bytes, whose CRC-32 this is. The expert worker sends them back."""
 
     crc: int
+
+
+class LaneNote(Message, frozen=True, kw_only=True):
+    """About a lane that is being made: an entry of a store, or, with an empty key, that this side has it or has not."""
+
+    key: str
+    value: bytes
+    problem: str = ""
+
+
+class Fetch(Message, frozen=True, kw_only=True):
+    """Asks for the weights of a layer's experts over the lane. Payload: their ids, int32, ascending."""
+
+    layer: int
+
+
+class Weights(Message, frozen=True, kw_only=True):
+    """Announces a tensor on the lane; ``checksum`` is :func:`services.fabric.nccl_weights.checksum`."""
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +197,13 @@ def _checked(fixed: bytearray, limits: Limits, name: str) -> tuple[Kind, int, in
     return Kind(kind), header_bytes, payload_bytes
 
 
-def unpack_dispatch(frame: Frame, call: Dispatch, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def unpack_dispatch(
+    frame: Frame, call: Dispatch, hidden: int, dtype: torch.dtype, x_RD: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """``x_RD``, ``ids_RK``, ``weights_RK`` (ones unless reduced) as views of the payload.
+
+    Args:
+        x_RD: the rows, where they came over a lane.
 
     Raises:
         WireError: the payload's length is not what the call's facts make it.
@@ -181,10 +212,11 @@ def unpack_dispatch(frame: Frame, call: Dispatch, hidden: int, dtype: torch.dtyp
         raise WireError(f"A call has {call.rows} rows of {call.slots} slots.")
     pairs = call.rows * call.slots
     ends = [pairs * 4, pairs * (8 if call.reduced else 4)]
-    ends.append(ends[1] + call.rows * hidden * dtype.itemsize)
+    ends.append(ends[1] + (call.rows * hidden * dtype.itemsize if x_RD is None else 0))
     if ends[2] != len(frame.payload):
         raise WireError(f"A call of {call.rows} rows has {len(frame.payload)} bytes instead of {ends[2]}.")
     ids_RK = frame.payload[: ends[0]].view(torch.int32).view(call.rows, call.slots)
     weights = frame.payload[ends[0] : ends[1]].view(torch.float32) if call.reduced else torch.ones(pairs)
-    x_RD = frame.payload[ends[1] :].view(dtype).view(call.rows, hidden)
+    if x_RD is None:
+        x_RD = frame.payload[ends[1] :].view(dtype).view(call.rows, hidden)
     return x_RD, ids_RK, weights.view(call.rows, call.slots)

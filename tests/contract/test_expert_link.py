@@ -41,6 +41,8 @@ def tcp(replicas: Sequence[int], **options: Any) -> OpenLink:
 
 IMPLEMENTATIONS: dict[str, OpenLink] = {"local": local, "tcp": tcp([1]), "tcp-3-workers": tcp([2, 1])}
 IMPLEMENTATIONS["tcp-reduced"] = tcp([2], reduced=True)  # one group: across groups it adds in another order
+IMPLEMENTATIONS["lane-3-workers"] = tcp([2, 1], lane="gloo")
+IMPLEMENTATIONS["lane-reduced"] = tcp([2], reduced=True, lane="gloo")
 
 
 def mesh(nodes: str, way: Any, slices: int = 1, pairs: int = 0, slots: int | None = None) -> OpenLink:

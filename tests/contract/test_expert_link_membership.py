@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.tcp_fabric import FAST, SECRET, hello, linked, seat_of, serve, table_of
+from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, serve, table_of
 from torch import Tensor
 
 from services.errors import ExpertUnavailable
@@ -30,7 +30,7 @@ from services.fabric.tcp_stream import Stream
 from services.fabric.tcp_wire import Echo, Kind, Limits, frame_parts, message_of, read_frame
 from services.routing import RoutingTable, Seat, even_groups
 
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"tcp": {}, "tcp-reduced": {"reduced": True}}
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"tcp": {}, "tcp-reduced": {"reduced": True}, "lane": {"lane": "gloo"}}
 EXPERTS, GROUPS = 8, 2
 CUT = even_groups([0], EXPERTS, GROUPS)
 CHANGES = 30
@@ -49,8 +49,9 @@ def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Ten
 class Cluster:
     """Servers behind one link: each change is announced, or not, as a scheduler would."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: str) -> None:
         self.servers: dict[int, tuple[int, ExpertServer]] = {}
+        self._lane = lane
         self.epoch = 0
         self.link: TcpLink | None = None
         self._number = 0
@@ -64,7 +65,7 @@ class Cluster:
         return table_of(*seats, groups=CUT, epoch=self.epoch)
 
     def join(self, group: int) -> None:
-        server = serve(scaled, seat=self._number, experts=CUT[group].experts)
+        server = serve(scaled, seat=self._number, experts=CUT[group].experts, lane=self._lane)
         self.servers[self._number] = group, server
         self._number += 1
         self._announce()
@@ -129,7 +130,7 @@ class Load(threading.Thread):
 def test_sums_stay_right_while_replicas_join_leave_and_die(options: dict[str, Any]) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    draw, cluster = random.Random(seed), Cluster()
+    draw, cluster = random.Random(seed), Cluster(options.get("lane", ""))
     with linked(cluster.table(), unavailable_s=10, call_s=10, **options) as link:
         cluster.link = link
         loads = [Load(link, seed + index) for index in range(2)]
@@ -151,9 +152,9 @@ def test_sums_stay_right_while_replicas_join_leave_and_die(options: dict[str, An
 class Mute:
     """Greets as an expert worker does, echoes, accepts whatever comes and never answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: str) -> None:
         self._release = threading.Event()
-        self.server = serve(self._wait)
+        self.server = serve(self._wait, lane=lane)
 
     def _wait(self, _layer: int, x_TD: Tensor, *_: Tensor) -> Tensor:
         self._release.wait(20)
@@ -165,8 +166,8 @@ class Mute:
 
 
 @pytest.fixture
-def mute() -> Iterator[ExpertServer]:
-    one = Mute()
+def mute(options: dict[str, Any]) -> Iterator[ExpertServer]:
+    one = Mute(options.get("lane", ""))
     yield one.server
     one.close()
 
@@ -182,7 +183,7 @@ def rows(link: TcpLink) -> Any:
 
 
 def test_a_server_that_never_answers_costs_the_deadline(mute: ExpertServer, options: dict[str, Any]) -> None:
-    well = serve(scaled, seat=1)
+    well = serve(scaled, seat=1, lane=options.get("lane", ""))
     with linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=0.3, **options) as link:
         handle = rows(link)
         assert 0.25 < timed(lambda: link.combine(handle)) < 2
@@ -200,7 +201,9 @@ def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, options: dict
 
 
 def test_a_peer_that_vanishes_is_noticed_by_its_silence(options: dict[str, Any]) -> None:
-    """It greets and echoes, then neither reads nor sends nor closes."""
+    """It greets and echoes, then neither reads nor sends nor closes. It can have no lane; others may."""
+    lane = options.get("lane", "")
+    options = options | {"lanes": lanes_of(lane, required=False)}
     listener = socket.create_server(("127.0.0.1", 0))
 
     def vanish() -> None:
@@ -214,7 +217,7 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(options: dict[str, Any])
     kept: list[Stream] = []
     thread = threading.Thread(target=vanish, daemon=True)
     thread.start()
-    well = serve(scaled, seat=1)
+    well = serve(scaled, seat=1, lane=lane)
     host, port = listener.getsockname()
     ghost = Seat(number=0, worker="experts-0", group=0, host=host, port=port)
     with linked(table_of(ghost, seat_of(well, 1)), call_s=30, unavailable_s=30, **options) as link:
@@ -229,26 +232,27 @@ WORKER = """
 import sys, torch
 torch.set_num_threads(1)
 from testkit.tcp_fabric import serve
-server = serve(lambda layer, x, ids, weights: (sys.stdin.readline(), x)[1], seat=0)
+server = serve(lambda layer, x, ids, weights: (sys.stdin.readline(), x)[1], seat=0, lane=sys.argv[1])
 print(*server.address, flush=True)
 sys.stdin.read()
 import threading; threading.Event().wait(30)
 """
 
 
-def test_a_process_killed_in_the_middle_of_a_call() -> None:
+@pytest.mark.parametrize("lane", ["", "gloo"])
+def test_a_process_killed_in_the_middle_of_a_call(lane: str) -> None:
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(root / part) for part in (".", "kernels", "tests"))
-    command = [sys.executable, "-c", WORKER]
+    command = [sys.executable, "-c", WORKER, lane]
     worker = subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    well = serve(scaled, seat=1)
+    well = serve(scaled, seat=1, lane=lane)
     try:
         assert worker.stdout is not None
         host, port = worker.stdout.readline().split()
         victim = Seat(number=0, worker="experts-0", group=0, host=host, port=int(port))
-        with linked(table_of(victim, seat_of(well, 1)), call_s=20, unavailable_s=20) as link:
+        with linked(table_of(victim, seat_of(well, 1)), call_s=20, unavailable_s=20, lane=lane) as link:
             handle = rows(link)  # it waits for a line that never comes
             assert well.counts.calls == 0
             worker.send_signal(signal.SIGKILL)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.fabric.nccl_groups import GlooGroups
+from services.fabric.nccl_setup import Lanes
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_peer import Timing
@@ -31,9 +33,15 @@ def double(_layer: int, x_TD: Tensor, _ids_TK: Tensor, weights_TK: Tensor) -> Te
     return 2 * x_TD * weights_TK.sum(1, keepdim=True).to(x_TD.dtype)
 
 
+def lanes_of(lane: str, *, required: bool = True) -> Lanes | None:
+    """``gloo``: rows beside the connection, and no seat without unless told; ``""``: in its frames."""
+    return Lanes(GlooGroups(), required=required) if lane else None
+
+
 def serve(
     compute: Compute = double,
     *,
+    lane: str = "",
     seat: int = 0,
     experts: Mapping[int, Sequence[int]] | None = None,
     hidden: int = 4,
@@ -41,7 +49,10 @@ def serve(
     **options: Any,
 ) -> ExpertServer:
     held = {0: range(8)} if experts is None else experts
-    options = {"timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat)} | options
+    options = {
+        "timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat),
+        "lanes": lanes_of(lane, required=False),
+    } | options  # fmt: skip
     server = ExpertServer(compute, experts=held, **options)
     server.start()
     return server
@@ -61,9 +72,11 @@ def table_of(
 
 @contextmanager
 def linked(
-    table: RoutingTable, *, hidden: int = 4, dtype: str = "float32", ready: bool = True, **options: Any
+    table: RoutingTable, *, hidden: int = 4, dtype: str = "float32", ready: bool = True, lane: str = "", **options: Any
 ) -> Iterator[TcpLink]:
-    options = {"timing": FAST, "secret": SECRET, "call_s": 2.0, "unavailable_s": 2.0} | options
+    options = {
+        "timing": FAST, "secret": SECRET, "call_s": 2.0, "unavailable_s": 2.0, "lanes": lanes_of(lane)
+    } | options  # fmt: skip
     link = TcpLink(table, hello=hello(hidden, dtype), **options)
     try:
         deadline = time.monotonic() + 5
@@ -90,7 +103,7 @@ def part_of(layers: Mapping[int, ExpertWeights], group: ShardGroup, num_experts:
 
 @contextmanager
 def tcp_link(
-    layers: Mapping[int, ExpertWeights], num_experts: int, replicas: Sequence[int], **options: Any
+    layers: Mapping[int, ExpertWeights], num_experts: int, replicas: Sequence[int], lane: str = "", **options: Any
 ) -> Iterator[TcpLink]:
     """A link to servers of their own: group i has ``replicas[i]`` seats."""
     some = next(iter(layers.values())).w_down_EDF
@@ -99,10 +112,10 @@ def tcp_link(
     servers, seats = [], []
     for group in (group for group, count in zip(groups, replicas, strict=True) for _ in range(count)):
         forward = part_of(layers, group, num_experts).forward
-        servers.append(serve(forward, seat=len(servers), experts=group.experts, **facts))
+        servers.append(serve(forward, seat=len(servers), experts=group.experts, lane=lane, **facts))
         seats.append(seat_of(servers[-1], len(seats), group.number))
     try:
-        with linked(table_of(*seats, groups=groups, experts=num_experts), **facts, **options) as link:
+        with linked(table_of(*seats, groups=groups, experts=num_experts), lane=lane, **facts, **options) as link:
             yield link
     finally:
         for server in servers:

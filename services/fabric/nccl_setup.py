@@ -1,0 +1,186 @@
+"""From two offers in a handshake to a lane that has carried bytes there and back. Never on the path of a call.
+
+both       -> LANE  entries of the groups' stores, such as NCCL's unique id
+attention  ~~ bytes over the lane ~~> experts ~~> attention
+experts    -> LANE  ready, or the problem
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from services.errors import ExpertMeshError, LaneFailed, ProtocolMismatch, SeatLeaving, SeatLost
+from services.fabric.nccl_groups import Groups, groups_for
+from services.fabric.nccl_lane import ATTENTION, EXPERTS, Lane, Launches
+from services.fabric.nccl_store import PairStore
+from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_peer import Peer, soon
+from services.fabric.tcp_wire import Frame, Kind, LaneNote, bytes_of, message_of
+
+log = logging.getLogger(__name__)
+
+_ECHO_BYTES = 1 << 12
+OPENING_S = 30.0
+"""Longest time from two offers to a lane; NCCL takes a second, more where a GPU is new to the process."""
+
+
+class Lanes:
+    """What one process does about lanes. Give each device one of these.
+
+    Args:
+        required: refuse seats that can have no lane.
+    """
+
+    def __init__(self, groups: Groups, *, required: bool = False, opening_s: float = OPENING_S) -> None:
+        self._groups, self._required, self._opening_s = groups, required, opening_s
+        self._launches = Launches()
+
+    @property
+    def device(self) -> torch.device:
+        return self._groups.device
+
+    @property
+    def required(self) -> bool:
+        return self._required
+
+    def offered(self, hello: Hello) -> Hello:
+        return msgspec.structs.replace(hello, lane=self._groups.name, device=self._groups.identity())
+
+    def agreed(self, theirs: Hello, name: str) -> bool:
+        """Whether the other end offers the same; two ends on one GPU can have no communicator.
+
+        Raises:
+            ProtocolMismatch: a lane is required and cannot be.
+        """
+        same = theirs.lane == self._groups.name and (not theirs.device or theirs.device != self._groups.identity())
+        if self._required and not same:
+            raise ProtocolMismatch(
+                f"{name} can have no {self._groups.name} lane: it offers {theirs.lane or 'none'}"
+                f"{', on the same device' if theirs.lane == self._groups.name else ''}.",
+                hint="Start it with the same --fabric-lane, or both with auto.",
+            )
+        return same
+
+    def join(self, peer: Peer) -> None:
+        """The attention side's part, in the thread that receives.
+
+        Raises:
+            LaneFailed: there is no lane; the connection should end, as the other side may believe in one.
+            SeatLeaving, SeatLost, WireError: as frames say.
+        """
+        until = soon(self._opening_s)
+        opening = Opening(self, peer, ATTENTION, self._opening_s)
+        try:
+            while not opening.take(frame := _next_frame(peer, until)):
+                if frame.kind == Kind.LEAVING:
+                    raise SeatLeaving(f"{peer.name} is leaving.", hint="The routing table will follow.")
+            opening.wait(until)
+        except BaseException:
+            opening.cancel()
+            raise
+
+    def welcome(self, peer: Peer) -> Opening:
+        """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.take`."""
+        return Opening(self, peer, EXPERTS, self._opening_s)
+
+    def open(self, stores: tuple[PairStore, PairStore], rank: int, host: str) -> Lane:
+        return Lane(self._groups, self._launches, stores, rank, host)
+
+
+def lanes_for(choice: str, device: torch.device, *, required: bool = False) -> Lanes | None:
+    """What ``--fabric-lane`` asks for. Raises ConfigError where this machine cannot do it."""
+    groups = groups_for(choice, device)
+    return None if groups is None else Lanes(groups, required=required)
+
+
+class Opening:
+    """One attempt at a lane, in a thread of its own: making a group has no deadline, so nobody waits inside."""
+
+    def __init__(self, lanes: Lanes, peer: Peer, rank: int, seconds: float) -> None:
+        self._lanes, self._peer, self._rank = lanes, peer, rank
+        self._seconds = seconds
+        self._stores = PairStore("forth/", self._tell, seconds), PairStore("back/", self._tell, seconds)
+        self._problem: ExpertMeshError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"lane of {peer.name}", daemon=True)
+        self._thread.start()
+
+    def take(self, frame: Frame) -> bool:
+        """Whether the other end has its lane. Raises LaneFailed where it tells that it has none."""
+        if frame.kind != Kind.LANE:
+            return False
+        note = message_of(frame, LaneNote)
+        if note.problem:
+            raise LaneFailed(f"{self._peer.name} has no lane: {note.problem}")
+        for store in self._stores:
+            store.put(note.key, note.value)
+        return not note.key
+
+    def wait(self, until: float) -> None:
+        self._thread.join(max(0.0, until - soon(0)))
+        if self._problem is not None:
+            raise LaneFailed(f"No lane to {self._peer.name}: {self._problem.message}") from self._problem
+        if self._thread.is_alive():
+            raise LaneFailed(f"No lane to {self._peer.name} within {self._seconds:g} s.")
+
+    def cancel(self) -> None:
+        for store in self._stores:
+            store.close()
+
+    def _tell(self, key: str, value: bytes) -> None:
+        self._peer.send(Kind.LANE, LaneNote(key=key, value=value))
+
+    def _run(self) -> None:
+        try:
+            lane = self._lanes.open(self._stores, self._rank, self._peer.local_host)
+        except ExpertMeshError as error:
+            self._fail(error)
+            return
+        try:
+            (_prove if self._rank == ATTENTION else _echo)(lane, soon(self._seconds), self._peer.broken)
+        except ExpertMeshError as error:
+            self._fail(error)
+            lane.abort()
+            return
+        self._peer.adopt(lane)
+        if self._rank == EXPERTS:
+            self._peer.send(Kind.LANE, LaneNote(key="", value=b""))
+
+    def _fail(self, error: ExpertMeshError) -> None:
+        self._problem = error
+        if self._rank == EXPERTS:
+            log.warning("No lane to %s: %s", self._peer.name, error)
+            self._peer.send(Kind.LANE, LaneNote(key="", value=b"", problem=error.message[:1000]))
+
+
+def _next_frame(peer: Peer, until: float) -> Frame:
+    try:
+        return peer.receive(until)
+    except SeatLost as error:
+        if soon(0) < until:
+            raise
+        raise LaneFailed(f"{peer.name} made no lane in time.") from error
+
+
+def _prove(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
+    sent = torch.frombuffer(bytearray(os.urandom(_ECHO_BYTES)), dtype=torch.uint8)
+    shipment = lane.pack(sent)
+    lane.post(shipment, broken, first=True)
+    with lane.reading():
+        came = lane.receive(torch.empty_like(shipment.rows), until, broken, first=True).cpu()
+    if zlib.crc32(bytes_of(came)) != zlib.crc32(bytes_of(sent)):
+        raise LaneFailed("Other bytes came back over the lane than were sent.")
+
+
+def _echo(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
+    with lane.reading():
+        came = lane.receive(torch.empty(_ECHO_BYTES, dtype=torch.uint8, device=lane.device), until, broken, first=True)
+        shipment = lane.pack(came)
+    lane.post(shipment, broken, first=True)
+    lane.finish(until, broken)

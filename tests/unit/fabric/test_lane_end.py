@@ -1,0 +1,175 @@
+"""A lane that was ended: nobody waits for its groups, however long they take, and nothing is launched on it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.errors import SeatLost
+from services.fabric.nccl_groups import Broken
+from services.fabric.nccl_lane import ATTENTION, Lane, Launches
+from services.fabric.nccl_store import PairStore
+
+LONG_S = 20.0
+
+
+class Stuck:
+    """A transfer whose peer is dead: it ends only when the pair is broken, and then as if it were through."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def finish(self, until: float, broken: Broken) -> None:
+        while not broken():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+
+class Groups:
+    """As on a device: no group can be freed before each of them was told to end, and ``free`` is set."""
+
+    name, device = "fake", torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.told = threading.Barrier(2)
+        self.together = threading.Semaphore(0)
+        self.launched = 0
+
+    def identity(self) -> str:
+        return ""
+
+    def make(self, store: PairStore, rank: int, host: str) -> object:  # noqa: ARG002
+        return object()
+
+    def stream(self) -> None: ...
+
+    def on(self, stream: None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return nullcontext()
+
+    def mark(self) -> None: ...
+
+    def reach(self, mark: None) -> None: ...
+
+    def send(self, group: object, rank: int, rows: Tensor) -> Stuck:  # noqa: ARG002
+        assert group is not None
+        self.launched += 1
+        return Stuck(rows)
+
+    receive = send
+
+    def abort(self, group: object) -> None:
+        assert group is not None
+        self.told.wait(LONG_S)
+        self.together.release()
+        self.free.wait(LONG_S)
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    made = Groups()
+    yield made
+    made.free.set()
+
+
+def lane_of(groups: Groups, launches: Launches | None = None) -> Lane:
+    stores = PairStore("forth/", lambda *_: None, 1), PairStore("back/", lambda *_: None, 1)
+    return Lane(groups, launches or Launches(), stores, ATTENTION, "127.0.0.1")
+
+
+def alive() -> bool:
+    return False
+
+
+def soon() -> float:
+    return time.monotonic() + LONG_S
+
+
+def test_an_aborted_lane_refuses_to_send_and_to_receive(groups: Groups) -> None:
+    lane = lane_of(groups)
+    shipment = lane.pack(torch.ones(2))
+    lane.abort()
+    lane.abort()
+    with pytest.raises(SeatLost, match="was ended"):
+        lane.post(shipment, alive)
+    with pytest.raises(SeatLost, match="was ended"):
+        lane.receive(torch.empty(2), soon(), alive)
+    with pytest.raises(SeatLost, match="was ended"):
+        lane.post(shipment, alive, first=True)
+    assert groups.launched == 0
+
+
+def test_a_transfer_that_ends_because_of_the_abort_does_not_count_as_through(groups: Groups) -> None:
+    lane, into, errors = lane_of(groups), torch.empty(2), []
+
+    def receive() -> None:
+        try:
+            lane.receive(into, soon(), alive)
+        except SeatLost as error:
+            errors.append(error)
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    lane.post(lane.pack(torch.ones(2)), alive)
+    lane.abort()
+    with pytest.raises(SeatLost, match="was ended"):
+        lane.finish(soon(), alive)
+    receiver.join(LONG_S)
+    assert [error.message for error in errors] == ["The lane was ended."]
+
+
+def test_what_waits_for_its_turn_to_launch_is_refused(groups: Groups) -> None:
+    launches = Launches()
+    lane, errors = lane_of(groups, launches), []
+
+    def post() -> None:
+        try:
+            lane.post(lane.pack(torch.ones(2)), alive)
+        except SeatLost as error:
+            errors.append(error)
+
+    with launches.turn:
+        poster = threading.Thread(target=post)
+        poster.start()
+        time.sleep(0.05)
+        lane.abort()
+    poster.join(LONG_S)
+    assert (len(errors), groups.launched) == (1, 0)
+
+
+def test_abort_waits_for_no_group_and_tells_both_at_once(groups: Groups) -> None:
+    """One after the other would hang: the first is not free before the kernels of the second end."""
+    lane = lane_of(groups)
+    began = time.monotonic()
+    lane.abort()
+    assert time.monotonic() - began < LONG_S / 2
+    assert all(groups.together.acquire(timeout=LONG_S / 2) for _ in range(2))
+    ends = [thread for thread in threading.enumerate() if thread.name == "end of a lane"]
+    assert ends
+    assert all(thread.daemon for thread in ends)
+
+
+def test_memory_under_way_is_kept_until_the_groups_are_gone(groups: Groups) -> None:
+    lane, rows = lane_of(groups), torch.ones(2)
+    kept = weakref.ref(rows)
+    lane.post(lane.pack(rows), alive)
+    lane.abort()
+    assert groups.together.acquire(timeout=LONG_S)
+    del lane, rows
+    gc.collect()
+    assert kept() is not None
+    groups.free.set()
+    until = soon()
+    while kept() is not None:
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.01)
