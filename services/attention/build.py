@@ -18,6 +18,7 @@ from services.attention.overlap import OverlapPolicy
 from services.config import Settings
 from services.fabric.experts import CountingLink
 from services.fabric.local import LocalLink
+from services.fabric.nccl_setup import lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
@@ -66,7 +67,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
         dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
         link: CountingLink[Any]
         if settings.experts == "tcp":
-            link = _tcp_link(settings, spec, dtype, worker)
+            link = _tcp_link(settings, spec, dtype, device, worker)
         elif mesh is not None:
             link = mesh.connect(worker, progress)
         else:
@@ -99,7 +100,7 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
     return room
 
 
-def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, worker: str) -> TcpLink:
+def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, worker: str) -> TcpLink:
     """Without seats: they come with the first routing table."""
     assert settings.fabric_secret_file is not None, "load_settings requires it"
     groups = even_groups(list(spec.moe_layers), spec.num_experts, 1)
@@ -116,6 +117,7 @@ def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, worker: s
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_patience,
         tls=client_context(settings.fabric_tls_ca),
+        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
     )
 
 

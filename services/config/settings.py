@@ -188,6 +188,11 @@ class Settings(BaseSettings):
     fabric_tls_ca: Path | None = _knob(
         None, "certificates, PEM, of which one has signed each expert worker's --fabric-tls-cert", roles=(ATTENTION,)
     )
+    fabric_lane: Literal["auto", "tcp", "nccl", "gloo"] = _knob(
+        "auto",
+        "how rows travel: tcp in the connection, nccl between GPUs; auto: nccl where it can",
+        roles=_COMPUTING,
+    )
     fabric_inbox_rows: int = _knob(
         65_536, "rows that may wait at an expert worker; then it stops reading", roles=(EXPERTS,), ge=1
     )

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.config import EXPERTS, Settings
-from services.errors import ConfigError
+from services.errors import ConfigError, QueueUnavailable
 from services.experts.observer import ExpertsObserver
 from services.experts.serving import Loader
 from services.experts.worker import ExpertWorker, Timing
@@ -28,9 +29,12 @@ from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
+from services.routing import RoutingTable
 from services.runtime import MetricsServer, advertised, incarnation, run_role, scrape_url
 
 REFRESH_S = 1.0
+TABLE_S = 5.0
+"""How long a loading worker waits for the table that says who has its weights; then it reads the disk."""
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
     if not spec.moe_layers:
         raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
     name = incarnation()
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    reader = TableReader(redis, keys, limits)
     loader = Loader(
         settings,
         spec,
@@ -56,6 +62,7 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
         dtype=serving_dtype(settings.dtype, spec),
         device=torch_device(settings.device),
         version=version("expertmesh"),
+        tables=partial(_newest, reader, asyncio.get_running_loop()),
     )
     registry = CollectorRegistry()
     worker: ExpertWorker | None = None
@@ -66,11 +73,10 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
         missing=lambda: worker.missing() if worker else ["a seat"],
     )
     port = await server.start()
-    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     worker = ExpertWorker(
         info=_info(settings, spec, name, scrape_url(settings, port)),
         queue=ExpertQueue(redis, keys, limits),
-        reader=TableReader(redis, keys, limits),
+        reader=reader,
         load=loader,
         timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
     )
@@ -81,6 +87,15 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
     finally:
         observing.cancel()
         await server.close()
+
+
+def _newest(reader: TableReader, loop: asyncio.AbstractEventLoop) -> RoutingTable | None:
+    """From a thread beside the loop."""
+    asked = asyncio.run_coroutine_threadsafe(reader.read_table(), loop)
+    try:
+        return asked.result(TABLE_S)
+    except (QueueUnavailable, TimeoutError):
+        return None
 
 
 def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> ExpertInfo:

@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from services.config import Settings
+from services.experts.donors import Donors, Tables, given
+from services.fabric.nccl_setup import lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.tcp_compute import Compute
+from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_peer import Timing as ConnectionTiming
 from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_wire import NAMES
+from services.fabric.tcp_wire import MAX_BYTES, NAMES
 from services.fabric.tls import server_context
-from services.model.experts import ExpertShard
+from services.model.experts import ExpertShard, ExpertWeights
 from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
@@ -67,6 +71,7 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         version: str,
+        tables: Tables = lambda: None,
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         assert settings.fabric_secret_file is not None, "load_settings requires it of this role"
@@ -75,6 +80,8 @@ class Loader:
         self._model = settings.model
         self._secret = read_secret(settings.fabric_secret_file)
         self._tls = server_context(settings.fabric_tls_cert, settings.fabric_tls_key)
+        self._lanes = lanes_for(settings.fabric_lane, device)
+        self._tables = tables
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """
@@ -83,8 +90,34 @@ class Loader:
             CheckpointError: the weights are damaged or not there.
             PortInUse: another process listens on the port.
         """
+        weights = self._given(group, stopped) or self._read(group, stopped)
+        shard = ExpertShard(weights, num_experts=self._spec.num_experts)
+        server = ExpertServer(
+            shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward),
+            experts=group.experts,
+            hello=self._hello(seat),
+            secret=self._secret,
+            host=self._settings.host,
+            port=self._settings.fabric_port,
+            inbox_rows=self._settings.fabric_inbox_rows,
+            tls=self._tls,
+            lanes=self._lanes,
+            weights=given(weights),
+        )
+        server.start()
+        return TcpServing(group, server)
+
+    def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:
+        """From another worker, where there is a lane to one: beside TLS there is none."""
+        if self._lanes is None or self._tls is not None:
+            return None
+        timing = ConnectionTiming()
+        facts = Facts(hello=self._hello(-1), secret=self._secret, timing=timing, max_bytes=MAX_BYTES, lanes=self._lanes)
+        return Donors(self._tables, facts, self._spec, self._dtype).weights(group, stopped.is_set)
+
+    def _read(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights]:
         with loading_progress(log) as progress:
-            weights = load_experts(
+            return load_experts(
                 self._model,
                 self._spec,
                 dtype=self._dtype,
@@ -92,8 +125,9 @@ class Loader:
                 experts=group.experts,
                 progress=Stoppable(progress, stopped),
             )
-        shard = ExpertShard(weights, num_experts=self._spec.num_experts)
-        hello = Hello(
+
+    def _hello(self, seat: int) -> Hello:
+        return Hello(
             fingerprint=self._spec.fingerprint,
             worker=self._worker,
             hidden=self._spec.hidden_size,
@@ -101,18 +135,6 @@ class Loader:
             seat=seat,
             package=self._version,
         )
-        server = ExpertServer(
-            shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward),
-            experts=group.experts,
-            hello=hello,
-            secret=self._secret,
-            host=self._settings.host,
-            port=self._settings.fabric_port,
-            inbox_rows=self._settings.fabric_inbox_rows,
-            tls=self._tls,
-        )
-        server.start()
-        return TcpServing(group, server)
 
 
 def _on(device: torch.device, compute: Compute) -> Compute:

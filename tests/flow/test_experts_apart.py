@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
 from testkit.servers import Server, bench, wait_until
 
@@ -36,7 +38,8 @@ async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
     assert_recorded(wanted, await asking)
 
 
-def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lane", ["tcp", "gloo"])
+def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, lane: str) -> None:
     with bench(tmp_path) as stage:
         server = stage.serve(
             POCKET / "model",
@@ -46,11 +49,13 @@ def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path) -> 
             lease=2,
             expert_workers=WORKERS,
             expert_groups=2,
+            fabric_lane=lane,
         )
         wait_until(lambda: listed(server) == WORKERS, 60, "all expert workers are in the table")
         victim, leaver = expert_workers(server)[:2]
         asyncio.run(answers_while(server, victim.kill))
         wait_until(lambda: len(expert_workers(server)) == WORKERS, 60, "another one was started")
         wait_until(lambda: listed(server) == WORKERS, 60, "another one took the seat's place")
+        assert bool(re.search(r"weights of group \d came from seat \d", server.proc.log())) == (lane == "gloo")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
         wait_until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, 30, "it left")

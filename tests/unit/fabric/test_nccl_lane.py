@@ -1,0 +1,210 @@
+"""Lanes that cannot be, mixed with seats that have none, and weights that go over them. Shown over gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
+
+from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
+from services.experts.donors import Donors, given
+from services.fabric import nccl_setup, nccl_weights
+from services.fabric.nccl_groups import groups_for
+from services.fabric.nccl_lane import Lane
+from services.fabric.nccl_store import PairStore
+from services.fabric.nccl_weights import checksum, fetch
+from services.fabric.tcp_connect import Facts
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_server import ExpertServer
+from services.model.experts import ExpertWeights
+from services.routing import ShardGroup
+
+Serve = Callable[..., ExpertServer]
+ONES = torch.ones(3, 4)
+IDS = (0, 2, 5)
+
+
+@pytest.fixture
+def served() -> Iterator[Serve]:
+    """:func:`serve`, closed at the end."""
+    servers: list[ExpertServer] = []
+
+    def one(**options: Any) -> ExpertServer:
+        servers.append(serve(seat=len(servers), **options))
+        return servers[-1]
+
+    yield one
+    for server in servers:
+        server.close()
+
+
+def lanes_in_use(link: TcpLink) -> dict[int, bool]:
+    return {seat.seat.number: seat.lane for seat in link._seats.links.values()}
+
+
+def test_seats_with_and_without_a_lane_serve_one_link(served: Serve) -> None:
+    with_lane, without = served(lane="gloo"), served()
+    table = table_of(seat_of(with_lane, 0), seat_of(without, 1))
+    with linked(table, lanes=lanes_of("gloo", required=False)) as link:
+        assert lanes_in_use(link) == {0: True, 1: False}
+        handles = [link.dispatch(0, ONES, torch.zeros(3, 1).long(), torch.ones(3, 1)) for _ in range(20)]
+        assert all(torch.equal(link.combine(handle), 2 * ONES) for handle in handles)
+    assert with_lane.counts.calls > 0
+    assert without.counts.calls > 0
+
+
+def test_a_seat_that_offers_a_lane_serves_links_without_one(served: Serve) -> None:
+    with linked(table_of(seat_of(served(lane="gloo"), 0))) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert lanes_in_use(link) == {0: False}
+
+
+def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:
+    with (
+        linked(table_of(seat_of(served(), 0)), ready=False, lane="gloo", unavailable_s=0.3) as link,
+        pytest.raises(ExpertUnavailable, match="can have no gloo lane: it offers none"),
+    ):
+        send(link, ONES)
+
+
+def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
+        real(lane, until, broken)
+        raise LaneFailed("Other bytes came back.")
+
+    real = nccl_setup._prove
+    monkeypatch.setattr(nccl_setup, "_prove", damaged)
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert lanes_in_use(link) == {0: False}
+
+
+def test_a_lane_that_ends_between_calls_costs_a_resend(served: Serve) -> None:
+    first, second = served(lane="gloo"), served(lane="gloo")
+    with linked(table_of(seat_of(first, 0), seat_of(second, 1)), lane="gloo") as link:
+        for peer in list(first._peers):
+            assert peer.lane is not None
+            peer.lane.abort()
+        assert torch.equal(send(link, ONES), 2 * ONES)
+
+
+def test_rows_of_a_call_are_bounded_on_the_lane(served: Serve) -> None:
+    server = served(lane="gloo", max_bytes=4096)
+    with linked(table_of(seat_of(server, 0)), lane="gloo") as link:
+        x_TD = torch.randn(400, 4)  # 24 bytes each
+        assert torch.equal(send(link, x_TD), 2 * x_TD)
+        assert server.counts.calls == 3
+        connection = link._seats.links[next(iter(link._seats.links))]._connection
+        assert connection is not None
+        with pytest.raises(WireError, match="announced 1000000000 rows"):
+            connection.peer.receive_rows(1_000_000_000, 4, torch.float32)
+
+
+def test_a_store_ends_its_wait() -> None:
+    told: list[tuple[str, bytes]] = []
+    store = PairStore("a/", lambda key, value: told.append((key, value)), 0.05)
+    store.set("x", b"1")
+    assert (told, store.get("x")) == ([("a/x", b"1")], b"1")
+    with pytest.raises(SeatLost):
+        store.get("y")
+    patient = PairStore("a/", lambda *_: None, 60)
+    threading.Timer(0.05, patient.close).start()
+    with pytest.raises(SeatLost):
+        patient.get("y")
+
+
+@pytest.mark.parametrize("choice", ["nccl"])
+def test_a_lane_that_the_machine_cannot_have_is_refused(choice: str) -> None:
+    with pytest.raises(ConfigError, match="nccl needs a GPU"):
+        groups_for(choice, torch.device("cpu"))
+    assert groups_for("auto", torch.device("cpu")) is None
+    assert groups_for("tcp", torch.device("cpu")) is None
+
+
+# weights
+
+
+def layers() -> dict[int, ExpertWeights]:
+    return {
+        layer: ExpertWeights(
+            expert_ids=IDS, w_gate_up_E2FD=torch.randn(3, 2 * 6, 4), w_down_EDF=torch.randn(3, 4, 6)
+        )
+        for layer in (0, 1)
+    }  # fmt: skip
+
+
+class Spec:
+    hidden_size, expert_ffn = 4, 6
+
+
+def donors(*seats: Any, group: ShardGroup, lane: str = "gloo") -> Donors:
+    facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes_of(lane))
+    table = table_of(*seats, groups=[group], experts=3)
+    return Donors(lambda: table, facts, Spec(), torch.float32)  # type: ignore[arg-type]
+
+
+GROUP = ShardGroup(number=0, experts={0: IDS, 1: IDS})
+
+
+def test_weights_come_from_a_seat_that_holds_them(served: Serve) -> None:
+    held = layers()
+    server = served(lane="gloo", weights=given(held))
+    got = donors(seat_of(server, 0), group=GROUP).weights(GROUP)
+    assert got is not None
+    for layer, weights in held.items():
+        assert torch.equal(got[layer].w_gate_up_E2FD, weights.w_gate_up_E2FD)
+        assert torch.equal(got[layer].w_down_EDF, weights.w_down_EDF)
+        assert got[layer].expert_ids == IDS
+
+
+def test_a_donor_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(served: Serve) -> None:
+    gone, well = served(lane="gloo", weights=given(layers())), served(lane="gloo", weights=given(layers()))
+    seats = seat_of(gone, 0), seat_of(well, 1)
+    gone.close()
+    assert donors(*seats, group=GROUP).weights(GROUP) is not None
+    well.close()
+    assert donors(*seats, group=GROUP).weights(GROUP) is None
+
+
+def test_a_donor_of_another_cut_or_without_lane_is_no_donor(served: Serve) -> None:
+    other = ShardGroup(number=0, experts={0: (0, 1), 1: IDS})
+    server, without = served(lane="gloo", weights=given(layers())), served(weights=given(layers()))
+    assert donors(seat_of(server, 0), group=other).weights(GROUP) is None
+    assert donors(seat_of(server, 0), group=other).weights(other) is None
+    assert donors(seat_of(without, 1), group=GROUP).weights(GROUP) is None
+
+
+def test_a_damaged_tensor_is_refused(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = served(lane="gloo", weights=given(layers()))
+    facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes_of("gloo"))
+    shapes = {0: {"gate_up": (3, 12, 4), "down": (3, 4, 6)}}
+
+    def asked(shapes: nccl_weights.Shapes) -> ExpertMeshError:
+        with pytest.raises(ExpertMeshError) as caught:
+            fetch(seat_of(server, 0), facts, {0: IDS}, shapes, torch.float32)
+        return caught.value
+
+    assert isinstance(asked({0: {"gate_up": (3, 12, 5), "down": (3, 4, 6)}}), WireError)
+    real, here = checksum, threading.get_ident()
+    monkeypatch.setattr(nccl_weights, "checksum", lambda tensor: real(tensor) + (threading.get_ident() == here))
+    assert "has another checksum" in asked(shapes).message
+    with pytest.raises(CallFailed, match="are not held here"):
+        fetch(seat_of(server, 0), facts, {0: (0, 1, 2)}, shapes, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_checksum_sees_every_word_and_its_place(dtype: torch.dtype) -> None:
+    one = torch.randint(0, 100, (3, 5001)).to(dtype)
+    assert checksum(one) == checksum(one.clone())
+    for index in ((0, 0), (1, 2500), (2, 5000)):
+        other = one.clone()
+        other[index] += 1
+        assert checksum(other) != checksum(one)
+    swapped = one.clone()
+    swapped[0, 4], swapped[2, 4] = one[2, 4] + 1, one[0, 4]
+    assert checksum(swapped) != checksum(one)
+    assert checksum(one.roll(1, 0)) != checksum(one)
