@@ -113,6 +113,7 @@ def test_the_moments_are_gumbels() -> None:
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(SEEDS, st.integers(0, 128), st.integers(0, 2**40)), min_size=1, max_size=5))
 def test_keys_of_many_are_the_keys_of_each(draws: list[tuple[int, int, int]]) -> None:
     keys = draw_keys([sequence_key(seed, choice) for seed, choice, _ in draws], [at for _, _, at in draws])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.attention.overlap import FIRST_RETRY, LAST_RETRY, SAMPLES, OverlapPolicy, StepTime, balanced_cut
@@ -93,6 +93,7 @@ def test_rows_and_what_they_attend_to_are_balanced() -> None:
     assert OverlapPolicy("on", tokens_per_row=1.0).cut([*decodes, prompt]) == 16
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=40))
 def test_no_other_cut_is_more_even(costs: list[float]) -> None:
     at = balanced_cut(costs)
