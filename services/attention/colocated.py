@@ -26,6 +26,7 @@ from services.model.experts import ExpertShard, sliced
 from services.model.progress import Progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
+from services.runtime import advertised
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +97,12 @@ class Colocated:
         settings = self._settings
         assert settings.mesh_address is not None, "load_settings requires it"
         address, _, port = settings.mesh_address.rpartition(":")
-        host = settings.host if settings.host not in ("0.0.0.0", "::", "") else socket.gethostname()
         return Meeting(
             rank=settings.rank,
             ranks=settings.ranks,
             address=address.strip("[]"),
             port=int(port),
-            host=host,
+            host=advertised(settings),
             timeout_s=settings.mesh_timeout,
         )
 
