@@ -179,10 +179,7 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
         assert roles_of(name) or "`serve`" in field.description, name
-    assert set(concerned(None)) - {name for role in ROLES for name in concerned(role)} == {
-        "attention_workers",
-        "colocated_workers",
-    }
+    assert set(concerned(None)) - {name for role in ROLES for name in concerned(role)} == {"attention_workers"}
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
