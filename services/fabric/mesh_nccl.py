@@ -44,7 +44,7 @@ class _NcclExchange:
         self._sizes = dict(room) if exact else {}
         self._ahead = None if exact else wire.control.open(tag, dict.fromkeys(room, 8), exact=True)
         self._work: Work | None = None
-        self._into = torch.empty(0, dtype=torch.uint8)
+        self._into = torch.empty(0, dtype=torch.uint8, device=wire.device)
         self._kept: Tensor | None = None
 
     def send(self, messages: Messages) -> None:
