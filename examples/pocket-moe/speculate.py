@@ -3,7 +3,8 @@
     python examples/pocket-moe/speculate.py --model examples/pocket-moe/model --attention varlen --graph --compile
     python examples/pocket-moe/speculate.py --measure-only
 
-Reads ``WORK/shards``; writes ``speculators/0, 1, ...`` in the hub's layout and ``records/acceptance.json``.
+Reads ``WORK/shards``; writes ``speculators/0, 1, ...`` in the hub's layout, without a tokenizer (they take the
+target's), and ``records/acceptance.json``.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _train(args: argparse.Namespace) -> list[dict[str, Any]]:
         if int(folder.name) >= args.count:  # of an earlier, larger pool: it would be measured with this one
             shutil.rmtree(folder)
     for index, model in enumerate(pool.speculators):
-        export.save(model, args.model, args.speculators / str(index), "bfloat16")
+        export.save(model, args.model, args.speculators / str(index), with_tokenizer=False)
     return pool.tried
 
 

@@ -34,8 +34,11 @@ REMAKE_TOKENIZER: Final = "Make the tokenizer again: python examples/pocket-moe/
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def save(model: PocketMoe, tokenizer_dir: Path, out: Path, dtype: str = "bfloat16") -> None:
-    """Write the folder, all or nothing: an old ``out`` is replaced once the new one is complete.
+def save(
+    model: PocketMoe, tokenizer_dir: Path, out: Path, dtype: str = "bfloat16", *, with_tokenizer: bool = True
+) -> None:
+    """Write the folder, all or nothing: an old ``out`` is replaced once the new one is complete. A speculator goes
+    without a tokenizer of its own: it is loaded beside its target, whose tokens it speaks.
 
     Raises:
         PocketError: the tokenizer is missing, or knows more tokens than the model.
@@ -47,7 +50,9 @@ def save(model: PocketMoe, tokenizer_dir: Path, out: Path, dtype: str = "bfloat1
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         part.chmod(0o755)
-        _write(model, tokenizer_dir, part, dtype)
+        _write(model, part, dtype)
+        if with_tokenizer:
+            _copy_tokenizer(tokenizer_dir, part)
         replace_folder(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -180,7 +185,7 @@ def _names(config: PocketConfig) -> Iterator[tuple[str, list[str]]]:
         yield f"{ours}.mlp.experts.w_out", [f"{expert}.down_proj.weight" for expert in experts]
 
 
-def _write(model: PocketMoe, tokenizer_dir: Path, out: Path, dtype: str) -> None:
+def _write(model: PocketMoe, out: Path, dtype: str) -> None:
     config = model.config
     state = {name: value.detach().to("cpu", DTYPES[dtype]) for name, value in model.state_dict().items()}
     save_file(to_hub(config, state), out / WEIGHTS, metadata={"format": "pt"})
@@ -188,6 +193,9 @@ def _write(model: PocketMoe, tokenizer_dir: Path, out: Path, dtype: str) -> None
     generation = {"do_sample": False, "eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
     _write_json(out / "config.json", config.to_json(dtype))
     _write_json(out / "generation_config.json", generation)
+
+
+def _copy_tokenizer(tokenizer_dir: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)

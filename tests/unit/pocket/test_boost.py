@@ -222,6 +222,8 @@ def test_the_script_makes_speculators_and_their_acceptance(
     assert len(record["tried"]) == 3
     pool = [fingerprint(folder / index) for index in "01"]
     assert record["weights"] == {"model": fingerprint(work / "moe"), "speculators": pool}
+    assert not list(folder.rglob("tokenizer*")), "they take the target's"
+    assert (work / "moe/tokenizer.json").is_file()
     runs = record["own_output"]["runs"]
     assert record["depth"] == 4
     assert 0 < runs["positions"]["all"] < record["own_output"]["positions"]["all"]
