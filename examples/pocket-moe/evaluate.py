@@ -2,7 +2,7 @@
 
     python examples/pocket-moe/evaluate.py --model examples/pocket-moe/model --work build/pocket-moe
 
-Writes ``perplexity.json`` and ``perplexity.csv``. Exits with 1 if the model's claims do not hold: that it beats the
+Writes ``perplexity.json`` and ``perplexity.csv``. Exits with 3 if the model's claims do not hold: that it beats the
 dense model, and that shuffled routers cost at least a factor of 1.3.
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from pocket_moe import export
-from pocket_moe.command import measuring_parser, reported
+from pocket_moe.command import DOES_NOT_HOLD, measuring_parser, reported
 from pocket_moe.device import open_device
 from pocket_moe.measure import MeasureSettings, csv_rows, failures, perplexities, table
 from pocket_moe.measure_inputs import open_shards
@@ -61,7 +61,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     failed = failures(record)
     for sentence in failed:
         print(f"does not hold: {sentence}", file=sys.stderr)
-    return 1 if failed else 0
+    return DOES_NOT_HOLD if failed else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 # GPU and two cores. Started again after a stop, trainings go on from their last checkpoint.
 # With --smoke, or where there is no GPU: text, tokenizer and 20 steps of a tiny model on the CPU; some 5 minutes.
 # --work DIR: another working folder than build/pocket-moe. --sources FILE: another list of packages than sources.toml.
-# Exits with 1 at the end if a claim of evaluate.py or agree.py does not hold.
+# The model, its speculators, records and card are made in WORK/made and take the place of the old ones at the end.
+# Exits with 3 at the end if a claim of evaluate.py or agree.py does not hold.
 set -euo pipefail
 smoke='' work=build/pocket-moe sources=()
 while [ $# -gt 0 ]; do
@@ -34,7 +35,7 @@ failed=()
 claim() {
   local status=0
   step "$@" || status=$?
-  if [ "$status" = 1 ]; then
+  if [ "$status" = 3 ]; then
     failed+=("$1.py")
   elif [ "$status" != 0 ]; then
     exit "$status"
@@ -55,16 +56,33 @@ recipe+=(--eval-every 1500 --log-every 50)
 fast=(--attention varlen --compile --graph)
 train moe --product parallel_linear --dropout 0.2 --weight-decay 0.2 "${recipe[@]}" "${fast[@]}"
 train dense --kind dense --dropout 0.1 --weight-decay 0.1 "${recipe[@]}" "${fast[@]}"
-if ! diff -rq "$work/runs/moe/model" "$here/model" > /dev/null 2>&1; then
-  rm -rf "$here/model" "$here/speculators" "$here/records" # of another model
-  cp -r "$work/runs/moe/model" "$here/model"
+
+# Everything that is measured on the model is made beside what is there. The same model keeps its records.
+made=$work/made
+rm -rf "$made" && mkdir -p "$made"
+if cmp -s "$work/runs/moe/model/model.safetensors" "$here/model/model.safetensors"; then
+  for kept in speculators records; do if [ -d "$here/$kept" ]; then cp -r "$here/$kept" "$made"; fi; done
 fi
-step speculate --work "$work" "${fast[@]}"
-claim evaluate --work "$work"
-if "$python" -c 'import vllm' 2> /dev/null; then claim agree --work "$work"; fi
-step trace --work "$work"
-step card --work "$work" --collect
+cp -r "$work/runs/moe/model" "$made/model"
+if [ -f "$here/tried.json" ]; then cp "$here/tried.json" "$made"; fi
+measured=(--work "$work" --model "$made/model" --out "$made/records")
+step speculate "${measured[@]}" --speculators "$made/speculators" "${fast[@]}"
+claim evaluate "${measured[@]}"
+vllm=1
+if "$python" -c 'import vllm' 2> /dev/null; then claim agree "${measured[@]}"; else vllm=''; fi
+step trace "${measured[@]}"
+step card --work "$work" --root "$made" --collect "${sources[@]}"
+for part in model speculators records plots manifest.json MODEL_CARD.md; do
+  rm -rf "${here:?}/$part"
+  mv "$made/$part" "$here/$part"
+done
+rm -rf "$made"
+
+if [ -z "$vllm" ]; then
+  echo "vLLM is not installed: agreement with it was not measured" >&2
+  if [ -f "$here/records/vllm.json" ]; then echo "the card has that of an earlier run, of the same weights" >&2; fi
+fi
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}; see what they printed above" >&2
-  exit 1
+  exit 3
 fi

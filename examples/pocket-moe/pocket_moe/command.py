@@ -12,6 +12,8 @@ from pocket_moe.errors import PocketError
 
 EXAMPLE: Final = Path("examples/pocket-moe")
 WORK: Final = Path("build/pocket-moe")
+DOES_NOT_HOLD: Final = 3
+"""Exit status of a script that measured, and found that what is claimed of the model is not so; 1 is for errors."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -12,11 +12,15 @@ import pytest
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pocket-moe"
 SCRIPTS = ["data", "train", "train", "speculate", "evaluate", "agree", "trace", "card"]
 STUB = """#!/bin/sh
-[ "$1" = -c ] && exit 0
+[ "$1" = -c ] && exit "${NO_VLLM:-0}"
 echo "$@" >> calls
 name=$(basename "$1" .py)
 out=build/pocket-moe/runs/moe/model
-case "$*" in *"--run moe"*) mkdir -p $out; echo weights > $out/w;; esac
+case "$*" in *"--run moe"*) mkdir -p $out; echo weights > $out/model.safetensors;; esac
+made=$(echo "$*" | sed -n 's/.*--root \\([^ ]*\\).*/\\1/p')
+if [ -n "$made" ]; then
+  (cd "$made" && mkdir -p speculators records plots && touch manifest.json MODEL_CARD.md records/new)
+fi
 case " $FAILING " in *" $name "*) exit "${STATUS:-1}";; esac
 """
 
@@ -87,22 +91,36 @@ def test_a_new_model_clears_what_was_measured_of_the_old_one(root: Path) -> None
     for file in measured:
         file.parent.mkdir(parents=True)
         file.touch()
+    rebuild(root, FAILING="speculate")
+    assert all(file.exists() for file in measured), "nothing is gone before the new ones are made"
     rebuild(root, FAILING="")
-    assert (root / "examples/pocket-moe/model/w").read_text() == "weights\n"
+    assert (root / "examples/pocket-moe/model/model.safetensors").read_text() == "weights\n"
+    assert (root / "examples/pocket-moe/records/new").exists()
+    assert not (root / "build/pocket-moe/made").exists()
     assert not any(file.exists() for file in measured)
-    measured[0].parent.mkdir()
     measured[0].touch()
     rebuild(root, FAILING="")
     assert measured[0].exists(), "the same model keeps its records"
 
 
 def test_a_failed_claim_is_told_at_the_end(root: Path) -> None:
-    done, calls = rebuild(root, FAILING="evaluate agree")
-    assert (done.returncode, names(calls)) == (1, SCRIPTS)
+    done, calls = rebuild(root, FAILING="evaluate agree", STATUS="3")
+    assert (done.returncode, names(calls)) == (3, SCRIPTS)
     assert "failed: evaluate.py agree.py" in done.stderr
 
 
-@pytest.mark.parametrize(("failing", "status"), [("speculate", "1"), ("evaluate", "137")])
+def test_without_vllm_it_says_what_was_not_measured(root: Path) -> None:
+    done, calls = rebuild(root, FAILING="", NO_VLLM="1")
+    assert (done.returncode, names(calls)) == (0, [name for name in SCRIPTS if name != "agree"])
+    assert "vLLM is not installed: agreement with it was not measured" in done.stderr
+    assert "vLLM" not in rebuild(root, FAILING="")[0].stderr
+    (root / "examples/pocket-moe/records/vllm.json").touch()
+    assert "of an earlier run" in rebuild(root, FAILING="", NO_VLLM="1")[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("failing", "status"), [("speculate", "1"), ("evaluate", "1"), ("agree", "1"), ("evaluate", "137")]
+)
 def test_anything_else_stops_it(root: Path, failing: str, status: str) -> None:
     done, calls = rebuild(root, FAILING=failing, STATUS=status)
     assert (done.returncode, names(calls)[-1]) == (int(status), failing)
