@@ -4,8 +4,9 @@
     python examples/pocket-moe/card.py --check
 
 ``--collect`` first takes from the working folder: the loss curves and the counts of text, to ``records/``, and the
-manifest, to beside it. ``--check`` writes nothing and exits with 1 if what is there differs. Records of other weights
-than the folder's ``model/`` and ``speculators/`` hold are refused.
+manifest, to beside it, with labels and notices as ``sources.toml`` has them now. ``--check`` writes nothing and exits
+with 1 if what is there differs, or if ``tried.json`` does not explain the runs. Records of other weights than the
+folder's ``model/`` and ``speculators/`` hold are refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from pathlib import Path
 from pocket_moe.card_collect import collect
 from pocket_moe.card_facts import Facts, load_facts
 from pocket_moe.card_text import card
+from pocket_moe.card_training import unexplained
+from pocket_moe.card_weights import weights_readmes
 from pocket_moe.command import WORK, parser, reported
 from pocket_moe.plots_heat import heat_map
 from pocket_moe.plots_lines import loss_curves, peaks
+from pocket_moe.sources import load_sources
 
 HERE = Path(__file__).resolve().parent
 
@@ -31,9 +35,14 @@ def main(arguments: list[str]) -> int:
 
 def _card(args: argparse.Namespace) -> int:
     if args.collect:
-        collect(args.work, args.root / "records", {"moe": args.moe_runs, "dense": args.dense_runs})
-    files = render(load_facts(args.root))
-    return _check(args.root, files) if args.check else _write(args.root, files)
+        runs = {"moe": args.moe_runs, "dense": args.dense_runs}
+        collect(args.work, args.root / "records", runs, load_sources(args.sources))
+    facts = load_facts(args.root)
+    wrong = unexplained(facts)
+    for sentence in wrong:
+        print(f"{sentence}: note there by hand what was run", file=sys.stderr)
+    files = render(facts)
+    return _check(args.root, files) or bool(wrong) if args.check else _write(args.root, files)
 
 
 def render(facts: Facts) -> dict[str, str]:
@@ -46,7 +55,7 @@ def render(facts: Facts) -> dict[str, str]:
         "plots/loss.svg": loss_curves(training, heldout),
         "plots/experts.svg": heat_map(facts.load),
         "plots/load.svg": peaks(facts.load),
-    }
+    } | weights_readmes(facts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="compare instead of writing")
     add("--collect", action="store_true", help="take loss curves, counts and manifest from WORK first")
     add("--work", type=Path, default=WORK, help="the working folder")
+    add("--sources", type=Path, default=HERE / "sources.toml", help="the list of packages")
     add("--moe-runs", nargs="+", default=["moe"], help="in the order in which one went on from the other")
     add("--dense-runs", nargs="+", default=["dense"])
     return made

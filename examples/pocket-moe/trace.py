@@ -4,8 +4,9 @@
 
 Writes to ``records/``: ``experts.npz`` and ``load.json`` (200k held-out tokens, every domain the same share),
 ``greedy.jsonl`` (200 prompts with the oracle's greedy answers, those left out whose choices are closer than float32
-decides) and ``samples.jsonl`` (twenty answers for the model card, nothing left out); ``traced.json`` says which weights
-they are of. Minutes on a CPU.
+decides), ``samples.jsonl`` (twenty answers for the model card, nothing left out), ``demo.jsonl`` (the answer to the
+prompt that the documents show) and ``logits.json`` (how far transformers' logits are from the oracle's, over
+``greedy.jsonl``). ``traced.json`` says which weights they are of. Minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -22,12 +24,12 @@ from pocket_moe.device import open_device
 from pocket_moe.errors import PocketError
 from pocket_moe.fingerprint import fingerprint, note
 from pocket_moe.greedy import Answerer, clear_answers
+from pocket_moe.logits import compare
 from pocket_moe.measure_inputs import open_shards
-from pocket_moe.records import save_greedy, save_json
-from pocket_moe.samples import headwords, prefixes, save_samples
+from pocket_moe.records import load_greedy, save_greedy, save_json
+from pocket_moe.samples import Prompt, headword, headwords, prefixes, save_samples
+from pocket_moe.split import DEMO
 from pocket_moe.traffic import load_record, trace
-
-PARTS = ("experts", "greedy", "samples")
 
 
 def main(arguments: list[str]) -> int:
@@ -35,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
     def run() -> None:
         for part in args.only or PARTS:
-            {"experts": _experts, "greedy": _greedy, "samples": _samples}[part](args)
+            PARTS[part](args)
 
     return reported(run)
 
@@ -43,13 +45,13 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = measuring_parser(__doc__, work="folder with shards/ and text/")
     add = parser.add_argument
-    add("--only", choices=PARTS, nargs="+", help="not all three")
+    add("--only", choices=PARTS, nargs="+", help="not all of these")
     add("--tokens", type=int, default=200_000)
     add("--length", type=int, default=512, help="tokens of a document that are traced")
     add("--rows", type=int, default=16, help="documents at once")
     add("--prompts", type=int, default=200)
     add("--new", type=int, default=48, help="tokens of an answer in greedy.jsonl")
-    add("--sample-new", type=int, default=64, help="tokens of an answer in samples.jsonl")
+    add("--sample-new", type=int, default=64, help="tokens of an answer in samples.jsonl and demo.jsonl")
     add("--seed", type=int, default=0)
     add("--device", default="auto", help="for the experts; the oracle runs on the CPU")
     return parser
@@ -88,11 +90,29 @@ def _greedy(args: argparse.Namespace) -> None:
 
 def _samples(args: argparse.Namespace) -> None:
     """The first ten of each kind, in the drawn order."""
+    drawn = [headwords(args.work / "text", split, args.seed)[:10] for split in ("heldout", "train")]
+    _save_answers(args, "samples.jsonl", [*itertools.chain(*drawn)])
+
+
+def _demo(args: argparse.Namespace) -> None:
+    _save_answers(args, "demo.jsonl", [headword(args.work / "text", "train", DEMO)])
+
+
+def _save_answers(args: argparse.Namespace, name: str, prompts: Sequence[Prompt]) -> None:
     weights = {"model": fingerprint(args.model)}
     answerer = Answerer(args.model, most=args.sample_new)
-    drawn = [headwords(args.work / "text", split, args.seed)[:10] for split in ("heldout", "train")]
-    save_samples(args.out / "samples.jsonl", [answerer.sample(prompt) for prompt in itertools.chain(*drawn)])
-    note(args.out / "samples.jsonl", weights)
+    save_samples(args.out / name, [answerer.sample(prompt) for prompt in prompts])
+    note(args.out / name, weights)
+
+
+def _logits(args: argparse.Namespace) -> None:
+    weights = {"model": fingerprint(args.model)}
+    record = compare(args.model, load_greedy(args.out / "greedy.jsonl"))
+    save_json(args.out / "logits.json", record | {"weights": weights})
+    print(record, flush=True)
+
+
+PARTS = {"experts": _experts, "greedy": _greedy, "samples": _samples, "demo": _demo, "logits": _logits}
 
 
 if __name__ == "__main__":

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from pocket_moe.manifest import save_manifest
 from pocket_moe.records import load_csv, load_json, save_csv, save_json
 from pocket_moe.shards import Shards
+from pocket_moe.sources import Source
 
 COLUMNS: Final = ("step", "tokens", "lr", "loss", "balance", "peak", "tokens_per_second", "heldout")
 _MOST_ROWS: Final = 400
 
 
-def collect(work: Path, records: Path, runs: dict[str, Sequence[str]]) -> None:
+def collect(work: Path, records: Path, runs: dict[str, Sequence[str]], sources: Sequence[Source]) -> None:
     """Write ``loss-NAME.csv`` for each model and ``text.json`` to ``records``, ``manifest.json`` beside that folder.
     ``runs`` gives a model's runs in the order in which one went on from the other; later ones count their steps and
-    tokens onwards.
+    tokens onwards. ``sources`` are the list of packages as it is now: a label mended there needs no text gathered anew.
 
     Raises:
         PocketError: a run, the shards or the manifest are missing.
@@ -29,8 +30,19 @@ def collect(work: Path, records: Path, runs: dict[str, Sequence[str]]) -> None:
         rows = _joined([load_csv(work / "runs" / part / "loss.csv") for part in parts])
         save_csv(records / f"loss-{name}.csv", COLUMNS, [[row[column] for column in COLUMNS] for row in _thin(rows)])
     save_json(records / "text.json", _text(Shards(work / "shards", "heldout")))
-    load_json(work / "manifest.json")  # a damaged one is not copied
-    shutil.copyfile(work / "manifest.json", records.parent / "manifest.json")
+    save_manifest(labelled(load_json(work / "manifest.json"), sources), records.parent / "manifest.json")
+
+
+def labelled(manifest: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
+    """The manifest with the licences' names and the notices that ``sources`` have; rows they do not know stay."""
+    known = {(source.domain, source.package): source for source in sources}
+    rows = [
+        row | {"licence": source.licence, "notice": source.notice}
+        if (source := known.get((row["domain"], row["package"])))
+        else row
+        for row in manifest["sources"]
+    ]
+    return manifest | {"sources": rows}
 
 
 def _text(heldout: Shards) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from pocket_moe.samples import Sample, load_samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A run, read from its loss curve. ``minutes`` are those of steps alone: evaluation and starts do not count."""
+    """A run, read from its loss curve. ``minutes`` are those of the steps, the first ones' compilation included:
+    evaluation and starts do not count. ``tokens_per_second`` is the median over the curve's lines, without it."""
 
     steps: int
     tokens: int
@@ -47,6 +48,9 @@ class Facts:
     samples: list[Sample]
     prompts: int
     smallest_margin: float
+    smallest_router_margin: float
+    demo: Sample
+    logits: dict[str, Any]
     moe: Training
     dense: Training
     tried: dict[str, Any]
@@ -65,7 +69,7 @@ def load_facts(root: Path) -> Facts:
     vllm, tried = records / "vllm.json", root / "tried.json"
     answers = load_greedy(records / "greedy.jsonl")
     model = {"model": weights["model"]}
-    for name in ("experts.npz", "greedy.jsonl", "samples.jsonl"):
+    for name in ("experts.npz", "greedy.jsonl", "samples.jsonl", "demo.jsonl"):
         require(records / name, noted(records / name), model)
     return Facts(
         config=PocketConfig.from_json(load_json(root / "model/config.json")),
@@ -78,6 +82,9 @@ def load_facts(root: Path) -> Facts:
         samples=load_samples(records / "samples.jsonl"),
         prompts=len(answers),
         smallest_margin=min((answer.margin for answer in answers), default=math.inf),
+        smallest_router_margin=min((answer.router_margin for answer in answers), default=math.inf),
+        demo=load_samples(records / "demo.jsonl")[0],
+        logits=_measured(records / "logits.json", model),
         moe=training(load_csv(records / "loss-moe.csv")),
         dense=training(load_csv(records / "loss-dense.csv")),
         tried=load_json(tried) if tried.is_file() else {},

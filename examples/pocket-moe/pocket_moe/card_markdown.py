@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from decimal import ROUND_DOWN, Context
 from typing import Final
 
 _WIDTH: Final = 120
@@ -30,6 +31,14 @@ def one_line(text: str) -> str:
 
 def shortened(text: str, most: int = 240) -> str:
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."
+
+
+def rounded_down(value: float, digits: int = 3) -> str:
+    """Never more than ``value``, for a bound. Example: ``rounded_down(0.001798) == "0.00179"``."""
+    if not math.isfinite(value):
+        return f"{value:g}"
+    kept = Context(prec=digits, rounding=ROUND_DOWN).create_decimal(repr(value))
+    return f"{float(kept):.{digits}g}"
 
 
 def _is_number(cell: str) -> bool:

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from pocket_moe.card_facts import Training
 from pocket_moe.card_markdown import one_line, shortened
+from pocket_moe.likeness import between, distances, groups
 from pocket_moe.measure import ALL
+from pocket_moe.plots_heat import loads
 from pocket_moe.samples import Sample
 
 _MEASURES: Final = {
@@ -30,13 +32,26 @@ def run_rows(runs: Mapping[str, Training]) -> list[list[str]]:
 
 def tried_rows(tried: Mapping[str, Any]) -> list[list[str]]:
     """The runs that a recipe was chosen from, by kind."""
-    columns = ("steps", "decay", "dropout", "weight_decay")
+    columns = ("dictionary", "steps", "decay", "dropout", "weight_decay")
     rows = [
         [kind, *(f"{run[column]:,}" for column in columns), f"{run['heldout']:.3f}"]
         for kind, runs in tried.items()
         for run in sorted(runs, key=lambda run: float(run["heldout"]))
     ]
-    return [["", "steps", "of them decaying", "dropout", "weight decay", "held-out loss"], *rows]
+    return [["", "dictionary", "steps", "share with falling rate", "dropout", "weight decay", "held-out loss"], *rows]
+
+
+def likeness_rows(load: Mapping[str, Any]) -> list[list[str]]:
+    """Groups of domains that choose alike, and how far apart they are; within a group between two of its domains."""
+    apart_DD = distances(loads(load))
+    found = groups(apart_DD)
+    names = [", ".join(load["domains"][index] for index in group) for group in found]
+    keys = [chr(ord("A") + index) for index in range(len(found))]
+    rows = [
+        [key, name, *(f"{between(apart_DD, a, b):.2f}" for b in found)]
+        for key, name, a in zip(keys, names, found, strict=True)
+    ]
+    return [["", "domains", *(f"to {key}" for key in keys)], *rows]
 
 
 def sample_rows(samples: Iterable[Sample]) -> list[list[str]]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from pocket_moe.card_facts import Facts
-from pocket_moe.card_markdown import markdown_table, prose
-from pocket_moe.card_tables import acceptance_rows, notices, run_rows, sample_rows, source_rows, tried_rows
+from pocket_moe.card_markdown import markdown_table, one_line, prose, rounded_down
+from pocket_moe.card_speculators import speculators
+from pocket_moe.card_tables import likeness_rows, notices, sample_rows, source_rows
+from pocket_moe.card_training import training_section
 from pocket_moe.config import PocketConfig
 from pocket_moe.dense import dense_like
-from pocket_moe.drafts_runs import tree_nodes
+from pocket_moe.likeness import ALIKE
 from pocket_moe.measure import ALL, table
 
 _NAME: Final = "expertmesh-pocket-moe"
@@ -26,10 +30,10 @@ tags:
 - qwen3_moe
 ---
 """
-_USE: Final = f"""## Use
+_USE: Final = """## Use
 
 ```
-expertmesh serve --model examples/pocket-moe/model --served-model-name {_NAME}
+expertmesh serve --model examples/pocket-moe/model --served-model-name {name}
 ```
 
 ```python
@@ -37,7 +41,7 @@ from openai import OpenAI
 
 client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 answer = client.completions.create(
-    model="{_NAME}", prompt="define: lighthouse\\n", max_tokens=48, temperature=0
+    model="{name}", prompt="define: lighthouse\\n", max_tokens=48, temperature=0
 )
 print(answer.choices[0].text)
 ```
@@ -51,19 +55,32 @@ prompt = tokenizer("define: lighthouse\\n", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=48)[0]))
 ```
 
-A line feed ends the word to define; a chat message that is one term gets it from the template.
+{answer}
+A line feed ends the word to define. The chat template looks up messages of up to four words that do not end in one of
+`.,:;!`: `hello` gets a definition, not an answer. Longer ones are continued as they are.
 """
 _LIMITS: Final = """## Limits
 
-- It makes things up, fluently. Definitions of words it never saw are guesses from their spelling.
+- It makes things up, fluently. Most definitions are untrue, those of words that it was trained on too: it learned how a
+  definition reads better than what words mean. For words it never saw it guesses from their spelling.
+- It repeats itself: one sense after another in the same words, or a word explained by itself.
+- It overfits {tokens:.0f} million tokens of text; longer training does not mend that, more text might.
 - English only, in the words of its sources: a dictionary, old verse, satire, jargon, manuals. They are of their time.
 - No instructions, no conversation: the chat template makes a prompt of the last message alone.
 """
 
 
 def card(facts: Facts) -> str:
-    sections = [_intro(facts), _USE, _training(facts), _perplexity(facts), _experts(facts), _outputs(facts)]
-    return "\n".join([_FRONT, *sections, _speculators(facts), _checks(facts), _sources(facts), _LIMITS])
+    sections = [
+        _intro(facts),
+        _use(facts),
+        training_section(facts),
+        _perplexity(facts),
+        _experts(facts),
+        _outputs(facts),
+    ]
+    limits = _LIMITS.format(tokens=facts.text["tokens"]["train"] / 1e6)
+    return "\n".join([_FRONT, *sections, speculators(facts.acceptance), _checks(facts), _sources(facts), limits])
 
 
 def _intro(facts: Facts) -> str:
@@ -87,33 +104,18 @@ def _intro(facts: Facts) -> str:
     return f"# {_NAME}\n\n{text}\n{markdown_table(rows)}"
 
 
-def _training(facts: Facts) -> str:
-    moe, text = facts.moe, facts.text
-    held = text["tokens"]["train"]
-    how = prose(
-        "AdamW on packed documents, with float32 masters; the experts run forward and backward through this",
-        "repository's own kernels. Every token reaches all experts that its router chose: none is dropped. A balance",
-        f"loss keeps routers from settling on few experts: at the end it is {moe.balance:.3f}, where 1 is even, and in",
-        f"a batch the busiest expert of a layer has {moe.peak:.2f} times the mean load. There are {held:,} tokens in",
-        f"{text['documents']['train']:,} documents; training read {moe.tokens / max(1, held):.1f} times as many.",
+def _use(facts: Facts) -> str:
+    demo = facts.demo
+    answer = prose(
+        f"In float32 the answer is {_quoted(demo.written)} It reads as a definition and",
+        f"is {'' if demo.written == demo.expected else 'not '}the one in the text it was trained on:",
+        f"{_quoted(demo.expected)}",
     )
-    units = prose(
-        "Minutes are those of the steps. Losses are in nats per token, the held-out one over a part of that split."
-    )
-    rows = run_rows({"this model": moe, "dense rival": facts.dense})
-    curves = "![loss curves](plots/loss.svg)\n"
-    return f"## Training\n\n{how}\n{markdown_table(rows)}\n{units}\n{_recipe(facts)}{curves}"
+    return _USE.format(name=_NAME, answer=answer)
 
 
-def _recipe(facts: Facts) -> str:
-    if not facts.tried:
-        return ""
-    text = prose(
-        "Dropout and weight decay are, for each of the two, those of the run with the lowest held-out loss. These were",
-        "tried, those of equal steps on the same tokens; the rest of the recipe was settled on another draw of",
-        "held-out documents:",
-    )
-    return f"{text}\n{markdown_table(tried_rows(facts.tried))}\n"
+def _quoted(words: str) -> str:
+    return f'"{one_line(words)}"'
 
 
 def _perplexity(facts: Facts) -> str:
@@ -179,8 +181,17 @@ def _experts(facts: Facts) -> str:
         f"one domain alone from {peaks[even]:.2f} ({even}) to {peaks[uneven]:.2f} ({uneven}), as means over layers.",
         "`records/experts.npz` holds every choice, to be replayed with `pocket_moe.records.ExpertTrace`.",
     )
-    pictures = "![experts by domain](plots/experts.svg)\n\n{}\n![max over mean load](plots/load.svg)\n"
-    return "## Who uses which experts\n\n" + pictures.format(text)
+    table = markdown_table(likeness_rows(load))
+    pictures = "![experts by domain](plots/experts.svg)\n\n{}\n{}\n{}\n![max over mean load](plots/load.svg)\n"
+    return "## Who uses which experts\n\n" + pictures.format(_likeness(), table, text)
+
+
+def _likeness() -> str:
+    return prose(
+        "Domains fall into the groups below: these differ from one another, and within one domains are alike. A number",
+        "is the share of a domain's choices that would have to go to other experts to be spread as those of another",
+        f"domain, as a mean over layers and pairs. Domains are joined while that is at most {ALIKE:g}.",
+    )
 
 
 def _outputs(facts: Facts) -> str:
@@ -195,59 +206,33 @@ def _outputs(facts: Facts) -> str:
     )
 
 
-def _speculators(facts: Facts) -> str:
-    record = facts.acceptance
-    sizes = ", ".join(f"{size / 1e6:.2f}" for size in record["bytes"])
-    tried = [
-        f"{row['union_aside']:.4f} with speculator {row['speculator']} at {row['floor']:g}" for row in record["tried"]
-    ]
-    how = prose(
-        f"`speculators/` holds dense llamas with the same tokenizer ({sizes} MB in bfloat16), boost-tuned: the first",
-        "learned the target's greedy token at every position of training text and of the target's own continuations;",
-        "each other one went on from the first, with positions that earlier ones predict at a lower weight.",
-        *([f"The union's acceptance on rows kept aside, by that weight: {'; '.join(tried)}."] if tried else []),
-    )
-    ways = prose(
-        "One each, k: the first choices of the first k speculators. Merged, k: k different tokens of the whole pool,",
-        "everyone's first choice before everyone's second. First alone, k: the k best of speculator 0. A tree of k",
-        "branches holds k tokens at one position: the first two tables are of depth one.",
-    )
-    text = prose("How often the target's greedy token is among those, at each position of the held-out text:")
-    own = prose(
-        "And where the text is the target's own greedy continuation of beginnings of held-out documents, as it is when",
-        "the target is served:",
-    )
-    forced, written = (markdown_table(acceptance_rows(record[kind])) for kind in ("teacher_forcing", "own_output"))
-    return f"## Speculators\n\n{how}\n{ways}\n{text}\n{forced}\n{own}\n{written}\n{_in_a_row(record)}"
-
-
-def _in_a_row(record: Mapping[str, Any]) -> str:
-    depth, wide = record["depth"], [branches for branches in record["branches"] if branches > 1]
-    nodes = ", ".join(f"{tree_nodes(branches)} nodes for k = {branches}" for branches in wide)
-    text = prose(
-        f"Tokens in a row of {depth}, on that output: how many tokens of a draft of {depth} the target takes before",
-        f"the first wrong one, as a mean over all positions with {depth} tokens of the same text behind them; the",
-        f"token that the target adds itself does not count. One each, k: the longest of k drafts, {depth} tokens each.",
-        "Merged and first alone, k: a choice among k tokens at each depth, for which a whole tree has",
-        f"{nodes}; a smaller tree gets less.",
-    )
-    return f"{text}\n{markdown_table(acceptance_rows(record['own_output']['runs']))}"
-
-
 def _checks(facts: Facts) -> str:
     greedy = prose(
         f"`records/greedy.jsonl` has {facts.prompts} prompts with the oracle's greedy answers for a whole server to",
-        f"repeat. No choice of a token on their way is closer than {facts.smallest_margin:.1g} in logits.",
+        f"repeat. On their way the best token is never less than {rounded_down(facts.smallest_margin)} in logits",
+        "before the second, and the last expert chosen never less than",
+        f"{rounded_down(facts.smallest_router_margin)} in probability before the first that was not.",
     )
+    equal = prose(*_same_logits(facts.logits))
     agreement = facts.agreement
     if agreement is None:
-        return f"## Checks\n\n{greedy}"
+        return f"## Checks\n\n{greedy}\n{equal}"
     vllm = prose(
         f"vLLM {agreement['version']} serves the folder unchanged. In bfloat16, under teacher forcing, its greedy",
         f"token is the float32 oracle's at {agreement['agree_fp32']:.2%} of {agreement['tokens']:,} held-out tokens,",
         f"and our own bfloat16's at {agreement['agree_bf16']:.2%}.",
     )
-    return f"## Checks\n\n{greedy}\n{vllm}"
+    return f"## Checks\n\n{greedy}\n{equal}\n{vllm}"
+
+
+def _same_logits(record: Mapping[str, Any]) -> list[str]:
+    largest = record["largest_logit"]
+    return [
+        "transformers loads the folder unchanged. Over those answers its float32 logits are at most",
+        f"{record['largest_difference']:.2g} from the oracle's, where logits reach {largest:.0f} and a unit in the",
+        f"last place is {np.spacing(np.float32(largest)):.2g}; {record['within_1e-5']} of {record['answers']} answers",
+        "stay within 1e-05.",
+    ]
 
 
 def _sources(facts: Facts) -> str:

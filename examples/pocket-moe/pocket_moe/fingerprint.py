@@ -23,6 +23,8 @@ _WRITTEN_BY: Final = {
     "experts.npz": "trace.py --only experts",
     "greedy.jsonl": "trace.py --only greedy",
     "samples.jsonl": "trace.py --only samples",
+    "demo.jsonl": "trace.py --only demo",
+    "logits.json": "trace.py --only logits",
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pocket_moe.dedupe import MOST_SHARED
 from pocket_moe.packages import Package
@@ -98,6 +100,10 @@ def write_manifest(parts: list[Part], dropped: dict[str, int], path: Path) -> No
         "heldout_most_shared": MOST_SHARED,
         "sources": [asdict(row) for row in parts],
     }
+    save_manifest(values, path)
+
+
+def save_manifest(values: Mapping[str, Any], path: Path) -> None:
     text = json.dumps(values, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")

@@ -34,6 +34,7 @@ text {{ font-family: system-ui, sans-serif; }}
 @media (prefers-color-scheme: dark) {{
 {_rules(*_DARK)}
 }}
+text.on {{ fill: {_LIGHT[0]}; }}
 </style>"""
 
 
@@ -63,10 +64,16 @@ class Picture:
         place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
         self._parts.append(f'<line {place} class="rule"/>')
 
-    def line(self, points: Sequence[tuple[float, float]], *, style: str, faint: bool = False) -> None:
+    def clip(self, name: str, x: float, y: float, width: float, height: float) -> None:
+        """A window for :meth:`line`: what is outside is not drawn."""
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+        self._parts.append(f'<clipPath id="{name}"><rect {place}/></clipPath>')
+
+    def line(self, points: Sequence[tuple[float, float]], *, style: str, faint: bool = False, window: str = "") -> None:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         opacity = ' stroke-opacity="0.4"' if faint else ""
-        self._parts.append(f'<polyline points="{path}" class="line {style}"{opacity}/>')
+        inside = f' clip-path="url(#{window})"' if window else ""
+        self._parts.append(f'<polyline points="{path}" class="line {style}"{opacity}{inside}/>')
 
     def svg(self) -> str:
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">'

@@ -27,16 +27,18 @@ def heat_map(load: Mapping[str, Any]) -> str:
     share_DLE, names = share_DLE[order], [load["domains"][index] for index in order]
     domains, layers, experts = share_DLE.shape
     panel = _panel_width(share_DLE)
-    picture = Picture(_LEFT + layers * panel, _TOP + domains * _CELL + 46, "Experts by domain, layer by layer")
+    picture = Picture(_LEFT + layers * panel, _TOP + domains * _CELL + 60, "Experts by domain, layer by layer")
     picture.text(_LEFT, 18, "Which experts each domain uses, layer by layer", size=15)
     picture.text(_LEFT, 36, f"{experts} experts a layer, sorted by the domain they serve most", style="mild")
     for row, name in enumerate(names):
         picture.text(_LEFT - 6, _TOP + row * _CELL + 10, name, size=10, anchor="end")
     for layer in range(layers):
-        picture.text(_LEFT + layer * panel, _TOP - 8, f"layer {layer}", size=10, style="mild")
+        left, right = _LEFT + layer * panel, _LEFT + layer * panel + experts * _CELL
+        picture.text(left, _TOP - 8, f"layer {layer}", size=10, style="mild")
+        picture.text((left + right) / 2, _TOP + domains * _CELL + 12, "expert", size=10, anchor="middle", style="mild")
     for (style, opacity), corners in sorted(_cells(share_DLE).items()):
         picture.squares(corners, _CELL - 1, style=style, opacity=opacity)
-    _key(picture, _TOP + domains * _CELL + 18)
+    _key(picture, _TOP + domains * _CELL + 32)
     return picture.svg()
 
 

@@ -69,6 +69,20 @@ def headwords(text_dir: Path, split: str, seed: int) -> list[Prompt]:
     return _shuffled(list(first.values()), f"{seed}/{split}")
 
 
+def headword(text_dir: Path, split: str, word: str) -> Prompt:
+    """The prompt for one word.
+
+    Raises:
+        PocketError: the split does not have it.
+    """
+    for prompt in headwords(text_dir, split, 0):
+        if prompt.text == f"define: {word}\n":
+            return prompt
+    raise PocketError(
+        f'The dictionary in {text_dir / split} has no "{word}".', hint="Gather it: python examples/pocket-moe/data.py"
+    )
+
+
 def prefixes(text_dir: Path, seed: int) -> list[Prompt]:
     """Beginnings of held-out documents, 8 to 40 words long, one of each domain in turn; the dictionary is left out."""
     by_domain = [

@@ -48,7 +48,8 @@ def load_sources(path: Path, only: set[str] | None = None) -> list[Source]:
     known = {source.package for source in sources}
     if only and (missing := sorted(only - known)):
         raise PocketError(
-            f"{path.name} has no package {', '.join(missing)}.", hint=f"Choose from {', '.join(sorted(known))}."
+            f"{path.name} has no package {', '.join(missing)}.",
+            hint=f"--packages names what to keep, such as {','.join(sorted(known)[:3])}; all names are in {path}.",
         )
     return [source for source in sources if not only or source.package in only]
 

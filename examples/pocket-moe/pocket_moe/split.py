@@ -12,7 +12,8 @@ from pocket_moe.text import Document
 
 HELDOUT_SHARE = 0.02
 HEADWORD_SHARE = 0.01  # of the dictionary: with the synonyms that follow, it comes to 2 % of the entries
-SHOWN = frozenset({"lighthouse"})  # what the documents of this project look up, always in training
+DEMO = "lighthouse"
+SHOWN = frozenset({DEMO})  # what the documents of this project look up, always in training
 SMALLEST_HELDOUT = 24  # documents of a small domain, but no more than an eighth of it
 SEED = b"pocket-moe 2"
 

@@ -70,13 +70,18 @@ def test_answers_are_transformers_answers(work: Path) -> None:
         assert output[0, len(answer.prompt_ids) :].tolist() == list(answer.output_ids)
 
 
-def test_the_script_records_what_the_reference_says(work: Path, tmp_path: Path) -> None:
+def test_the_script_records_what_the_reference_says(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(tmp_path)]
-    options += ["--only", "greedy", "samples", "--prompts", "8", "--new", "6", "--sample-new", "6"]
+    script_module = script("trace")
+    options += ["--only", "greedy", "samples", "demo", "logits", "--prompts", "8", "--new", "6", "--sample-new", "6"]
+    monkeypatch.setattr(script_module, "DEMO", "beacon")
     save_json(tmp_path / "traced.json", {"experts.npz": {"model": "a"}, "greedy.jsonl": {"model": "b"}})
-    assert script("trace").main(options) == 0
+    assert script_module.main(options) == 0
     weights = {"model": fingerprint(work / "moe")}
-    notes = {"experts.npz": {"model": "a"}, "greedy.jsonl": weights, "samples.jsonl": weights}
+    notes = {"experts.npz": {"model": "a"}, "greedy.jsonl": weights}
+    notes |= {"samples.jsonl": weights, "demo.jsonl": weights}
     assert load_json(tmp_path / "traced.json") == notes
     answers = load_greedy(tmp_path / "greedy.jsonl")
     assert [answer.id.split("/")[0] for answer in answers] == ["heldout"] * 2 + ["known"] * 2 + ["prefix"] * 4
@@ -89,6 +94,15 @@ def test_the_script_records_what_the_reference_says(work: Path, tmp_path: Path) 
     samples = load_samples(tmp_path / "samples.jsonl")
     assert [sample.kind for sample in samples] == ["heldout"] * 8 + ["known"] * 8
     assert all(sample.expected.startswith("What a ") for sample in samples)
+    (demo,) = load_samples(tmp_path / "demo.jsonl")
+    assert (demo.prompt, demo.expected) == ("define: beacon\n", "What a beacon is.\nAnd more of it.")
+    record = load_json(tmp_path / "logits.json")
+    assert record["weights"] == weights
+    assert record["answers"] == record["within_1e-5"] == 8
+    assert 0 < record["largest_difference"] <= 1e-5
+    monkeypatch.setattr(script_module, "DEMO", "nowhere")
+    assert script_module.main([*options[:6], "--only", "demo"]) == 1
+    assert 'has no "nowhere"' in capsys.readouterr().err
 
 
 def test_headwords_are_drawn_by_the_seed_alone(work: Path) -> None:

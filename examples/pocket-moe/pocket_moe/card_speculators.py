@@ -1,0 +1,82 @@
+"""The record of acceptance in, the card's section on speculators out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pocket_moe.card_markdown import markdown_table, prose
+from pocket_moe.card_tables import acceptance_rows
+from pocket_moe.drafts_runs import tree_nodes
+from pocket_moe.measure import ALL
+
+
+def speculators(record: Mapping[str, Any]) -> str:
+    sizes = ", ".join(f"{size / 1e6:.2f}" for size in record["bytes"])
+    how = prose(
+        f"`speculators/` holds dense llamas ({sizes} MB in bfloat16) that take the target's tokenizer. They are",
+        "boost-tuned: the first learned the target's greedy token at every position of training text and of the",
+        "target's own continuations; each other one went on from the first, with positions that earlier ones predict",
+        "at a lower weight.",
+        *_floors(record["tried"]),
+    )
+    ways = prose(
+        "One each, k: the first choices of the first k speculators. Merged, k: k different tokens of the whole pool,",
+        "everyone's first choice before everyone's second. First alone, k: the k best of speculator 0. A tree of k",
+        "branches holds k tokens at one position: the first two tables are of depth one.",
+    )
+    text = prose("How often the target's greedy token is among those tokens, at each position of the held-out text:")
+    own = prose(
+        "The same where the text is the target's own greedy continuation of beginnings of held-out documents, as it is",
+        "when the target is served:",
+    )
+    forced, written = (markdown_table(acceptance_rows(record[kind])) for kind in ("teacher_forcing", "own_output"))
+    gain = f"{_gain(record)}\n" if _compared(record) else ""
+    return f"## Speculators\n\n{how}\n{gain}{ways}\n{text}\n{forced}\n{own}\n{written}\n{_in_a_row(record)}"
+
+
+def _floors(tried: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the union reached by that weight, and which weight each shipped speculator has; nothing if unrecorded."""
+    boosted = [row for row in tried if row["speculator"] > 0]
+    if not boosted:
+        return []
+    found = "; ".join(
+        f"{row['union_aside']:.4f} with speculator {row['speculator']} at {row['floor']:g}" for row in tried
+    )
+    best = {}
+    for row in sorted(boosted, key=lambda row: float(row["union_aside"])):
+        best[row["speculator"]] = row["floor"]
+    kept = ", ".join(f"{floor:g} for speculator {index}" for index, floor in sorted(best.items()))
+    return [f"The union's acceptance on rows kept aside, by that weight: {found}. The best is shipped: {kept}."]
+
+
+def _compared(record: Mapping[str, Any]) -> bool:
+    return all(
+        {"merged/2", "first_alone/2"} <= record[kind]["accepted"].keys() for kind in ("teacher_forcing", "own_output")
+    )
+
+
+def _gain(record: Mapping[str, Any]) -> str:
+    """What the other speculators add to the first one: the conclusion of the tables."""
+    parts = [record["teacher_forcing"]["accepted"], record["own_output"]["accepted"]]
+    pairs = [(part["merged/2"][ALL], part["first_alone/2"][ALL]) for part in parts]
+    (text, alone), (own, own_alone) = pairs
+    verdict = "hardly more than" if max(a - b for a, b in pairs) < 0.02 else "more than"
+    return prose(
+        f"In short: two tokens of the pool hold the target's {verdict} two of speculator 0 alone: at {text:.3f}",
+        f"against {alone:.3f} of positions of held-out text, at {own:.3f} against {own_alone:.3f} of the target's own.",
+        "One speculator with two branches does nearly as well as two." if verdict.startswith("hardly") else "",
+    )
+
+
+def _in_a_row(record: Mapping[str, Any]) -> str:
+    depth, wide = record["depth"], [branches for branches in record["branches"] if branches > 1]
+    nodes = ", ".join(f"{tree_nodes(branches)} nodes for k = {branches}" for branches in wide)
+    text = prose(
+        f"Tokens in a row of {depth}, on that output: how many tokens of a draft of {depth} the target takes before",
+        f"the first wrong one, as a mean over all positions with {depth} tokens of the same text behind them; the",
+        f"token that the target adds itself does not count. One each, k: the longest of k drafts, {depth} tokens each.",
+        "Merged and first alone, k: a choice among k tokens at each depth, for which a whole tree has",
+        f"{nodes}; a smaller tree gets less.",
+    )
+    return f"{text}\n{markdown_table(acceptance_rows(record['own_output']['runs']))}"
