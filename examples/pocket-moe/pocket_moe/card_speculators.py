@@ -46,7 +46,7 @@ def _floors(tried: Sequence[Mapping[str, Any]]) -> list[str]:
     best = {}
     for row in sorted(boosted, key=lambda row: float(row["union_aside"])):
         best[row["speculator"]] = row["floor"]
-    kept = ", ".join(f"{floor:g} for speculator {index}" for index, floor in sorted(best.items()))
+    kept = ", ".join(f"the weight {floor:g} for speculator {index}" for index, floor in sorted(best.items()))
     return [f"The union's acceptance on rows kept aside, by that weight: {found}. The best is shipped: {kept}."]
 
 
@@ -61,10 +61,11 @@ def _gain(record: Mapping[str, Any]) -> str:
     parts = [record["teacher_forcing"]["accepted"], record["own_output"]["accepted"]]
     pairs = [(part["merged/2"][ALL], part["first_alone/2"][ALL]) for part in parts]
     (text, alone), (own, own_alone) = pairs
-    verdict = "hardly more than" if max(a - b for a, b in pairs) < 0.02 else "more than"
+    verdict = "hardly more often than" if max(a - b for a, b in pairs) < 0.02 else "more often than"
     return prose(
-        f"In short: two tokens of the pool hold the target's {verdict} two of speculator 0 alone: at {text:.3f}",
-        f"against {alone:.3f} of positions of held-out text, at {own:.3f} against {own_alone:.3f} of the target's own.",
+        f"In short: the target's token is among two of the pool {verdict} among two of speculator 0",
+        f"alone: at {text:.3f} against {alone:.3f} of positions of held-out text, at",
+        f"{own:.3f} against {own_alone:.3f} of the target's own.",
         "One speculator with two branches does nearly as well as two." if verdict.startswith("hardly") else "",
     )
 

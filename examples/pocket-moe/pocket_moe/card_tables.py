@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pocket_moe.card_facts import Training
 from pocket_moe.card_markdown import one_line, shortened
 from pocket_moe.likeness import between, distances, groups
@@ -41,10 +44,15 @@ def tried_rows(tried: Mapping[str, Any]) -> list[list[str]]:
     return [["", "dictionary", "steps", "share with falling rate", "dropout", "weight decay", "held-out loss"], *rows]
 
 
+def likeness(load: Mapping[str, Any]) -> tuple[NDArray[np.float64], list[list[int]]]:
+    """``[D, D]``: how far apart the domains are; and their groups, the largest first."""
+    apart_DD = distances(loads(load))
+    return apart_DD, groups(apart_DD)
+
+
 def likeness_rows(load: Mapping[str, Any]) -> list[list[str]]:
     """Groups of domains that choose alike, and how far apart they are; within a group between two of its domains."""
-    apart_DD = distances(loads(load))
-    found = groups(apart_DD)
+    apart_DD, found = likeness(load)
     names = [", ".join(load["domains"][index] for index in group) for group in found]
     keys = [chr(ord("A") + index) for index in range(len(found))]
     rows = [

@@ -10,11 +10,11 @@ import numpy as np
 from pocket_moe.card_facts import Facts
 from pocket_moe.card_markdown import markdown_table, one_line, prose, rounded_down
 from pocket_moe.card_speculators import speculators
-from pocket_moe.card_tables import likeness_rows, notices, sample_rows, source_rows
+from pocket_moe.card_tables import likeness, likeness_rows, notices, sample_rows, source_rows
 from pocket_moe.card_training import training_section
 from pocket_moe.config import PocketConfig
 from pocket_moe.dense import dense_like
-from pocket_moe.likeness import ALIKE
+from pocket_moe.likeness import ALIKE, between
 from pocket_moe.measure import ALL, table
 
 _NAME: Final = "expertmesh-pocket-moe"
@@ -183,14 +183,17 @@ def _experts(facts: Facts) -> str:
     )
     table = markdown_table(likeness_rows(load))
     pictures = "![experts by domain](plots/experts.svg)\n\n{}\n{}\n{}\n![max over mean load](plots/load.svg)\n"
-    return "## Who uses which experts\n\n" + pictures.format(_likeness(), table, text)
+    return "## Who uses which experts\n\n" + pictures.format(_likeness(load), table, text)
 
 
-def _likeness() -> str:
+def _likeness(load: Mapping[str, Any]) -> str:
+    apart_DD, (largest, *_) = likeness(load)
     return prose(
         "Domains fall into the groups below: these differ from one another, and within one domains are alike. A number",
         "is the share of a domain's choices that would have to go to other experts to be spread as those of another",
-        f"domain, as a mean over layers and pairs. Domains are joined while that is at most {ALIKE:g}.",
+        f"domain, as a mean over layers and pairs. Domains are joined while that is at most {ALIKE:g}. The",
+        f"{len(largest)} of group A, manuals and hackers' jargon, are {between(apart_DD, largest, largest):.2f} apart: for",
+        "the experts one manual is like another, and what tells domains apart is the kind of text.",
     )
 
 

@@ -257,12 +257,12 @@ def test_the_best_floor_is_named_and_what_the_pool_adds(root: Path) -> None:
         record[kind]["accepted"]["first_alone/2"] = dict.fromkeys((*DOMAINS, "all"), 0.6)
     save_json(file, record | {"tried": record["tried"] + floors})
     words = " ".join(script("card").render(load_facts(root))["MODEL_CARD.md"].split())
-    assert "The best is shipped: 0.25 for speculator 1." in words
-    assert "hardly more than two of speculator 0 alone: at 0.612 against 0.600" in words
+    assert "The best is shipped: the weight 0.25 for speculator 1." in words
+    assert "two of the pool hardly more often than among two of speculator 0 alone: at 0.612 against 0.600" in words
     record["own_output"]["accepted"]["first_alone/2"]["all"] = 0.5
     save_json(file, record)
     words = " ".join(script("card").render(load_facts(root))["MODEL_CARD.md"].split())
-    assert "the target's more than two of speculator 0 alone" in words
+    assert "two of the pool more often than among two of speculator 0 alone" in words
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,9 @@ def test_a_shipped_run_has_to_be_the_best_of_those_tried(root: Path, capsys: pyt
     assert script("card").main(["--root", str(root)]) == 0
     assert script("card").main(["--root", str(root), "--check"]) == 1
     assert "a better moe run, of 4.1000, than the shipped one of 4.2000" in capsys.readouterr().err
+    save_json(root / "tried.json", {"moe": [row | {"steps": 99}], "dense": [row]})
+    assert script("card").main(["--root", str(root), "--check"]) == 1
+    assert "lacks the moe run of 100 steps that ended at 4.2000" in capsys.readouterr().err
 
 
 def test_weights_carry_the_words_that_licences_want_on_all_copies(root: Path) -> None:
