@@ -191,9 +191,10 @@ def _likeness(load: Mapping[str, Any]) -> str:
     return prose(
         "Domains fall into the groups below: these differ from one another, and within one domains are alike. A number",
         "is the share of a domain's choices that would have to go to other experts to be spread as those of another",
-        f"domain, as a mean over layers and pairs. Domains are joined while that is at most {ALIKE:g}. The",
-        f"{len(largest)} of group A, manuals and hackers' jargon, are {between(apart_DD, largest, largest):.2f} apart: for",
-        "the experts one manual is like another, and what tells domains apart is the kind of text.",
+        f"domain, as a mean over layers and pairs. Domains are joined while that is at most {ALIKE:g}.",
+        f"The {len(largest)} of group A, manuals and hackers' jargon, are",
+        f"{between(apart_DD, largest, largest):.2f} apart: for the experts one manual is like another, and what tells",
+        "domains apart is the kind of text.",
     )
 
 

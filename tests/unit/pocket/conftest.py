@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from testkit.pocket_card import make_records
 from testkit.pocket_evidence import script as load_script
 from testkit.pocket_runs import make_work
 
@@ -30,3 +31,9 @@ def train(script: ModuleType, work: Path) -> Callable[..., int]:
         return code
 
     return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a record of every kind."""
+    return make_records(tmp_path / "example")

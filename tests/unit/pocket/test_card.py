@@ -3,121 +3,21 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import numpy as np
 import pytest
-from testkit.pocket_evidence import ROOT, script
+from testkit.pocket_card import DOMAINS, HEADER, TEXT
+from testkit.pocket_evidence import script
 from testkit.pocket_runs import make_work
 
 from pocket_moe.card_collect import collect
 from pocket_moe.card_facts import load_facts, training
 from pocket_moe.card_markdown import markdown_table, one_line, prose, rounded_down, shortened
 from pocket_moe.card_tables import notices
-from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import held, note
-from pocket_moe.measure import VARIANTS, claims
-from pocket_moe.plots import steps
-from pocket_moe.plots_heat import domain_order, expert_order, heat_map, loads
-from pocket_moe.plots_lines import loss_curves, peaks
-from pocket_moe.records import ExpertTrace, Greedy, load_csv, load_json, save_csv, save_greedy, save_json
-from pocket_moe.samples import Sample, save_samples
+from pocket_moe.fingerprint import held
+from pocket_moe.records import load_csv, load_json, save_csv, save_json
 from pocket_moe.sources import Source
-from pocket_moe.traffic import load_record
-
-DOMAINS = ("dictionary", "verse", "perl & co")
-TEXT = {
-    "documents": {"train": 100, "heldout": 1234},
-    "tokens": {"train": 10_000_000, "heldout": 3000},
-    "heldout_documents": {"dictionary": 1200, "verse": 30, "perl & co": 4},
-}
-EXAMPLE = ROOT / "examples/pocket-moe"
-HEADER = ("step", "tokens", "lr", "loss", "balance", "peak", "tokens_per_second", "heldout")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A folder with a record of every kind."""
-    folder, records = tmp_path / "example", tmp_path / "example/records"
-    save_json(folder / "model/config.json", POCKET.to_json("bfloat16"))
-    for part in ("model", "speculators/0"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        (folder / part / "model.safetensors").write_text(part)
-    weights = held(folder)
-    model = {"weights": {"model": weights["model"]}}
-    source = {"package": "dict-wn", "version": "1:3.0-37", "domain": "dictionary", "licence": "WordNet"}
-    source |= {
-        "notice": "Copyright Princeton University.",
-        "documents": 117000,
-        "bytes": 12_345_678,
-        "licence_text": "",
-    }
-    save_json(folder / "manifest.json", {"distribution": "Debian 12", "sources": [source]})
-    nats = {v.name: dict.fromkeys((*DOMAINS, "all"), 3 + 0.1 * i) for i, v in enumerate(VARIANTS)}
-    tokens = dict.fromkeys(DOMAINS, 1000) | {"all": 3000}
-    names = {"order": [v.name for v in VARIANTS], "titles": {v.name: v.title for v in VARIANTS}}
-    measured = {"length": 512, "tokens": tokens, "nats": nats, "claims": claims(nats)}
-    save_json(records / "perplexity.json", measured | names | model)
-    save_json(records / "load.json", load_record(skewed()) | model)
-    for name in ("experts.npz", "greedy.jsonl", "samples.jsonl", "demo.jsonl"):
-        note(records / name, model["weights"])
-    accepted = {"alone/0": 0.5, "one_each/1": 0.5, "merged/1": 0.5, "merged/2": 0.61234, "first_alone/1": 0.5}
-    shares = {name: dict.fromkeys((*DOMAINS, "all"), share) for name, share in accepted.items()}
-    part = {"positions": tokens, "accepted": shares}
-    runs = {name: dict.fromkeys((*DOMAINS, "all"), 3.21987 * share) for name, share in accepted.items()}
-    own = part | {"runs": {"positions": tokens, "accepted": runs}}
-    tried = [{"speculator": 0, "floor": 1.0, "union_aside": 0.5}]
-    pool = {"branches": [1, 2, 4], "depth": 4, "bytes": [2_980_000], "weights": weights, "tried": tried}
-    save_json(records / "acceptance.json", pool | {"teacher_forcing": part, "own_output": own})
-    save_json(records / "text.json", TEXT)
-    for name in ("moe", "dense"):
-        save_csv(records / f"loss-{name}.csv", HEADER, curve())
-    answer = Greedy(
-        id="a",
-        domain="verse",
-        prompt="x",
-        prompt_ids=(1,),
-        output_ids=(2,),
-        text="y",
-        margin=0.001798,
-        router_margin=1.068e-05,
-    )
-    save_greedy(records / "greedy.jsonl", [answer])
-    written = {"written": "1. One | two.\n2. Three", "expected": "So."}
-    prompts = [(kind, f"define: w{index}\n", index > 0) for kind in ("heldout", "known") for index in range(10)]
-    samples = [Sample(kind=kind, prompt=prompt, ended=ended, **written) for kind, prompt, ended in prompts]
-    save_samples(records / "samples.jsonl", samples)
-    demo = Sample(kind="known", prompt="define: lighthouse\n", written="A shed.", expected="A tower.", ended=True)
-    save_samples(records / "demo.jsonl", [demo])
-    logits = {"answers": 200, "largest_difference": 1.717e-05, "largest_logit": 27.62, "within_1e-5": 141}
-    save_json(records / "logits.json", logits | model)
-    return folder
-
-
-def curve() -> list[tuple[object, ...]]:
-    steps = range(1, 101)
-    rates, heldout = [2e-3 if step < 90 else 1e-4 for step in steps], [4.2 if step % 20 == 0 else "" for step in steps]
-    return [
-        (step, step * 65536, rate, 9 - 0.05 * step, 1.01, 1.5, 500_000, loss)
-        for step, rate, loss in zip(steps, rates, heldout, strict=True)
-    ]
-
-
-def skewed() -> ExpertTrace:
-    """Every domain mostly uses experts of its own."""
-    rng = np.random.default_rng(0)
-    domain = np.repeat(np.arange(3), 200)
-    scores = rng.gumbel(size=(600, 2, 16)) + 2.0 * (np.arange(16) // 4 == domain[:, None, None])
-    ids = np.sort(np.argsort(-scores, axis=2)[:, :, :4], axis=2).astype(np.uint8)
-    return ExpertTrace(
-        ids=ids,
-        starts=np.arange(0, 601, 200),
-        document_domain=np.arange(3, dtype=np.uint8),
-        domains=DOMAINS,
-        experts=16,
-    )
 
 
 def test_the_card_names_the_runs_that_the_recipe_was_chosen_from(root: Path) -> None:
@@ -325,80 +225,6 @@ def test_a_notice_is_one_line_and_comes_once() -> None:
     first, second = notices(sources).splitlines()
     assert first == "- a, c: Copyright 2010 - 2022 A. " + "Changed. " * 89 + "Changed."
     assert second == "- b: B."
-
-
-def test_pictures_are_well_formed_and_follow_the_page(root: Path) -> None:
-    assert script("card").main(["--root", str(root)]) == 0
-    for name in ("loss", "experts", "load"):
-        svg = (root / f"plots/{name}.svg").read_text()
-        ET.fromstring(svg)
-        assert "prefers-color-scheme: dark" in svg
-    assert (root / "plots/experts.svg").read_text().count("v12h-12z") == 3 * 2 * 16 + 5
-
-
-def test_no_held_out_loss_is_cut_off() -> None:
-    """Coordinates of a strong line map its losses straight, all inside the window; the faint one leaves it."""
-    heldout = [(0.5, 4.0), (1.0, 3.5), (2.0, 3.0)]
-    svg = ET.fromstring(loss_curves({"MoE": [(0.1, 9.0), (2.0, 2.5)]}, {"MoE": heldout}))
-    kind = "{http://www.w3.org/2000/svg}"
-    faint, strong = (
-        [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-        for line in svg.iter(f"{kind}polyline")
-    )
-    window = svg.find(f"{kind}clipPath/{kind}rect")
-    assert window is not None
-    top = float(window.attrib["y"])
-    ys = [y for _, y in strong]
-    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1], abs=0.2)
-    assert min(ys) > top + 5
-    assert faint[0][1] < top
-    assert next(svg.iter(f"{kind}polyline")).attrib["clip-path"] == "url(#plot)"
-
-
-def test_a_number_stands_by_what_it_is_of() -> None:
-    svg = ET.fromstring(peaks({"domains": ["a"], "peak": {"a": [1.0, 3.0]}, "peak_of_all": [1.0, 1.0]}))
-    kind = "{http://www.w3.org/2000/svg}"
-    place = {text.text: float(text.attrib["x"]) for text in svg.iter(f"{kind}text")}
-    bar, mark = list(svg.iter(f"{kind}rect"))[:2]
-    assert place["2.00"] == pytest.approx(float(bar.attrib["x"]) + float(bar.attrib["width"]) - 4, abs=0.2)
-    assert place["3.00"] == pytest.approx(float(mark.attrib["x"]) + 6, abs=0.2)
-
-
-def test_experts_stand_by_the_domain_they_serve() -> None:
-    share_DLE = loads(load_record(skewed()))
-    assert share_DLE.mean(2) == pytest.approx(np.ones((3, 2)))
-    order = expert_order(share_DLE[:, 0])
-    assert set(order[:4]) == {0, 1, 2, 3}
-    assert sorted(order) == list(range(16))
-    assert [int(share_DLE[:, 0, e].argmax()) for e in order] == sorted(int(share_DLE[:, 0, e].argmax()) for e in order)
-
-
-def test_neighbouring_rows_look_alike() -> None:
-    one, other = np.array([2.0, 0.5, 1.0, 1.0]), np.array([0.5, 2.0, 1.0, 1.0])
-    assert domain_order(np.stack([one, other, one * 1.01])[:, None]) == [0, 2, 1]
-
-
-def test_a_cell_is_where_its_domain_and_expert_meet() -> None:
-    """a uses expert 3 alone, b expert 1 alone; nobody uses 0 and 2, which stand behind 3."""
-    svg = heat_map({"domains": ["a", "b"], "counts": {"a": [[0, 0, 0, 4]], "b": [[0, 4, 0, 0]]}})
-    strongest = next(line for line in svg.splitlines() if "area a" in line and "1.00" in line)
-    assert 'd="M96 64h12v12h-12zM135 77h12v12h-12z"' in strongest
-
-
-def test_an_expert_nobody_uses_can_be_drawn() -> None:
-    load = {"domains": ["a", "b"], "counts": {"a": [[4, 0, 0, 0]], "b": [[0, 0, 0, 0]]}}
-    assert "nan" not in heat_map(load)
-    assert "nan" not in peaks(load | {"peak": {"a": [4.0], "b": [0.0]}, "peak_of_all": [4.0]})
-
-
-def test_round_numbers() -> None:
-    assert steps(0, 9, 5) == [0, 2, 4, 6, 8]
-    assert steps(2.9, 4.1, 6) == pytest.approx([3.0, 3.2, 3.4, 3.6, 3.8, 4.0])
-    assert steps(0, 950, 6) == [0, 200, 400, 600, 800]
-
-
-def test_a_curve_without_held_out_losses_can_be_drawn() -> None:
-    ET.fromstring(loss_curves({"MoE": [(1.0, 9.0), (2.0, 5.0)]}, {"MoE": []}))
 
 
 def test_a_run_is_read_from_its_curve(root: Path) -> None:
