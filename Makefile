@@ -33,8 +33,8 @@ run: env
 
 # Flow tests measure time, so they have the machine to themselves.
 test: env
-	$(BIN)/pytest -q -n 2 --ignore=tests/flow
-	$(BIN)/pytest -q tests/flow
+	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow
+	$(BIN)/pytest -q --durations=15 tests/flow
 
 lint: env
 	$(BIN)/ruff check .

@@ -59,7 +59,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
-    device = torch_device(settings.device, rank=settings.rank)
+    device = torch_device(settings.device, rank=settings.rank if settings.experts == "mesh" else settings.gpu)
     dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
     mesh = Colocated(settings, spec, dtype=dtype, device=device) if settings.experts == "mesh" else None

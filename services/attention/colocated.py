@@ -134,7 +134,8 @@ class Colocated:
             return control
         from services.fabric.mesh_nccl import NcclWire, nccl_group  # torch for CPUs has no NCCL
 
-        group = nccl_group(joined.store("nccl"), self._settings.rank, len(joined.nodes), self._settings.mesh_timeout)
+        rank, ranks, seconds = self._settings.rank, len(joined.nodes), self._settings.mesh_timeout
+        group = nccl_group(joined.store("nccl"), rank, ranks, self._device, seconds)
         return NcclWire(group, control, device=self._device, timeout_s=self._settings.mesh_timeout)
 
     def _max_rows(self) -> int:

@@ -45,6 +45,7 @@ class Standing:
         self._lacks = lacks
         self._able = True
         self._withdrawn = False
+        self._telling = asyncio.Lock()
         self.registered = False
 
     async def enter(self, prepare: Callable[[], Awaitable[object]]) -> None:
@@ -82,10 +83,11 @@ class Standing:
         await self._announce()
 
     async def _announce(self) -> None:
-        credit = self._able and not self._withdrawn
-        await self._queue.register(
-            self._info,
-            self._options.lease_s,
-            credit_tokens=self._options.credit_tokens if credit else 0,
-            credit_requests=self._options.credit_requests if credit else 0,
-        )
+        async with self._telling:  # what is told last must be what holds
+            credit = self._able and not self._withdrawn
+            await self._queue.register(
+                self._info,
+                self._options.lease_s,
+                credit_tokens=self._options.credit_tokens if credit else 0,
+                credit_requests=self._options.credit_requests if credit else 0,
+            )

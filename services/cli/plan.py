@@ -227,5 +227,12 @@ def _command(mode: Mode, given: Namespace) -> str:
             "(docs/operating.md)"
         )
     if mode.degree > 1:
-        return f"{model} --colocated-workers {mode.degree}" + (" on each node" if mode.degree < given.gpus else "")
+        here = given.gpus // given.nodes
+        if mode.degree > here:
+            return (
+                f"{mode.degree} x `expertmesh attention --experts mesh --ranks {mode.degree} --rank R "
+                "--mesh-address HOST:PORT` (docs/operating.md)"
+            )
+        copies = given.gpus // mode.degree
+        return f"{model} --colocated-workers {mode.degree}" + (f", {copies} of them" if copies > 1 else "")
     return model if given.gpus == 1 else f"`expertmesh attention` on each of {given.gpus} GPUs (docs/operating.md)"

@@ -165,6 +165,12 @@ def require(settings: Settings, role: Role) -> None:
             f"The {_TITLES[role]} needs the secret that attention and expert workers share.",
             hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
         )
+    encrypted = settings.fabric_tls_ca if role == ATTENTION else settings.fabric_tls_cert
+    if apart and encrypted and settings.fabric_lane in ("nccl", "gloo"):
+        raise ConfigError(
+            f"What goes by --fabric-lane {settings.fabric_lane} cannot be encrypted.",
+            hint="Choose auto or tcp, or leave TLS out.",
+        )
 
 
 def _require_mesh(settings: Settings) -> None:

@@ -75,6 +75,9 @@ class Settings(BaseSettings):
     device: str = _knob(
         "auto", "torch device, such as cpu or cuda:0; auto takes a GPU if there is one", roles=_COMPUTING
     )
+    gpu: int = _knob(
+        0, "number of the GPU that --device auto takes; `serve` numbers its workers", roles=_COMPUTING, ge=0
+    )
     max_model_len: int | None = _knob(
         None, "longest prompt plus answer, tokens (default: the model's own)", roles=(GATEWAY, ATTENTION), ge=1
     )

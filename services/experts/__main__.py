@@ -60,7 +60,7 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
         spec,
         worker=name,
         dtype=serving_dtype(settings.dtype, spec),
-        device=torch_device(settings.device),
+        device=torch_device(settings.device, rank=settings.gpu),
         version=version("expertmesh"),
         tables=partial(_newest, reader, asyncio.get_running_loop()),
     )

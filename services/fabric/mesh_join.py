@@ -6,7 +6,9 @@ that store and rings, so that the others notice, end, and all meet anew at the n
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from services.errors import ConfigError, FingerprintMismatch, MeshBroken
+from services.errors import ConfigError, FingerprintMismatch, MeshBroken, PortInUse
 from services.fabric.mesh_steps import StoreBell, ring_out
 from services.fabric.mesh_wire import Group, gloo_group, guarded
 
@@ -100,12 +102,13 @@ def join(meeting: Meeting, facts: Facts) -> Joined:
 def _store(meeting: Meeting) -> TCPStore:
     """Rank 0 keeps it; the others wait until it is there."""
     if meeting.rank == 0:
-        try:
-            return TCPStore(meeting.address, meeting.port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"Rank 0 cannot listen on {meeting.address}:{meeting.port}.", hint="Choose another --mesh-address."
-            ) from error
+        return TCPStore(
+            meeting.address,
+            meeting.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=_listener(meeting).detach(),
+        )
     noted = time.monotonic()
     while True:
         try:
@@ -116,6 +119,21 @@ def _store(meeting: Meeting) -> TCPStore:
                 log.info("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
                 noted = time.monotonic()
             time.sleep(LOOK_S)
+
+
+def _listener(meeting: Meeting) -> socket.socket:
+    """Of that address alone: a store of torch's own making listens on all of them."""
+    try:
+        family = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((meeting.address, meeting.port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Another process listens on {meeting.address}:{meeting.port}.", hint="Choose another --mesh-address."
+            ) from error
+        raise ConfigError(
+            f"Rank 0 cannot listen on {meeting.address}:{meeting.port}: {error}.", hint="Choose another --mesh-address."
+        ) from error
 
 
 def _claimed(store: TCPStore, rank: int, mine: str) -> bool:

@@ -6,6 +6,7 @@ So each exchange costs a wait for the device; decode inside a node has links wit
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -93,15 +94,36 @@ class _NcclExchange:
             work.wait()
 
 
-def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> object:
-    """A ProcessGroupNCCL over ``store`` alone. Raises MeshBroken."""
+def nccl_group(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
+    """A ProcessGroupNCCL over ``store`` alone, connected. Raises MeshBroken."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout_s)  # later than our own deadline: NCCL's ends the process
     with guarded("connecting the GPUs"):
         group: object = ProcessGroupNCCL(store, rank, size, options)
-        return group
+    _connect(group, device, timeout_s)
+    return group
+
+
+def _connect(group: object, device: torch.device, timeout_s: float) -> None:
+    """All ranks at once: NCCL connects in the first exchange, and one that has no part in that would be missing."""
+    problems: list[RuntimeError] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            group.allreduce([torch.zeros(1, device=device)]).wait()  # type: ignore[attr-defined]
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            problems.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="connecting the GPUs", daemon=True).start()
+    if not done.wait(timeout_s) or problems:
+        reason = str(problems[0]).splitlines()[0] if problems else f"not within {timeout_s:g} s"
+        raise MeshBroken(f"The GPUs of the ranks did not connect: {reason}.", hint="Each rank needs a GPU of its own.")
 
 
 def _room(size: int) -> int:

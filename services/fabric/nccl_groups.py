@@ -25,6 +25,8 @@ Broken = Callable[[], bool]
 
 _NEVER = timedelta(days=1)
 """torch's own deadline. It would end the process; ours end a wait."""
+_MAKING = timedelta(seconds=60)
+"""Gloo's, for connecting: transfers are waited for with deadlines of their own."""
 _SPIN_S, _NAP_S, _LOOK_S = 3e-4, 5e-5, 1e-3
 _GRACE_S = 0.02
 """What a peer sent before it ended the connection may still be on its way."""
@@ -103,7 +105,7 @@ class GlooGroups:
     def make(self, store: PairStore, rank: int, host: str) -> Any:
         options: Any = vars(dist.ProcessGroupGloo)["_Options"]()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout, options._threads = _NEVER, 1
+        options._timeout, options._threads = _MAKING, 1
         return dist.ProcessGroupGloo(store, rank, 2, options)
 
     def stream(self) -> None:

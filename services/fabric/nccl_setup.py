@@ -139,13 +139,13 @@ class Opening:
     def _run(self) -> None:
         try:
             lane = self._lanes.open(self._stores, self._rank, self._peer.local_host)
-        except ExpertMeshError as error:
-            self._fail(error)
+        except Exception as error:  # noqa: BLE001  the thread's boundary: `wait` and the other end are told
+            self._fail(_typed(error))
             return
         try:
             (_prove if self._rank == ATTENTION else _echo)(lane, soon(self._seconds), self._peer.broken)
-        except ExpertMeshError as error:
-            self._fail(error)
+        except Exception as error:  # noqa: BLE001  as above
+            self._fail(_typed(error))
             lane.abort()
             return
         self._peer.adopt(lane)
@@ -184,3 +184,7 @@ def _echo(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
         shipment = lane.pack(came)
     lane.post(shipment, broken, first=True)
     lane.finish(until, broken)
+
+
+def _typed(error: Exception) -> ExpertMeshError:
+    return error if isinstance(error, ExpertMeshError) else LaneFailed(f"{type(error).__name__}: {error}")

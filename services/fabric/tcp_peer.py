@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -17,6 +18,8 @@ from services.errors import FabricError, SeatLost, WireError
 from services.fabric.nccl_lane import Lane, Shipment
 from services.fabric.tcp_stream import Stream
 from services.fabric.tcp_wire import Frame, Kind, Limits, Message, frame_parts, read_frame
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +167,9 @@ class Peer:
             while (current := self._next()) is not None:
                 self._send(current)
                 current.on_sent()
-        except FabricError:
+        except Exception as error:
+            if not isinstance(error, FabricError):
+                log.exception("Sending failed.")
             assert current is not None
             current.on_sent()  # the thread that receives meets the same end and tells
         finally:

@@ -162,6 +162,9 @@ class SeatLink:
                 self._converse()
             except (ExpertMeshError, OSError) as error:
                 self._tell(error)
+            except Exception as error:  # the thread's boundary: no memory on the device, say; it connects again
+                log.exception("The connection to %s failed.", self.name)
+                self._tell(SeatLost(f"{self.name}: {type(error).__name__}: {error}"))
             backoff_s = _FIRST_BACKOFF_S if self.connections > before else min(2 * backoff_s, _MOST_BACKOFF_S)
             self._stop.wait(backoff_s)
 
@@ -208,8 +211,9 @@ class SeatLink:
         try:
             while True:
                 self._take(connection, connection.peer.receive())
-        except ExpertMeshError as error:
-            self._lose(connection, error)
+        except Exception as error:
+            lost = error if isinstance(error, ExpertMeshError) else SeatLost(f"{self.name}: {type(error).__name__}")
+            self._lose(connection, lost)  # else its calls would wait, and it would be given more
             raise
 
     def _take(self, connection: _Connection, frame: Frame) -> None:

@@ -224,21 +224,28 @@ class ExpertServer:
             leaving = self._leaving
         if leaving:
             peer.send(Kind.LEAVING)
-        while True:
-            frame = peer.receive()
-            if frame.kind == Kind.DISPATCH:
-                self._dispatch(peer, frame)
-            elif frame.kind == Kind.ECHO:
-                peer.send(Kind.ECHO, message_of(frame, Echo), [frame.payload])
-            elif frame.kind == Kind.FETCH:
-                give(peer, frame, self._weights)
-            elif frame.kind == Kind.LANE and lanes is not None:
-                opening = opening or lanes.welcome(peer)
-                opening.take(frame)
-            elif frame.kind == Kind.REFUSED:
-                raise refusal(message_of(frame, Refused), peer.name)
-            elif frame.kind != Kind.ALIVE:
-                raise WireError(f"{peer.name} sent {frame.kind.name}, which no expert worker takes.")
+        try:
+            while True:
+                opening = self._take(peer, peer.receive(), lanes, opening)
+        finally:
+            if opening is not None:
+                opening.cancel()
+
+    def _take(self, peer: Peer, frame: Frame, lanes: Lanes | None, opening: Opening | None) -> Opening | None:
+        if frame.kind == Kind.DISPATCH:
+            self._dispatch(peer, frame)
+        elif frame.kind == Kind.ECHO:
+            peer.send(Kind.ECHO, message_of(frame, Echo), [frame.payload])
+        elif frame.kind == Kind.FETCH:
+            give(peer, frame, self._weights)
+        elif frame.kind == Kind.LANE and lanes is not None:
+            opening = opening or lanes.welcome(peer)
+            opening.take(frame)
+        elif frame.kind == Kind.REFUSED:
+            raise refusal(message_of(frame, Refused), peer.name)
+        elif frame.kind != Kind.ALIVE:
+            raise WireError(f"{peer.name} sent {frame.kind.name}, which no expert worker takes.")
+        return opening
 
     def _dispatch(self, peer: Peer, frame: Frame) -> None:
         facts = message_of(frame, Dispatch)

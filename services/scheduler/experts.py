@@ -82,7 +82,7 @@ class ExpertPlacement:
             self._on_table(found)
         seats = await self._registry.seats()
         if seats and self._table and self._table.fingerprint != seats[0].info.fingerprint:
-            self._table = None  # of a model that this namespace served before
+            self._forget()  # a model that this namespace served before
         if not seats and self._table is None:
             return False
         reaped = await self._registry.reap(epoch)
@@ -112,8 +112,9 @@ class ExpertPlacement:
         step = None
         if self._recutter.target is not None:
             step = next_step([seat for seat in seats if _stays(seat)], layout, self._recutter.target)
-            if step is None:
+            if step is None or self._recutter.late:
                 self._recutter.give_up()
+                step = None
         if step is not None:
             return intentions(seats, self._table, step.layout, following=following, step=step)
         gain = self._hysteresis.gain
@@ -138,6 +139,11 @@ class ExpertPlacement:
         self._meter.read(await self._registry.rows(), self._table)
         settled = all(seat.status == "ready" for seat in seats) and now >= self._changed_at + self._hysteresis.wait_s
         return self._meter.load if settled else None
+
+    def _forget(self) -> None:
+        """What was measured and begun for another model."""
+        self._table, self._meter = None, LoadMeter()
+        self._recutter = Recutter(self._hysteresis, clock=self._clock)
 
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
         await self._registry.publish_table(epoch, table)

@@ -21,6 +21,8 @@ from services.routing import RoutingTable, ShardGroup, group_digest
 log = logging.getLogger(__name__)
 
 Groups = tuple[ShardGroup, ...]
+PATIENCE = 10
+"""How many times the hysteresis' pause a change may take, and how long the next one waits after it failed."""
 SLACK = 1.25
 """A group holds at most so many times an even share of a layer's experts: a seat has memory for so many."""
 
@@ -97,11 +99,18 @@ class Recutter:
         self._plan = plan
         self._next = 0.0
         self._planned: tuple[Groups, Future[Plan]] | None = None
+        self._since = 0.0
         self.target: Groups | None = None
+
+    @property
+    def late(self) -> bool:
+        """Whether the seats that went ahead have had their time: one of them may never be ready."""
+        return self.target is not None and self._clock() > self._since + PATIENCE * self._hysteresis.wait_s
 
     def give_up(self) -> None:
         if self.target is not None:
-            log.warning("the groups stay as they are: too few seats to change them under load")
+            log.warning("the groups stay as they are: too few seats are ready to change them under load")
+            self._next = self._clock() + PATIENCE * self._hysteresis.wait_s
         self.target = None
 
     def follow(self, table: RoutingTable, load: Load | None) -> None:
@@ -124,7 +133,7 @@ class Recutter:
         plan = planned.result()
         if table.groups == groups != plan.table.groups:
             log.info("max / mean load %.2f: the groups are to be cut anew, for %.2f", plan.before, plan.after)
-            self.target = plan.table.groups
+            self.target, self._since = plan.table.groups, self._clock()
 
     def _start(self, table: RoutingTable, load: Load) -> Future[Plan]:
         """Not asyncio's: it outlives the loop's interest in it without a word."""

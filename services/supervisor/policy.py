@@ -10,12 +10,15 @@ from services.runtime import AGAIN
 FATAL_CODES = frozenset(error.exit_code for error in (StartupError, ConfigError, CheckpointError, FingerprintMismatch))
 """Exit codes of start-up errors that the next try would repeat. A taken port is not one: it may become free."""
 
+MOST_AGAIN = 20
+
 
 class RestartPolicy:
     """Exponential back-off, in seconds, for one process.
 
     A process that lived ``healthy_s`` clears the record; ``max_failures`` shorter lives in a row end it, unless it is
-    spared because others of its kind do its work. One that ended because of another process (``AGAIN``) has not failed.
+    spared because others of its kind do its work. One that ended because of another process (``AGAIN``) has not failed,
+    but after :data:`MOST_AGAIN` short lives of that kind it ends too.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class RestartPolicy:
         self._max_failures = max_failures
         self._fatal = fatal
         self._failures = 0
+        self._again = 0
 
     @property
     def exhausted(self) -> bool:
@@ -44,7 +48,10 @@ class RestartPolicy:
         if code in self._fatal:
             return None
         if code == AGAIN:
-            return self._first_delay_s
+            self._again = 1 if lived_s >= self.healthy_s else self._again + 1
+            if self._again > MOST_AGAIN:  # what makes them all end does not pass
+                return None
+            return min(self._first_delay_s * 2.0 ** (self._again - 1), self._max_delay_s)
         self._failures = 1 if lived_s >= self.healthy_s else self._failures + 1
         if self.exhausted and not spared:
             return None

@@ -118,11 +118,14 @@ class Supervisor:
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, free_ports(_LOOPBACK, len(inner)), strict=True))
         upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
+        computing = [name for name, role in inner.items() if role in (ATTENTION, EXPERTS)]
         for name, role in self._processes().items():
             if role == GATEWAY:
                 changes = common | {"port": port, "metrics_upstreams": upstreams}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
+            if role in (ATTENTION, EXPERTS):
+                changes = changes | {"gpu": self._settings.gpu + computing.index(name)}
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             await self._start_role(name, role, folder.write(name, self._settings, changes))

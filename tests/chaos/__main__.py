@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import math
+import signal
 import sys
 import tempfile
 import time
@@ -43,6 +44,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", type=int, default=2, metavar="N", help="workers (default: %(default)s)")
     parser.add_argument("--experts", type=int, default=4, metavar="N", help="workers (default: %(default)s)")
     parser.add_argument("--groups", type=int, default=2, metavar="N", help="shard groups (default: %(default)s)")
+    parser.add_argument(
+        "--lease", type=float, default=3.0, metavar="S", help="how long a silent one is believed (default: %(default)s)"
+    )
     parser.add_argument("--only", action="append", choices=KINDS, help="kinds of events (repeatable; default: all)")
     parser.add_argument(
         "--kills", type=int, metavar="N", help="kill an expert worker N times instead, whole in between"
@@ -123,7 +127,7 @@ async def _progress(load: Load, clock: Clock) -> None:
 
 
 def _setting(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("seed", "minutes", "every", "streams", "longest", "attention", "experts", "groups", "kills")
+    names = ("seed", "minutes", "every", "streams", "longest", "attention", "experts", "groups", "lease", "kills")
     return {"setting": {name: getattr(options, name) for name in names}}
 
 
@@ -134,6 +138,7 @@ def verdict(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
     least = usual if options.least_requests is None else options.least_requests
     if figures["requests"] < least:
         reasons.append(f"{figures['requests']} requests are fewer than {least}")
+    reasons += [f"{found['name']} ended by itself with {found['code']}" for found in figures["ended_by_themselves"]]
     longest = max((event["longest_gap_ms"] for event in figures["events"]), default=0.0) / 1e3
     if options.most_gap is not None and longest > options.most_gap:
         reasons.append(f"a gap of {longest:.3f} s is longer than {options.most_gap:g} s")
@@ -150,7 +155,7 @@ def hosts(options: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    shape = Shape(attention=options.attention, experts=options.experts, groups=options.groups)
+    shape = Shape(attention=options.attention, experts=options.experts, groups=options.groups, lease_s=options.lease)
     clock = Clock()
     with contextlib.ExitStack() as stack:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-chaos-")))
@@ -171,4 +176,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started ends with it
     sys.exit(main())

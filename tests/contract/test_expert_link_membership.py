@@ -196,7 +196,7 @@ def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, options: dict
         began = time.monotonic()
         with pytest.raises(ExpertUnavailable, match="shard group 0 could compute layer 0") as caught:
             link.combine(rows(link))
-        assert 0.45 < time.monotonic() - began < 2
+        assert 0.45 < time.monotonic() - began < 20
     assert caught.value.retryable
 
 

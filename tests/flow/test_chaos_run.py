@@ -15,5 +15,5 @@ def test_no_request_is_lost_while_processes_die_and_cables_fail(tmp_path: Path) 
     figures_file = tmp_path / "chaos.json"
     lasting = ["--minutes", str(SECONDS / 60), "--every", str(SECONDS / EVENTS), "--least-requests", "20"]
     files = ["--json", str(figures_file), "--svg", str(tmp_path / "chaos.svg"), "--logs", str(tmp_path / "logs")]
-    assert main([*lasting, *files, "--streams", "32"]) == 0
+    assert main([*lasting, *files, "--streams", "32", "--lease", "6"]) == 0
     assert len(json.loads(figures_file.read_text())["events"]) == EVENTS

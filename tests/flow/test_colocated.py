@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,7 @@ def serve(stage: Bench, ranks: int, **options: Any) -> Server:
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(server.proc.popen.pid).children():
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            if "services.attention" in child.cmdline():
-                found.append(child)
-    return found
+    return server.of_role("attention")
 
 
 def used_s(server: Server) -> float:

@@ -16,14 +16,6 @@ from testkit.servers import Server, bench, wait_until
 WORKERS = 4
 
 
-def expert_workers(server: Server) -> list[psutil.Process]:
-    """Oldest first."""
-    children = psutil.Process(server.proc.popen.pid).children()
-    return sorted(
-        (child for child in children if "services.experts" in child.cmdline()), key=lambda child: child.create_time()
-    )
-
-
 def listed(server: Server) -> float:
     """Seats in the routing table."""
     return server.metric("expertmesh_expert_seats")
@@ -52,9 +44,9 @@ def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, lan
             fabric_lane=lane,
         )
         wait_until(lambda: listed(server) == WORKERS, 60, "all expert workers are in the table")
-        victim, leaver = expert_workers(server)[:2]
+        victim, leaver = server.of_role("experts")[:2]
         asyncio.run(answers_while(server, victim.kill))
-        wait_until(lambda: len(expert_workers(server)) == WORKERS, 60, "another one was started")
+        wait_until(lambda: len(server.of_role("experts")) == WORKERS, 60, "another one was started")
         wait_until(lambda: listed(server) == WORKERS, 60, "another one took the seat's place")
         assert bool(re.search(r"weights of group \d came from seat \d", server.proc.log())) == (lane == "gloo")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))

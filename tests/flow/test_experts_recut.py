@@ -12,7 +12,7 @@ from testkit.servers import bench, free_port, wait_until
 
 from services.routing import RoutingTable, decode_table
 
-PATIENCE_S = 120
+PATIENCE_S = 300
 
 
 def table_of(client: redis.Redis) -> RoutingTable:

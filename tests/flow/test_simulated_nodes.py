@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from testkit.iproute import delay_obstacle, obstacle
 from testkit.simulated_nodes import Case, measure, reckoned
 
 from services.fabric.placement.exchange import Nodes, Rows, exchange_cost
@@ -12,8 +11,9 @@ from services.fabric.placement.exchange import Nodes, Rows, exchange_cost
 FAST = Nodes(count=2, ranks=2, across_latency=0.0, across_bandwidth=1e12, inside_latency=0.0, inside_bandwidth=1e12)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_hierarchical_sends_less_across_a_slow_link() -> None:
+    if (reason := obstacle() or delay_obstacle()) is not None:
+        pytest.skip(reason)
     rows = Rows(tokens=32, row_bytes=4096, experts=32, top_k=4)
     case = Case(nodes=2, ranks=2, rows=rows, mbit=50, delay_s=0.002, repeats=5)
     found = measure(case)

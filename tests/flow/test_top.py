@@ -82,6 +82,7 @@ def test_one_frame_shows_what_runs_and_says_what_is_away(tmp_path: Path) -> None
         assert "imbalance" in shown.stdout
         narrow = one_frame(url, 30).stdout
         assert max(map(len, narrow.splitlines())) <= 30
+        server.proc.stop()  # without its Redis it would take its time
         redis.kill9()
         away = one_frame(url)
         assert (away.returncode, "REDIS IS AWAY" in away.stdout) == (1, True), away

@@ -48,7 +48,7 @@ def _rank(rank: int, gpus: int, port: int) -> None:
     near = [other for other in range(gpus) if nodes[other] == nodes[rank]]
     group = gloo_group(PrefixStore("gloo", store), rank, gpus, host="127.0.0.1", timeout_s=TIMEOUT_S)
     control = GlooWire(group, near=near, timeout_s=TIMEOUT_S)
-    data = nccl_group(PrefixStore("nccl", store), rank, gpus, TIMEOUT_S)
+    data = nccl_group(PrefixStore("nccl", store), rank, gpus, device, TIMEOUT_S)
     wire = NcclWire(data, control, device=device, timeout_s=TIMEOUT_S)
     experts = _experts(device)
     local = LocalLink(ExpertShard({0: experts}, num_experts=EXPERTS).by_layer(), num_experts=EXPERTS)

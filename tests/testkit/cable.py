@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from pathlib import Path
 
-from testkit.iproute import BRIDGE, NetworkError, run
+from testkit.iproute import BRIDGE, COMMAND_S, NetworkError, run
 
 _WIRE = Path(__file__).with_name("wire.py")
 
@@ -60,7 +61,11 @@ class Cable:
             return
         run("ip", "-n", self._switch, "link", "set", self._port, "master", "sw")
         self._wire.stdin.close()  # it ends, and takes its devices along
-        self._wire.wait()
+        try:
+            self._wire.wait(COMMAND_S)
+        except subprocess.TimeoutExpired:
+            self._wire.kill()
+            self._wire.wait()
         self._wire = None
         run("ip", "-n", self._switch, "link", "del", f"d{self._number}")
 
@@ -72,8 +77,10 @@ class Cable:
         command = ["ip", "netns", "exec", self._switch, sys.executable, str(_WIRE), here, there]
         wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert wire.stdout is not None
-        said = wire.stdout.readline()
+        said = wire.stdout.readline() if select.select([wire.stdout], [], [], COMMAND_S)[0] else b""
         if said != b"ready\n":
+            wire.kill()
+            wire.wait()
             raise NetworkError(f"the wire did not start: {said!r}")
         for tap, master in ((here, bridge), (there, "sw")):
             run("ip", "-n", self._switch, "link", "set", tap, "master", master, "up")

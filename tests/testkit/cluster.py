@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import sys
@@ -110,7 +111,8 @@ class Cluster:
         if member.role == "redis":
             member.proc = self._redis(member)
             return
-        command = [sys.executable, "-m", "services", member.role, *flags(**member.options, redis_url=self.redis_url)]
+        options = flags(**member.options, redis_url=self.redis_url, supervisor_pid=os.getpid())
+        command = [sys.executable, "-m", "services", member.role, *options]
         member.proc = self.stage.start(name, member.place.command(command))
 
     @property

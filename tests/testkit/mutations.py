@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kernels/moe_kernels"
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE)
 """A broken index may leave the tensor: the interpreter checks no bounds."""
 

@@ -55,10 +55,14 @@ class Network:
             self._name = f"{PREFIX}-{os.getpid()}-{self._number}"
             self._numbers = itertools.count(1)
             self._own = f"em{os.getpid()}.{self._number}"
-            self._switch = self._namespace("switch")
-            run("ip", "-n", self._switch, "link", "add", "sw", *BRIDGE)
-            run("ip", "-n", self._switch, "link", "set", "sw", "up")
-            self._plug(self._own, str(os.getpid()), [])
+            try:
+                self._switch = self._namespace("switch")
+                run("ip", "-n", self._switch, "link", "add", "sw", *BRIDGE)
+                run("ip", "-n", self._switch, "link", "set", "sw", "up")
+                self._plug(self._own, str(os.getpid()), [])
+            except BaseException:
+                self.close()  # nobody else would: there is no network to be had
+                raise
 
     @property
     def address(self) -> str:

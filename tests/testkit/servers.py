@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 import redis
 
 from services.queue.embedded import find_redis_server
@@ -170,6 +171,15 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the series called ``name`` that carry ``labels``."""
         return metric_sum(httpx.get(f"{self.url}/metrics", timeout=10).text, name, **labels)
+
+    def of_role(self, role: str) -> list[psutil.Process]:
+        """Its processes of that role that run, oldest first."""
+        found = []
+        for child in psutil.Process(self.proc.pid).children():
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                if f"services.{role}" in child.cmdline():
+                    found.append((child.create_time(), child))
+        return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
 def metric_sum(text: str, name: str, **labels: str) -> float:

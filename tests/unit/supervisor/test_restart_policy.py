@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.errors import PortInUse
 from services.runtime import AGAIN
-from services.supervisor.policy import FATAL_CODES, RestartPolicy
+from services.supervisor.policy import FATAL_CODES, MOST_AGAIN, RestartPolicy
 
 
 def test_short_lives_back_off_and_end() -> None:
@@ -46,6 +46,12 @@ def test_delays_are_bounded(ends: list[tuple[int, float]]) -> None:
 
 
 def test_a_process_that_ended_because_of_another_has_not_failed() -> None:
-    policy = RestartPolicy(first_delay_s=1, max_failures=2)
-    assert [policy.delay(AGAIN, 0) for _ in range(5)] == [1] * 5
-    assert [policy.delay(-9, 0), policy.delay(AGAIN, 0), policy.delay(-9, 0)] == [1, 1, None]
+    policy = RestartPolicy(first_delay_s=1, max_delay_s=8, max_failures=2)
+    assert [policy.delay(AGAIN, 0) for _ in range(5)] == [1, 2, 4, 8, 8]
+    assert [policy.delay(-9, 0), policy.delay(AGAIN, 60), policy.delay(-9, 0)] == [1, 1, None]
+
+
+def test_what_makes_processes_end_together_again_and_again_is_not_tried_for_ever() -> None:
+    policy = RestartPolicy(first_delay_s=1)
+    assert all(policy.delay(AGAIN, 0) for _ in range(MOST_AGAIN))
+    assert policy.delay(AGAIN, 0) is None

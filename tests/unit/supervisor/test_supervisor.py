@@ -224,7 +224,7 @@ async def test_expert_workers_are_processes_that_share_a_secret_with_the_attenti
 
 
 async def test_several_attention_workers_are_processes_of_their_own(home: Path) -> None:
-    assert await _run(_nothing, attention_workers=2) == 0
+    assert await _run(_until_started(home, 4), attention_workers=2) == 0
     started = {note["role"]: note["settings"] for note in _notes(home)}
     assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1"}
     assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -113,6 +114,7 @@ process = subprocess.Popen(host.command([sys.executable, "-c", "import time; pri
 process.stdout.readline()
 host.cable.delay(0.01)
 print(host.namespace, process.pid, flush=True)
+sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
 
@@ -121,15 +123,18 @@ def test_what_a_killed_test_left_behind_is_swept(network: Network) -> None:
     if (reason := delay_obstacle()) is not None:
         pytest.skip(reason)
     tests = str(Path(__file__).parents[2])
-    killed = subprocess.Popen([sys.executable, "-c", ABANDONED], stdout=subprocess.PIPE, text=True, cwd=tests)
+    command = [sys.executable, "-c", ABANDONED]
+    killed = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tests)
+    assert killed.stdin is not None
     assert killed.stdout is not None
     namespace, pid = killed.stdout.readline().split()
-    assert killed.wait(10) == -9
     assert namespace in run("ip", "netns")
-    assert Path(f"/proc/{pid}").exists()
+    assert _runs(pid)
     mine = network.host("stays")
+    killed.stdin.close()
+    assert killed.wait(10) == -9  # from now on any process may sweep, not this one alone
     sweep()
-    assert namespace not in run("ip", "netns")
+    wait_until(lambda: namespace not in run("ip", "netns"), 10, "its namespace is gone")
     assert mine.namespace in run("ip", "netns"), "another test's hosts stay"
     wait_until(lambda: not _runs(pid), 10, "its process is gone")
 
@@ -147,7 +152,7 @@ def test_nothing_is_left_behind() -> None:
         host = network.host("a")
         left = subprocess.Popen(host.command(["sleep", "600"]))
         names = [path for path in run("ip", "netns").split() if path.startswith(host.namespace.rpartition("-")[0])]
-        devices = [word for word in run("ip", "-o", "link").split() if network.address and word.startswith("em")]
+        devices = [word for word in run("ip", "-o", "link").split() if word.startswith(f"em{os.getpid()}.")]
         assert names
         assert devices
     assert left.wait(10) == -9
