@@ -1,0 +1,336 @@
+"""Kernels of :mod:`moe_kernels.exchange`: rows to experts and back through memory that a peer GPU writes.
+
+Whether a wait goes on is decided by values that atomics return, which are the same in all threads of a program;
+``globaltimer`` is not, so lateness is written down by one thread and read back.
+Legend: T rows, D hidden size, K slots, E experts, G groups.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from moe_kernels import backend
+from moe_kernels.exchange_layout import ANSWERS, BASE, DEADLINE, INBOX, LAST, PEER, Layout
+
+CHECK_EVERY = tl.constexpr(16)
+_BASE, _DEADLINE, _LAST, _PEER = (tl.constexpr(word) for word in (BASE, DEADLINE, LAST, PEER))
+_INBOX, _ANSWERS = tl.constexpr(INBOX), tl.constexpr(ANSWERS)
+
+
+@triton.jit
+def stopped(control):
+    """The failed word, the same in all threads."""
+    return tl.atomic_or(control, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def aligned(address, dtype: tl.constexpr):
+    """``address`` as a pointer that 16-byte accesses may use."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def wait_for(flag, want, control, bit, TIMED: tl.constexpr):
+    """Wait until ``flag[0] >= want``; the last value seen. At the deadline ``bit`` enters the failed word, which ends
+    every wait of the step. Untimed, as in the interpreter, where nobody else runs, it gives up soon."""
+    began = tl.zeros((), tl.int64)
+    if TIMED:
+        began = globaltimer()
+    limit = tl.load(control + _DEADLINE)
+    value = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    tries = 0
+    stop = tl.zeros((), tl.int64)
+    while (value < want) & (stop == 0):
+        value = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        tries += 1
+        if tries % CHECK_EVERY == 0:
+            late = tries > 0
+            if TIMED:
+                late = globaltimer() - began > limit
+            mine = tl.where(late, bit, tl.zeros((), tl.int64))
+            stop = tl.atomic_or(control, mine, sem="relaxed", scope="gpu")
+    return value
+
+
+@triton.jit(do_not_specialize=["rows", "bucket", "exchange"])
+def send_rows_kernel(
+    x, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, stride_x, section, x_at, ids_at,
+    weights_at, E,
+    D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Block of rows (axis 0) into the inbox of the seat of a group (axis 1), then its flag. Ids of other groups become
+    -1; a row with none of the group is not copied; rows past ``rows`` are empty. Counts the pairs sent by expert.
+
+    Example: ids ``[[3, 5]]``, expert 3 in group 0, 5 in group 1: seat 0 gets ids ``[[3, -1]]``, seat 1 ``[[-1, 5]]``.
+    """
+    block, group = tl.program_id(0), tl.program_id(1)
+    inbox = tl.load(control + _INBOX + group)
+    if (stopped(control) == 0) & (inbox != 0):
+        inbox += section
+        slots = tl.arange(0, BLOCK_K)
+        for inside in tl.static_range(ROWS):
+            row = block * ROWS + inside
+            ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & (row < rows), other=-1).to(tl.int64)
+            known = (ids >= 0) & (ids < E)
+            here = known & (tl.load(group_of_E + ids, mask=known, other=-1) == group)
+            there = (slots < K) & (row < bucket)
+            weights = tl.load(weights_TK + row * K + slots, mask=(slots < K) & here, other=0.0)
+            ids_there = (inbox + ids_at).to(tl.pointer_type(tl.int32)) + row * K + slots
+            tl.store(ids_there, tl.where(here, ids, -1).to(tl.int32), mask=there)
+            tl.store((inbox + weights_at).to(tl.pointer_type(tl.float32)) + row * K + slots, weights, mask=there)
+            tl.atomic_add(counts_E + ids, 1, mask=here, sem="relaxed")
+            if tl.max(here.to(tl.int32), axis=0) > 0:
+                x_there = aligned(inbox + x_at, x.dtype.element_ty) + row.to(tl.int64) * D
+                for start in tl.static_range(0, D, BLOCK_D):
+                    columns = start + tl.arange(0, BLOCK_D)
+                    part = tl.load(x + row.to(tl.int64) * stride_x + columns, mask=columns < D)
+                    tl.store(x_there + columns, part, mask=columns < D)
+        tl.debug_barrier()
+        flag = inbox.to(tl.pointer_type(tl.int64)) + block
+        tl.atomic_xchg(flag, tl.load(control + _BASE) + exchange + 1, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["blocks", "pairs", "exchange"])
+def take_rows_kernel(
+    flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, E,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Wait until every block of an exchange is there, then copy its ids; all -1 where it does not come in time, or
+    where the sender has gone on to a later step. Counts the rows by expert.
+
+    One program, whatever the size: while it waits, the kernels of other attention workers need the other SMs.
+    """
+    number = tl.arange(0, BLOCKS)
+    base = tl.load(control + _BASE)
+    want, last, limit = base + exchange + 1, tl.load(control + _LAST), tl.load(control + _DEADLINE)
+    began = tl.zeros((), tl.int64)
+    if TIMED:
+        began = globaltimer()
+    stop = stopped(control)
+    least, most = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    tries = 0
+    while (least < want) & (most <= last) & (stop == 0):
+        seen = tl.atomic_add(flags + number, 0, mask=number < blocks, sem="acquire", scope="sys")
+        least = tl.min(tl.where(number < blocks, seen, want), axis=0)
+        most = tl.max(tl.where(number < blocks, seen, 0), axis=0)
+        tries += 1
+        if tries % CHECK_EVERY == 0:
+            late = tries > 0
+            if TIMED:
+                late = globaltimer() - began > limit
+            stop = tl.atomic_or(control, tl.where(late, 1, 0).to(tl.int64), sem="relaxed", scope="gpu")
+    good = (least >= want) & (most <= last) & (stop == 0)
+    if good == 0:
+        tl.atomic_or(control, 1, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_RK + pair, mask=(pair < pairs) & good, other=-1, cache_modifier=".cg")
+        tl.store(taken_RK + pair, ids, mask=pair < pairs)
+        tl.atomic_add(counts_E + ids, 1, mask=(ids >= 0) & (ids < E), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["bucket", "exchange"])
+def send_answers_kernel(
+    y, taken_RK, control, bucket, exchange, section, y_at,
+    D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Block of answers back to the attention worker, then its flag: SLOTS rows of y per row, 1 if they are summed, else
+    one per slot; those without an id are not copied."""
+    block = tl.program_id(0)
+    answers = tl.load(control + _PEER)
+    if stopped(control) == 0:
+        answers += section
+        y_there = aligned(answers + y_at, y.dtype.element_ty)
+        for inside in tl.static_range(ROWS):
+            row = block * ROWS + inside
+            for slot in tl.static_range(SLOTS):
+                slots = tl.arange(0, BLOCK_K)
+                asked = (slots < K) & (row < bucket) & ((SLOTS == 1) | (slots == slot))
+                ids = tl.load(taken_RK + row * K + slots, mask=asked, other=-1)
+                if tl.max(ids, axis=0) >= 0:
+                    at = (row.to(tl.int64) * SLOTS + slot) * D
+                    for start in tl.static_range(0, D, BLOCK_D):
+                        columns = start + tl.arange(0, BLOCK_D)
+                        part = tl.load(y + at + columns, mask=columns < D)
+                        tl.store(y_there + at + columns, part, mask=columns < D)
+        tl.debug_barrier()
+        flag = answers.to(tl.pointer_type(tl.int64)) + block
+        tl.atomic_xchg(flag, tl.load(control + _BASE) + exchange + 1, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["blocks", "exchange"])
+def wait_answers_kernel(
+    control, blocks, exchange, section, G, BLOCKS: tl.constexpr, TIMED: tl.constexpr
+):  # fmt: skip
+    """Wait for all blocks' answers of every group, in one program: the kernels that make them may need every SM but
+    one, because experts and attention share the GPU."""
+    number = tl.arange(0, BLOCKS)
+    want, limit = tl.load(control + _BASE) + exchange + 1, tl.load(control + _DEADLINE)
+    began = tl.zeros((), tl.int64)
+    if TIMED:
+        began = globaltimer()
+    stop = stopped(control)
+    for group in range(G):
+        answers = tl.load(control + _ANSWERS + group)
+        flags = (answers + section).to(tl.pointer_type(tl.int64))
+        bit = tl.full((), 1, tl.int64) << group
+        least = tl.where(answers == 0, want, tl.zeros((), tl.int64))
+        tries = 0
+        while (least < want) & (stop == 0):
+            seen = tl.atomic_add(flags + number, 0, mask=number < blocks, sem="acquire", scope="sys")
+            least = tl.min(tl.where(number < blocks, seen, want), axis=0)
+            tries += 1
+            if tries % CHECK_EVERY == 0:
+                late = tries > 0
+                if TIMED:
+                    late = globaltimer() - began > limit
+                stop = tl.atomic_or(control, tl.where(late, bit, tl.zeros((), tl.int64)), sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["rows", "exchange"])
+def sum_answers_kernel(
+    ids_TK, weights_TK, group_of_E, control, y, rows, exchange, section, y_at, E, G,
+    D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, WAITS: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Wait for a block's answers of every group (unless :func:`wait_answers_kernel` has done so), then sum them in
+    float32: groups ascending if they are summed by their seats (SLOTS 1), else slot by slot with the weights. 0 where
+    the step has failed.
+
+    A seat's flag also says that it has read all that it was sent, so every group is waited for, asked or not.
+    """
+    block, part_of_D = tl.program_id(0), tl.program_id(1)
+    want = tl.load(control + _BASE) + exchange + 1
+    stop = stopped(control)
+    if WAITS:
+        for group in range(G):
+            answers = tl.load(control + _ANSWERS + group)
+            if (answers != 0) & (stop == 0):
+                flag = (answers + section).to(tl.pointer_type(tl.int64)) + block
+                bit = tl.full((), 1, tl.int64) << group
+                if wait_for(flag, want, control, bit, TIMED) < want:
+                    stop = bit
+    tl.debug_barrier()
+    columns = part_of_D * BLOCK_D + tl.arange(0, BLOCK_D)
+    for inside in tl.static_range(ROWS):
+        row = block * ROWS + inside
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        wanted = (columns < D) & (row < rows) & (stop == 0)
+        if SLOTS == 1:
+            slots = tl.arange(0, BLOCK_K)
+            ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & (row < rows), other=-1).to(tl.int64)
+            known = (ids >= 0) & (ids < E)
+            groups = tl.load(group_of_E + ids, mask=known, other=-1)
+            for group in range(G):
+                answers = tl.load(control + _ANSWERS + group)
+                asked = (tl.max((groups == group).to(tl.int32), axis=0) > 0) & (answers != 0)
+                source = aligned(answers + section + y_at, y.dtype.element_ty) + row.to(tl.int64) * D + columns
+                part = tl.load(source, mask=wanted & asked, other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+        else:
+            for slot in tl.static_range(SLOTS):
+                expert = tl.load(ids_TK + row * K + slot, mask=row < rows, other=-1).to(tl.int64)
+                known = (expert >= 0) & (expert < E)
+                group = tl.load(group_of_E + expert, mask=known, other=0)
+                answers = tl.load(control + _ANSWERS + group)
+                weight = tl.load(weights_TK + row * K + slot, mask=known & (row < rows), other=0.0)
+                at = (row.to(tl.int64) * SLOTS + slot) * D
+                source = aligned(answers + section + y_at, y.dtype.element_ty) + at + columns
+                present = known & (answers != 0)
+                part = tl.load(source, mask=wanted & present, other=0.0, cache_modifier=".cg").to(tl.float32)
+                part *= weight
+                # An absent slot's weight may be NaN or inf: choose, do not multiply by 0.
+                total = tl.where(present, total + part, total)
+        tl.store(y + row.to(tl.int64) * D + columns, total.to(y.dtype.element_ty), mask=(columns < D) & (row < rows))
+
+
+TIMED = not backend.INTERPRETED
+
+
+def send_rows(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    group_of_E: Tensor,
+    counts_E: Tensor,
+    control: Tensor,
+    layout: Layout,
+    groups: int,
+    bucket: int,
+    exchange: int,
+    micro_batch: int,
+) -> None:
+    rows, slots = ids_TK.shape
+    block_d, warps = _width(layout.hidden)
+    send_rows_kernel[(layout.blocks(bucket), groups)](
+        x_TD, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, x_TD.stride(0),
+        layout.inbox_section(micro_batch), layout.x_at, layout.ids_at, layout.weights_at, group_of_E.numel(),
+        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots), BLOCK_D=block_d,
+        ROWS=layout.block_rows(bucket), num_warps=warps,
+    )  # fmt: skip
+
+
+def take_rows(
+    flags: Tensor,
+    ids_RK: Tensor,
+    taken_RK: Tensor,
+    counts_E: Tensor,
+    control: Tensor,
+    layout: Layout,
+    bucket: int,
+    exchange: int,
+) -> None:
+    blocks, pairs = layout.blocks(bucket), bucket * layout.slots
+    take_rows_kernel[(1,)](
+        flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, counts_E.numel(),
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=1024, TIMED=TIMED, num_warps=4,
+    )  # fmt: skip
+
+
+def send_answers(
+    y: Tensor, taken_RK: Tensor, control: Tensor, layout: Layout, bucket: int, exchange: int, micro_batch: int
+) -> None:
+    block_d, warps = _width(layout.hidden)
+    send_answers_kernel[(layout.blocks(bucket),)](
+        y, taken_RK, control, bucket, exchange, layout.answers_section(micro_batch), layout.y_at,
+        D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
+        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
+        num_warps=warps,
+    )  # fmt: skip
+
+
+def sum_answers(
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    group_of_E: Tensor,
+    control: Tensor,
+    y_TD: Tensor,
+    layout: Layout,
+    groups: int,
+    bucket: int,
+    exchange: int,
+    micro_batch: int,
+    crowded: bool,
+) -> None:
+    block_d, warps = _width(layout.hidden)
+    section, blocks = layout.answers_section(micro_batch), layout.blocks(bucket)
+    if crowded:
+        wait_answers_kernel[(1,)](
+            control, blocks, exchange, section, groups, BLOCKS=triton.next_power_of_2(blocks), TIMED=TIMED, num_warps=1
+        )  # fmt: skip
+    sum_answers_kernel[(blocks, triton.cdiv(layout.hidden, block_d))](
+        ids_TK, weights_TK, group_of_E, control, y_TD, ids_TK.shape[0], exchange,
+        section, layout.y_at, group_of_E.numel(), groups,
+        D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
+        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
+        WAITS=not crowded, TIMED=TIMED, num_warps=warps,
+    )  # fmt: skip
+
+
+def _width(hidden: int) -> tuple[int, int]:
+    """Columns that a program moves at a time, and its warps: 16 elements for each thread."""
+    block = min(triton.next_power_of_2(hidden), 4096)
+    return block, min(8, max(1, block // 512))
