@@ -217,7 +217,16 @@ class Engine(Generic[HandleT]):
         micro_batches = split(inputs, self._overlap.cut(sizes))
         self._step_overlapped = len(micro_batches) > 1
         self._overlapped_steps += self._step_overlapped
-        return forward(self._model, self._timed, self._kv, micro_batches)
+        rows = [len(part.token_ids_T) for part in micro_batches]
+        while True:  # again is as safe as in _outcomes; the link bounds for how long
+            self._timed.begin_step(self._steps, rows)
+            try:
+                x_TD = forward(self._model, self._timed, self._kv, micro_batches)
+            except BaseException:
+                self._timed.settled()
+                raise
+            if self._timed.settled():
+                return x_TD
 
     def _with_prompts(self, plan: StepPlan, drawn: list[Outcome], x_RD: Tensor) -> list[Outcome]:
         """One outcome per sequence of ``drawn``, one per draw, and ``x_RD``, the rows that score prompts."""

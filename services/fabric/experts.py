@@ -5,6 +5,7 @@ Legend: T rows, D hidden size, K experts chosen per row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -15,9 +16,26 @@ HandleT = TypeVar("HandleT")
 class ExpertLink(Protocol[HandleT]):
     """Moves rows to the experts of a layer and brings back their weighted sum.
 
-    Every ``dispatch`` is followed by exactly one ``combine`` of its handle. Two handles may be in flight at once
-    and may be combined in either order (ping-pong micro-batches).
+    A step is ``begin_step``, its exchanges, ``settled``; if that is False the same step is begun again. Every
+    ``dispatch`` is followed by exactly one ``combine`` of its handle. Two handles may be in flight at once and may be
+    combined in either order (ping-pong micro-batches).
     """
+
+    def begin_step(self, step: int, rows: Sequence[int]) -> None:
+        """A step's exchanges follow: of every layer with experts in order, and within a layer of each micro-batch.
+
+        Args:
+            rows: of each micro-batch; () where they are not known, or not all layers follow.
+        """
+        ...
+
+    def settled(self) -> bool:
+        """Whether what the step's ``combine`` returned is right. May wait for the device.
+
+        Raises:
+            ExpertUnavailable: it is not, and running the step again has not helped for long enough.
+        """
+        ...
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
         """Send each row to its experts; returns at once where the implementation can overlap.
@@ -37,6 +55,16 @@ class ExpertLink(Protocol[HandleT]):
             ExpertUnavailable: no replica of an expert that a row chose is alive.
         """
         ...
+
+
+class Certain:
+    """Of links whose ``combine`` is right or raises: nothing to prepare for a step, nothing to run again."""
+
+    def begin_step(self, step: int, rows: Sequence[int]) -> None:
+        """As :class:`ExpertLink` says."""
+
+    def settled(self) -> bool:
+        return True
 
 
 class CountingLink(ExpertLink[HandleT], Protocol[HandleT]):

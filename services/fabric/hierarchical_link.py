@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from services.fabric.expert_rows import ExpertRows
+from services.fabric.experts import Certain
 from services.fabric.mesh_link import Tags
 from services.fabric.mesh_routes import MeshExperts
 from services.fabric.mesh_rows import Batch, Hop, answers, forward_rows, joined, received, room_for
@@ -52,7 +53,7 @@ class _Flight:
     hops: dict[int, Hop]
 
 
-class HierarchicalLink:
+class HierarchicalLink(Certain):
     """Equal to the flat link but for the order in which a row's outputs are added.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.fabric.expert_rows import ExpertRows
+from services.fabric.experts import Certain
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(x_TD, expert_ids_TK, weights_TK) -> y_TD``: all experts of one layer; -1 in the ids is skipped."""
@@ -23,7 +24,7 @@ class LocalHandle:
     y_TD: Tensor
 
 
-class LocalLink:
+class LocalLink(Certain):
     """Calls a layer's experts in place and counts the rows each expert took.
 
     Args:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.fabric.expert_rows import ExpertRows
+from services.fabric.experts import Certain
 from services.fabric.mesh_routes import MeshExperts
 from services.fabric.mesh_rows import Batch, answers, forward_rows, joined, pairs, received, room_for, slot_sum
 from services.fabric.mesh_wire import Exchange, Wire
@@ -45,7 +46,7 @@ class FlatHandle:
     back: Exchange
 
 
-class FlatLink:
+class FlatLink(Certain):
     """Sums outputs in slot order: in float32 equal to :class:`services.fabric.local.LocalLink` to the last bit.
 
     Args:

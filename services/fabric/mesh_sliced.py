@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from services.fabric.expert_rows import ExpertRows
-from services.fabric.experts import ExpertLink
+from services.fabric.experts import Certain, ExpertLink
 from services.fabric.mesh_link import STAGES, Tags
 from services.fabric.mesh_rows import Batch, joined, received, room_for
 from services.fabric.mesh_wire import Exchange, Wire
@@ -36,7 +36,7 @@ class SlicedHandle(Generic[HandleT]):
     sums: Exchange
 
 
-class SlicedLink(Generic[HandleT]):
+class SlicedLink(Certain, Generic[HandleT]):
     """A link whose experts are split over ``group``.
 
     Args:

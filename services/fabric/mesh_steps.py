@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from services.errors import MeshBroken
-from services.fabric.experts import CountingLink
+from services.fabric.experts import Certain, CountingLink
 from services.fabric.mesh_wire import guarded
 
 HandleT = TypeVar("HandleT")
@@ -31,7 +31,7 @@ FOREVER = timedelta(days=30)
 log = logging.getLogger(__name__)
 
 
-class LockStep(Generic[HandleT]):
+class LockStep(Certain, Generic[HandleT]):
     """A link whose ranks take turns together; a turn is one pass over all MoE layers.
 
     The first dispatch of a pass begins a turn. A pass that an error ended half-way is finished without rows, so that

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from services.fabric.tcp_handshake import Hello, check_facts
 from services.fabric.tcp_part import Part, Seats
 from services.fabric.tcp_peer import Timing, soon
 from services.fabric.tcp_rows import split, sum_pairs, sum_rows
-from services.fabric.tcp_seat import SeatLink
+from services.fabric.tcp_seat import Rider, SeatLink
 from services.fabric.tcp_wire import DTYPES, MAX_BYTES, Dispatch
 from services.routing import RoutingTable, Seat
 
@@ -59,6 +60,7 @@ class TcpLink:
         quarantine_s: how long a seat that answered wrongly, or not in time, takes no calls.
         tls: a client's context, if connections are to be encrypted.
         lanes: offered to seats, unless connections are encrypted: a lane is not.
+        rider: what else uses the connections.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class TcpLink:
         timing: Timing | None = None,
         tls: ssl.SSLContext | None = None,
         lanes: Lanes | None = None,
+        rider: Rider | None = None,
     ) -> None:
         check_facts(hello, secret)
         self._facts = Facts(
@@ -85,6 +88,7 @@ class TcpLink:
             tls=tls,
             lanes=lanes if tls is None else None,
         )
+        self._rider = rider
         self._reduced = reduced
         self._call_s = call_s
         self._unavailable_s = unavailable_s
@@ -134,9 +138,14 @@ class TcpLink:
         with self._changed:
             return self._changed.wait_for(lambda: not self._missing(), seconds)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, rows: Sequence[int] = ()) -> None:
         """Calls from now on belong to ``step``; it only names them."""
+        del rows
         self._step, self._micro_batches = step, itertools.count()
+
+    def settled(self) -> bool:
+        """Always: what failed was sent elsewhere, or :meth:`combine` has raised."""
+        return True
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> TcpHandle:
         """As :class:`services.fabric.experts.ExpertLink` says. Does not wait for the network.
@@ -224,7 +233,7 @@ class TcpLink:
         self._seats.links = {
             _identity(seat): known.pop(_identity(seat))
             if _identity(seat) in known
-            else SeatLink(seat, self._facts, self._changed)
+            else SeatLink(seat, self._facts, self._changed, self._rider)
             for seat in table.seats
         }
         self._seats.groups = {group.number: group for group in table.groups}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import torch
@@ -73,14 +74,31 @@ class _Connection:
     """Calls that it took with it: their rows may be in the sender's hands until the connection is closed."""
 
 
+class Rider(Protocol):
+    """What else goes over a seat's connection. Called in the seat's thread, ``busy`` under the link's condition."""
+
+    def opened(self, seat: SeatLink, peer: Peer) -> None: ...
+
+    def take(self, seat: SeatLink, frame: Frame) -> bool:
+        """Whether the frame was for it."""
+        ...
+
+    def lost(self, seat: SeatLink) -> None: ...
+
+    def busy(self, seat: SeatLink) -> bool:
+        """Whether the connection is needed although no call is in flight."""
+        ...
+
+
 class SeatLink:
     """A thread that keeps one seat connected until it is retired or closed.
 
     ``changed`` guards all of it; whoever calls :meth:`usable`, :meth:`send` or :meth:`retire` holds it.
     """
 
-    def __init__(self, seat: Seat, facts: Facts, changed: threading.Condition) -> None:
+    def __init__(self, seat: Seat, facts: Facts, changed: threading.Condition, rider: Rider | None = None) -> None:
         self.seat = seat
+        self._rider = rider
         self.outstanding_rows = 0
         """Sent and not answered, those of abandoned calls included: the worker computes them all the same."""
         self.connections = 0
@@ -187,6 +205,8 @@ class SeatLink:
                 self._join_lane(peer, facts.lanes)
             connection = _Connection(peer, theirs)
             if self._open(connection):
+                if self._rider is not None:
+                    self._rider.opened(self, peer)
                 self._follow(connection)
         finally:
             peer.close()
@@ -227,7 +247,7 @@ class SeatLink:
             case Kind.ALIVE:
                 with self._changed:
                     self._close_if_retired(connection)
-            case _:
+            case _ if self._rider is None or not self._rider.take(self, frame):
                 raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
 
     def _take_answer(self, connection: _Connection, answer: Answer, payload: Tensor) -> None:
@@ -268,6 +288,8 @@ class SeatLink:
             self._changed.notify_all()
 
     def _lose(self, connection: _Connection, error: ExpertMeshError) -> None:
+        if self._rider is not None:
+            self._rider.lost(self)
         with self._changed:
             self._connection = None
             for call in connection.calls.values():
@@ -288,4 +310,5 @@ class SeatLink:
             self.shut()
 
     def _busy(self, connection: _Connection) -> bool:
-        return any(not call.abandoned for call in connection.calls.values())
+        rider_busy = self._rider is not None and self._rider.busy(self)
+        return rider_busy or any(not call.abandoned for call in connection.calls.values())

@@ -19,6 +19,7 @@ from torch import Tensor
 from services.errors import CallFailed, ExpertMeshError, FabricError, SeatLeaving, SeatLost, WireError
 from services.fabric.nccl_setup import Lanes, Opening
 from services.fabric.nccl_weights import LayerTensors, give
+from services.fabric.symm_host import SymmHost
 from services.fabric.tcp_compute import Compute, ComputeLoop, Counts
 from services.fabric.tcp_handshake import Hello, Refused, admit, check_facts, refusal
 from services.fabric.tcp_inbox import Call, Inbox
@@ -59,6 +60,7 @@ class ExpertServer:
         tls: a server's context, if connections are to be encrypted.
         lanes: offered to attention workers, unless connections are encrypted: a lane is not.
         weights: layer -> ids of the experts held here and their tensors, for workers that join; none are given away.
+        symm: serves attention workers of this node by shared memory.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ExpertServer:
         tls: ssl.SSLContext | None = None,
         lanes: Lanes | None = None,
         weights: Mapping[int, tuple[tuple[int, ...], LayerTensors]] | None = None,
+        symm: SymmHost | None = None,
     ) -> None:
         check_facts(hello, secret)
         self._hello = msgspec.structs.replace(hello, max_rows=inbox_rows, max_bytes=max_bytes)
@@ -89,6 +92,7 @@ class ExpertServer:
         self._secret = secret
         self._timing = timing or Timing()
         self._tls = tls
+        self._symm = symm
         self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
         self._max_connections = max_connections
         self._inbox = Inbox(inbox_rows, join_rows)
@@ -131,7 +135,7 @@ class ExpertServer:
         shut_socket(self._listener)
         for peer in peers:
             peer.send(Kind.LEAVING)
-        finished = self._inbox.wait_idle(seconds)
+        finished = self._inbox.wait_idle(seconds) and (self._symm is None or self._symm.wait_idle(seconds))
         for peer in peers:
             peer.finish()
         self.close()
@@ -143,6 +147,8 @@ class ExpertServer:
             if thread.ident is not None:
                 thread.join(self._timing.handshake_s)
         self._listener.close()
+        if self._symm is not None:
+            self._symm.close()
 
     def _end_connections(self) -> list[threading.Thread]:
         """Returns the threads that end by this."""
@@ -215,6 +221,8 @@ class ExpertServer:
         finally:
             with self._gate:
                 self._peers.discard(peer)
+            if self._symm is not None:
+                self._symm.lost(peer)
             peer.close()
 
     def _follow(self, peer: Peer, lanes: Lanes | None) -> None:
@@ -243,6 +251,8 @@ class ExpertServer:
             opening.take(frame)
         elif frame.kind == Kind.REFUSED:
             raise refusal(message_of(frame, Refused), peer.name)
+        elif self._symm is not None and self._symm.take(peer, frame):
+            pass
         elif frame.kind != Kind.ALIVE:
             raise WireError(f"{peer.name} sent {frame.kind.name}, which no expert worker takes.")
         return opening

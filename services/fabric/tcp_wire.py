@@ -46,6 +46,9 @@ class Kind(IntEnum):
     LANE = 12
     FETCH = 13
     WEIGHTS = 14
+    SYMM_OFFER = 30
+    SYMM_TAKEN = 31
+    SYMM_STEP = 32
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -19,6 +20,12 @@ class TimedLink(Generic[HandleT]):
         self._link = link
         self.waited_s = 0.0
         """In combine, since the start, by the host's clock."""
+
+    def begin_step(self, step: int, rows: Sequence[int]) -> None:
+        self._link.begin_step(step, rows)
+
+    def settled(self) -> bool:
+        return self._link.settled()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
         return self._link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)

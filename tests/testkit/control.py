@@ -18,6 +18,7 @@ from torch import Tensor
 
 from services.attention import engine as engine_module
 from services.attention.engine import Engine, EngineOptions
+from services.fabric.experts import Certain
 from services.messages import GenerateRequest, SamplingParams
 from services.model.attention_plan import AttentionPlan
 from services.model.dense import DenseModel
@@ -65,7 +66,7 @@ class CostlessModel:
         return self._logits_RV[: len(x_RD)]
 
 
-class CostlessLink:
+class CostlessLink(Certain):
     """Experts that are elsewhere and answer at once."""
 
     def dispatch(self, _layer: int, x_TD: Tensor, _expert_ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from services.fabric.experts import CountingLink
+from services.fabric.experts import Certain, CountingLink
 from services.fabric.mesh_build import MeshShape, mesh_link
 from services.fabric.mesh_wire import GlooWire, gloo_group
 from services.fabric.placement import Placement, place_experts
@@ -58,7 +58,7 @@ def shared_ranks(nodes: tuple[str, ...]) -> Ranks:
     return Ranks(nodes)
 
 
-class DealtLink:
+class DealtLink(Certain):
     """The rows of one dispatch are dealt out to the ranks in runs; those for which none is left take part without."""
 
     def __init__(self, ranks: Ranks, links: Sequence[CountingLink[Any]]) -> None:

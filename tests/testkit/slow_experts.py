@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from services.fabric.experts import ExpertLink
+from services.fabric.experts import Certain, ExpertLink
 
 Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -27,7 +27,7 @@ def slow(compute: Compute, *, row_s: float, call_s: float = 0.0) -> Compute:
 
 
 @dataclass
-class TellingLink:
+class TellingLink(Certain):
     """Passes on to ``link`` and notes ``(what, layer, rows)``. ``fail``, where set, is raised by that combine."""
 
     link: ExpertLink[Any]

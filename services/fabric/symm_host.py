@@ -1,0 +1,187 @@
+"""The expert worker's end of shared memory: takes offers of attention workers of the node, starts their steps.
+
+Every guest has an inbox, answers to write to and prepared steps of its own: no barrier and no lock across guests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_kernels.exchange_layout import Layout
+from services.errors import ExpertMeshError, WireError
+from services.fabric.symm_memory import Mapping as PeerMapping
+from services.fabric.symm_memory import PeerMemory, Region
+from services.fabric.symm_steps import GraphSteps, StepBody, Steps, ThreadSteps
+from services.fabric.symm_wire import Offer, Step, Taken
+from services.fabric.tcp_compute import Compute
+from services.fabric.tcp_peer import Peer
+from services.fabric.tcp_wire import Frame, Kind, message_of
+
+log = logging.getLogger(__name__)
+
+MOST_GUESTS = 16
+WAIT_S = 2.0
+"""How long a started step waits for rows: an attention worker that pauses, not one that died, which is told apart by
+its connection."""
+_RECHECK_S = 0.002
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What offers are held against. ``bytes``: of memory for one guest's rows."""
+
+    guests: int = MOST_GUESTS
+    bytes: int = 1 << 30
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    place: int
+    body: StepBody | None = None
+    steps: Steps | None = None
+    region: Region | None = None
+    answers: PeerMapping | None = None
+    gone: bool = False
+
+
+class SymmHost:
+    """Rides on the connections of an :class:`services.fabric.tcp_server.ExpertServer`.
+
+    Args:
+        compute: takes tensors of ``device``; called from threads and captured in graphs.
+        layers: those with experts here, in the order of the model: all layers with experts.
+        num_experts: per layer, in the whole model.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        *,
+        memory: PeerMemory,
+        device: torch.device,
+        layers: Sequence[int],
+        num_experts: int,
+        hidden: int,
+        dtype: torch.dtype,
+        limits: Limits | None = None,
+    ) -> None:
+        self._compute, self._memory, self._device = compute, memory, device
+        self._layers, self._hidden, self._dtype = list(layers), hidden, dtype
+        self._limits = limits or Limits()
+        self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # guests' streams do not wait for this one
+        self._gate = threading.Lock()
+        self._guests: dict[Peer, _Guest] = {}
+
+    def take(self, peer: Peer, frame: Frame) -> bool:
+        """Whether ``frame`` was about shared memory.
+
+        Raises:
+            WireError: it was, but does not fit what went before.
+        """
+        if frame.kind == Kind.SYMM_STEP:
+            self._start(peer, message_of(frame, Step))
+        elif frame.kind == Kind.SYMM_OFFER:
+            self._admit(peer, message_of(frame, Offer))
+        else:
+            return False
+        return True
+
+    def lost(self, peer: Peer) -> None:
+        """The connection ended: what runs for it is given up, what it has is let go of."""
+        with self._gate:
+            guest = self._guests.get(peer)
+            if guest is None:
+                return
+            guest.gone = True
+            prepared = guest.steps is not None
+        if prepared:
+            self._dismiss(peer, guest)
+
+    def rows(self) -> Mapping[int, Sequence[int]]:
+        """Layer -> pairs by expert since the start; steps that are run again count again."""
+        return dict(zip(self._layers, self._counts_LE.tolist(), strict=True))
+
+    def idle(self) -> bool:
+        with self._gate:
+            return all(guest.steps is None or guest.steps.idle() for guest in self._guests.values())
+
+    def wait_idle(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self.idle():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_RECHECK_S)
+        return True
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _start(self, peer: Peer, step: Step) -> None:
+        guest = self._guests.get(peer)
+        if guest is None or guest.body is None or guest.steps is None or guest.answers is None:
+            raise WireError(f"{peer.name} starts a step before its offer was taken.")
+        if (step.bucket, step.micro_batches) not in set(guest.body.shapes):
+            raise WireError(f"{peer.name} starts a step of {step.micro_batches} x {step.bucket} rows.")
+        guest.steps.start(step, guest.body.words_of(step, guest.answers.address, WAIT_S))
+
+    def _admit(self, peer: Peer, offer: Offer) -> None:
+        with self._gate:
+            if peer in self._guests:
+                raise WireError(f"{peer.name} offers memory twice.")
+            taken = {guest.place for guest in self._guests.values()}
+            guest = _Guest(min(set(range(len(taken) + 1)) - taken))
+            self._guests[peer] = guest
+        # Mapping memory and capturing graphs take a while; calls over the same connection go on.
+        threading.Thread(target=self._prepare, args=(peer, guest, offer), name="symm guest", daemon=True).start()
+
+    def _prepare(self, peer: Peer, guest: _Guest, offer: Offer) -> None:
+        began = time.perf_counter()
+        try:
+            answer = self._prepared(guest, offer)
+        except (ExpertMeshError, RuntimeError) as error:
+            log.warning("Rows of %s stay on tcp: %s", peer.name, error)
+            answer = Taken(problem=str(error)[:1000])
+        with self._gate:
+            gone = guest.gone
+        if gone:
+            self._dismiss(peer, guest)
+            return
+        log.info("prepared for %s in %.2f s", peer.name, time.perf_counter() - began)
+        peer.send(Kind.SYMM_TAKEN, answer)
+
+    def _prepared(self, guest: _Guest, offer: Offer) -> Taken:
+        layout = Layout(
+            rows=offer.rows,
+            hidden=self._hidden,
+            slots=offer.slots,
+            dtype=self._dtype,
+            micro_batches=offer.micro_batches,
+            unsummed=offer.unsummed,
+        )
+        if guest.place >= self._limits.guests or layout.inbox_bytes > self._limits.bytes:
+            return Taken(problem=f"{layout.inbox_bytes} bytes for guest {guest.place} are more than is allowed here.")
+        guest.answers = self._memory.open(offer.ticket)
+        guest.region = self._memory.share(layout.inbox_bytes)
+        guest.body = StepBody(self._compute, self._layers, guest.region.bytes, self._counts_LE, layout)
+        guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
+        return Taken(ticket=guest.region.ticket, place=guest.place)
+
+    def _dismiss(self, peer: Peer, guest: _Guest) -> None:
+        if guest.body is not None:
+            guest.body.control.abort()
+        if guest.steps is not None:
+            guest.steps.close()
+        guest.steps = guest.body = None
+        for memory in (guest.answers, guest.region):
+            if memory is not None:
+                memory.close()
+        with self._gate:
+            self._guests.pop(peer, None)

@@ -1,0 +1,189 @@
+"""An expert worker's part of a whole step, ready to be started by one message: for every layer and micro-batch wait for
+rows, compute, put the answers.
+
+On a GPU it is a captured graph, on a stream of its own; on a CPU a thread runs it. Steps of one attention worker run in
+the order in which they were started; those of several know nothing of each other (ExpertFlow, section 3.2).
+Legend: R rows of a bucket, D hidden size, K slots, E experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_kernels.exchange import send_answers, take_rows
+from moe_kernels.exchange_layout import ABORTED, BASE, DEADLINE, FAILED, LAST, PEER, Layout
+from services.fabric.symm_control import ControlBlock
+from services.fabric.symm_wire import Step, buckets
+from services.fabric.tcp_compute import Compute
+
+log = logging.getLogger(__name__)
+
+
+class StepBody:
+    """The calls of a step, on buffers that do not move.
+
+    Args:
+        layers: in the order of the model; ``counts_LE`` has a row for each.
+        inbox: see :func:`moe_kernels.exchange.take_rows`.
+    """
+
+    def __init__(
+        self, compute: Compute, layers: Sequence[int], inbox: Tensor, counts_LE: Tensor, layout: Layout
+    ) -> None:
+        self._compute, self._layers, self._inbox = compute, list(layers), inbox
+        self._counts_LE, self._layout = counts_LE, layout
+        self.control = ControlBlock(inbox.device)
+        self._taken_RK = torch.full((layout.rows, layout.slots), -1, dtype=torch.int32, device=inbox.device)
+
+    @property
+    def shapes(self) -> Iterator[tuple[int, int]]:
+        """Bucket and number of micro-batches of every step that may come."""
+        return product(buckets(self._layout.rows), range(1, self._layout.micro_batches + 1))
+
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
+    def run(self, bucket: int, micro_batches: int) -> None:
+        with torch.inference_mode():
+            for exchange in range(self.layers * micro_batches):
+                self._exchange(bucket, exchange, *divmod(exchange, micro_batches))
+
+    def _exchange(self, bucket: int, exchange: int, at: int, micro_batch: int) -> None:
+        layout, words = self._layout, self.control.words
+        taken_RK = self._taken_RK[:bucket]
+        x_RD, weights_RK = take_rows(
+            self._inbox,
+            taken_RK,
+            self._counts_LE[at],
+            words,
+            layout=layout,
+            bucket=bucket,
+            exchange=exchange,
+            micro_batch=micro_batch,
+        )
+        if layout.unsummed:
+            ones_P1 = torch.ones(taken_RK.numel(), 1, device=x_RD.device)
+            x_PD = x_RD.unsqueeze(1).expand(-1, layout.slots, -1).reshape(-1, layout.hidden)
+            ids_P1 = taken_RK.view(-1, 1)
+            y = self._compute(self._layers[at], x_PD, ids_P1, ones_P1)
+        else:
+            y = self._compute(self._layers[at], x_RD, taken_RK, weights_RK)
+        send_answers(y, taken_RK, words, layout=layout, bucket=bucket, exchange=exchange, micro_batch=micro_batch)
+
+    def words_of(self, step: Step, answers: int, wait_s: float) -> dict[int, int]:
+        return {
+            BASE: step.base,
+            DEADLINE: int(wait_s * 1e9),
+            LAST: step.base + self.layers * step.micro_batches,
+            PEER: answers,
+        }
+
+
+class Steps(Protocol):
+    """A :class:`StepBody` prepared to be started."""
+
+    def start(self, step: Step, words: dict[int, int]) -> None:
+        """Queue a step; returns at once."""
+        ...
+
+    def idle(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Until all that was started has ended, which it does: every wait has its deadline."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GraphSteps:
+    """A graph for each shape of a step, captured here."""
+
+    def __init__(self, body: StepBody) -> None:
+        self._body = body
+        self._device = body.control.words.device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        torch.cuda.current_stream(self._device).synchronize()  # this thread made the body's buffers on that one
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for bucket, micro_batches in body.shapes:
+                if micro_batches == 1:  # nothing waits, nothing is sent: only kernels are compiled and loaded
+                    body.control.write({FAILED: ABORTED})
+                    body.run(bucket, micro_batches)
+                    self._stream.synchronize()
+                self._graphs[bucket, micro_batches] = self._captured((bucket, micro_batches))
+
+    def start(self, step: Step, words: dict[int, int]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._body.control.write(words)
+            self._graphs[step.bucket, step.micro_batches].replay()
+
+    def idle(self) -> bool:
+        return self._stream.query()
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.wait()
+        self._graphs.clear()
+
+    def _captured(self, shape: tuple[int, int]) -> torch.cuda.CUDAGraph:
+        """Without the pauses of ``torch.cuda.graph``: the steps of other attention workers go on meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            self._body.run(*shape)
+        finally:
+            graph.capture_end()
+        return graph
+
+
+class ThreadSteps:
+    """A thread that runs steps one after the other."""
+
+    def __init__(self, body: StepBody) -> None:
+        self._body = body
+        self._waiting: queue.SimpleQueue[tuple[Step, dict[int, int]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._thread = threading.Thread(target=self._run, name="symm steps", daemon=True)
+        self._thread.start()
+
+    def start(self, step: Step, words: dict[int, int]) -> None:
+        with self._changed:
+            self._under_way += 1
+        self._waiting.put((step, words))
+
+    def idle(self) -> bool:
+        return self._under_way == 0
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(self.idle)
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            step, words = item
+            try:
+                self._body.control.write(words)
+                self._body.run(step.bucket, step.micro_batches)
+            except Exception:  # the thread's boundary: the attention worker's deadline passes, other steps go on
+                log.exception("Step %d of epoch %d failed.", step.step, step.epoch)
+            finally:
+                with self._changed:
+                    self._under_way -= 1
+                    self._changed.notify_all()
