@@ -23,6 +23,7 @@ from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.errors import MeshBroken, QueueUnavailable
+from services.fabric.symm_link import SymmLink
 from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo
 from services.metrics import WorkerMetrics
@@ -79,7 +80,7 @@ class AttentionRole:
 
     async def _with_experts(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         """Serves once all experts can be reached; where they are in this process that is at once."""
-        if not isinstance(built.link, TcpLink):
+        if not isinstance(built.link, TcpLink | SymmLink):
             await self._serve(built, metrics_url, stop)
             return
         keys, limits = Keys(self._settings.namespace), QueueLimits.of(self._settings)

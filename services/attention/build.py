@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -15,22 +14,17 @@ from services.attention.capacity import Capacity, capacity
 from services.attention.colocated import Colocated, LockStepEngine
 from services.attention.engine import Engine, EngineOptions
 from services.attention.overlap import OverlapPolicy
+from services.attention.remote_link import remote_link
 from services.config import Settings
 from services.fabric.experts import CountingLink
 from services.fabric.local import LocalLink
-from services.fabric.nccl_setup import lanes_for
-from services.fabric.secret import read_secret
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_wire import NAMES
-from services.fabric.tls import client_context
+from services.fabric.symm_link import SymmLink
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
 from services.model.progress import loading_progress
 from services.model.spec import ModelSpec, load_spec
 from services.model.weights import load_dense, load_experts
-from services.routing import RoutingTable, even_groups
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +61,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
         dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
         link: CountingLink[Any]
         if settings.experts == "tcp":
-            link = _tcp_link(settings, spec, dtype, device, worker)
+            link = remote_link(settings, spec, dtype, device, worker)
         elif mesh is not None:
             link = mesh.connect(worker, progress)
         else:
@@ -78,7 +72,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
     if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
         return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
-    engine = Engine(model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec))
+    engine = Engine(model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link))
     return Built(spec=spec, capacity=room, engine=engine, link=link)
 
 
@@ -100,33 +94,12 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
     return room
 
 
-def _tcp_link(settings: Settings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, worker: str) -> TcpLink:
-    """Without seats: they come with the first routing table."""
-    assert settings.fabric_secret_file is not None, "load_settings requires it"
-    groups = even_groups(list(spec.moe_layers), spec.num_experts, 1)
-    return TcpLink(
-        RoutingTable(epoch=0, fingerprint=spec.fingerprint, num_experts=spec.num_experts, groups=groups),
-        hello=Hello(
-            fingerprint=spec.fingerprint,
-            worker=worker,
-            hidden=spec.hidden_size,
-            dtype=NAMES[dtype],
-            package=version("expertmesh"),
-        ),
-        secret=read_secret(settings.fabric_secret_file),
-        call_s=settings.exchange_timeout,
-        unavailable_s=settings.experts_patience,
-        tls=client_context(settings.fabric_tls_ca),
-        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
-    )
-
-
-def _overlap(settings: Settings, spec: ModelSpec) -> OverlapPolicy:
+def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> OverlapPolicy:
     """Experts in this process leave nothing to hide."""
     return OverlapPolicy(
         "off" if settings.experts == "local" else settings.overlap,
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
-        waits_seen=settings.experts == "tcp",
+        waits_seen=settings.experts == "tcp" and not isinstance(link, SymmLink),  # the device waits, not the host
     )
 
 

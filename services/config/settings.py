@@ -196,6 +196,11 @@ class Settings(BaseSettings):
         "how rows travel: tcp in the connection, nccl between GPUs; auto: nccl where it can",
         roles=_COMPUTING,
     )
+    fabric_shared: Literal["off", "auto", "host"] = _knob(
+        "off",
+        "rows of small steps by memory that both workers map: auto between GPUs of one machine, host between CPUs",
+        roles=_COMPUTING,
+    )
     fabric_inbox_rows: int = _knob(
         65_536, "rows that may wait at an expert worker; then it stops reading", roles=(EXPERTS,), ge=1
     )

@@ -33,7 +33,7 @@ class ExpertsObserver:
         if serving is not self._serving:
             self._serving, self._rows, self._seen = serving, {}, (0, 0, 0, 0.0)
         counts, metrics, shard = serving.server.counts, self._metrics, str(serving.group.number)
-        for layer, rows in list(counts.layer_rows.items()):
+        for layer, rows in serving.layer_rows().items():
             metrics.rows.labels(layer, shard).inc(rows - self._rows.get(layer, 0))
             self._rows[layer] = rows
         now = (counts.calls, counts.failed, counts.computations, counts.seconds)

@@ -13,6 +13,8 @@ from services.config import Settings
 from services.experts.donors import Donors, Tables, given
 from services.fabric.nccl_setup import lanes_for
 from services.fabric.secret import read_secret
+from services.fabric.symm_host import SymmHost
+from services.fabric.symm_memory import memory_for
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_handshake import Hello
@@ -35,6 +37,9 @@ class TcpServing:
 
     group: ShardGroup
     server: ExpertServer
+    symm: SymmHost | None = None
+    slots: int = 1
+    """Experts that a row chooses."""
 
     @property
     def port(self) -> int:
@@ -50,10 +55,21 @@ class TcpServing:
 
     def rows(self) -> dict[int, tuple[int, ...]]:
         counted = self.server.counts.expert_rows
+        shared = self.symm.rows() if self.symm else {}
         return {
-            layer: tuple(counted[layer][expert] if layer in counted else 0 for expert in experts)
+            layer: tuple(
+                (counted[layer][expert] if layer in counted else 0) + (shared[layer][expert] if layer in shared else 0)
+                for expert in experts
+            )
             for layer, experts in self.group.experts.items()
         }
+
+    def layer_rows(self) -> dict[int, int]:
+        """Rows computed so far, by layer. Through shared memory pairs are counted: so many make a row."""
+        rows = dict(self.server.counts.layer_rows)
+        for layer, pairs in self.symm.rows().items() if self.symm else ():
+            rows[layer] = rows.get(layer, 0) + sum(pairs) // self.slots
+        return rows
 
     def drain(self, seconds: float) -> bool:
         return self.server.drain(seconds)
@@ -92,6 +108,7 @@ class Loader:
         """
         weights = self._given(group, stopped) or self._read(group, stopped)
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
+        symm = self._symm(group, shard)
         server = ExpertServer(
             shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward),
             experts=group.experts,
@@ -103,9 +120,28 @@ class Loader:
             tls=self._tls,
             lanes=self._lanes,
             weights=given(weights),
+            symm=symm,
         )
         server.start()
-        return TcpServing(group, server)
+        return TcpServing(group, server, symm, self._spec.top_k)
+
+    def _symm(self, group: ShardGroup, shard: ExpertShard) -> SymmHost | None:
+        """Steps come whole: not where a layer has no experts here."""
+        layers = self._spec.moe_layers
+        if not all(group.experts.get(layer) for layer in layers):
+            return None
+        memory = memory_for(self._settings.fabric_shared, self._device)
+        if memory is None:
+            return None
+        return SymmHost(
+            shard.forward,
+            memory=memory,
+            device=self._device,
+            layers=list(layers),
+            num_experts=self._spec.num_experts,
+            hidden=self._spec.hidden_size,
+            dtype=self._dtype,
+        )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:
         """From another worker, where there is a lane to one: beside TLS there is none."""

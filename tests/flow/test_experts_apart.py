@@ -30,8 +30,8 @@ async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
     assert_recorded(wanted, await asking)
 
 
-@pytest.mark.parametrize("lane", ["tcp", "gloo"])
-def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, lane: str) -> None:
+@pytest.mark.parametrize(("lane", "shared"), [("tcp", "off"), ("gloo", "off"), ("tcp", "host")])
+def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, lane: str, shared: str) -> None:
     with bench(tmp_path) as stage:
         server = stage.serve(
             POCKET / "model",
@@ -42,12 +42,14 @@ def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, lan
             expert_workers=WORKERS,
             expert_groups=2,
             fabric_lane=lane,
+            fabric_shared=shared,
         )
         wait_until(lambda: listed(server) == WORKERS, 60, "all expert workers are in the table")
         victim, leaver = server.of_role("experts")[:2]
         asyncio.run(answers_while(server, victim.kill))
         wait_until(lambda: len(server.of_role("experts")) == WORKERS, 60, "another one was started")
         wait_until(lambda: listed(server) == WORKERS, 60, "another one took the seat's place")
+        assert ("shares memory" in server.proc.log()) == (shared == "host")
         assert bool(re.search(r"weights of group \d came from seat \d", server.proc.log())) == (lane == "gloo")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
         wait_until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, 30, "it left")

@@ -1,0 +1,98 @@
+"""The link to experts in processes of their own, as the settings ask for it."""
+
+from __future__ import annotations
+
+import socket
+from importlib.metadata import version
+
+import torch
+
+from moe_kernels.exchange_layout import Layout
+from services.config import Settings
+from services.fabric.nccl_setup import lanes_for
+from services.fabric.secret import read_secret
+from services.fabric.symm_link import SymmLink, SymmOptions
+from services.fabric.symm_memory import PeerMemory, memory_for
+from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_seat import Rider
+from services.fabric.tcp_wire import NAMES
+from services.fabric.tls import client_context
+from services.model.spec import ModelSpec
+from services.routing import RoutingTable, even_groups
+
+MOST_SHARED_ROWS = 512
+"""Of a micro-batch. Steps with more, prefill that is, are bound by their bytes and not by how soon these set out."""
+DEADLINE_S = 0.02
+"""For an exchange between GPUs, which takes some 10 microseconds; on CPUs the experts themselves may take longer."""
+
+
+def remote_link(
+    settings: Settings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, worker: str
+) -> TcpLink | SymmLink:
+    """Without seats: they come with the first routing table.
+
+    Raises:
+        ConfigError: the device cannot do what the settings ask for.
+    """
+    table = RoutingTable(
+        epoch=0,
+        fingerprint=spec.fingerprint,
+        num_experts=spec.num_experts,
+        groups=even_groups(list(spec.moe_layers), spec.num_experts, 1),
+    )
+    memory = memory_for(settings.fabric_shared, device)
+    if memory is None:
+        return _tcp_link(settings, spec, table, dtype, device, worker)
+    host = memory.kind == "host"
+    return SymmLink(
+        lambda rider: _tcp_link(settings, spec, table, dtype, device, worker, rider),
+        table,
+        memory=memory,
+        device=device,
+        layers=list(spec.moe_layers),
+        layout=_layout(settings, spec, dtype, memory),
+        node=socket.gethostname(),
+        options=SymmOptions(
+            deadline_s=settings.exchange_timeout if host else DEADLINE_S, unavailable_s=settings.experts_patience
+        ),
+    )
+
+
+def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory) -> Layout:
+    """Between CPUs answers come unsummed, so that tokens are those of ``--fabric-shared off``."""
+    return Layout(
+        rows=min(settings.max_num_seqs, MOST_SHARED_ROWS),
+        hidden=spec.hidden_size,
+        slots=spec.top_k,
+        dtype=dtype,
+        unsummed=memory.kind == "host",
+    )
+
+
+def _tcp_link(
+    settings: Settings,
+    spec: ModelSpec,
+    table: RoutingTable,
+    dtype: torch.dtype,
+    device: torch.device,
+    worker: str,
+    rider: Rider | None = None,
+) -> TcpLink:
+    assert settings.fabric_secret_file is not None, "load_settings requires it"
+    return TcpLink(
+        table,
+        hello=Hello(
+            fingerprint=spec.fingerprint,
+            worker=worker,
+            hidden=spec.hidden_size,
+            dtype=NAMES[dtype],
+            package=version("expertmesh"),
+        ),
+        secret=read_secret(settings.fabric_secret_file),
+        call_s=settings.exchange_timeout,
+        unavailable_s=settings.experts_patience,
+        tls=client_context(settings.fabric_tls_ca),
+        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
+        rider=rider,
+    )

@@ -1,0 +1,188 @@
+"""The link through shared memory, over memory of the host: what a GPU's kernels do, threads do here.
+
+Not shown here: CUDA's memory and graphs, and the order in which GPUs see rows and flags; see ``tests/perf/exchange``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import torch
+from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
+from torch import Tensor
+
+from moe_kernels.exchange_layout import Layout
+from services.errors import ConfigError, FabricError
+from services.experts.serving import TcpServing
+from services.fabric.symm_host import SymmHost
+from services.fabric.symm_link import SymmLink, SymmOptions
+from services.fabric.symm_memory import HostMemory, memory_for
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_server import ExpertServer
+from services.routing import even_groups
+
+CPU = torch.device("cpu")
+HIDDEN, EXPERTS, SLOTS, ROWS = 4, 8, 2, 8
+GROUPS = even_groups([0], EXPERTS, 1)
+LONG_S = 30.0
+
+
+def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Expert e multiplies by e + 1."""
+    return x_TD * (weights_TK * (ids_TK + 1) * (ids_TK >= 0)).sum(1, keepdim=True)
+
+
+@dataclass
+class Seat:
+    """``held``: while it is set, the experts do not answer."""
+
+    number: int
+    held: threading.Event = field(default_factory=threading.Event)
+    freed: threading.Event = field(default_factory=threading.Event)
+    host: SymmHost = field(init=False)
+    server: ExpertServer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host = SymmHost(
+            self._compute, memory=HostMemory(), device=CPU, layers=[0], num_experts=EXPERTS, hidden=HIDDEN,
+            dtype=torch.float32,
+        )  # fmt: skip
+        self.server = serve(scaled, seat=self.number, symm=self.host)
+
+    def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.held.is_set():
+            self.freed.wait(LONG_S)
+        return scaled(layer, x_TD, ids_TK, weights_TK)
+
+
+@contextmanager
+def linked(seats: list[Seat], *, node: str = "here", deadline_s: float = LONG_S) -> Iterator[SymmLink]:
+    """Once all seats of this node share memory."""
+    places = [msgspec.structs.replace(seat_of(seat.server, seat.number), node="here") for seat in seats]
+    table = table_of(*places, groups=GROUPS)
+    link = SymmLink(
+        lambda rider: TcpLink(table, hello=hello(), secret=SECRET, timing=FAST, rider=rider, unavailable_s=LONG_S),
+        table,
+        memory=HostMemory(),
+        device=CPU,
+        layers=[0],
+        layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
+        node=node,
+        options=SymmOptions(deadline_s=deadline_s, quarantine_s=LONG_S),
+    )
+    try:
+        assert link.wait_ready(LONG_S)
+        assert node != "here" or link.lane.wait_for(len(seats), LONG_S)
+        yield link
+    finally:
+        for seat in seats:
+            seat.freed.set()
+        link.close()
+        for seat in seats:
+            seat.server.close()
+
+
+def step(link: SymmLink, rows: int, *, known: bool = True) -> tuple[Tensor, Tensor, int]:
+    """What came back, what should, and how often the step ran."""
+    x_TD = torch.arange(rows * HIDDEN, dtype=torch.float32).view(rows, HIDDEN)
+    ids_TK = torch.tensor([[1, 6]]).expand(rows, SLOTS)
+    weights_TK = torch.tensor([[0.5, 2.0]]).expand(rows, SLOTS).contiguous()
+    for tries in range(1, 5):
+        link.begin_step(tries, [rows] if known else ())
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        if link.settled():
+            return y_TD, x_TD * (0.5 * 2 + 2.0 * 7), tries
+    raise AssertionError("the step never settled")
+
+
+def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
+    seat = Seat(0)
+    with linked([seat]) as link:
+        for rows in (1, 5, 8):
+            found, expected, tries = step(link, rows)
+            assert torch.equal(found, expected)
+            assert (tries, link.shared()) == (1, {0: 0})
+        serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
+        assert seat.server.counts.calls == 0
+        assert serving.rows() == {0: (0, 14, 0, 0, 0, 0, 14, 0)}
+        assert serving.layer_rows() == {0: 14}
+        assert link.expert_rows() == {0: [0, 14, 0, 0, 0, 0, 14, 0]}
+
+
+@pytest.mark.parametrize(("rows", "known", "node"), [(9, True, "here"), (3, False, "here"), (3, True, "elsewhere")])
+def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node: str) -> None:
+    seat = Seat(0)
+    with linked([seat], node=node) as link:
+        assert node == "here" or not link.lane.wait_for(1, 0.5), "seats of other machines get no offer"
+        found, expected, _ = step(link, rows, known=known)
+        assert torch.equal(found, expected)
+        assert link.shared() == {}
+        serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
+        assert serving.rows() == {0: (0, rows, 0, 0, 0, 0, rows, 0)}
+        assert serving.layer_rows() == {0: rows}
+
+
+def test_a_seat_that_is_late_gets_the_step_again_over_tcp() -> None:
+    seat = Seat(0)
+    seat.held.set()
+    with linked([seat], deadline_s=0.2) as link:
+        found, expected, tries = step(link, 3)
+        assert torch.equal(found, expected)
+        assert (tries, link.shared()) == (2, {})
+        assert seat.server.counts.calls == 1
+
+
+def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
+    seats = [Seat(0), Seat(1)]
+    seats[0].held.set()
+    with linked(seats) as link:
+        threading.Timer(0.2, seats[0].server.close).start()
+        began = time.monotonic()
+        link.begin_step(1, [3])
+        assert link.shared() == {0: 0}
+        x_TD, ids_TK = torch.ones(3, HIDDEN), torch.zeros(3, SLOTS, dtype=torch.int64)
+        link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(3, SLOTS)))
+        assert not link.settled()
+        assert time.monotonic() < began + LONG_S / 2
+        seats[0].freed.set()
+        found, expected, tries = step(link, 3)
+        assert torch.equal(found, expected)
+        assert (tries, link.shared()) == (1, {0: 1})
+
+
+@pytest.mark.parametrize(("choice", "found"), [("off", type(None)), ("auto", type(None)), ("host", HostMemory)])
+def test_auto_changes_nothing_on_a_cpu(choice: str, found: type) -> None:
+    memory = memory_for(choice, CPU)
+    assert isinstance(memory, found)
+    if memory is not None:
+        memory.close()
+
+
+@pytest.mark.parametrize(("choice", "gpus", "shares"), [("auto", 2, True), ("auto", 1, False), ("off", 2, False)])
+def test_auto_shares_between_different_gpus(
+    choice: str, gpus: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice alone: the driver's memory is made up."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", lambda device: device)
+    assert (memory_for(choice, torch.device("cuda")) is not None) == shares
+
+
+def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_device: torch.device) -> None:
+        raise FabricError("The driver is too old.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", fail)
+    assert memory_for("auto", torch.device("cuda")) is None
+
+
+def test_memory_of_the_host_is_not_for_gpus() -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        memory_for("host", torch.device("cuda"))
