@@ -1,0 +1,67 @@
+"""An expert worker of a measurement: a server with shared memory, without Redis. ``-m perf.exchange.experts``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import torch
+from perf.exchange.children import Parent
+from perf.exchange.ipc import memory_by
+from perf.exchange.world import SECRET, World, as_it_is, device_of, identity, log_to_stderr
+
+from services.fabric.symm_host import SymmHost
+from services.fabric.tcp_server import ExpertServer
+
+
+def serve_seat(world: World, device: torch.device, seat: int, group: int, memory: str) -> ExpertServer:
+    """A started server of a seat with shared memory."""
+    experts = world.shard_groups()[group].experts
+    if world.compute == "shard":
+        compute = world.shard(experts, device).forward
+    else:
+        compute = identity if world.compute == "identity" else as_it_is
+    host = SymmHost(
+        compute,
+        memory=memory_by(memory, device),
+        device=device,
+        layers=list(range(world.layers)),
+        num_experts=world.experts,
+        hidden=world.hidden,
+        dtype=world.torch_dtype,
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    server = ExpertServer(
+        lambda layer, *rows: compute(layer, *(part.to(device) for part in rows)),
+        experts=experts,
+        hello=world.hello(f"w{seat}", seat),
+        secret=SECRET,
+        symm=host,
+    )
+    server.start()
+    return server
+
+
+def main() -> None:
+    parent = Parent()
+    log_to_stderr()
+    facts, began = parent.facts, time.time()
+    server = serve_seat(
+        World(**facts["world"]), device_of(facts["gpu"]), facts["seat"], facts["group"], facts["memory"]
+    )
+
+    def leave(*_: object) -> None:
+        print("leaving:", server.drain(5.0), flush=True)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    parent.tell(port=server.address[1], seat=facts["seat"], group=facts["group"], seconds=time.time() - began)
+    for _ in parent.commands():
+        pass
+    server.close()
+
+
+if __name__ == "__main__":
+    main()
