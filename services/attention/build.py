@@ -99,7 +99,7 @@ def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> Ov
     return OverlapPolicy(
         "off" if settings.experts == "local" else settings.overlap,
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
-        waits_seen=settings.experts == "tcp" and not isinstance(link, SymmLink),  # the device waits, not the host
+        waits_seen=not isinstance(link, SymmLink),  # there the device waits, not the host
     )
 
 

@@ -178,16 +178,21 @@ class SeatLink:
             before = self.connections
             try:
                 self._converse()
-            except (ExpertMeshError, OSError) as error:
-                self._tell(error)
-            except Exception as error:  # the thread's boundary: no memory on the device, say; it connects again
-                log.exception("The connection to %s failed.", self.name)
-                self._tell(SeatLost(f"{self.name}: {type(error).__name__}: {error}"))
+            except Exception as error:  # the thread's boundary: whatever it was, it connects again
+                if not isinstance(error, ExpertMeshError | OSError):
+                    log.exception("The connection to %s failed.", self.name)
+                self._tell(self._typed(error))
             backoff_s = _FIRST_BACKOFF_S if self.connections > before else min(2 * backoff_s, _MOST_BACKOFF_S)
             self._stop.wait(backoff_s)
 
-    def _tell(self, error: ExpertMeshError | OSError) -> None:
-        problem = error if isinstance(error, ExpertMeshError) else SeatLost(f"Cannot reach {self.name}: {error}.")
+    def _typed(self, error: Exception) -> ExpertMeshError:
+        if isinstance(error, ExpertMeshError):
+            return error
+        if isinstance(error, OSError):
+            return SeatLost(f"Cannot reach {self.name}: {error}.")
+        return SeatLost(f"{self.name}: {type(error).__name__}: {error}")
+
+    def _tell(self, problem: ExpertMeshError) -> None:
         with self._changed:
             new = self.problem is None or self.problem.message != problem.message
             self.problem = problem
@@ -232,8 +237,7 @@ class SeatLink:
             while True:
                 self._take(connection, connection.peer.receive())
         except Exception as error:
-            lost = error if isinstance(error, ExpertMeshError) else SeatLost(f"{self.name}: {type(error).__name__}")
-            self._lose(connection, lost)  # else its calls would wait, and it would be given more
+            self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
             raise
 
     def _take(self, connection: _Connection, frame: Frame) -> None:

@@ -111,10 +111,10 @@ class ExpertPlacement:
     ) -> Intentions:
         step = None
         if self._recutter.target is not None:
-            step = next_step([seat for seat in seats if _stays(seat)], layout, self._recutter.target)
-            if step is None or self._recutter.late:
+            if not self._recutter.late:
+                step = next_step([seat for seat in seats if _stays(seat)], layout, self._recutter.target)
+            if step is None:
                 self._recutter.give_up()
-                step = None
         if step is not None:
             return intentions(seats, self._table, step.layout, following=following, step=step)
         gain = self._hysteresis.gain

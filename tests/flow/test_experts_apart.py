@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.pocket_answers import POCKET, answers_while
 from testkit.servers import Server, bench, wait_until
 
 WORKERS = 4
@@ -19,15 +18,6 @@ WORKERS = 4
 def listed(server: Server) -> float:
     """Seats in the routing table."""
     return server.metric("expertmesh_expert_seats")
-
-
-async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
-    wanted = recorded()
-    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
-    await asyncio.sleep(1)
-    await asyncio.to_thread(disturb)
-    assert not asking.done(), "the disturbance came too late to disturb"
-    assert_recorded(wanted, await asking)
 
 
 @pytest.mark.parametrize(("lane", "shared"), [("tcp", "off"), ("gloo", "off"), ("tcp", "host")])

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import redis
-from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.pocket_answers import POCKET, answers_while, recorded
 from testkit.servers import Bench, Proc, Server, bench, free_port, wait_until
 
 from services.routing import decode_table
@@ -43,16 +43,6 @@ def start(stage: Bench, **options: object) -> Server:
     wait_until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, 60, "all seats are listed")
     wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "all attention workers are there")
     return server
-
-
-async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
-    wanted = recorded()
-    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
-    drawn = partial(server.metric, "expertmesh_decode_tokens_total")
-    await asyncio.to_thread(wait_until, lambda: drawn() > 0, 60, "answers have begun")
-    await asyncio.to_thread(disturb)
-    assert not asking.done(), "the disturbance came too late to disturb"
-    assert_recorded(wanted, await asking)
 
 
 def test_an_attention_worker_killed_while_experts_are_apart_loses_nothing(tmp_path: Path) -> None:

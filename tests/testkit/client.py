@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -16,6 +17,7 @@ from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tasks import end_tasks
+from testkit.stepping import continuation
 
 
 @dataclass
@@ -29,6 +31,21 @@ class Stream:
     lost: list[AttemptLost] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def finish(streams: Sequence[Stream], timeout_s: float = 20) -> None:
+    """Wait for the end of each."""
+    async with asyncio.timeout(timeout_s):
+        for stream in streams:
+            await stream.ended.wait()
+
+
+def check(streams: Sequence[Stream], count: int) -> None:
+    """Each has its ``count`` tokens, those of :class:`testkit.stepping.SteppingEngine`."""
+    for stream in streams:
+        assert stream.end is not None
+        assert (stream.end.finish, stream.end.error) == ("length", None)
+        assert stream.tokens == continuation(stream.request.token_ids[: stream.request.prompt_len], count)
 
 
 class Client:

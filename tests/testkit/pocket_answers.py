@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from testkit.servers import Server, wait_until
 
 POCKET = Path(__file__).parents[2] / "examples/pocket-moe"
 END = 0
@@ -36,6 +39,18 @@ async def complete_all(url: str, wanted: Sequence[dict[str, Any]], at_once: int 
 
     async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=at_once)) as client:
         return await asyncio.gather(*map(one, wanted))
+
+
+async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
+    """The recorded answers come, though ``disturb`` happens once they have begun."""
+    wanted = recorded()
+    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
+    drawn = partial(server.metric, "expertmesh_decode_tokens_total")
+    before = drawn()
+    await asyncio.to_thread(wait_until, lambda: drawn() > before, 60, "answers have begun")
+    await asyncio.to_thread(disturb)
+    assert not asking.done(), "the disturbance came too late to disturb"
+    assert_recorded(wanted, await asking)
 
 
 def assert_recorded(wanted: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:

@@ -5,7 +5,6 @@ Legend: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pocket_moe.errors import PocketError
+from pocket_moe.errors import needed
 from pocket_moe.records import Greedy
 from services.model.reference import ReferenceModel
 
@@ -25,7 +24,8 @@ def compare(folder: Path, answers: Sequence[Greedy]) -> dict[str, Any]:
     Raises:
         PocketError: transformers is missing.
     """
-    theirs = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    transformers = needed("transformers", "Install it (pip install -e '.[dev]'), or name --only.")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     oracle = ReferenceModel.load(folder)
     pairs = [(_logits(theirs, ids), oracle.logits(ids)) for ids in _texts(answers)]
     differences = [float((a_TV - b_TV).abs().max()) for a_TV, b_TV in pairs]
@@ -45,12 +45,3 @@ def _texts(answers: Sequence[Greedy]) -> list[list[int]]:
 def _logits(model: Any, ids: Sequence[int]) -> Tensor:
     logits_TV: Tensor = model(torch.tensor([ids])).logits[0]
     return logits_TV
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise PocketError(
-            f"transformers cannot be imported: {error}", hint="Install it (pip install -e '.[dev]'), or name --only."
-        ) from error

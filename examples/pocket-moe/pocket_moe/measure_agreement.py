@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from pocket_moe import export
 from pocket_moe.boost_rows import best_tokens
-from pocket_moe.errors import PocketError
+from pocket_moe.errors import PocketError, needed
 from pocket_moe.fingerprint import fingerprint
 from pocket_moe.measure_inputs import open_shards
 from pocket_moe.traffic import choose_documents
@@ -108,9 +107,4 @@ def _best(logprobs: dict[int, Any]) -> int:
 def _vllm() -> Any:
     if not torch.cuda.is_available():
         raise PocketError("This machine has no CUDA device.", hint="Run this where vLLM can run.")
-    try:
-        return importlib.import_module("vllm")
-    except ImportError as error:
-        raise PocketError(
-            f"vLLM cannot be imported: {error}", hint="Put the folder it is installed in on PYTHONPATH."
-        ) from error
+    return needed("vllm", "Put the folder it is installed in on PYTHONPATH.")

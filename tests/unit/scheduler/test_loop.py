@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 import pytest
-from testkit.client import Stream
+from testkit.client import check, finish
 from testkit.redis_server import RedisServer
 from testkit.roles import KEYS, Deployment, RunningScheduler, eventually
-from testkit.stepping import SteppingEngine, continuation
+from testkit.stepping import SteppingEngine
 
 from services.queue.scheduler_side import SchedulerQueue
 from services.scheduler.loop import Intervals
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(16)]
-
-
-async def finish(streams: Sequence[Stream], count: int, timeout_s: float = 20) -> None:
-    async with asyncio.timeout(timeout_s):
-        for stream in streams:
-            await stream.ended.wait()
-    for stream in streams:
-        assert stream.end is not None
-        assert stream.end.finish == "length"
-        assert stream.tokens == continuation(stream.request.token_ids[: stream.request.prompt_len], count)
 
 
 def leads(scheduler: RunningScheduler) -> bool:
@@ -96,7 +85,8 @@ async def test_a_standby_takes_over_from_a_killed_leader_and_nothing_is_lost(ser
         started = time.monotonic()
         await eventually(lambda: leads(standby))
         assert time.monotonic() - started <= 1.5 + 0.2
-        await finish(streams, 20)
+        await finish(streams)
+        check(streams, 20)
         assert not any(stream.lost or stream.doubled for stream in streams)
 
 
@@ -110,7 +100,8 @@ async def test_claims_of_a_killed_leader_go_back_to_the_queue(server: RedisServe
         assert len(await queue.claim(epoch, 10)) == 10
         deployment.worker()
         deployment.scheduler()
-        await finish(streams, 3)
+        await finish(streams)
+        check(streams, 3)
 
 
 async def test_a_leader_that_was_deposed_steps_down(server: RedisServer) -> None:
@@ -137,7 +128,8 @@ async def test_credit_is_never_exceeded_and_all_of_it_is_used(server: RedisServe
             most = max(most, len(worker.worker.held()))
             await asyncio.sleep(0.001)
         assert most == 3
-        await finish(streams, 20)
+        await finish(streams)
+        check(streams, 20)
 
 
 async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
@@ -152,7 +144,8 @@ async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
                 most = max(most, len(worker.worker.held()))
                 await asyncio.sleep(0.001)
         assert most == 2
-        await finish(streams, 20)
+        await finish(streams)
+        check(streams, 20)
 
 
 async def test_while_all_credit_is_used_the_loop_sleeps(server: RedisServer) -> None:
@@ -169,7 +162,8 @@ async def test_while_all_credit_is_used_the_loop_sleeps(server: RedisServer) -> 
         await asyncio.sleep(2.0)
         assert await calls(deployment) - before < 2 * 60
         engine.gate.set()
-        await finish(streams, 2)
+        await finish(streams)
+        check(streams, 2)
 
 
 async def test_an_idle_leader_and_its_standby_sleep(server: RedisServer) -> None:
@@ -189,7 +183,8 @@ async def test_work_is_spread_over_workers(server: RedisServer) -> None:
         await eventually(lambda: not any(worker.worker.missing() for worker in workers))
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=30)
-        await finish(streams, 30)
+        await finish(streams)
+        check(streams, 30)
         assert [len(worker.engine.added) for worker in workers] == [8, 8]
         assert scheduler.value("dispatched_requests_total", affinity="load") == 16
 
@@ -203,7 +198,8 @@ async def test_a_shared_prompt_goes_where_it_was_computed(server: RedisServer) -
         shared = list(range(200))
         for n in range(6):
             streams = await client.submit([*shared, n], max_tokens=2)
-            await finish(streams, 2)
+            await finish(streams)
+            check(streams, 2)
         assert sorted(len(worker.engine.added) for worker in workers) == [0, 6]
         assert scheduler.value("dispatched_requests_total", affinity="prefix") == 5
 
@@ -215,7 +211,8 @@ async def test_a_request_that_no_worker_can_hold_fails_by_name_and_blocks_nobody
         client = await deployment.client()
         [big] = await client.submit([1], max_tokens=500)
         small = await client.submit([2], max_tokens=5)
-        await finish(small, 5)
+        await finish(small)
+        check(small, 5)
         await big.ended.wait()
         assert big.end is not None
         assert big.end.error is not None

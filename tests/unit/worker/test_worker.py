@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
-from testkit.client import Client, Stream
+from testkit.client import Client, check, finish
 from testkit.redis_server import RedisServer
 from testkit.roles import KEYS, Deployment, RunningWorker, eventually
-from testkit.stepping import SteppingEngine, continuation
+from testkit.stepping import SteppingEngine
 
 from services.attention.worker import EngineError, EngineHung
 from services.errors import FingerprintMismatch
@@ -20,20 +20,6 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(12)]
-
-
-async def finish(streams: Sequence[Stream], timeout_s: float = 20) -> None:
-    async with asyncio.timeout(timeout_s):
-        for stream in streams:
-            await stream.ended.wait()
-
-
-def check(streams: Sequence[Stream], count: int) -> None:
-    for stream in streams:
-        assert stream.end is not None
-        assert (stream.end.finish, stream.end.error) == ("length", None)
-        prompt = stream.request.token_ids[: stream.request.prompt_len]
-        assert stream.tokens == continuation(prompt, count)
 
 
 async def test_assigned_requests_stream_their_tokens_and_return_their_credit(server: RedisServer) -> None:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 
-from testkit.client import Stream
+from testkit.client import check, finish
 from testkit.redis_server import RedisServer
-from testkit.roles import KEYS, Deployment, eventually
-from testkit.stepping import SteppingEngine, continuation
+from testkit.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.stepping import SteppingEngine
 
 from services.queue.scheduler_side import SchedulerQueue
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(6)]
 
 
-async def finish(streams: Sequence[Stream]) -> None:
-    async with asyncio.timeout(20):
-        for stream in streams:
-            await stream.ended.wait()
-
-
-def check(streams: Sequence[Stream], count: int) -> None:
-    for stream in streams:
-        assert stream.end is not None
-        assert (stream.end.finish, stream.end.error) == ("length", None)
-        assert stream.tokens == continuation(stream.request.token_ids[: stream.request.prompt_len], count)
+async def answers_once_experts_come(deployment: Deployment, worker: RunningWorker) -> None:
+    """Requests wait while ``worker`` lacks something."""
+    client = await deployment.client()
+    streams = await client.submit(*PROMPTS, max_tokens=5)
+    await asyncio.sleep(0.3)
+    assert worker.engine.added == []
+    worker.lacks.clear()
+    await finish(streams)
+    check(streams, 5)
 
 
 async def credit(deployment: Deployment, wanted: list[int]) -> bool:
@@ -77,13 +74,7 @@ async def test_a_worker_without_experts_is_given_nothing_until_they_are_back(ser
         await eventually(partial(credit, deployment, [64]))
         worker.lacks.append("experts of group 0")
         await eventually(partial(credit, deployment, [0]))
-        client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=5)
-        await asyncio.sleep(0.3)
-        assert worker.engine.added == []
-        worker.lacks.clear()
-        await finish(streams)
-        check(streams, 5)
+        await answers_once_experts_come(deployment, worker)
 
 
 async def test_a_worker_that_enters_without_experts_gets_credit_when_they_come(server: RedisServer) -> None:
@@ -92,13 +83,7 @@ async def test_a_worker_that_enters_without_experts_gets_credit_when_they_come(s
         worker = deployment.worker()
         worker.lacks.append("experts of group 0")  # before its task first runs
         await eventually(lambda: worker.worker.missing() == [])
-        client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=5)
-        await asyncio.sleep(0.3)
-        assert worker.engine.added == []
-        worker.lacks.clear()
-        await finish(streams)
-        check(streams, 5)
+        await answers_once_experts_come(deployment, worker)
 
 
 async def test_at_the_cap_of_attempts_the_request_ends_with_the_typed_error(server: RedisServer) -> None:
