@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -253,3 +254,17 @@ def test_ranks_that_do_not_fit_together(arguments: list[str], problem: str) -> N
     common = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh"]
     with pytest.raises(ConfigError, match=problem):
         load_settings([*common, *arguments], role="attention")
+
+
+@pytest.mark.parametrize(
+    ("role", "tls"),
+    [
+        ("attention", ["--experts", "tcp", "--fabric-tls-ca", "ca"]),
+        ("experts", ["--fabric-tls-cert", "c", "--fabric-tls-key", "k"]),
+    ],
+)
+def test_a_lane_that_was_asked_for_is_not_dropped_for_tls(role: Any, tls: list[str]) -> None:
+    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f", *tls]
+    load_settings([*argv, "--fabric-lane", "auto"], role=role)
+    with pytest.raises(ConfigError, match="--fabric-lane nccl cannot be encrypted"):
+        load_settings([*argv, "--fabric-lane", "nccl"], role=role)

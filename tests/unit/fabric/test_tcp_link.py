@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from services.fabric import tcp_server
 from services.fabric.local import LocalLink
 from services.fabric.tcp_inbox import Call, Inbox
 from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_seat import SeatLink
 from services.fabric.tcp_server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import even_groups
@@ -245,6 +247,23 @@ def test_the_only_replica_is_asked_again_over_a_new_connection(served: Serve) ->
     with linked(table_of(seat_of(server, 0)), unavailable_s=10) as link:
         assert torch.equal(send(link, ONES), 2 * ONES)
     assert len(cut) == 2
+
+
+def test_a_seat_whose_thread_meets_an_unexpected_error_connects_again(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [RuntimeError("no memory on the device")]
+    rows_of = SeatLink._rows_of
+
+    def failing(self: SeatLink, *args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return rows_of(self, *args)
+
+    monkeypatch.setattr(SeatLink, "_rows_of", failing)
+    with linked(table_of(seat_of(served(), 0)), unavailable_s=10) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert next(iter(link._seats.links.values())).connections == 2
 
 
 def test_an_error_is_retried_elsewhere(served: Serve) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, even_groups, group_digest
-from services.scheduler.experts import intentions, told_whole
+from services.scheduler.experts import ExpertPlacement, intentions, told_whole
 from services.scheduler.load import LoadMeter
 
 GROUPS = even_groups([1, 3], 8, 2)
@@ -155,3 +159,40 @@ def test_a_seat_that_asked_for_its_group_does_not_keep_another_from_covering_a_b
     before = [seat(1, 0, wish=0), seat(2, 0), seat(3, 1)]
     wanted = intentions(before[:2], published(*before), GROUPS, following=6)
     assert [(found.number, group.number) for found, group in wanted.assign] == [(2, 1)]
+
+
+class Quiet:
+    """A registry and a reader in one. Seats of the other model are here; the table is the old one's."""
+
+    def __init__(self, table: RoutingTable, seats: list[SeatState]) -> None:
+        self._table, self._seats = table, seats
+
+    async def read_table(self, after: int) -> RoutingTable | None:
+        return self._table if self._table.epoch > after else None
+
+    async def seats(self) -> list[SeatState]:
+        return self._seats
+
+    async def reap(self, epoch: int) -> Any:  # noqa: ARG002
+        return SimpleNamespace(seats=[], held=False)
+
+    async def table_epochs(self) -> Any:
+        return SimpleNamespace(oldest=5, published=5, following=6)
+
+    async def groups(self) -> list[Any]:
+        return []
+
+    async def assign_group(self, *_: object) -> None:
+        pass
+
+
+async def test_load_and_plans_of_another_model_are_forgotten() -> None:
+    other = seat(9)
+    other = replace(other, info=msgspec.structs.replace(other.info, fingerprint="g"))
+    redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), [other])
+    placement = ExpertPlacement(redis, redis, groups=2)
+    placement._meter._load = {1: [1.0] * 8}
+    placement._recutter.target = GROUPS
+    await placement.turn(1)
+    assert placement._meter.load is None
+    assert placement._recutter.target is None

@@ -11,7 +11,7 @@ from services.fabric.placement import Hysteresis, Plan
 from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
-from services.scheduler.recut import Groups, Recutter, next_step
+from services.scheduler.recut import PATIENCE, Groups, Recutter, next_step
 
 OLD = even_groups([0], 8, 3)
 HOLD = {"wait_s": 10.0, "gain": 0.1}
@@ -154,3 +154,28 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
     planned(recutter)
     recutter.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
     assert recutter.target is None
+
+
+def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
+    def plan(*_: object, **__: object) -> Plan:
+        return Plan(
+            table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), moves=(), before=2, after=1
+        )
+
+    clock = Clock()
+    recutter = Recutter(Hysteresis(**HOLD), clock=clock, plan=plan)
+    recutter.follow(TABLE, LOAD)
+    planned(recutter)
+    recutter.follow(TABLE, LOAD)
+    clock.now += PATIENCE * HOLD["wait_s"]
+    assert not recutter.late
+    clock.now += 1
+    assert recutter.late
+    recutter.give_up()
+    assert not recutter.late
+    clock.now += PATIENCE * HOLD["wait_s"] - 1
+    recutter.follow(TABLE, LOAD)
+    assert recutter._planned is None
+    clock.now += 1
+    recutter.follow(TABLE, LOAD)
+    assert recutter._planned is not None

@@ -218,6 +218,7 @@ async def test_expert_workers_are_processes_that_share_a_secret_with_the_attenti
     started = {note["role"]: note["settings"] for note in _notes(home, "started")}
     assert set(started) == {*_MODULES, "experts-0", "experts-1"}
     assert started["attention"]["experts"] == "tcp"
+    assert {started[name]["gpu"] for name in ("attention", "experts-0", "experts-1")} == {0, 1, 2}
     assert len({started[name]["fabric_secret_file"] for name in ("attention", "experts-0", "experts-1")}) == 1
     assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 4
     assert [note["role"] for note in _notes(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]

@@ -1,0 +1,47 @@
+"""An attention worker's credit: what is told last is what holds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from testkit.roles import OPTIONS
+
+from services.attention.standing import LOOK_S, Standing
+from services.queue.tasks import end_tasks
+
+
+class SlowQueue:
+    """What gives credit takes until ``may``; ``told`` in the order in which Redis would hear it."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.giving = asyncio.Event()
+        self.may = asyncio.Event()
+
+    async def register(self, _info: object, _lease_s: float, *, credit_tokens: int, credit_requests: int) -> None:
+        if credit_tokens:
+            self.giving.set()
+            await self.may.wait()
+        self.told.append(credit_requests)
+
+
+async def test_a_worker_that_drains_while_its_experts_come_back_gets_no_credit() -> None:
+    queue, lacks = SlowQueue(), ["experts of group 0"]
+    info: Any = type("Info", (), {"id": "w", "model": "m"})
+    standing = Standing(info, queue, OPTIONS, lambda: lacks)  # type: ignore[arg-type]
+    await standing.enter(_nothing)
+    keeping = asyncio.create_task(standing.keep(_nothing))
+    lacks.clear()
+    await asyncio.wait_for(queue.giving.wait(), 20)
+    withdrawing = asyncio.create_task(standing.withdraw())
+    await asyncio.sleep(LOOK_S)
+    queue.may.set()
+    await withdrawing
+    await asyncio.sleep(LOOK_S)
+    await end_tasks([keeping])
+    assert queue.told == [0, OPTIONS.credit_requests, 0]
+
+
+async def _nothing() -> None:
+    pass
