@@ -123,9 +123,9 @@ def sum_answers(
 
 def _ways(tensor: Tensor) -> ModuleType:
     if backend.use_triton(tensor):
-        from moe_kernels import exchange_triton
+        from moe_kernels import exchange_launch
 
-        return exchange_triton
+        return exchange_launch
     from moe_kernels import exchange_torch
 
     return exchange_torch

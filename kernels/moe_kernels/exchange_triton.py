@@ -7,11 +7,9 @@ Legend: T rows, D hidden size, K slots, E experts, G groups.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from moe_kernels import backend
-from moe_kernels.exchange_layout import ANSWERS, BASE, DEADLINE, INBOX, LAST, PEER, Layout
+from moe_kernels.exchange_layout import ANSWERS, BASE, DEADLINE, INBOX, LAST, PEER
 
 CHECK_EVERY = tl.constexpr(16)
 _BASE, _DEADLINE, _LAST, _PEER = (tl.constexpr(word) for word in (BASE, DEADLINE, LAST, PEER))
@@ -28,6 +26,19 @@ def stopped(control):
 def aligned(address, dtype: tl.constexpr):
     """``address`` as a pointer that 16-byte accesses may use."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def row_ids(ids_TK, row, rows, K: tl.constexpr, slots):
+    """Ids of a row, -1 in what lies past the slots or past the last row."""
+    return tl.load(ids_TK + row * K + slots, mask=(slots < K) & (row < rows), other=-1).to(tl.int64)
+
+
+@triton.jit
+def groups_of(ids, group_of_E, E):
+    """The group of each id, -1 where there is none."""
+    known = (ids >= 0) & (ids < E)
+    return tl.load(group_of_E + ids, mask=known, other=-1)
 
 
 @triton.jit
@@ -58,37 +69,53 @@ def send_rows_kernel(
     x, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, stride_x, section, x_at, ids_at,
     weights_at, E,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Block of rows (axis 0) into the inbox of the seat of a group (axis 1), then its flag. Ids of other groups become
     -1; a row with none of the group is not copied; rows past ``rows`` are empty. Counts the pairs sent by expert.
 
+    AHEAD, with one row to a block: read it before it is known whether it goes there, as one latency costs more than
+    the bytes.
+
     Example: ids ``[[3, 5]]``, expert 3 in group 0, 5 in group 1: seat 0 gets ids ``[[3, -1]]``, seat 1 ``[[-1, 5]]``.
     """
     block, group = tl.program_id(0), tl.program_id(1)
-    inbox = tl.load(control + _INBOX + group)
+    inbox, base = tl.load(control + _INBOX + group), tl.load(control + _BASE)
+    slots = tl.arange(0, BLOCK_K)
+    if AHEAD:
+        columns = tl.arange(0, BLOCK_D)
+        ids_first = row_ids(ids_TK, block, rows, K, slots)
+        first = tl.load(x + block.to(tl.int64) * stride_x + columns, mask=(columns < D) & (block < rows))
     if (stopped(control) == 0) & (inbox != 0):
         inbox += section
-        slots = tl.arange(0, BLOCK_K)
         for inside in tl.static_range(ROWS):
             row = block * ROWS + inside
-            ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & (row < rows), other=-1).to(tl.int64)
-            known = (ids >= 0) & (ids < E)
-            here = known & (tl.load(group_of_E + ids, mask=known, other=-1) == group)
+            if AHEAD:
+                ids = ids_first
+            else:
+                ids = row_ids(ids_TK, row, rows, K, slots)
+            here = groups_of(ids, group_of_E, E) == group
             there = (slots < K) & (row < bucket)
             weights = tl.load(weights_TK + row * K + slots, mask=(slots < K) & here, other=0.0)
             ids_there = (inbox + ids_at).to(tl.pointer_type(tl.int32)) + row * K + slots
             tl.store(ids_there, tl.where(here, ids, -1).to(tl.int32), mask=there)
             tl.store((inbox + weights_at).to(tl.pointer_type(tl.float32)) + row * K + slots, weights, mask=there)
-            tl.atomic_add(counts_E + ids, 1, mask=here, sem="relaxed")
+            if not AHEAD:
+                tl.atomic_add(counts_E + ids, 1, mask=here, sem="relaxed")
             if tl.max(here.to(tl.int32), axis=0) > 0:
                 x_there = aligned(inbox + x_at, x.dtype.element_ty) + row.to(tl.int64) * D
-                for start in tl.static_range(0, D, BLOCK_D):
-                    columns = start + tl.arange(0, BLOCK_D)
-                    part = tl.load(x + row.to(tl.int64) * stride_x + columns, mask=columns < D)
-                    tl.store(x_there + columns, part, mask=columns < D)
+                if AHEAD:
+                    tl.store(x_there + columns, first, mask=columns < D)
+                else:
+                    for start in tl.static_range(0, D, BLOCK_D):
+                        more = start + tl.arange(0, BLOCK_D)
+                        part = tl.load(x + row.to(tl.int64) * stride_x + more, mask=more < D)
+                        tl.store(x_there + more, part, mask=more < D)
         tl.debug_barrier()
         flag = inbox.to(tl.pointer_type(tl.int64)) + block
-        tl.atomic_xchg(flag, tl.load(control + _BASE) + exchange + 1, sem="release", scope="sys")
+        tl.atomic_xchg(flag, base + exchange + 1, sem="release", scope="sys")
+        if AHEAD:  # nobody waits for the count
+            tl.atomic_add(counts_E + ids_first, 1, mask=here, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["blocks", "pairs", "exchange"])
@@ -135,30 +162,38 @@ def take_rows_kernel(
 def send_answers_kernel(
     y, taken_RK, control, bucket, exchange, section, y_at,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Block of answers back to the attention worker, then its flag: SLOTS rows of y per row, 1 if they are summed, else
     one per slot; those without an id are not copied."""
     block = tl.program_id(0)
-    answers = tl.load(control + _PEER)
+    answers, base = tl.load(control + _PEER), tl.load(control + _BASE)
+    slots = tl.arange(0, BLOCK_K)
+    if AHEAD:
+        columns = tl.arange(0, BLOCK_D)
+        ids_first = tl.load(taken_RK + block * K + slots, mask=(slots < K) & (block < bucket), other=-1)
+        first = tl.load(y + block.to(tl.int64) * D + columns, mask=(columns < D) & (block < bucket))
     if stopped(control) == 0:
         answers += section
         y_there = aligned(answers + y_at, y.dtype.element_ty)
-        for inside in tl.static_range(ROWS):
-            row = block * ROWS + inside
-            for slot in tl.static_range(SLOTS):
-                slots = tl.arange(0, BLOCK_K)
-                asked = (slots < K) & (row < bucket) & ((SLOTS == 1) | (slots == slot))
-                ids = tl.load(taken_RK + row * K + slots, mask=asked, other=-1)
-                if tl.max(ids, axis=0) >= 0:
-                    at = (row.to(tl.int64) * SLOTS + slot) * D
-                    for start in tl.static_range(0, D, BLOCK_D):
-                        columns = start + tl.arange(0, BLOCK_D)
-                        part = tl.load(y + at + columns, mask=columns < D)
-                        tl.store(y_there + at + columns, part, mask=columns < D)
+        if AHEAD:
+            if tl.max(ids_first, axis=0) >= 0:
+                tl.store(y_there + block.to(tl.int64) * D + columns, first, mask=columns < D)
+        else:
+            for inside in tl.static_range(ROWS):
+                row = block * ROWS + inside
+                for slot in tl.static_range(SLOTS):
+                    asked = (slots < K) & (row < bucket) & ((SLOTS == 1) | (slots == slot))
+                    ids = tl.load(taken_RK + row * K + slots, mask=asked, other=-1)
+                    if tl.max(ids, axis=0) >= 0:
+                        at = (row.to(tl.int64) * SLOTS + slot) * D
+                        for start in tl.static_range(0, D, BLOCK_D):
+                            more = start + tl.arange(0, BLOCK_D)
+                            part = tl.load(y + at + more, mask=more < D)
+                            tl.store(y_there + at + more, part, mask=more < D)
         tl.debug_barrier()
         flag = answers.to(tl.pointer_type(tl.int64)) + block
-        tl.atomic_xchg(flag, tl.load(control + _BASE) + exchange + 1, sem="release", scope="sys")
+        tl.atomic_xchg(flag, base + exchange + 1, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["blocks", "exchange"])
@@ -204,6 +239,9 @@ def sum_answers_kernel(
     """
     block, part_of_D = tl.program_id(0), tl.program_id(1)
     want = tl.load(control + _BASE) + exchange + 1
+    slots = tl.arange(0, BLOCK_K)
+    if SLOTS == 1:  # looked up while the answers are on their way
+        groups_first = groups_of(row_ids(ids_TK, block * ROWS, rows, K, slots), group_of_E, E)
     stop = stopped(control)
     if WAITS:
         for group in range(G):
@@ -220,10 +258,10 @@ def sum_answers_kernel(
         total = tl.zeros((BLOCK_D,), dtype=tl.float32)
         wanted = (columns < D) & (row < rows) & (stop == 0)
         if SLOTS == 1:
-            slots = tl.arange(0, BLOCK_K)
-            ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & (row < rows), other=-1).to(tl.int64)
-            known = (ids >= 0) & (ids < E)
-            groups = tl.load(group_of_E + ids, mask=known, other=-1)
+            if inside == 0:
+                groups = groups_first
+            else:
+                groups = groups_of(row_ids(ids_TK, row, rows, K, slots), group_of_E, E)
             for group in range(G):
                 answers = tl.load(control + _ANSWERS + group)
                 asked = (tl.max((groups == group).to(tl.int32), axis=0) > 0) & (answers != 0)
@@ -245,92 +283,3 @@ def sum_answers_kernel(
                 # An absent slot's weight may be NaN or inf: choose, do not multiply by 0.
                 total = tl.where(present, total + part, total)
         tl.store(y + row.to(tl.int64) * D + columns, total.to(y.dtype.element_ty), mask=(columns < D) & (row < rows))
-
-
-TIMED = not backend.INTERPRETED
-
-
-def send_rows(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    group_of_E: Tensor,
-    counts_E: Tensor,
-    control: Tensor,
-    layout: Layout,
-    groups: int,
-    bucket: int,
-    exchange: int,
-    micro_batch: int,
-) -> None:
-    rows, slots = ids_TK.shape
-    block_d, warps = _width(layout.hidden)
-    send_rows_kernel[(layout.blocks(bucket), groups)](
-        x_TD, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, x_TD.stride(0),
-        layout.inbox_section(micro_batch), layout.x_at, layout.ids_at, layout.weights_at, group_of_E.numel(),
-        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots), BLOCK_D=block_d,
-        ROWS=layout.block_rows(bucket), num_warps=warps,
-    )  # fmt: skip
-
-
-def take_rows(
-    flags: Tensor,
-    ids_RK: Tensor,
-    taken_RK: Tensor,
-    counts_E: Tensor,
-    control: Tensor,
-    layout: Layout,
-    bucket: int,
-    exchange: int,
-) -> None:
-    blocks, pairs = layout.blocks(bucket), bucket * layout.slots
-    take_rows_kernel[(1,)](
-        flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, counts_E.numel(),
-        BLOCKS=triton.next_power_of_2(blocks), BLOCK=1024, TIMED=TIMED, num_warps=4,
-    )  # fmt: skip
-
-
-def send_answers(
-    y: Tensor, taken_RK: Tensor, control: Tensor, layout: Layout, bucket: int, exchange: int, micro_batch: int
-) -> None:
-    block_d, warps = _width(layout.hidden)
-    send_answers_kernel[(layout.blocks(bucket),)](
-        y, taken_RK, control, bucket, exchange, layout.answers_section(micro_batch), layout.y_at,
-        D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
-        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
-        num_warps=warps,
-    )  # fmt: skip
-
-
-def sum_answers(
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    group_of_E: Tensor,
-    control: Tensor,
-    y_TD: Tensor,
-    layout: Layout,
-    groups: int,
-    bucket: int,
-    exchange: int,
-    micro_batch: int,
-    crowded: bool,
-) -> None:
-    block_d, warps = _width(layout.hidden)
-    section, blocks = layout.answers_section(micro_batch), layout.blocks(bucket)
-    if crowded:
-        wait_answers_kernel[(1,)](
-            control, blocks, exchange, section, groups, BLOCKS=triton.next_power_of_2(blocks), TIMED=TIMED, num_warps=1
-        )  # fmt: skip
-    sum_answers_kernel[(blocks, triton.cdiv(layout.hidden, block_d))](
-        ids_TK, weights_TK, group_of_E, control, y_TD, ids_TK.shape[0], exchange,
-        section, layout.y_at, group_of_E.numel(), groups,
-        D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
-        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
-        WAITS=not crowded, TIMED=TIMED, num_warps=warps,
-    )  # fmt: skip
-
-
-def _width(hidden: int) -> tuple[int, int]:
-    """Columns that a program moves at a time, and its warps: 16 elements for each thread."""
-    block = min(triton.next_power_of_2(hidden), 4096)
-    return block, min(8, max(1, block // 512))

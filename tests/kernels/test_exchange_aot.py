@@ -14,8 +14,11 @@ WAITS = ["take_rows_kernel", "wait_answers_kernel", "sum_answers_kernel"]
 SENDS = ["send_rows_kernel", "send_answers_kernel"]
 
 
-def compiled(kernel: str, slots: int = 1) -> aot.Compiled:
-    return aot.compile_sm90(f"moe_kernels.exchange_triton:{kernel}", *_arguments(kernel, slots))
+def compiled(kernel: str, slots: int = 1, ahead: bool = True) -> aot.Compiled:
+    types, constants = _arguments(kernel, slots)
+    if kernel in SENDS:
+        constants = {**constants, "AHEAD": ahead and slots == 1}
+    return aot.compile_sm90(f"moe_kernels.exchange_triton:{kernel}", types, constants)
 
 
 def _arguments(kernel: str, slots: int) -> tuple[dict[str, str], dict[str, Any]]:
@@ -46,9 +49,10 @@ def test_nothing_spills(kernel: str, slots: int) -> None:
     aot.assert_no_stack(compiled(kernel, slots))
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("kernel", SENDS)
-def test_a_flag_is_released_to_other_gpus_after_the_rows(kernel: str) -> None:
-    ptx = compiled(kernel).ptx
+def test_a_flag_is_released_to_other_gpus_after_the_rows(kernel: str, ahead: bool) -> None:
+    ptx = compiled(kernel, ahead=ahead).ptx
     flag = re.search(r"atom\.global\.sys\.release\.exch", ptx)
     assert flag is not None
     assert "st.global.v4" in ptx[: flag.start()]

@@ -1,0 +1,112 @@
+"""Launches of :mod:`moe_kernels.exchange_triton`: what a layout and a bucket mean for their grids."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from moe_kernels import backend
+from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange_triton import (
+    send_answers_kernel,
+    send_rows_kernel,
+    sum_answers_kernel,
+    take_rows_kernel,
+    wait_answers_kernel,
+)
+
+MOST_READ_AHEAD = 512
+"""Rows read in all, by every group's programs."""
+TIMED = not backend.INTERPRETED
+
+
+def send_rows(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    group_of_E: Tensor,
+    counts_E: Tensor,
+    control: Tensor,
+    layout: Layout,
+    groups: int,
+    bucket: int,
+    exchange: int,
+    micro_batch: int,
+) -> None:
+    rows, slots = ids_TK.shape
+    block_d, warps = _width(layout.hidden)
+    send_rows_kernel[(layout.blocks(bucket), groups)](
+        x_TD, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, x_TD.stride(0),
+        layout.inbox_section(micro_batch), layout.x_at, layout.ids_at, layout.weights_at, group_of_E.numel(),
+        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots), BLOCK_D=block_d,
+        ROWS=layout.block_rows(bucket), AHEAD=_ahead(layout, bucket, groups), num_warps=warps,
+    )  # fmt: skip
+
+
+def take_rows(
+    flags: Tensor,
+    ids_RK: Tensor,
+    taken_RK: Tensor,
+    counts_E: Tensor,
+    control: Tensor,
+    layout: Layout,
+    bucket: int,
+    exchange: int,
+) -> None:
+    blocks, pairs = layout.blocks(bucket), bucket * layout.slots
+    take_rows_kernel[(1,)](
+        flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, counts_E.numel(),
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=1024, TIMED=TIMED, num_warps=4,
+    )  # fmt: skip
+
+
+def send_answers(
+    y: Tensor, taken_RK: Tensor, control: Tensor, layout: Layout, bucket: int, exchange: int, micro_batch: int
+) -> None:
+    block_d, warps = _width(layout.hidden)
+    send_answers_kernel[(layout.blocks(bucket),)](
+        y, taken_RK, control, bucket, exchange, layout.answers_section(micro_batch), layout.y_at,
+        D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
+        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
+        AHEAD=layout.answer_slots == 1 and _ahead(layout, bucket, 1), num_warps=warps,
+    )  # fmt: skip
+
+
+def sum_answers(
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    group_of_E: Tensor,
+    control: Tensor,
+    y_TD: Tensor,
+    layout: Layout,
+    groups: int,
+    bucket: int,
+    exchange: int,
+    micro_batch: int,
+    crowded: bool,
+) -> None:
+    block_d, warps = _width(layout.hidden)
+    section, blocks = layout.answers_section(micro_batch), layout.blocks(bucket)
+    if crowded:
+        wait_answers_kernel[(1,)](
+            control, blocks, exchange, section, groups, BLOCKS=triton.next_power_of_2(blocks), TIMED=TIMED, num_warps=1
+        )  # fmt: skip
+    sum_answers_kernel[(blocks, triton.cdiv(layout.hidden, block_d))](
+        ids_TK, weights_TK, group_of_E, control, y_TD, ids_TK.shape[0], exchange,
+        section, layout.y_at, group_of_E.numel(), groups,
+        D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
+        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
+        WAITS=not crowded, TIMED=TIMED, num_warps=warps,
+    )  # fmt: skip
+
+
+def _ahead(layout: Layout, bucket: int, groups: int) -> bool:
+    """Whether a block is one row that a program moves at once, and reading it for each group costs next to nothing."""
+    whole = layout.block_rows(bucket) == 1 and layout.hidden <= _width(layout.hidden)[0]
+    return whole and bucket * groups <= MOST_READ_AHEAD
+
+
+def _width(hidden: int) -> tuple[int, int]:
+    """Columns that a program moves at a time, and its warps: 16 elements for each thread."""
+    block = min(triton.next_power_of_2(hidden), 4096)
+    return block, min(8, max(1, block // 512))
