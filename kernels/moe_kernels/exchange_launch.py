@@ -15,7 +15,9 @@ from moe_kernels.exchange_triton import (
     wait_answers_kernel,
 )
 
-MOST_READ_AHEAD = 512
+MOST_ELEMENTS = 16_384
+"""Of a tile: what eight warps hold in half of their registers."""
+MOST_READ_AHEAD = 1024
 """Rows read in all, by every group's programs."""
 TIMED = not backend.INTERPRETED
 
@@ -34,12 +36,12 @@ def send_rows(
     micro_batch: int,
 ) -> None:
     rows, slots = ids_TK.shape
-    block_d, warps = _width(layout.hidden)
+    tile = _tile(layout, bucket)
     send_rows_kernel[(layout.blocks(bucket), groups)](
         x_TD, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, x_TD.stride(0),
         layout.inbox_section(micro_batch), layout.x_at, layout.ids_at, layout.weights_at, group_of_E.numel(),
-        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots), BLOCK_D=block_d,
-        ROWS=layout.block_rows(bucket), AHEAD=_ahead(layout, bucket, groups), num_warps=warps,
+        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots),
+        AHEAD=bucket * groups <= MOST_READ_AHEAD, **tile,
     )  # fmt: skip
 
 
@@ -63,12 +65,11 @@ def take_rows(
 def send_answers(
     y: Tensor, taken_RK: Tensor, control: Tensor, layout: Layout, bucket: int, exchange: int, micro_batch: int
 ) -> None:
-    block_d, warps = _width(layout.hidden)
+    tile = _tile(layout, bucket)
     send_answers_kernel[(layout.blocks(bucket),)](
         y, taken_RK, control, bucket, exchange, layout.answers_section(micro_batch), layout.y_at,
         D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
-        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
-        AHEAD=layout.answer_slots == 1 and _ahead(layout, bucket, 1), num_warps=warps,
+        **tile,
     )  # fmt: skip
 
 
@@ -85,28 +86,23 @@ def sum_answers(
     micro_batch: int,
     crowded: bool,
 ) -> None:
-    block_d, warps = _width(layout.hidden)
+    tile = _tile(layout, bucket)
     section, blocks = layout.answers_section(micro_batch), layout.blocks(bucket)
     if crowded:
         wait_answers_kernel[(1,)](
             control, blocks, exchange, section, groups, BLOCKS=triton.next_power_of_2(blocks), TIMED=TIMED, num_warps=1
         )  # fmt: skip
-    sum_answers_kernel[(blocks, triton.cdiv(layout.hidden, block_d))](
+    sum_answers_kernel[(blocks, triton.cdiv(layout.hidden, tile["BLOCK_D"]))](
         ids_TK, weights_TK, group_of_E, control, y_TD, ids_TK.shape[0], exchange,
         section, layout.y_at, group_of_E.numel(), groups,
         D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
-        BLOCK_D=block_d, ROWS=layout.block_rows(bucket),
-        WAITS=not crowded, TIMED=TIMED, num_warps=warps,
+        WAITS=not crowded, TIMED=TIMED, **tile,
     )  # fmt: skip
 
 
-def _ahead(layout: Layout, bucket: int, groups: int) -> bool:
-    """Whether a block is one row that a program moves at once, and reading it for each group costs next to nothing."""
-    whole = layout.block_rows(bucket) == 1 and layout.hidden <= _width(layout.hidden)[0]
-    return whole and bucket * groups <= MOST_READ_AHEAD
-
-
-def _width(hidden: int) -> tuple[int, int]:
-    """Columns that a program moves at a time, and its warps: 16 elements for each thread."""
-    block = min(triton.next_power_of_2(hidden), 4096)
-    return block, min(8, max(1, block // 512))
+def _tile(layout: Layout, bucket: int) -> dict[str, int]:
+    """Rows and columns that a program moves at a time, and its warps: 16 elements for each thread, or more."""
+    rows = layout.block_rows(bucket)
+    tile = triton.next_power_of_2(rows)
+    block = min(triton.next_power_of_2(layout.hidden), 4096, MOST_ELEMENTS // tile)
+    return {"ROWS": rows, "TILE": tile, "BLOCK_D": block, "num_warps": min(8, max(1, tile * block // 512))}

@@ -29,9 +29,11 @@ def aligned(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def row_ids(ids_TK, row, rows, K: tl.constexpr, slots):
-    """Ids of a row, -1 in what lies past the slots or past the last row."""
-    return tl.load(ids_TK + row * K + slots, mask=(slots < K) & (row < rows), other=-1).to(tl.int64)
+def tile_of(block, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The rows of a block, as a column, and which of them there are."""
+    inside = tl.arange(0, TILE)[:, None]
+    row = block * ROWS + inside
+    return row.to(tl.int64), (inside < ROWS) & (row < rows)
 
 
 @triton.jit
@@ -39,6 +41,12 @@ def groups_of(ids, group_of_E, E):
     """The group of each id, -1 where there is none."""
     known = (ids >= 0) & (ids < E)
     return tl.load(group_of_E + ids, mask=known, other=-1)
+
+
+@triton.jit
+def any_slot(of_slots):
+    """For each row, as a column, whether it is so in any of its slots."""
+    return (tl.max(of_slots.to(tl.int32), axis=1) > 0)[:, None]
 
 
 @triton.jit
@@ -69,53 +77,43 @@ def send_rows_kernel(
     x, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, stride_x, section, x_at, ids_at,
     weights_at, E,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    TILE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Block of rows (axis 0) into the inbox of the seat of a group (axis 1), then its flag. Ids of other groups become
     -1; a row with none of the group is not copied; rows past ``rows`` are empty. Counts the pairs sent by expert.
 
-    AHEAD, with one row to a block: read it before it is known whether it goes there, as one latency costs more than
-    the bytes.
+    AHEAD: read rows before it is known whether they go there, as a latency costs more than the bytes.
 
     Example: ids ``[[3, 5]]``, expert 3 in group 0, 5 in group 1: seat 0 gets ids ``[[3, -1]]``, seat 1 ``[[-1, 5]]``.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     inbox, base = tl.load(control + _INBOX + group), tl.load(control + _BASE)
-    slots = tl.arange(0, BLOCK_K)
+    slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    row, present = tile_of(block, rows, ROWS, TILE)
+    ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & present, other=-1).to(tl.int64)
     if AHEAD:
-        columns = tl.arange(0, BLOCK_D)
-        ids_first = row_ids(ids_TK, block, rows, K, slots)
-        first = tl.load(x + block.to(tl.int64) * stride_x + columns, mask=(columns < D) & (block < rows))
+        first = tl.load(x + row * stride_x + columns, mask=(columns < D) & present)
     if (stopped(control) == 0) & (inbox != 0):
         inbox += section
-        for inside in tl.static_range(ROWS):
-            row = block * ROWS + inside
-            if AHEAD:
-                ids = ids_first
-            else:
-                ids = row_ids(ids_TK, row, rows, K, slots)
-            here = groups_of(ids, group_of_E, E) == group
-            there = (slots < K) & (row < bucket)
-            weights = tl.load(weights_TK + row * K + slots, mask=(slots < K) & here, other=0.0)
-            ids_there = (inbox + ids_at).to(tl.pointer_type(tl.int32)) + row * K + slots
-            tl.store(ids_there, tl.where(here, ids, -1).to(tl.int32), mask=there)
-            tl.store((inbox + weights_at).to(tl.pointer_type(tl.float32)) + row * K + slots, weights, mask=there)
-            if not AHEAD:
-                tl.atomic_add(counts_E + ids, 1, mask=here, sem="relaxed")
-            if tl.max(here.to(tl.int32), axis=0) > 0:
-                x_there = aligned(inbox + x_at, x.dtype.element_ty) + row.to(tl.int64) * D
-                if AHEAD:
-                    tl.store(x_there + columns, first, mask=columns < D)
-                else:
-                    for start in tl.static_range(0, D, BLOCK_D):
-                        more = start + tl.arange(0, BLOCK_D)
-                        part = tl.load(x + row.to(tl.int64) * stride_x + more, mask=more < D)
-                        tl.store(x_there + more, part, mask=more < D)
+        here = groups_of(ids, group_of_E, E) == group
+        goes = any_slot(here)
+        weights = tl.load(weights_TK + row * K + slots, mask=here, other=0.0)
+        _, room = tile_of(block, bucket, ROWS, TILE)
+        there = (slots < K) & room
+        ids_there = (inbox + ids_at).to(tl.pointer_type(tl.int32)) + row * K + slots
+        tl.store(ids_there, tl.where(here, ids, -1).to(tl.int32), mask=there)
+        tl.store((inbox + weights_at).to(tl.pointer_type(tl.float32)) + row * K + slots, weights, mask=there)
+        x_there = aligned(inbox + x_at, x.dtype.element_ty) + row * D
+        if AHEAD:
+            tl.store(x_there + columns, first, mask=(columns < D) & goes)
+        for start in tl.static_range(BLOCK_D if AHEAD else 0, D, BLOCK_D):
+            at = start + columns
+            part = tl.load(x + row * stride_x + at, mask=(at < D) & goes)
+            tl.store(x_there + at, part, mask=(at < D) & goes)
         tl.debug_barrier()
         flag = inbox.to(tl.pointer_type(tl.int64)) + block
         tl.atomic_xchg(flag, base + exchange + 1, sem="release", scope="sys")
-        if AHEAD:  # nobody waits for the count
-            tl.atomic_add(counts_E + ids_first, 1, mask=here, sem="relaxed")
+        tl.atomic_add(counts_E + ids, 1, mask=here, sem="relaxed")  # nobody waits for these
 
 
 @triton.jit(do_not_specialize=["blocks", "pairs", "exchange"])
@@ -162,35 +160,28 @@ def take_rows_kernel(
 def send_answers_kernel(
     y, taken_RK, control, bucket, exchange, section, y_at,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Block of answers back to the attention worker, then its flag: SLOTS rows of y per row, 1 if they are summed, else
     one per slot; those without an id are not copied."""
     block = tl.program_id(0)
     answers, base = tl.load(control + _PEER), tl.load(control + _BASE)
-    slots = tl.arange(0, BLOCK_K)
-    if AHEAD:
-        columns = tl.arange(0, BLOCK_D)
-        ids_first = tl.load(taken_RK + block * K + slots, mask=(slots < K) & (block < bucket), other=-1)
-        first = tl.load(y + block.to(tl.int64) * D + columns, mask=(columns < D) & (block < bucket))
+    slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    row, present = tile_of(block, bucket, ROWS, TILE)
+    ids = tl.load(taken_RK + row * K + slots, mask=(slots < K) & present, other=-1)
+    first = tl.load(y + row * SLOTS * D + columns, mask=(columns < D) & present)
     if stopped(control) == 0:
         answers += section
-        y_there = aligned(answers + y_at, y.dtype.element_ty)
-        if AHEAD:
-            if tl.max(ids_first, axis=0) >= 0:
-                tl.store(y_there + block.to(tl.int64) * D + columns, first, mask=columns < D)
-        else:
-            for inside in tl.static_range(ROWS):
-                row = block * ROWS + inside
-                for slot in tl.static_range(SLOTS):
-                    asked = (slots < K) & (row < bucket) & ((SLOTS == 1) | (slots == slot))
-                    ids = tl.load(taken_RK + row * K + slots, mask=asked, other=-1)
-                    if tl.max(ids, axis=0) >= 0:
-                        at = (row.to(tl.int64) * SLOTS + slot) * D
-                        for start in tl.static_range(0, D, BLOCK_D):
-                            more = start + tl.arange(0, BLOCK_D)
-                            part = tl.load(y + at + more, mask=more < D)
-                            tl.store(y_there + at + more, part, mask=more < D)
+        y_there = aligned(answers + y_at, y.dtype.element_ty) + row * SLOTS * D
+        for slot in tl.static_range(SLOTS):
+            asked = any_slot((ids >= 0) & ((SLOTS == 1) | (slots == slot)))
+            for start in tl.static_range(0, D, BLOCK_D):
+                at = start + columns
+                if slot == 0 and start == 0:
+                    part = first
+                else:
+                    part = tl.load(y + (row * SLOTS + slot) * D + at, mask=(at < D) & asked)
+                tl.store(y_there + slot * D + at, part, mask=(at < D) & asked)
         tl.debug_barrier()
         flag = answers.to(tl.pointer_type(tl.int64)) + block
         tl.atomic_xchg(flag, base + exchange + 1, sem="release", scope="sys")
@@ -229,7 +220,7 @@ def wait_answers_kernel(
 def sum_answers_kernel(
     ids_TK, weights_TK, group_of_E, control, y, rows, exchange, section, y_at, E, G,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, WAITS: tl.constexpr, TIMED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WAITS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Wait for a block's answers of every group (unless :func:`wait_answers_kernel` has done so), then sum them in
     float32: groups ascending if they are summed by their seats (SLOTS 1), else slot by slot with the weights. 0 where
@@ -239,9 +230,11 @@ def sum_answers_kernel(
     """
     block, part_of_D = tl.program_id(0), tl.program_id(1)
     want = tl.load(control + _BASE) + exchange + 1
-    slots = tl.arange(0, BLOCK_K)
+    slots, columns = tl.arange(0, BLOCK_K)[None, :], part_of_D * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    row, present = tile_of(block, rows, ROWS, TILE)
     if SLOTS == 1:  # looked up while the answers are on their way
-        groups_first = groups_of(row_ids(ids_TK, block * ROWS, rows, K, slots), group_of_E, E)
+        ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & present, other=-1).to(tl.int64)
+        groups = groups_of(ids, group_of_E, E)
     stop = stopped(control)
     if WAITS:
         for group in range(G):
@@ -252,34 +245,27 @@ def sum_answers_kernel(
                 if wait_for(flag, want, control, bit, TIMED) < want:
                     stop = bit
     tl.debug_barrier()
-    columns = part_of_D * BLOCK_D + tl.arange(0, BLOCK_D)
-    for inside in tl.static_range(ROWS):
-        row = block * ROWS + inside
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        wanted = (columns < D) & (row < rows) & (stop == 0)
-        if SLOTS == 1:
-            if inside == 0:
-                groups = groups_first
-            else:
-                groups = groups_of(row_ids(ids_TK, row, rows, K, slots), group_of_E, E)
-            for group in range(G):
-                answers = tl.load(control + _ANSWERS + group)
-                asked = (tl.max((groups == group).to(tl.int32), axis=0) > 0) & (answers != 0)
-                source = aligned(answers + section + y_at, y.dtype.element_ty) + row.to(tl.int64) * D + columns
-                part = tl.load(source, mask=wanted & asked, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
-        else:
-            for slot in tl.static_range(SLOTS):
-                expert = tl.load(ids_TK + row * K + slot, mask=row < rows, other=-1).to(tl.int64)
-                known = (expert >= 0) & (expert < E)
-                group = tl.load(group_of_E + expert, mask=known, other=0)
-                answers = tl.load(control + _ANSWERS + group)
-                weight = tl.load(weights_TK + row * K + slot, mask=known & (row < rows), other=0.0)
-                at = (row.to(tl.int64) * SLOTS + slot) * D
-                source = aligned(answers + section + y_at, y.dtype.element_ty) + at + columns
-                present = known & (answers != 0)
-                part = tl.load(source, mask=wanted & present, other=0.0, cache_modifier=".cg").to(tl.float32)
-                part *= weight
-                # An absent slot's weight may be NaN or inf: choose, do not multiply by 0.
-                total = tl.where(present, total + part, total)
-        tl.store(y + row.to(tl.int64) * D + columns, total.to(y.dtype.element_ty), mask=(columns < D) & (row < rows))
+    total = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
+    wanted = (columns < D) & present & (stop == 0)
+    if SLOTS == 1:
+        for group in range(G):
+            answers = tl.load(control + _ANSWERS + group)
+            asked = any_slot(groups == group) & (answers != 0)
+            source = aligned(answers + section + y_at, y.dtype.element_ty) + row * D + columns
+            part = tl.load(source, mask=wanted & asked, other=0.0, cache_modifier=".cg")
+            total += part.to(tl.float32)
+    else:
+        for slot in tl.static_range(SLOTS):
+            expert = tl.load(ids_TK + row * K + slot, mask=present, other=-1).to(tl.int64)
+            known = (expert >= 0) & (expert < E)
+            group = tl.load(group_of_E + expert, mask=known, other=0)
+            answers = tl.load(control + _ANSWERS + group)
+            weight = tl.load(weights_TK + row * K + slot, mask=known & present, other=0.0)
+            source = (answers + section + y_at).to(tl.pointer_type(y.dtype.element_ty))
+            source = tl.multiple_of(source, (16, 16)) + (row * SLOTS + slot) * D + columns
+            asked = known & (answers != 0)
+            part = tl.load(source, mask=wanted & asked, other=0.0, cache_modifier=".cg").to(tl.float32)
+            part *= weight
+            # An absent slot's weight may be NaN or inf: choose, do not multiply by 0.
+            total = tl.where(asked, total + part, total)
+    tl.store(y + row * D + columns, total.to(y.dtype.element_ty), mask=(columns < D) & present)

@@ -6,18 +6,21 @@ import re
 from typing import Any
 
 import pytest
+import triton
 from testkit import aot
 
 D, K = 2048, 8
-WIDTHS = {"D": D, "K": K, "BLOCK_K": K, "BLOCK_D": D, "ROWS": 1}
+WIDTHS = {"D": D, "K": K, "BLOCK_K": K, "BLOCK_D": D}
 WAITS = ["take_rows_kernel", "wait_answers_kernel", "sum_answers_kernel"]
 SENDS = ["send_rows_kernel", "send_answers_kernel"]
 
 
-def compiled(kernel: str, slots: int = 1, ahead: bool = True) -> aot.Compiled:
+def compiled(kernel: str, slots: int = 1, rows: int = 1, ahead: bool = True) -> aot.Compiled:
     types, constants = _arguments(kernel, slots)
-    if kernel in SENDS:
-        constants = {**constants, "AHEAD": ahead and slots == 1}
+    if "BLOCK_D" in constants:
+        constants = {**constants, "ROWS": rows, "TILE": triton.next_power_of_2(rows)}
+    if kernel == "send_rows_kernel":
+        constants = {**constants, "AHEAD": ahead}
     return aot.compile_sm90(f"moe_kernels.exchange_triton:{kernel}", types, constants)
 
 
@@ -43,10 +46,10 @@ def _arguments(kernel: str, slots: int) -> tuple[dict[str, str], dict[str, Any]]
     return tensors | sizes, {**WIDTHS, "SLOTS": slots, "WAITS": True, "TIMED": True}
 
 
-@pytest.mark.parametrize("slots", [1, K])
+@pytest.mark.parametrize(("slots", "rows"), [(1, 1), (1, 3), (K, 1)])
 @pytest.mark.parametrize("kernel", WAITS + SENDS)
-def test_nothing_spills(kernel: str, slots: int) -> None:
-    aot.assert_no_stack(compiled(kernel, slots))
+def test_nothing_spills(kernel: str, slots: int, rows: int) -> None:
+    aot.assert_no_stack(compiled(kernel, slots, rows))
 
 
 @pytest.mark.parametrize("ahead", [True, False])
