@@ -17,8 +17,6 @@ from moe_kernels.exchange_triton import (
 
 MOST_ELEMENTS = 16_384
 """Of a tile: what eight warps hold in half of their registers."""
-MOST_READ_AHEAD = 1024
-"""Rows read in all, by every group's programs."""
 TIMED = not backend.INTERPRETED
 
 
@@ -40,8 +38,7 @@ def send_rows(
     send_rows_kernel[(layout.blocks(bucket), groups)](
         x_TD, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, x_TD.stride(0),
         layout.inbox_section(micro_batch), layout.x_at, layout.ids_at, layout.weights_at, group_of_E.numel(),
-        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots),
-        AHEAD=bucket * groups <= MOST_READ_AHEAD, **tile,
+        D=layout.hidden, K=slots, BLOCK_K=triton.next_power_of_2(slots), **tile,
     )  # fmt: skip
 
 

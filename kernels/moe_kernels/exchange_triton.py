@@ -11,6 +11,9 @@ from triton.language.extra.cuda import globaltimer
 
 from moe_kernels.exchange_layout import ANSWERS, BASE, DEADLINE, INBOX, LAST, PEER
 
+SMALL = ["ids_TK", "weights_TK", "group_of_E", "counts_E"]
+"""Read or counted element by element. Slices of them begin anywhere, and a kernel that is compiled for that in a step
+makes every peer wait."""
 CHECK_EVERY = tl.constexpr(16)
 _BASE, _DEADLINE, _LAST, _PEER = (tl.constexpr(word) for word in (BASE, DEADLINE, LAST, PEER))
 _INBOX, _ANSWERS = tl.constexpr(INBOX), tl.constexpr(ANSWERS)
@@ -72,17 +75,17 @@ def wait_for(flag, want, control, bit, TIMED: tl.constexpr):
     return value
 
 
-@triton.jit(do_not_specialize=["rows", "bucket", "exchange"])
+@triton.jit(do_not_specialize=["rows", "bucket", "exchange"], do_not_specialize_on_alignment=SMALL)
 def send_rows_kernel(
     x, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, stride_x, section, x_at, ids_at,
     weights_at, E,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, AHEAD: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Block of rows (axis 0) into the inbox of the seat of a group (axis 1), then its flag. Ids of other groups become
     -1; a row with none of the group is not copied; rows past ``rows`` are empty. Counts the pairs sent by expert.
 
-    AHEAD: read rows before it is known whether they go there, as a latency costs more than the bytes.
+    Rows are read before it is known whether they go there, as a latency costs more than the bytes.
 
     Example: ids ``[[3, 5]]``, expert 3 in group 0, 5 in group 1: seat 0 gets ids ``[[3, -1]]``, seat 1 ``[[-1, 5]]``.
     """
@@ -91,8 +94,7 @@ def send_rows_kernel(
     slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
     row, present = tile_of(block, rows, ROWS, TILE)
     ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & present, other=-1).to(tl.int64)
-    if AHEAD:
-        first = tl.load(x + row * stride_x + columns, mask=(columns < D) & present)
+    first = tl.load(x + row * stride_x + columns, mask=(columns < D) & present)
     if (stopped(control) == 0) & (inbox != 0):
         inbox += section
         here = groups_of(ids, group_of_E, E) == group
@@ -104,9 +106,8 @@ def send_rows_kernel(
         tl.store(ids_there, tl.where(here, ids, -1).to(tl.int32), mask=there)
         tl.store((inbox + weights_at).to(tl.pointer_type(tl.float32)) + row * K + slots, weights, mask=there)
         x_there = aligned(inbox + x_at, x.dtype.element_ty) + row * D
-        if AHEAD:
-            tl.store(x_there + columns, first, mask=(columns < D) & goes)
-        for start in tl.static_range(BLOCK_D if AHEAD else 0, D, BLOCK_D):
+        tl.store(x_there + columns, first, mask=(columns < D) & goes)
+        for start in tl.static_range(BLOCK_D, D, BLOCK_D):
             at = start + columns
             part = tl.load(x + row * stride_x + at, mask=(at < D) & goes)
             tl.store(x_there + at, part, mask=(at < D) & goes)
@@ -116,7 +117,7 @@ def send_rows_kernel(
         tl.atomic_add(counts_E + ids, 1, mask=here, sem="relaxed")  # nobody waits for these
 
 
-@triton.jit(do_not_specialize=["blocks", "pairs", "exchange"])
+@triton.jit(do_not_specialize=["blocks", "pairs", "exchange"], do_not_specialize_on_alignment=SMALL)
 def take_rows_kernel(
     flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, E,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
@@ -187,7 +188,7 @@ def send_answers_kernel(
         tl.atomic_xchg(flag, base + exchange + 1, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["blocks", "exchange"])
+@triton.jit(do_not_specialize=["blocks", "exchange", "G"])
 def wait_answers_kernel(
     control, blocks, exchange, section, G, BLOCKS: tl.constexpr, TIMED: tl.constexpr
 ):  # fmt: skip
@@ -216,7 +217,7 @@ def wait_answers_kernel(
                 stop = tl.atomic_or(control, tl.where(late, bit, tl.zeros((), tl.int64)), sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["rows", "exchange"])
+@triton.jit(do_not_specialize=["rows", "exchange", "G"], do_not_specialize_on_alignment=SMALL)
 def sum_answers_kernel(
     ids_TK, weights_TK, group_of_E, control, y, rows, exchange, section, y_at, E, G,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from services.errors import ConfigError
@@ -14,6 +16,8 @@ def torch_device(name: str, *, rank: int = 0) -> torch.device:
     Raises:
         ConfigError: there is no such device.
     """
+    # Each queue holds up what comes behind a kernel that waits for a peer: one for each stream, not 8 for all of them.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name == "auto":
         return (
             torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")

@@ -15,12 +15,10 @@ WAITS = ["take_rows_kernel", "wait_answers_kernel", "sum_answers_kernel"]
 SENDS = ["send_rows_kernel", "send_answers_kernel"]
 
 
-def compiled(kernel: str, slots: int = 1, rows: int = 1, ahead: bool = True) -> aot.Compiled:
+def compiled(kernel: str, slots: int = 1, rows: int = 1) -> aot.Compiled:
     types, constants = _arguments(kernel, slots)
     if "BLOCK_D" in constants:
         constants = {**constants, "ROWS": rows, "TILE": triton.next_power_of_2(rows)}
-    if kernel == "send_rows_kernel":
-        constants = {**constants, "AHEAD": ahead}
     return aot.compile_sm90(f"moe_kernels.exchange_triton:{kernel}", types, constants)
 
 
@@ -52,10 +50,10 @@ def test_nothing_spills(kernel: str, slots: int, rows: int) -> None:
     aot.assert_no_stack(compiled(kernel, slots, rows))
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kernel", SENDS)
-def test_a_flag_is_released_to_other_gpus_after_the_rows(kernel: str, ahead: bool) -> None:
-    ptx = compiled(kernel, ahead=ahead).ptx
+def test_a_flag_is_released_to_other_gpus_after_the_rows(kernel: str, rows: int) -> None:
+    ptx = compiled(kernel, rows=rows).ptx
     flag = re.search(r"atom\.global\.sys\.release\.exch", ptx)
     assert flag is not None
     assert "st.global.v4" in ptx[: flag.start()]
