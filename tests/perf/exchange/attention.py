@@ -189,6 +189,8 @@ class Attention:
         self._rows, self._dense = rows, dense
         calls = [whole_rows(count, self._world, self._device, 3) for count in rows]
         layers = DenseLayers(self._world, self._device) if dense else None
+        if layers is not None:
+            self._load(layers, [call[0] for call in calls])
 
         def body() -> None:
             if layers is None:
@@ -206,6 +208,15 @@ class Attention:
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             body()  # as in the step before, whose seats it names only by the control block
         return {}
+
+    def _load(self, layers: DenseLayers, rows: list[Tensor]) -> None:
+        """Every kernel between exchanges once: where a seat shares the GPU, its waiting kernels hold up the loading of
+        others, and so themselves."""
+        for x_TD in rows:
+            layers(0, x_TD)[0].add_(x_TD)
+        if self._gpu:
+            stamp[(1,)](self._stamps, 0)
+            torch.cuda.synchronize(self._device)
 
     def run(self, label: str, seconds: float = 0.0, steps: int = 1 << 40) -> dict[str, Any]:
         """Steps until the time, the count or a "stop" is reached. Durations in milliseconds, runs again included."""
