@@ -135,6 +135,8 @@ class WorkerMetrics:
         self.overlapped = gauge("step_overlapped", "1 where the last iteration ran as two micro-batches in ping-pong.")
         self.overlapped_steps = counter("overlapped_steps_total", "Iterations that ran as two micro-batches.")
         self.exchange_wait = counter("exchange_wait_seconds_total", "Time spent waiting for the experts' answers.")
+        self.shared_steps = counter("shared_steps_total", "Iterations with rows in memory that seats share.")
+        self.repeated_steps = counter("repeated_steps_total", "Iterations run again: a seat was lost or late in them.")
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.colocated import LockStepEngine
-from services.attention.observer import ExpertObserver, MeshObserver, StepObserver
+from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StepObserver
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
@@ -126,6 +126,8 @@ class AttentionRole:
             built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
             built.engine.on_work(worker.nudge)
         watched: list[Callable[[], None]] = [ExpertObserver(metrics, built.link.expert_rows).refresh]
+        if isinstance(built.link, SymmLink):
+            watched.append(SharingObserver(metrics, built.link).refresh)
         if built.mesh:
             steps = built.mesh.steps
             watched.append(MeshObserver(metrics, built.mesh.traffic, lambda: steps.turns).refresh)

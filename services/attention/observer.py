@@ -137,6 +137,31 @@ class ExpertObserver:
             self._metrics.expert_top_id.labels(layer, rank).set(expert)
 
 
+class SharingLink(Protocol):
+    """See :class:`services.fabric.symm_link.SymmLink`."""
+
+    @property
+    def shared_steps(self) -> int: ...
+    @property
+    def repeated_steps(self) -> int: ...
+
+
+class SharingObserver:
+    """How many steps went through memory that seats share, and how many had to run again."""
+
+    def __init__(self, metrics: WorkerMetrics, link: SharingLink) -> None:
+        self._metrics, self._link = metrics, link
+        self._seen = (0, 0)
+
+    def refresh(self) -> None:
+        now = self._link.shared_steps, self._link.repeated_steps
+        for counter, new, old in zip(
+            (self._metrics.shared_steps, self._metrics.repeated_steps), now, self._seen, strict=True
+        ):
+            counter.inc(new - old)
+        self._seen = now
+
+
 class MeshTraffic(Protocol):
     """See :class:`services.fabric.mesh_wire.Traffic`."""
 

@@ -22,7 +22,7 @@ from services.model.spec import ModelSpec
 from services.routing import RoutingTable, even_groups
 
 MOST_SHARED_ROWS = 512
-"""Of a micro-batch. Steps with more, prefill that is, are bound by their bytes and not by how soon these set out."""
+"""Of a micro-batch. Longer steps, prefill that is, are bound by their bytes and not by how soon these set out."""
 DEADLINE_S = 0.02
 """For an exchange between GPUs, which takes some 10 microseconds; on CPUs the experts themselves may take longer."""
 
@@ -62,7 +62,7 @@ def remote_link(
 def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory) -> Layout:
     """Between CPUs answers come unsummed, so that tokens are those of ``--fabric-shared off``."""
     return Layout(
-        rows=min(settings.max_num_seqs, MOST_SHARED_ROWS),
+        rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), MOST_SHARED_ROWS),
         hidden=spec.hidden_size,
         slots=spec.top_k,
         dtype=dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,9 @@ from services.model.weights import load_experts
 from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
+
+MOST_WARM_ROWS = 4096
+"""Larger calls take kernels of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class Loader:
         """
         weights = self._given(group, stopped) or self._read(group, stopped)
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
+        if self._device.type == "cuda":
+            _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
         symm = self._symm(group, shard)
         server = ExpertServer(
             shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward),
@@ -171,6 +177,19 @@ class Loader:
             seat=seat,
             package=self._version,
         )
+
+
+def _warm(shard: ExpertShard, group: ShardGroup, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load the kernels of calls of any size now: an attention worker waits for an answer, not for that."""
+    layer, ids = next((layer, ids) for layer, ids in group.experts.items() if ids)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        for rows in (2**power for power in range(MOST_WARM_ROWS.bit_length())):
+            ids_T1 = torch.tensor(ids, device=device)[torch.arange(rows, device=device) % len(ids)].unsqueeze(1)
+            x_TD = torch.zeros(rows, hidden, dtype=dtype, device=device)
+            shard.forward(layer, x_TD, ids_T1, torch.ones(rows, 1, device=device))
+    torch.cuda.current_stream(device).synchronize()
+    log.info("kernels are ready after %.1f s", time.perf_counter() - began)
 
 
 def _on(device: torch.device, compute: Compute) -> Compute:

@@ -32,7 +32,7 @@ class ControlBlock:
         row[list(values)] = torch.tensor(list(values.values()), dtype=torch.int64)
         self.words.copy_(row, non_blocking=True)
         if self._gpu:
-            self._written[at].record()
+            self._written[at].record(torch.cuda.current_stream(self.words.device))
 
     def abort(self) -> None:
         """End the waits of the step under way, from any thread, past all that is queued."""

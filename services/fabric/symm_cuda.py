@@ -87,6 +87,7 @@ class CudaMemory:
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), 0)
         self._granularity = granularity.value
         self._post = FdPost()
+        self._uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def share(self, size: int) -> Region:
         self._enter()
@@ -107,13 +108,18 @@ class CudaMemory:
             os.close(fd.value)
             self._unmap(address, whole)
 
-        ticket = Ticket(kind=self.kind, post=self._post.name, key=key, size=whole, nonce_at=size, nonce=nonce)
+        ticket = Ticket(
+            kind=self.kind, post=self._post.name, key=key, size=whole, nonce_at=size, nonce=nonce, device=self._uuid,
+            process=os.getpid(),
+        )  # fmt: skip
         return Region(tensor[:size], msgspec.msgpack.encode(ticket), close)
 
     def open(self, ticket: bytes) -> Mapping:
         facts = decode_ticket(ticket, self.kind)
         if facts.size % self._granularity or not 0 <= facts.nonce_at <= facts.size - NONCE_BYTES:
             raise wrong_memory(facts)
+        if facts.device == self._uuid and facts.process != os.getpid():
+            raise FabricError("The peer's memory is of this worker's own GPU, on which the two take turns.")
         self._enter()
         fd, handle = fetch_fd(facts.post, facts.key), c_uint64()
         try:

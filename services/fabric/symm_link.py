@@ -108,6 +108,9 @@ class SymmLink:
         self._failing_since: float | None = None
         self._step = _Step(epoch=table.epoch)
         self._under_way = False
+        self.shared_steps = 0
+        """Settled, with rows in shared memory."""
+        self.repeated_steps = 0
         self.lane = SymmLane(memory, layout, node=node, on_lost=self._on_lost)
         self.tcp = open_tcp(self.lane)
         self._set_groups(table)
@@ -193,7 +196,9 @@ class SymmLink:
         self._under_way = False
         if not failed:
             self._failing_since = None
+            self.shared_steps += bool(chosen.seats)
             return True
+        self.repeated_steps += 1
         self._judge(chosen, failed)
         return False
 

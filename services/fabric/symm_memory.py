@@ -26,7 +26,7 @@ NONCE_BYTES = 32
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """``size``: bytes to map. The nonce lies at ``nonce_at``."""
+    """``size``: bytes to map. The nonce lies at ``nonce_at``. ``device`` and ``process``: whose memory it is."""
 
     kind: str
     post: str
@@ -34,6 +34,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     size: Annotated[int, msgspec.Meta(gt=0)]
     nonce_at: int
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    device: str = ""
+    process: int = 0
 
 
 class Mapping:

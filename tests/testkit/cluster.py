@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -90,8 +90,16 @@ class Member:
 class Cluster:
     """redis, gateway, schedulers, attention and expert workers by name: ``experts-0``."""
 
-    def __init__(self, stage: Bench, place: Callable[[str], Place], model: Path, shape: Shape) -> None:
-        self.stage, self.shape = stage, shape
+    def __init__(
+        self,
+        stage: Bench,
+        place: Callable[[str], Place],
+        model: Path,
+        shape: Shape,
+        special: Callable[[str], Mapping[str, object]] = lambda _name: {},
+    ) -> None:
+        """``special``: options that the process of that name gets besides the usual ones."""
+        self.stage, self.shape, self._special = stage, shape, special
         self._model = model
         self._secret = stage.folder / "fabric.secret"
         self._secret.write_text(secrets.token_hex(16))
@@ -164,6 +172,12 @@ class Cluster:
         assert proc is not None
         proc.popen.send_signal(signal.SIGTERM)
 
+    def metric(self, name: str, series: str, **labels: str) -> float:
+        """Of one process; 0 where it does not answer."""
+        with contextlib.suppress(httpx.HTTPError):
+            return metric_sum(httpx.get(self._url(name, "metrics"), timeout=2).text, series, **labels)
+        return 0.0
+
     def _ready(self, name: str) -> bool:
         with contextlib.suppress(httpx.HTTPError):
             return self.members[name].alive and httpx.get(self._url(name, "ready"), timeout=2).status_code == 200
@@ -190,7 +204,8 @@ class Cluster:
             "experts": compute | {"model": self._model},
         }
         common = {"host": place.address, "lease": self.shape.lease_s}
-        return Member(name=name, role=role, place=place, options=own[role] | common | ports, ports=ports)
+        options = own[role] | common | ports | dict(self._special(name))
+        return Member(name=name, role=role, place=place, options=options, ports=ports)
 
     def _redis(self, member: Member) -> Proc:
         address = member.place.address

@@ -1,0 +1,229 @@
+"""A whole server between GPUs: recorded answers over REST while replicas are killed, leave and join. Prints as it goes.
+
+    PYTHONPATH=.:kernels:tests python3 tests/perf/gpu_server.py [--attention 2] [--experts 2] [--groups 1] [--kills 20]
+        [--limit 150] [--out DIR]            (--device cpu --shared host --lane gloo: the same on any machine, slowly)
+
+One process per role, as a user starts them: Redis, gateway, scheduler, attention workers, expert workers, each on the
+next GPU. Exit code 1: an answer was lost or changed, or no step went through shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos.faults import Done
+from chaos.load import Load, Outcome, faults_of, jobs
+from chaos.plan import Event
+from chaos.report import gaps_of, longest_per_event, quantiles
+from testkit.cluster import Cluster, Shape, places
+from testkit.pocket_answers import POCKET, recorded
+from testkit.servers import Bench, bench
+
+SHARED_S, LEAVE_S, EFFECT_S, CALM_S = 60.0, 30.0, 1.0, 2.0
+LAST_S = 30.0
+"""Before the limit: what follows the kills needs so long."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One cluster under load, and what was done to it."""
+
+    cluster: Cluster
+    options: argparse.Namespace
+    began: float = field(default_factory=time.perf_counter)
+    done: list[Done] = field(default_factory=list)
+    windows: list[tuple[str, float, float]] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        return float(self.options.until) - time.monotonic()
+
+    def say(self, text: str, **figures: object) -> None:
+        shown = ", ".join(f"{name} {value}" for name, value in figures.items())
+        print(f"{time.perf_counter() - self.began:7.1f} s  {text}{': ' if shown else ''}{shown}", flush=True)
+
+    async def go(self) -> bool:
+        await asyncio.to_thread(self.cluster.start)
+        self.say("every worker is there")
+        await self._shared(0)
+        load = Load(url=self.cluster.server.url, streams=self.options.streams)
+        wanted = jobs(recorded(), 1, shortest=16, longest=48)
+        cold = await load.undisturbed(wanted)
+        self._tell("first answers, kernels compiled on the way", cold)
+        quiet = await load.undisturbed(wanted)
+        self._tell("undisturbed", quiet)
+        over, start = asyncio.Event(), time.perf_counter()
+        loading = asyncio.create_task(load.run(wanted, 1, over.is_set))
+        await asyncio.sleep(CALM_S)
+        try:
+            await self._disturb()
+        finally:
+            over.set()
+            outcomes = await loading
+        self._tell("disturbed", outcomes)
+        return self._judge([*cold, *quiet, *outcomes], outcomes, start)
+
+    async def _disturb(self) -> None:
+        replicas = self.cluster.of("experts")
+        for kill in range(self.options.kills):
+            if self.left_s < LAST_S:
+                break
+            await self._end("kill experts", replicas[kill % len(replicas)])
+        if self.left_s > LAST_S / 2:
+            await self._end("leave experts", replicas[-1])
+        if self.left_s > LAST_S / 3:
+            await self._end("kill attention", self.cluster.of("attention")[0], whole=False)
+
+    async def _end(self, kind: str, name: str, *, whole: bool = True) -> None:
+        """End one, start another in its place at once, wait until it serves; then a while of calm."""
+        seen = self._sharings()
+        at = time.perf_counter()
+        leaves = kind.startswith("leave")
+        (self.cluster.terminate if leaves else self.cluster.kill9)(name)
+        proc = self.cluster.members[name].proc
+        assert proc is not None
+        if leaves:
+            code = await asyncio.to_thread(proc.popen.wait, LEAVE_S)
+            self.say(f"{name} left", exit=code, seconds=round(time.perf_counter() - at, 2))
+        self.done.append(Done(event=Event(at=at, kind=kind, target=name), target=name, began=at, ended=at))
+        await asyncio.sleep(EFFECT_S)
+        again = time.perf_counter()
+        await asyncio.to_thread(self.cluster.start_one, name)
+        if whole:
+            await asyncio.to_thread(self.cluster.wait_whole, max(5.0, self.left_s - 10))
+            await self._shared(seen)
+        self.windows.append((f"join after {kind}", again, time.perf_counter()))
+        self.say(f"{kind} {name}, back", seconds=round(time.perf_counter() - again, 1))
+        calm = time.perf_counter()
+        await asyncio.sleep(CALM_S)
+        self.windows.append(("calm", calm, time.perf_counter()))
+
+    def _sharings(self) -> int:
+        """How often an attention worker that lives has found shared memory with a seat."""
+        logs = [self.cluster.members[name].proc for name in self.cluster.of("attention")]
+        return sum(proc.log().count("shares memory") for proc in logs if proc is not None)
+
+    async def _shared(self, before: int) -> None:
+        """Until each attention worker shares memory with one more seat than before, at the start with all."""
+        if self.options.shared == "off":
+            return
+        attention = len(self.cluster.of("attention"))
+        wanted = before + attention * (1 if before else len(self.cluster.of("experts")))
+        began = time.perf_counter()
+        while self._sharings() < wanted and time.perf_counter() < began + min(SHARED_S, max(1.0, self.left_s - 10)):
+            await asyncio.sleep(0.05)
+        found = self._sharings()
+        self.say("memory is shared", pairs=f"{found} of {wanted}", waited_s=round(time.perf_counter() - began, 1))
+
+    def _tell(self, what: str, outcomes: list[Outcome]) -> None:
+        first, between = gaps_of(outcomes, 0.0)
+        figures = {
+            "answers": len(outcomes), "wrong": dict(faults_of(outcomes)),
+            "inter_token_ms": quantiles([end - begin for begin, end in between]),
+            "first_token_ms": quantiles([end - begin for begin, end in first]),
+            "shared_steps": self._count("shared_steps_total"), "again": self._count("repeated_steps_total"),
+            "steps": self._count("engine_steps_total"),
+        }  # fmt: skip
+        self.results[what] = figures
+        self.say(what, **figures)
+        for outcome in [outcome for outcome in outcomes if outcome.fault][:5]:
+            self.say(str(outcome.fault))
+
+    def _count(self, series: str) -> list[int]:
+        """Of each attention worker, since it started."""
+        return [int(self.cluster.metric(name, f"expertmesh_{series}")) for name in self.cluster.of("attention")]
+
+    def _judge(self, everything: list[Outcome], outcomes: list[Outcome], start: float) -> bool:
+        _, between = gaps_of(outcomes, 0.0)
+        events = longest_per_event(self.done, between, 0.0, EFFECT_S)
+        for event in events:
+            event["at_s"] = round(event["at_s"] - start, 2)
+            self.say("longest gap", **event)
+        kills = sorted(event["longest_gap_ms"] for event in events if event["kind"] == "kill experts")
+        self.say("longest gaps after kills of a replica, ms", kills=kills)
+        for kind in sorted({kind for kind, _, _ in self.windows}):
+            spans = [(begin, end) for of, begin, end in self.windows if of == kind]
+            inside = [b - a for a, b in between if any(begin <= a and b <= end for begin, end in spans)]
+            self.results[kind] = {"tokens": len(inside)} | quantiles(inside)
+            self.say(f"inter-token latency, {kind}, ms", **self.results[kind])
+        self.results |= {"events": events, "kills_ms": kills, "faults": dict(faults_of(everything))}
+        shared = self.options.shared == "off" or any(self.results["undisturbed"]["shared_steps"])
+        good = not faults_of(everything) and shared
+        self.say("verdict", good=good, answers=len(everything), faults=dict(faults_of(everything)), shared=shared)
+        return good
+
+
+def special(options: argparse.Namespace, name: str) -> dict[str, object]:
+    """Every worker on the next GPU; links as asked for."""
+    role, _, number = name.partition("-")
+    if role not in ("attention", "experts"):
+        return {}
+    gpu = int(number) + (options.attention if role == "experts" else 0)
+    link = {"fabric_shared": options.shared, "fabric_lane": options.lane}
+    batch = {"max_num_seqs": options.streams, "max_num_batched_tokens": 512} if role == "attention" else {}
+    return {"device": options.device, "gpu": gpu, **link, **batch}
+
+
+def give_up(stage: Bench, out: Path | None) -> None:
+    print("TIME IS UP", flush=True)
+    keep_logs(stage, out, show=True)
+    os._exit(3)  # roles end with this process
+
+
+def keep_logs(stage: Bench, out: Path | None, *, show: bool) -> None:
+    for proc in stage.procs:
+        text = proc.log()
+        if out is not None:
+            (out / proc.log_path.name).write_text(text[-1_000_000:])
+        if show or "Traceback" in text:
+            print(f"--- {proc.name} (pid {proc.pid}, exit {proc.popen.poll()})\n{text[-2500:]}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--limit", type=float, default=150, help="seconds after which all ends")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shared", default="auto")
+    parser.add_argument("--lane", default="auto")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.until = time.monotonic() + options.limit
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+    shape = Shape(
+        attention=options.attention, experts=options.experts, groups=options.groups, schedulers=1, lease_s=6.0
+    )
+    with tempfile.TemporaryDirectory() as folder, bench(Path(folder)) as stage, places(False) as place:
+        timer = threading.Timer(options.limit, give_up, (stage, options.out))
+        timer.daemon = True
+        timer.start()
+        cluster = Cluster(stage, place, POCKET / "model", shape, lambda name: special(options, name))
+        run = Run(cluster=cluster, options=options)
+        good = False
+        try:
+            good = asyncio.run(run.go())
+        finally:
+            keep_logs(stage, options.out, show=not good)
+            if options.out:
+                (options.out / "gpu_server.json").write_text(json.dumps(run.results, indent=1, default=str))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
