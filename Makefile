@@ -1,5 +1,6 @@
 # make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
 # make test   set up .venv, run all tests
+# make gpu-test  the links between GPUs, on a machine with 2 or 4 of them
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
 # make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
@@ -15,7 +16,7 @@ CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
 
-.PHONY: env run test lint types imports check bench-cpu chaos demo-model constraints clean
+.PHONY: env run test gpu-test lint types imports check bench-cpu chaos demo-model constraints clean
 
 env: $(STAMP)
 
@@ -35,6 +36,10 @@ run: env
 test: env
 	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow
 	$(BIN)/pytest -q --durations=15 tests/flow
+
+# Uses the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
+gpu-test:
+	TRITON_INTERPRET=0 $(if $(wildcard $(BIN)/pytest),$(BIN)/pytest,$(PYTHON) -m pytest) -q -m gpu --durations=15 tests/contract
 
 lint: env
 	$(BIN)/ruff check .

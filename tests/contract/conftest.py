@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from redis.asyncio import Redis
@@ -28,6 +29,9 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
+
+if TYPE_CHECKING:
+    from testkit.gpu_workers import GpuPool
 
 
 def _binaries() -> dict[str, str]:
@@ -246,3 +250,20 @@ async def durable_floor(
     client = connect(server.url)
     yield server, Floor(await new_bench(client))
     await client.aclose()
+
+
+@pytest.fixture(scope="session")
+def gpu_pools() -> Iterator[Callable[[int], GpuPool]]:
+    """Expert workers on so many GPUs, for all tests; skips where there are fewer."""
+    from testkit.gpu_workers import GpuPool, why_not  # torch, which the queue needs not
+
+    pools: dict[int, GpuPool] = {}
+
+    def pool(gpus: int) -> GpuPool:
+        if reason := why_not(gpus):
+            pytest.skip(f"between GPUs: {reason}")
+        return pools.setdefault(gpus, GpuPool(gpus))
+
+    yield pool
+    for one in pools.values():
+        one.close()

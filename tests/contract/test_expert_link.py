@@ -1,4 +1,5 @@
-"""What every ExpertLink promises. An implementation joins by one entry in ``IMPLEMENTATIONS``.
+"""What every ExpertLink promises. An implementation joins by one entry in ``IMPLEMENTATIONS``; those between GPUs, in
+``BETWEEN_GPUS``, run where there are GPUs (``make gpu-test``) and skip elsewhere.
 
 Moving rows is exact to the bit: the experts here scale a row by a whole number, in steps that float32 computes without
 rounding, so whatever differs comes from the link and from the sum.
@@ -14,7 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.gpu_fabric import GpuLinks, gpu_links
 from testkit.mesh_fabric import dealt_link
+from testkit.symm_fabric import symm_link
 from testkit.tcp_fabric import tcp_link
 from torch import Tensor
 
@@ -43,6 +46,8 @@ IMPLEMENTATIONS: dict[str, OpenLink] = {"local": local, "tcp": tcp([1]), "tcp-3-
 IMPLEMENTATIONS["tcp-reduced"] = tcp([2], reduced=True)  # one group: across groups it adds in another order
 IMPLEMENTATIONS["lane-3-workers"] = tcp([2, 1], lane="gloo")
 IMPLEMENTATIONS["lane-reduced"] = tcp([2], reduced=True, lane="gloo")
+IMPLEMENTATIONS["symm"] = lambda layers: symm_link(layers, EXPERTS, [2, 1])
+IMPLEMENTATIONS["symm-summed"] = lambda layers: symm_link(layers, EXPERTS, [2], unsummed=False)
 
 
 def mesh(nodes: str, way: Any, slices: int = 1, pairs: int = 0, slots: int | None = None) -> OpenLink:
@@ -64,9 +69,22 @@ IN_ANOTHER_ORDER = [link for name, link in IMPLEMENTATIONS.items() if "hierarchi
 """These add partial sums: exact where every sum is."""
 
 
-@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
-def open_link(request: pytest.FixtureRequest) -> OpenLink:
-    return IMPLEMENTATIONS[request.param]
+BETWEEN_GPUS = [
+    pytest.param((name, gpus), marks=pytest.mark.gpu, id=f"{name}-{gpus}-gpus")
+    for gpus in (2, 4)
+    for name in gpu_links(EXPERTS)
+]
+
+
+@pytest.fixture(scope="module", params=[*IMPLEMENTATIONS, *BETWEEN_GPUS])
+def open_link(request: pytest.FixtureRequest) -> Iterator[OpenLink]:
+    if isinstance(request.param, str):
+        yield IMPLEMENTATIONS[request.param]
+        return
+    name, gpus = request.param
+    links = gpu_links(EXPERTS)[name](request.getfixturevalue("gpu_pools")(gpus))
+    yield links
+    links.close()
 
 
 def scaling_experts(scales: list[int], dtype: torch.dtype = torch.float32) -> ExpertWeights:
@@ -112,10 +130,20 @@ def slot_order_sum(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, scales: lis
 
 
 def assert_same(open_link: OpenLink, found_TD: Tensor, expected_TD: Tensor) -> None:
-    if open_link in IN_ANOTHER_ORDER:
+    if open_link in IN_ANOTHER_ORDER or getattr(open_link, "another_order", False):
         torch.testing.assert_close(found_TD, expected_TD, atol=1e-4, rtol=1e-5)
     else:
         assert torch.equal(found_TD, expected_TD)
+
+
+def assert_sum(open_link: OpenLink, found_TD: Tensor, batch: tuple[Tensor, Tensor, Tensor], scales: list[int]) -> None:
+    """``found_TD`` is the sum in slot order; between GPUs, whose kernels multiply and add in one, that of LocalLink."""
+    expected_TD = slot_order_sum(*batch, scales)
+    if isinstance(open_link, GpuLinks):
+        local_TD = open_link.local(scaling_experts(scales), *batch)
+        torch.testing.assert_close(local_TD, expected_TD, atol=1e-4, rtol=1e-5)
+        expected_TD = local_TD
+    assert_same(open_link, found_TD, expected_TD)
 
 
 SCALES = [1, -2, 3, 5, -7, 11, 13, -17]
@@ -151,7 +179,7 @@ def test_combine_sums_in_slot_order(open_link: OpenLink, rows: int, slots: int, 
     x_TD, (ids_TK, weights_TK) = whole_rows(rows, seed), choice(rows, slots, seed)
     with open_link({3: scaling_experts(SCALES)}) as link:
         y_TD = link.combine(link.dispatch(3, x_TD, ids_TK, weights_TK))
-    assert_same(open_link, y_TD, slot_order_sum(x_TD, ids_TK, weights_TK, SCALES))
+    assert_sum(open_link, y_TD, (x_TD, ids_TK, weights_TK), SCALES)
 
 
 def test_arithmetic_equals_the_loop(open_link: OpenLink) -> None:
@@ -173,8 +201,8 @@ def test_two_handles_in_flight(open_link: OpenLink, first_in_first_out: bool) ->
             handles = [link.dispatch(*batch) for batch in pair]
             order = [0, 1] if first_in_first_out else [1, 0]
             outputs = {index: link.combine(handles[index]) for index in order}
-            for index, (layer, x_TD, ids_TK, weights_TK) in enumerate(pair):
-                assert_same(open_link, outputs[index], slot_order_sum(x_TD, ids_TK, weights_TK, scales[layer]))
+            for index, (layer, *batch) in enumerate(pair):
+                assert_sum(open_link, outputs[index], tuple(batch), scales[layer])
 
 
 def test_slots_without_expert_are_skipped(open_link: OpenLink) -> None:
@@ -183,14 +211,14 @@ def test_slots_without_expert_are_skipped(open_link: OpenLink) -> None:
     with open_link({0: scaling_experts(SCALES)}) as link:
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
     assert (y_TD[0] == 0).all()
-    assert_same(open_link, y_TD, slot_order_sum(x_TD, ids_TK, weights_TK, SCALES))
+    assert_sum(open_link, y_TD, (x_TD, ids_TK, weights_TK), SCALES)
 
 
 def test_all_rows_to_one_expert(open_link: OpenLink) -> None:
     x_TD, ids_TK, weights_TK = whole_rows(50, 1), torch.full((50, 1), 5), torch.rand(50, 1)
     with open_link({0: scaling_experts(SCALES)}) as link:
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
-    assert_same(open_link, y_TD, slot_order_sum(x_TD, ids_TK, weights_TK, SCALES))
+    assert_sum(open_link, y_TD, (x_TD, ids_TK, weights_TK), SCALES)
 
 
 def test_no_rows(open_link: OpenLink) -> None:

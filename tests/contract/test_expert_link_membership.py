@@ -1,6 +1,7 @@
 """What every ExpertLink with replicas promises: right sums while replicas join, leave and die; a typed error in time.
 
-An implementation joins by one entry in ``IMPLEMENTATIONS``.
+An implementation joins by one entry in ``IMPLEMENTATIONS``; those between GPUs, where a kill is a kill -9 of a process,
+run where there are GPUs (``make gpu-test``).
 """
 
 from __future__ import annotations
@@ -19,42 +20,54 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, serve, table_of
+from testkit.replicas import GPU_KINDS, KINDS, GpuSeats, Seats, Server, ThreadSeats
+from testkit.servers import wait_until
+from testkit.tcp_fabric import FAST, SECRET, hello, scaled, seat_of, table_of
 from torch import Tensor
 
 from services.errors import ExpertUnavailable
 from services.fabric import tcp_handshake
-from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_stream import Stream
 from services.fabric.tcp_wire import Echo, Kind, Limits, frame_parts, message_of, read_frame
 from services.routing import RoutingTable, Seat, even_groups
 
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"tcp": {}, "tcp-reduced": {"reduced": True}, "lane": {"lane": "gloo"}}
 EXPERTS, GROUPS = 8, 2
 CUT = even_groups([0], EXPERTS, GROUPS)
 CHANGES = 30
+JOIN_S = 60.0
+KILL_S = 0.5
+ALL = {0: range(EXPERTS)}
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return IMPLEMENTATIONS[request.param]
+@pytest.fixture(params=KINDS)
+def seats(request: pytest.FixtureRequest) -> Seats:
+    """Servers in threads of this process."""
+    return ThreadSeats(KINDS[request.param])
 
 
-def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Expert e returns e + 1 times the row: exact for small whole numbers and dyadic weights."""
-    return x_TD * torch.where(ids_TK >= 0, (ids_TK + 1) * weights_TK, 0).sum(1, keepdim=True)
+BETWEEN_GPUS = [
+    pytest.param((kind, gpus), marks=pytest.mark.gpu, id=f"{kind}-{gpus}-gpus") for gpus in (2, 4) for kind in GPU_KINDS
+]
+
+
+@pytest.fixture(params=[*KINDS, *BETWEEN_GPUS])
+def all_seats(request: pytest.FixtureRequest) -> Seats:
+    """In threads, or between GPUs in processes."""
+    if isinstance(request.param, str):
+        return ThreadSeats(KINDS[request.param])
+    kind, gpus = request.param
+    return GpuSeats(request.getfixturevalue("gpu_pools")(gpus), GPU_KINDS[kind])
 
 
 class Cluster:
     """Servers behind one link: each change is announced, or not, as a scheduler would."""
 
-    def __init__(self, lane: str) -> None:
-        self.servers: dict[int, tuple[int, ExpertServer]] = {}
-        self._lane = lane
+    def __init__(self, seats: Seats) -> None:
+        self.servers: dict[int, tuple[int, Server]] = {}
+        self._seats = seats
         self.epoch = 0
-        self.link: TcpLink | None = None
-        self._number = 0
+        self.link: Any = None
         for group in range(GROUPS):
             for _ in range(2):
                 self.join(group)
@@ -65,12 +78,11 @@ class Cluster:
         return table_of(*seats, groups=CUT, epoch=self.epoch)
 
     def join(self, group: int) -> None:
-        server = serve(scaled, seat=self._number, experts=CUT[group].experts, lane=self._lane)
-        self.servers[self._number] = group, server
-        self._number += 1
+        number, server = self._seats.serve(CUT[group].experts, group)
+        self.servers[number] = group, server
         self._announce()
-        while self.link is not None and self._number - 1 not in self.link.usable():
-            time.sleep(0.002)
+        if self.link is not None:
+            wait_until(lambda: number in self.link.usable(), JOIN_S, "the newcomer is usable", every_s=0.002)
 
     def leave(self, number: int) -> None:
         _, server = self.servers.pop(number)
@@ -79,7 +91,7 @@ class Cluster:
 
     def kill(self, number: int) -> None:
         """It is announced later, if at all: with the next change."""
-        self.servers.pop(number)[1].close()
+        self.servers.pop(number)[1].kill()
 
     def replicas(self, group: int) -> list[int]:
         return [number for number, (of, _) in self.servers.items() if of == group]
@@ -104,7 +116,7 @@ class Cluster:
 class Load(threading.Thread):
     """Dispatches, two handles at a time, until told to stop; holds every sum against what it must be."""
 
-    def __init__(self, link: TcpLink, seed: int) -> None:
+    def __init__(self, link: Any, seed: int) -> None:
         super().__init__(daemon=True)
         self.done, self.stop, self.error = threading.Semaphore(0), threading.Event(), None
         self._link, self._torch = link, torch.Generator().manual_seed(seed)
@@ -127,13 +139,13 @@ class Load(threading.Thread):
         return scaled(0, x_TD, ids_TK, weights_TK), self._link.dispatch(0, x_TD, ids_TK, weights_TK)
 
 
-def test_sums_stay_right_while_replicas_join_leave_and_die(options: dict[str, Any]) -> None:
+def test_sums_stay_right_while_replicas_join_leave_and_die(all_seats: Seats) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    draw, cluster = random.Random(seed), Cluster(options.get("lane", ""))
-    with linked(cluster.table(), unavailable_s=10, call_s=10, **options) as link:
+    draw, cluster = random.Random(seed), Cluster(all_seats)
+    with all_seats.linked(cluster.table(), unavailable_s=10, call_s=10) as link:
         cluster.link = link
-        loads = [Load(link, seed + index) for index in range(2)]
+        loads = [Load(link, seed + index) for index in range(all_seats.threads)]
         for load in loads:
             load.start()
         try:
@@ -146,15 +158,16 @@ def test_sums_stay_right_while_replicas_join_leave_and_die(options: dict[str, An
                 load.stop.set()
                 load.join(20)
             cluster.close()
-    assert [load.error for load in loads] == [None, None]
+    assert [load.error for load in loads] == [None] * len(loads)
+    all_seats.check(link)
 
 
 class Mute:
     """Greets as an expert worker does, echoes, accepts whatever comes and never answers."""
 
-    def __init__(self, lane: str) -> None:
+    def __init__(self, seats: Seats) -> None:
         self._release = threading.Event()
-        self.server = serve(self._wait, lane=lane)
+        self.number, self.server = seats.serve(ALL, compute=self._wait)
 
     def _wait(self, _layer: int, x_TD: Tensor, *_: Tensor) -> Tensor:
         self._release.wait(20)
@@ -166,8 +179,9 @@ class Mute:
 
 
 @pytest.fixture
-def mute(options: dict[str, Any]) -> Iterator[ExpertServer]:
-    one = Mute(options.get("lane", ""))
+def mute(seats: Seats) -> Iterator[ExpertServer]:
+    """Seat 0."""
+    one = Mute(seats)
     yield one.server
     one.close()
 
@@ -178,21 +192,21 @@ def timed(work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def rows(link: TcpLink) -> Any:
+def rows(link: Any) -> Any:
     return link.dispatch(0, torch.ones(3, 4), torch.zeros(3, 1).long(), torch.ones(3, 1))
 
 
-def test_a_server_that_never_answers_costs_the_deadline(mute: ExpertServer, options: dict[str, Any]) -> None:
-    well = serve(scaled, seat=1, lane=options.get("lane", ""))
-    with linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=0.3, **options) as link:
+def test_a_server_that_never_answers_costs_the_deadline(mute: ExpertServer, seats: Seats) -> None:
+    _, well = seats.serve(ALL)
+    with seats.linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=0.3) as link:
         handle = rows(link)
         assert 0.25 < timed(lambda: link.combine(handle)) < 2
         assert timed(lambda: link.combine(rows(link))) < 0.25  # it takes no calls for a while
     well.close()
 
 
-def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, options: dict[str, Any]) -> None:
-    with linked(table_of(seat_of(mute, 0)), call_s=0.2, unavailable_s=0.3, **options) as link:
+def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, seats: Seats) -> None:
+    with seats.linked(table_of(seat_of(mute, 0)), call_s=0.2, unavailable_s=0.3) as link:
         began = time.monotonic()
         with pytest.raises(ExpertUnavailable, match="shard group 0 could compute layer 0") as caught:
             link.combine(rows(link))
@@ -200,16 +214,14 @@ def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, options: dict
     assert caught.value.retryable
 
 
-def test_a_peer_that_vanishes_is_noticed_by_its_silence(options: dict[str, Any]) -> None:
-    """It greets and echoes, then neither reads nor sends nor closes. It can have no lane; others may."""
-    lane = options.get("lane", "")
-    options = options | {"lanes": lanes_of(lane, required=False)}
+def test_a_peer_that_vanishes_is_noticed_by_its_silence(seats: Seats) -> None:
+    """It greets and echoes, then neither reads nor sends nor closes. It can have no lane and no memory; others may."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def vanish() -> None:
         sock, _ = listener.accept()
         stream = Stream(sock, silence_s=5, name="link")
-        tcp_handshake.admit(stream, SECRET, hello(seat=0), time.monotonic() + 5)
+        tcp_handshake.admit(stream, SECRET, hello(seat=1), time.monotonic() + 5)
         echo = read_frame(stream, Limits(4096, 1 << 16))
         stream.send(frame_parts(Kind.ECHO, message_of(echo, Echo), [echo.payload]))
         kept.append(stream)
@@ -217,10 +229,11 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(options: dict[str, Any])
     kept: list[Stream] = []
     thread = threading.Thread(target=vanish, daemon=True)
     thread.start()
-    well = serve(scaled, seat=1, lane=lane)
+    number, well = seats.serve(ALL)
     host, port = listener.getsockname()
-    ghost = Seat(number=0, worker="experts-0", group=0, host=host, port=port)
-    with linked(table_of(ghost, seat_of(well, 1)), call_s=30, unavailable_s=30, **options) as link:
+    ghost = Seat(number=number + 1, worker=f"experts-{number + 1}", group=0, host=host, port=port)
+    table = table_of(ghost, seat_of(well, number))
+    with seats.linked(table, call_s=30, unavailable_s=30, without=1) as link:
         assert timed(lambda: link.combine(rows(link))) < FAST.silence_s + 1.5
     well.close()
     listener.close()
@@ -231,34 +244,36 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(options: dict[str, Any])
 WORKER = """
 import sys, torch
 torch.set_num_threads(1)
-from testkit.tcp_fabric import serve
-server = serve(lambda layer, x, ids, weights: (sys.stdin.readline(), x)[1], seat=0, lane=sys.argv[1])
+from testkit.replicas import KINDS, ThreadSeats
+seats = ThreadSeats(KINDS[sys.argv[1]])
+number, server = seats.serve({0: range(8)}, compute=lambda layer, x, ids, weights: (sys.stdin.readline(), x)[1])
 print(*server.address, flush=True)
 sys.stdin.read()
 import threading; threading.Event().wait(30)
 """
 
 
-@pytest.mark.parametrize("lane", ["", "gloo"])
-def test_a_process_killed_in_the_middle_of_a_call(lane: str) -> None:
-    root = Path(__file__).parents[2]
+@pytest.mark.parametrize("kind", ["tcp", "lane", "symm"])
+def test_a_process_killed_in_the_middle_of_a_call(kind: str) -> None:
+    root, seats = Path(__file__).parents[2], ThreadSeats(KINDS[kind], first=1)
     paths = os.pathsep.join(str(root / part) for part in (".", "kernels", "tests"))
-    command = [sys.executable, "-c", WORKER, lane]
+    command = [sys.executable, "-c", WORKER, kind]
     worker = subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    well = serve(scaled, seat=1, lane=lane)
+    number, well = seats.serve(ALL)
     try:
         assert worker.stdout is not None
         host, port = worker.stdout.readline().split()
         victim = Seat(number=0, worker="experts-0", group=0, host=host, port=int(port))
-        with linked(table_of(victim, seat_of(well, 1)), call_s=20, unavailable_s=20, lane=lane) as link:
-            handle = rows(link)  # it waits for a line that never comes
-            assert well.counts.calls == 0
-            worker.send_signal(signal.SIGKILL)
-            assert timed(lambda: link.combine(handle)) < 2
-            assert link.usable() == (1,)
-        assert well.counts.calls == 1
+        with seats.linked(table_of(victim, seat_of(well, number)), call_s=20, unavailable_s=20) as link:
+            killing = threading.Timer(KILL_S, worker.send_signal, [signal.SIGKILL])
+            killing.start()
+            found: list[Tensor] = []
+            # it waits for a line that never comes
+            assert KILL_S / 2 < timed(lambda: found.append(link.combine(rows(link)))) < KILL_S + 2
+            assert torch.equal(found[0], torch.ones(3, 4))
+            assert link.usable() == (number,)
     finally:
         worker.kill()
         worker.communicate()

@@ -27,11 +27,15 @@ class Ranks:
 
     def __init__(self, nodes: Sequence[str], *, timeout_s: float = 20.0) -> None:
         self.nodes = tuple(nodes)
+        self.devices = self._devices()
         self.threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(len(nodes))]
         self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        self.wires: list[GlooWire] = self.each(lambda rank: self._wire(rank, timeout_s))
+        self.wires: list[Any] = self.each(lambda rank: self._wire(rank, timeout_s))
 
-    def _wire(self, rank: int, timeout_s: float) -> GlooWire:
+    def _devices(self) -> list[torch.device]:
+        return [torch.device("cpu")] * len(self.nodes)
+
+    def _wire(self, rank: int, timeout_s: float) -> Any:
         client = TCPStore(LOOPBACK, self.store.port, is_master=False, wait_for_workers=False)
         store = PrefixStore("mesh", client)
         group = gloo_group(store, rank, len(self.nodes), host=LOOPBACK, timeout_s=timeout_s)
@@ -66,10 +70,14 @@ class DealtLink(Certain):
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> list[Future[Any]]:
         size = max(1, -(-len(x_TD) // len(self.links)))
-        parts = [slice(rank * size, (rank + 1) * size) for rank in range(len(self.links))]
+        ranks = zip(self._ranks.threads, self.links, self._ranks.devices, strict=True)
         return [
-            thread.submit(link.dispatch, layer, x_TD[part], expert_ids_TK[part], weights_TK[part])
-            for thread, link, part in zip(self._ranks.threads, self.links, parts, strict=True)
+            thread.submit(
+                link.dispatch,
+                layer,
+                *(rows[at * size :][:size].to(device) for rows in (x_TD, expert_ids_TK, weights_TK)),
+            )
+            for at, (thread, link, device) in enumerate(ranks)
         ]
 
     def combine(self, handles: list[Future[Any]]) -> Tensor:
@@ -77,7 +85,7 @@ class DealtLink(Certain):
             thread.submit(lambda link=link, handle=handle: link.combine(handle.result(0)))
             for thread, link, handle in zip(self._ranks.threads, self.links, handles, strict=True)
         ]
-        return torch.cat([future.result() for future in futures])
+        return torch.cat([future.result().cpu() for future in futures])
 
 
 @contextmanager
@@ -98,7 +106,7 @@ def dealt_link(
         [
             mesh_link(
                 wire,
-                part_of(layers, placement, shape, wire.rank, num_experts).by_layer(),
+                part_of(layers, placement, shape, wire.rank, num_experts, ranks.devices[wire.rank]).by_layer(),
                 placement=placement,
                 num_experts=num_experts,
                 shape=shape,
@@ -110,7 +118,12 @@ def dealt_link(
 
 
 def part_of(
-    layers: Mapping[int, ExpertWeights], placement: Placement, shape: MeshShape, rank: int, num_experts: int
+    layers: Mapping[int, ExpertWeights],
+    placement: Placement,
+    shape: MeshShape,
+    rank: int,
+    num_experts: int,
+    device: torch.device | None = None,
 ) -> ExpertShard:
     """What ``rank`` holds."""
     held = {}
@@ -118,8 +131,8 @@ def part_of(
         ids = placement[layer][shape.group_of(rank)]
         mine = ExpertWeights(
             expert_ids=ids,
-            w_gate_up_E2FD=weights.w_gate_up_E2FD[list(ids)].contiguous(),
-            w_down_EDF=weights.w_down_EDF[list(ids)].contiguous(),
+            w_gate_up_E2FD=weights.w_gate_up_E2FD[list(ids)].contiguous().to(device),
+            w_down_EDF=weights.w_down_EDF[list(ids)].contiguous().to(device),
         )
         held[layer] = sliced(mine, shape.slice_of(rank), shape.slices)
     return ExpertShard(held, num_experts=num_experts)

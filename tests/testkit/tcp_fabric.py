@@ -33,6 +33,11 @@ def double(_layer: int, x_TD: Tensor, _ids_TK: Tensor, weights_TK: Tensor) -> Te
     return 2 * x_TD * weights_TK.sum(1, keepdim=True).to(x_TD.dtype)
 
 
+def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Expert e returns e + 1 times the row: exact for small whole numbers and dyadic weights."""
+    return x_TD * torch.where(ids_TK >= 0, (ids_TK + 1) * weights_TK, 0).sum(1, keepdim=True)
+
+
 def lanes_of(lane: str, *, required: bool = True) -> Lanes | None:
     """``gloo``: rows beside the connection, and no seat without unless told; ``""``: in its frames."""
     return Lanes(GlooGroups(), required=required) if lane else None
@@ -72,14 +77,21 @@ def table_of(
 
 @contextmanager
 def linked(
-    table: RoutingTable, *, hidden: int = 4, dtype: str = "float32", ready: bool = True, lane: str = "", **options: Any
+    table: RoutingTable,
+    *,
+    hidden: int = 4,
+    dtype: str = "float32",
+    ready: bool = True,
+    ready_s: float = 5.0,
+    lane: str = "",
+    **options: Any,
 ) -> Iterator[TcpLink]:
     options = {
         "timing": FAST, "secret": SECRET, "call_s": 2.0, "unavailable_s": 2.0, "lanes": lanes_of(lane)
     } | options  # fmt: skip
     link = TcpLink(table, hello=hello(hidden, dtype), **options)
     try:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + ready_s
         while ready and len(link.usable()) < len(table.seats):
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -90,6 +102,10 @@ def linked(
 
 def part_of(layers: Mapping[int, ExpertWeights], group: ShardGroup, num_experts: int) -> ExpertShard:
     """The experts of ``group`` alone."""
+    return ExpertShard(held_by(group, layers), num_experts=num_experts)
+
+
+def held_by(group: ShardGroup, layers: Mapping[int, ExpertWeights]) -> dict[int, ExpertWeights]:
     held = {}
     for layer, weights in layers.items():
         ids = group.experts[layer]
@@ -98,7 +114,7 @@ def part_of(layers: Mapping[int, ExpertWeights], group: ShardGroup, num_experts:
             w_gate_up_E2FD=weights.w_gate_up_E2FD[list(ids)].contiguous(),
             w_down_EDF=weights.w_down_EDF[list(ids)].contiguous(),
         )
-    return ExpertShard(held, num_experts=num_experts)
+    return held
 
 
 @contextmanager

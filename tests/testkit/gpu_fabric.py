@@ -1,0 +1,190 @@
+"""Links between GPUs for the contract: this process has the first GPU, expert workers and ranks the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from services.fabric.experts import ExpertLink
+from services.fabric.local import LocalLink
+from services.fabric.mesh_build import MeshShape
+from services.fabric.mesh_nccl import NcclWire, nccl_group
+from services.fabric.nccl_groups import NcclGroups
+from services.fabric.nccl_setup import Lanes
+from services.fabric.symm_cuda import CudaMemory
+from services.model.experts import ExpertShard, ExpertWeights
+from services.routing import RoutingTable, Seat, even_groups
+from testkit.gpu_workers import GpuPool, GpuServer, packed
+from testkit.mesh_fabric import LOOPBACK, Ranks, dealt_link
+from testkit.symm_fabric import linked_shared
+from testkit.tcp_fabric import held_by, linked, seat_of, table_of
+
+FIRST = torch.device("cuda", 0)
+CALL_S = 60.0
+"""The first call of a size compiles its kernels."""
+Layers = Mapping[int, ExpertWeights]
+
+
+@cache
+def first_memory() -> CudaMemory:
+    return CudaMemory(FIRST)
+
+
+@cache
+def first_lanes() -> Lanes:
+    return Lanes(NcclGroups(FIRST), required=True)
+
+
+class OnDevice:
+    """An ExpertLink that takes rows of the CPU to one of ``device``, and what comes back home again."""
+
+    def __init__(self, link: ExpertLink[Any], device: torch.device) -> None:
+        self._link, self._device = link, device
+
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Any:
+        return self._link.dispatch(layer, *(part.to(self._device) for part in (x_TD, expert_ids_TK, weights_TK)))
+
+    def combine(self, handle: Any) -> Tensor:
+        return self._link.combine(handle).cpu()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+class GpuLinks:
+    """Opens links, each once for the same experts: between GPUs that takes seconds.
+
+    Args:
+        another_order: it adds partial sums.
+    """
+
+    def __init__(
+        self, open_link: Callable[[Layers], AbstractContextManager[Any]], *, another_order: bool = False
+    ) -> None:
+        self._open, self.another_order = open_link, another_order
+        self._stack, self._links = ExitStack(), dict[bytes, Any]()
+
+    @contextmanager
+    def __call__(self, layers: Layers) -> Iterator[Any]:
+        key = packed(layers)
+        if key not in self._links:
+            self._links[key] = self._stack.enter_context(self._open(layers))
+        yield self._links[key]
+
+    @staticmethod
+    def local(experts: ExpertWeights, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """What LocalLink makes of it on the GPU."""
+        there = OnDevice(_local({0: experts}, len(experts.expert_ids)), FIRST)
+        return there.combine(there.dispatch(0, x_TD, ids_TK, weights_TK))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _local(layers: Layers, num_experts: int) -> LocalLink:
+    shard = ExpertShard({layer: moved(held, FIRST) for layer, held in layers.items()}, num_experts=num_experts)
+    return LocalLink(shard.by_layer(), num_experts=num_experts)
+
+
+def moved(held: ExpertWeights, device: torch.device) -> ExpertWeights:
+    return ExpertWeights(
+        expert_ids=held.expert_ids,
+        w_gate_up_E2FD=held.w_gate_up_E2FD.to(device),
+        w_down_EDF=held.w_down_EDF.to(device),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A link to expert workers: by shared memory, or else over a lane. ``summed`` at the seat, or by the caller."""
+
+    shared: bool
+    summed: bool = False
+
+    @contextmanager
+    def linked(self, table: RoutingTable, *, seats: int | None = None, **options: Any) -> Iterator[OnDevice]:
+        if self.shared:
+            made: Any = linked_shared(
+                table, memory=first_memory(), device=FIRST, unsummed=not self.summed, seats=seats, **options
+            )
+        else:
+            made = linked(table, lanes=first_lanes(), reduced=self.summed, ready_s=CALL_S, **options)
+        with made as link:
+            yield OnDevice(link, FIRST)
+
+
+@contextmanager
+def to_workers(
+    pool: GpuPool, way: Way, replicas: Sequence[int], num_experts: int, layers: Layers
+) -> Iterator[OnDevice]:
+    """Group i has ``replicas[i]`` seats, each on the next GPU."""
+    some = next(iter(layers.values())).w_down_EDF
+    facts: dict[str, Any] = {"hidden": some.shape[1], "dtype": str(some.dtype).removeprefix("torch.")}
+    groups = even_groups(list(layers), num_experts, len(replicas))
+    servers: list[GpuServer] = []
+    seats: list[Seat] = []
+    for group in (group for group, count in zip(groups, replicas, strict=True) for _ in range(count)):
+        number, place = pool.next_number(), len(servers)
+        held = {"weights": packed(held_by(group, layers)), "experts": group.experts, "num_experts": num_experts}
+        servers.append(GpuServer(pool.host(place), number, shared=way.shared, **held, **facts))
+        seats.append(seat_of(servers[-1], number, group.number))
+    try:
+        table = table_of(*seats, groups=groups, experts=num_experts)
+        with way.linked(table, call_s=CALL_S, unavailable_s=CALL_S, **facts) as link:
+            yield link
+    finally:
+        for server in servers:
+            server.close()
+
+
+class GpuRanks(Ranks):
+    """A rank on each GPU, in threads of this process; rows go by NCCL, sizes by gloo."""
+
+    def _devices(self) -> list[torch.device]:
+        return [torch.device("cuda", rank) for rank in range(len(self.nodes))]
+
+    def _wire(self, rank: int, timeout_s: float) -> NcclWire:
+        control, device = super()._wire(rank, timeout_s), self.devices[rank]
+        torch.cuda.set_device(device)
+        client = TCPStore(LOOPBACK, self.store.port, is_master=False, wait_for_workers=False)
+        data = nccl_group(PrefixStore("nccl", client), rank, len(self.nodes), device, CALL_S)
+        return NcclWire(data, control, device=device, timeout_s=timeout_s)
+
+
+@cache
+def gpu_ranks(gpus: int) -> GpuRanks:
+    half = gpus // 2
+    return GpuRanks(("a",) * half + ("b",) * half, timeout_s=CALL_S)
+
+
+def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
+    """Every implementation between GPUs, by name; made when there is a pool."""
+
+    def workers(way: Way, replicas: Sequence[int]) -> Callable[[GpuPool], GpuLinks]:
+        return lambda pool: GpuLinks(lambda layers: to_workers(pool, way, replicas, num_experts, layers))
+
+    def mesh(way: Any, slices: int = 1) -> Callable[[GpuPool], GpuLinks]:
+        def links(pool: GpuPool) -> GpuLinks:
+            ranks = gpu_ranks(pool.gpus)
+            shape = MeshShape(nodes=ranks.nodes, way=way, slices=slices)
+            open_link = partial(dealt_link, num_experts=num_experts, shape=shape, ranks=ranks)
+            return GpuLinks(open_link, another_order=way == "hierarchical")
+
+        return links
+
+    return {
+        "symm": workers(Way(shared=True), [2, 1]),
+        "symm-summed": workers(Way(shared=True, summed=True), [2]),
+        "nccl": workers(Way(shared=False), [2, 1]),
+        "nccl-reduced": workers(Way(shared=False, summed=True), [2]),
+        "mesh-nccl-flat": mesh("flat"),
+        "mesh-nccl-hierarchical": mesh("hierarchical"),
+        "mesh-nccl-sliced": mesh("flat", slices=2),
+    }
