@@ -144,16 +144,18 @@ class SharingLink(Protocol):
     def shared_steps(self) -> int: ...
     @property
     def repeated_steps(self) -> int: ...
+    def shared_seats(self) -> int: ...
 
 
 class SharingObserver:
-    """How many steps went through memory that seats share, and how many had to run again."""
+    """Seats that share memory, how many steps went through it, and how many had to run again."""
 
     def __init__(self, metrics: WorkerMetrics, link: SharingLink) -> None:
         self._metrics, self._link = metrics, link
         self._seen = (0, 0)
 
     def refresh(self) -> None:
+        self._metrics.shared_seats.set(self._link.shared_seats())
         now = self._link.shared_steps, self._link.repeated_steps
         for counter, new, old in zip(
             (self._metrics.shared_steps, self._metrics.repeated_steps), now, self._seen, strict=True

@@ -232,6 +232,10 @@ class SymmLink:
         """Group -> number of the seat that the last step used by shared memory."""
         return {group: seat.link.seat.number for group, seat in self._step.seats.items()}
 
+    def shared_seats(self) -> int:
+        """How many share memory with this worker now."""
+        return len(self.lane.usable())
+
     def close(self) -> None:
         self._control.abort()
         self.tcp.close()

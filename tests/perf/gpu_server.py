@@ -1,10 +1,12 @@
 """A whole server between GPUs: recorded answers over REST while replicas are killed, leave and join. Prints as it goes.
 
-    PYTHONPATH=.:kernels:tests python3 tests/perf/gpu_server.py [--attention 2] [--experts 2] [--groups 1] [--kills 20]
-        [--limit 150] [--out DIR]            (--device cpu --shared host --lane gloo: the same on any machine, slowly)
+    PYTHONPATH=.:kernels:tests python3 tests/perf/gpu_server.py [--gpus 4] [--attention 2] [--experts 6] [--groups 1]
+        [--kills 20] [--limit 150] [--out DIR] (--device cpu --shared host --lane gloo: the same on any machine, slowly)
 
-One process per role, as a user starts them: Redis, gateway, scheduler, attention workers, expert workers, each on the
-next GPU. Exit code 1: an answer was lost or changed, or no step went through shared memory.
+One process per role, as a user starts them: Redis, gateway, scheduler, attention workers on GPUs of their own, expert
+workers on the rest in turn. An attention worker uses one seat of a group at a time, by its number: other seats of that
+GPU wait without work, and one death is followed by the next before a process can start. Exit code 1: an answer was
+lost or changed, or no step went through shared memory.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -30,7 +33,7 @@ from testkit.pocket_answers import POCKET, recorded
 from testkit.servers import Bench, bench
 
 SHARED_S, LEAVE_S, EFFECT_S, CALM_S = 60.0, 30.0, 1.0, 2.0
-LAST_S = 30.0
+LAST_S = 60.0
 """Before the limit: what follows the kills needs so long."""
 
 
@@ -56,7 +59,7 @@ class Run:
     async def go(self) -> bool:
         await asyncio.to_thread(self.cluster.start)
         self.say("every worker is there")
-        await self._shared(0)
+        await self._shared(len(self.cluster.of("experts")))
         load = Load(url=self.cluster.server.url, streams=self.options.streams)
         wanted = jobs(recorded(), 1, shortest=16, longest=48)
         cold = await load.undisturbed(wanted)
@@ -75,56 +78,64 @@ class Run:
         return self._judge([*cold, *quiet, *outcomes], outcomes, start)
 
     async def _disturb(self) -> None:
-        replicas = self.cluster.of("experts")
+        """Kills of whoever serves longest, as fast as others can take its place; with all there a leave and a join."""
+        workers = self.cluster.of("experts")
         for kill in range(self.options.kills):
             if self.left_s < LAST_S:
                 break
-            await self._end("kill experts", replicas[kill % len(replicas)])
+            await self._kill("kill experts", workers[kill % len(workers)])
+            await self._shared(min(2, len(workers)))
         if self.left_s > LAST_S / 2:
-            await self._end("leave experts", replicas[-1])
+            await asyncio.to_thread(self.cluster.wait_whole, max(1.0, self.left_s - LAST_S / 2))
+            await self._shared(len(workers))
+            await self._replace(workers[-1])
         if self.left_s > LAST_S / 3:
-            await self._end("kill attention", self.cluster.of("attention")[0], whole=False)
+            await self._kill("kill attention", self.cluster.of("attention")[0])
 
-    async def _end(self, kind: str, name: str, *, whole: bool = True) -> None:
-        """End one, start another in its place at once, wait until it serves; then a while of calm."""
-        seen = self._sharings()
+    async def _kill(self, kind: str, name: str) -> None:
         at = time.perf_counter()
-        leaves = kind.startswith("leave")
-        (self.cluster.terminate if leaves else self.cluster.kill9)(name)
-        proc = self.cluster.members[name].proc
-        assert proc is not None
-        if leaves:
-            code = await asyncio.to_thread(proc.popen.wait, LEAVE_S)
-            self.say(f"{name} left", exit=code, seconds=round(time.perf_counter() - at, 2))
-        self.done.append(Done(event=Event(at=at, kind=kind, target=name), target=name, began=at, ended=at))
-        await asyncio.sleep(EFFECT_S)
-        again = time.perf_counter()
+        self._note(kind, name, at)
+        await asyncio.to_thread(self.cluster.kill9, name)
         await asyncio.to_thread(self.cluster.start_one, name)
-        if whole:
-            await asyncio.to_thread(self.cluster.wait_whole, max(5.0, self.left_s - 10))
-            await self._shared(seen)
-        self.windows.append((f"join after {kind}", again, time.perf_counter()))
-        self.say(f"{kind} {name}, back", seconds=round(time.perf_counter() - again, 1))
-        calm = time.perf_counter()
-        await asyncio.sleep(CALM_S)
-        self.windows.append(("calm", calm, time.perf_counter()))
+        await asyncio.sleep(EFFECT_S + random.random() / 4)
 
-    def _sharings(self) -> int:
-        """How often an attention worker that lives has found shared memory with a seat."""
-        logs = [self.cluster.members[name].proc for name in self.cluster.of("attention")]
-        return sum(proc.log().count("shares memory") for proc in logs if proc is not None)
+    async def _replace(self, name: str) -> None:
+        """It leaves by SIGTERM; another one joins; latencies before, during and after."""
+        await self._window("calm", CALM_S)
+        at, proc = time.perf_counter(), self.cluster.members[name].proc
+        assert proc is not None
+        self.cluster.terminate(name)
+        self._note("leave experts", name, at)
+        code = await asyncio.to_thread(proc.popen.wait, LEAVE_S)
+        self.say(f"{name} left", exit=code, seconds=round(time.perf_counter() - at, 2))
+        self.windows.append(("a leave", at, time.perf_counter()))
+        at = time.perf_counter()
+        await asyncio.to_thread(self.cluster.start_one, name)
+        await asyncio.to_thread(self.cluster.wait_whole, max(1.0, self.left_s - LAST_S / 4))
+        await self._shared(len(self.cluster.of("experts")))
+        self.windows.append(("a join", at, time.perf_counter()))
+        self.say(f"{name} is back", seconds=round(time.perf_counter() - at, 1))
+        await self._window("after the join", CALM_S)
 
-    async def _shared(self, before: int) -> None:
-        """Until each attention worker shares memory with one more seat than before, at the start with all."""
-        if self.options.shared == "off":
-            return
-        attention = len(self.cluster.of("attention"))
-        wanted = before + attention * (1 if before else len(self.cluster.of("experts")))
+    async def _window(self, what: str, seconds: float) -> None:
+        at = time.perf_counter()
+        await asyncio.sleep(seconds)
+        self.windows.append((what, at, time.perf_counter()))
+
+    def _note(self, kind: str, name: str, at: float) -> None:
+        self.say(f"{kind} {name}")
+        self.done.append(Done(event=Event(at=at, kind=kind, target=name), target=name, began=at, ended=at))
+
+    async def _shared(self, seats: int) -> None:
+        """Until each attention worker shares memory with so many."""
         began = time.perf_counter()
-        while self._sharings() < wanted and time.perf_counter() < began + min(SHARED_S, max(1.0, self.left_s - 10)):
-            await asyncio.sleep(0.05)
-        found = self._sharings()
-        self.say("memory is shared", pairs=f"{found} of {wanted}", waited_s=round(time.perf_counter() - began, 1))
+        until = began + min(SHARED_S, max(1.0, self.left_s - 10))
+        wanted = seats if self.options.shared != "off" else 0
+        while min(found := await asyncio.to_thread(self._count, "shared_seats")) < wanted:
+            if time.perf_counter() > until:
+                break
+            await asyncio.sleep(0.1)
+        self.say("memory is shared", seats=found, wanted=seats, waited_s=round(time.perf_counter() - began, 1))
 
     def _tell(self, what: str, outcomes: list[Outcome]) -> None:
         first, between = gaps_of(outcomes, 0.0)
@@ -169,7 +180,9 @@ def special(options: argparse.Namespace, name: str) -> dict[str, object]:
     role, _, number = name.partition("-")
     if role not in ("attention", "experts"):
         return {}
-    gpu = int(number) + (options.attention if role == "experts" else 0)
+    gpu = int(number)
+    if role == "experts":
+        gpu = options.attention + gpu % max(1, options.gpus - options.attention)
     link = {"fabric_shared": options.shared, "fabric_lane": options.lane}
     batch = {"max_num_seqs": options.streams, "max_num_batched_tokens": 512} if role == "attention" else {}
     return {"device": options.device, "gpu": gpu, **link, **batch}
@@ -193,7 +206,8 @@ def keep_logs(stage: Bench, out: Path | None, *, show: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=6, help="more than GPUs: those that wait take places at once")
+    parser.add_argument("--gpus", type=int, default=4, help="the first ones are the attention workers'")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--streams", type=int, default=64)
