@@ -195,12 +195,12 @@ def give_up(stage: Bench, out: Path | None) -> None:
 
 
 def keep_logs(stage: Bench, out: Path | None, *, show: bool) -> None:
-    for proc in stage.procs:
-        text = proc.log()
-        if out is not None:
-            (out / proc.log_path.name).write_text(text[-1_000_000:])
+    logs = [(f"--- {proc.name} (pid {proc.pid}, exit {proc.popen.poll()})\n", proc.log()) for proc in stage.procs]
+    if out is not None:
+        (out / "logs.txt").write_text("".join(head + text[-300_000:] for head, text in logs))
+    for head, text in logs:
         if show or "Traceback" in text:
-            print(f"--- {proc.name} (pid {proc.pid}, exit {proc.popen.poll()})\n{text[-2500:]}", flush=True)
+            print(head, text[-2500:], flush=True)
 
 
 def main() -> int:
