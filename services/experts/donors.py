@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,6 +13,7 @@ from services.errors import ExpertMeshError
 from services.fabric.nccl_weights import Shapes, fetch
 from services.fabric.tcp_connect import Facts
 from services.model.experts import ExpertWeights
+from services.model.progress import NoProgress, Progress
 from services.model.spec import ModelSpec
 from services.routing import RoutingTable, Seat, ShardGroup
 
@@ -29,17 +31,18 @@ class Donors:
         self._tables, self._facts, self._spec, self._dtype = tables, facts, spec, dtype
 
     def weights(
-        self, group: ShardGroup, stopped: Callable[[], bool] = lambda: False
+        self, group: ShardGroup, stopped: Callable[[], bool] = lambda: False, progress: Progress | None = None
     ) -> dict[int, ExpertWeights] | None:
         """As :func:`services.model.weights.load_experts`; None where no seat could give them, then read the disk.
 
         Args:
             stopped: asked between two tensors; once it says so, the result is None.
         """
-        table = self._tables()
+        table, shapes, progress = self._tables(), self._shapes(group), progress or NoProgress()
         for seat in [] if table is None else _holders(table, group, self._facts.hello.worker):
+            progress.begin(f"expert weights from seat {seat.number}", self._nbytes(shapes))
             try:
-                found = fetch(seat, self._facts, group.experts, self._shapes(group), self._dtype, stopped)
+                found = fetch(seat, self._facts, group.experts, shapes, self._dtype, stopped, progress.advance)
             except (ExpertMeshError, OSError) as error:
                 log.info("no weights of group %d from seat %d: %s", group.number, seat.number, error)
                 continue
@@ -51,6 +54,9 @@ class Donors:
                 for layer, tensors in found.items()
             }
         return None
+
+    def _nbytes(self, shapes: Shapes) -> int:
+        return sum(math.prod(shape) for layer in shapes.values() for shape in layer.values()) * self._dtype.itemsize
 
     def _shapes(self, group: ShardGroup) -> Shapes:
         hidden, ffn = self._spec.hidden_size, self._spec.expert_ffn

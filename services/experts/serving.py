@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.config import Settings
 from services.experts.donors import Donors, Tables, given
-from services.fabric.nccl_setup import lanes_for
+from services.fabric.nccl_setup import Lanes, lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.symm_host import SymmHost
 from services.fabric.symm_memory import memory_for
@@ -44,6 +44,7 @@ class TcpServing:
     symm: SymmHost | None = None
     slots: int = 1
     """Experts that a row chooses."""
+    lanes: Lanes | None = None
 
     @property
     def port(self) -> int:
@@ -76,7 +77,10 @@ class TcpServing:
         return rows
 
     def drain(self, seconds: float) -> bool:
-        return self.server.drain(seconds)
+        answered = self.server.drain(seconds)
+        if self.lanes is not None:
+            self.lanes.wait_ended()
+        return answered
 
 
 class Loader:
@@ -129,7 +133,7 @@ class Loader:
             symm=symm,
         )
         server.start()
-        return TcpServing(group, server, symm, self._spec.top_k)
+        return TcpServing(group, server, symm, self._spec.top_k, self._lanes)
 
     def _symm(self, group: ShardGroup, shard: ExpertShard) -> SymmHost | None:
         """Steps come whole: not where a layer has no experts here."""
@@ -155,7 +159,8 @@ class Loader:
             return None
         timing = ConnectionTiming()
         facts = Facts(hello=self._hello(-1), secret=self._secret, timing=timing, max_bytes=MAX_BYTES, lanes=self._lanes)
-        return Donors(self._tables, facts, self._spec, self._dtype).weights(group, stopped.is_set)
+        with loading_progress(log) as progress:
+            return Donors(self._tables, facts, self._spec, self._dtype).weights(group, stopped.is_set, progress)
 
     def _read(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights]:
         with loading_progress(log) as progress:

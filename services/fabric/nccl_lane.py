@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,25 @@ class Launches:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
+        self._gate = threading.Lock()
+        self._ends: list[threading.Thread] = []
+
+    def end(self, work: Callable[[], None]) -> None:
+        """``work``, which ends a lane, beside the caller."""
+        thread = threading.Thread(target=work, name="end of a lane", daemon=True)
+        with self._gate:
+            self._ends = [other for other in self._ends if other.is_alive()] + [thread]
+            thread.start()
+
+    def wait_ended(self, seconds: float) -> bool:
+        """Whether all ends that have begun are done in that time: in a process that exits meanwhile NCCL would find
+        no driver."""
+        until = time.monotonic() + seconds
+        with self._gate:
+            ends = list(self._ends)
+        for thread in ends:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in ends)
 
 
 class Lane:
@@ -133,7 +153,7 @@ class Lane:
         for store in self._stores:
             store.close()
         groups, self._out, self._in = (self._out, self._in), None, None
-        threading.Thread(target=self._end, args=(groups,), name="end of a lane", daemon=True).start()
+        self._launches.end(lambda: self._end(groups))
 
     def _end(self, groups: tuple[Any, Any]) -> None:
         """Holds what was under way, which the device may still read or write, until both groups are gone.

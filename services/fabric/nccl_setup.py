@@ -27,8 +27,13 @@ from services.fabric.tcp_wire import Frame, Kind, LaneNote, bytes_of, message_of
 log = logging.getLogger(__name__)
 
 _ECHO_BYTES = 1 << 12
+_UNHANG_S = 0.2
+"""Whoever waits for an entry of a store ends sooner once that is closed."""
 OPENING_S = 30.0
 """Longest time from two offers to a lane; NCCL takes a second, more where a GPU is new to the process."""
+ENDING_S = 2.0
+MOST_HUNG = 4
+"""Openings that may hang in one process before it tries no more of them."""
 
 
 class Lanes:
@@ -41,6 +46,8 @@ class Lanes:
     def __init__(self, groups: Groups, *, required: bool = False, opening_s: float = OPENING_S) -> None:
         self._groups, self._required, self._opening_s = groups, required, opening_s
         self._launches = Launches()
+        self._gate = threading.Lock()
+        self._hung: list[threading.Thread] = []
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +82,7 @@ class Lanes:
             LaneFailed: there is no lane; the connection should end, as the other side may believe in one.
             SeatLeaving, SeatLost, WireError: as frames say.
         """
+        self.refuse_if_many_hang()
         until = soon(self._opening_s)
         opening = Opening(self, peer, ATTENTION, self._opening_s)
         try:
@@ -89,6 +97,27 @@ class Lanes:
     def welcome(self, peer: Peer) -> Opening:
         """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.take`."""
         return Opening(self, peer, EXPERTS, self._opening_s)
+
+    def wait_ended(self, seconds: float = ENDING_S) -> bool:
+        """Before the process exits: whether the lanes that were ended are gone."""
+        return self._launches.wait_ended(seconds)
+
+    def left(self, opening: threading.Thread) -> None:
+        """Nobody waits any more for ``opening``, which hangs inside the library: nothing can end it."""
+        with self._gate:
+            self._hung.append(opening)
+        log.warning("%d openings of %s lanes hang; each keeps a thread.", self.hung(), self._groups.name)
+
+    def hung(self) -> int:
+        """Openings that outlived their time and still run."""
+        with self._gate:
+            self._hung = [thread for thread in self._hung if thread.is_alive()]
+            return len(self._hung)
+
+    def refuse_if_many_hang(self) -> None:
+        """Raises LaneFailed: no more threads are given to openings."""
+        if self.hung() >= MOST_HUNG:
+            raise LaneFailed(f"{MOST_HUNG} openings of {self._groups.name} lanes hang here already.")
 
     def open(self, stores: tuple[PairStore, PairStore], rank: int, host: str) -> Lane:
         return Lane(self._groups, self._launches, stores, rank, host)
@@ -130,14 +159,19 @@ class Opening:
             raise LaneFailed(f"No lane to {self._peer.name} within {self._seconds:g} s.")
 
     def cancel(self) -> None:
+        """Nobody waits for the lane any more. One that is there ends with its connection."""
         for store in self._stores:
             store.close()
+        self._thread.join(_UNHANG_S)
+        if self._thread.is_alive():
+            self._lanes.left(self._thread)
 
     def _tell(self, key: str, value: bytes) -> None:
         self._peer.send(Kind.LANE, LaneNote(key=key, value=value))
 
     def _run(self) -> None:
         try:
+            self._lanes.refuse_if_many_hang()
             lane = self._lanes.open(self._stores, self._rank, self._peer.local_host)
         except Exception as error:  # noqa: BLE001  the thread's boundary: `wait` and the other end are told
             self._fail(_typed(error))

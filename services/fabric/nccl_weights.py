@@ -72,8 +72,12 @@ def fetch(
     shapes: Shapes,
     dtype: torch.dtype,
     stopped: Callable[[], bool] = lambda: False,
+    advance: Callable[[int], None] = lambda _nbytes: None,
 ) -> dict[int, dict[str, Tensor]]:
     """Layer -> name -> tensor, on the lane's device, from the worker in ``seat``. Waits for all of them.
+
+    Args:
+        advance: told the bytes of each tensor that is there.
 
     Raises:
         OSError, ExpertMeshError: there is no lane, the seat went away or holds something else, a checksum is wrong,
@@ -88,13 +92,18 @@ def fetch(
         facts.lanes.join(peer)
         for layer, ids in wanted.items():
             peer.send(Kind.FETCH, Fetch(layer=layer), [torch.tensor(ids, dtype=torch.int32)])
-        return _receive_all(peer, shapes, dtype, facts.lanes.device, stopped)
+        return _receive_all(peer, shapes, dtype, facts.lanes.device, stopped, advance)
     finally:
         peer.close()
 
 
 def _receive_all(
-    peer: Peer, shapes: Shapes, dtype: torch.dtype, device: torch.device, stopped: Callable[[], bool]
+    peer: Peer,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    advance: Callable[[int], None],
 ) -> dict[int, dict[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
     left = sum(map(len, shapes.values()))
@@ -109,7 +118,8 @@ def _receive_all(
         message = message_of(frame, Weights)
         if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
             raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
-        found[message.layer][message.name] = _receive_one(peer, message, dtype, device)
+        found[message.layer][message.name] = tensor = _receive_one(peer, message, dtype, device)
+        advance(tensor.nbytes)
         left -= 1
     return found
 

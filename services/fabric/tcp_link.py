@@ -221,6 +221,8 @@ class TcpLink:
             self._changed.notify_all()
         for link in links:
             link.join(self._facts.timing.handshake_s)
+        if self._facts.lanes is not None:
+            self._facts.lanes.wait_ended()
 
     def _adopt(self, table: RoutingTable) -> None:
         if table.fingerprint != self._facts.hello.fingerprint:

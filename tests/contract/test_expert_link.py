@@ -7,13 +7,14 @@ rounding, so whatever differs comes from the link and from the sum.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from testkit.gpu_fabric import GpuLinks, gpu_links
 from testkit.mesh_fabric import dealt_link
@@ -137,13 +138,22 @@ def assert_same(open_link: OpenLink, found_TD: Tensor, expected_TD: Tensor) -> N
 
 
 def assert_sum(open_link: OpenLink, found_TD: Tensor, batch: tuple[Tensor, Tensor, Tensor], scales: list[int]) -> None:
-    """``found_TD`` is the sum in slot order; between GPUs, whose kernels multiply and add in one, that of LocalLink."""
+    """``found_TD`` is the sum in slot order; between GPUs that of LocalLink there, whose kernels may round once where a
+    CPU rounds twice."""
     expected_TD = slot_order_sum(*batch, scales)
     if isinstance(open_link, GpuLinks):
         local_TD = open_link.local(scaling_experts(scales), *batch)
         torch.testing.assert_close(local_TD, expected_TD, atol=1e-4, rtol=1e-5)
-        expected_TD = local_TD
-    assert_same(open_link, found_TD, expected_TD)
+        open_link.compare(found_TD, local_TD)
+    else:
+        assert_same(open_link, found_TD, expected_TD)
+
+
+def examples(count: int) -> settings:
+    """Between GPUs, where one takes much longer, fewer."""
+    if os.environ["TRITON_INTERPRET"] == "1":
+        return settings(max_examples=count, deadline=None)
+    return settings(max_examples=count // 5, deadline=None, phases=[Phase.explicit, Phase.generate])
 
 
 SCALES = [1, -2, 3, 5, -7, 11, 13, -17]
@@ -152,7 +162,7 @@ SCALES = [1, -2, 3, 5, -7, 11, 13, -17]
 @given(
     st.integers(0, 40), st.integers(0, 2), st.integers(0, 2**31), st.sampled_from(["float32", "bfloat16", "float16"])
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_identity_experts_return_the_rows(
     open_link: OpenLink, rows: int, log_slots: int, seed: int, dtype_name: str
 ) -> None:
@@ -165,7 +175,7 @@ def test_identity_experts_return_the_rows(
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_identity_experts_return_the_rows_by_uneven_dyadic_weights(open_link: OpenLink, rows: int, seed: int) -> None:
     x_TD, (ids_TK, _) = whole_rows(rows, seed), choice(rows, 4, seed)
     weights_TK = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(rows, 4)
@@ -174,7 +184,7 @@ def test_identity_experts_return_the_rows_by_uneven_dyadic_weights(open_link: Op
 
 
 @given(st.integers(1, 40), st.integers(1, EXPERTS), st.integers(0, 2**31))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_combine_sums_in_slot_order(open_link: OpenLink, rows: int, slots: int, seed: int) -> None:
     x_TD, (ids_TK, weights_TK) = whole_rows(rows, seed), choice(rows, slots, seed)
     with open_link({3: scaling_experts(SCALES)}) as link:

@@ -32,8 +32,8 @@ from testkit.cluster import Cluster, Shape, places
 from testkit.pocket_answers import POCKET, recorded
 from testkit.servers import Bench, bench
 
-SHARED_S, LEAVE_S, EFFECT_S, CALM_S = 60.0, 30.0, 1.0, 2.0
-LAST_S = 60.0
+SHARED_S, LEAVE_S, EFFECT_S, CALM_S, DRAIN_S = 60.0, 30.0, 1.0, 2.0, 12.0
+LAST_S = 40.0
 """Before the limit: what follows the kills needs so long."""
 
 
@@ -81,10 +81,12 @@ class Run:
         """Kills of whoever serves longest, as fast as others can take its place; with all there a leave and a join."""
         workers = self.cluster.of("experts")
         for kill in range(self.options.kills):
-            if self.left_s < LAST_S:
+            if self.left_s < (DRAIN_S if self.options.only_kills else LAST_S):
                 break
             await self._kill("kill experts", workers[kill % len(workers)])
             await self._shared(min(2, len(workers)))
+        if self.options.only_kills:
+            return
         if self.left_s > LAST_S / 2:
             await asyncio.to_thread(self.cluster.wait_whole, max(1.0, self.left_s - LAST_S / 2))
             await self._shared(len(workers))
@@ -210,6 +212,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=4, help="the first ones are the attention workers'")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--only-kills", action="store_true", help="nobody leaves, and no attention worker dies")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--limit", type=float, default=150, help="seconds after which all ends")
     parser.add_argument("--device", default="auto")

@@ -174,7 +174,7 @@ class _Child:
         shared: bool,
         num_experts: int,
     ) -> tuple[str, int]:
-        """``weights``: None for :func:`testkit.tcp_fabric.scaled`. Memory to share, or a lane."""
+        """``weights``: None for :func:`testkit.tcp_fabric.scaled`. With a lane, and ``shared`` memory too."""
         compute: Compute = scaled
         if weights is not None:
             compute = ExpertShard(unpacked(weights, self._device), num_experts=num_experts).forward
@@ -186,9 +186,13 @@ class _Child:
             )  # fmt: skip
         server = serve(
             lambda layer, *rows: compute(layer, *(part.to(self._device) for part in rows)),
-            seat=number, experts=experts, hidden=hidden, dtype=dtype, symm=symm,
-            lanes=None if shared else self._lanes,
-        )  # fmt: skip
+            seat=number,
+            experts=experts,
+            hidden=hidden,
+            dtype=dtype,
+            symm=symm,
+            lanes=self._lanes,
+        )
         self._servers[number] = server
         return server.address
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_kernels.exchange_layout import Layout
+from services.fabric.nccl_setup import Lanes
 from services.fabric.symm_host import SymmHost
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import HostMemory, PeerMemory
@@ -125,14 +126,15 @@ def linked_shared(
     memory: PeerMemory | None = None,
     device: torch.device = CPU,
     seats: int | None = None,
+    lanes: Lanes | None = None,
 ) -> Iterator[SteppedLink]:
-    """Once ``seats``, else all of the table, share memory. A step waits ``call_s`` for a seat."""
+    """Once ``seats``, else all of the table, share memory. A step waits ``call_s`` for a seat; ``lanes`` are tcp's."""
     memory, layers = memory or HostMemory(), list(table.group_of)
     tensors = getattr(torch, dtype)
     link = SymmLink(
         lambda rider: TcpLink(
             table, hello=hello(hidden, dtype), secret=SECRET, timing=FAST, rider=rider, call_s=call_s,
-            unavailable_s=unavailable_s, reduced=not unsummed,
+            unavailable_s=unavailable_s, reduced=not unsummed, lanes=lanes,
         ),
         table,
         memory=memory,

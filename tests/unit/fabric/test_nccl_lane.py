@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +14,9 @@ from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, s
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
 from services.experts.donors import Donors, given
 from services.fabric import nccl_setup, nccl_weights
-from services.fabric.nccl_groups import groups_for
+from services.fabric.nccl_groups import GlooGroups, groups_for
 from services.fabric.nccl_lane import Lane
+from services.fabric.nccl_setup import Lanes
 from services.fabric.nccl_store import PairStore
 from services.fabric.nccl_weights import checksum, fetch
 from services.fabric.tcp_connect import Facts
@@ -81,6 +83,40 @@ def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest
     with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert lanes_in_use(link) == {0: False}
+
+
+def test_openings_that_hang_are_counted_and_no_thread_is_given_to_more(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making a group hangs at the attention worker's end, as it may inside NCCL."""
+    released, asked = threading.Event(), threading.Semaphore(0)
+
+    class Hanging(GlooGroups):
+        def make(self, *_: Any) -> Any:
+            asked.release()
+            released.wait(20)
+            raise RuntimeError("released")
+
+    monkeypatch.setattr(nccl_setup, "MOST_HUNG", 1)
+    lanes = Lanes(Hanging(), opening_s=0.3)
+    try:
+        for number in range(2):
+            with linked(table_of(seat_of(served(lane="gloo"), number)), lanes=lanes) as link:
+                assert torch.equal(send(link, ONES), 2 * ONES)
+                assert lanes_in_use(link) == {number: False}
+        assert lanes.hung() == 1
+        assert asked.acquire(blocking=False)
+        assert not asked.acquire(blocking=False), "it was tried once more"
+    finally:
+        released.set()
+    assert settled(lambda: lanes.hung() == 0)
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_a_lane_that_ends_between_calls_costs_a_resend(served: Serve) -> None:
@@ -159,6 +195,27 @@ def test_weights_come_from_a_seat_that_holds_them(served: Serve) -> None:
         assert torch.equal(got[layer].w_gate_up_E2FD, weights.w_gate_up_E2FD)
         assert torch.equal(got[layer].w_down_EDF, weights.w_down_EDF)
         assert got[layer].expert_ids == IDS
+
+
+class Told:
+    """A loading's progress."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.parts: list[int] = []
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        self.begun.append((what, total_bytes))
+
+    def advance(self, nbytes: int) -> None:
+        self.parts.append(nbytes)
+
+
+def test_weights_on_their_way_are_told_tensor_by_tensor(served: Serve) -> None:
+    told = Told()
+    donors(seat_of(served(lane="gloo", weights=given(layers())), 0), group=GROUP).weights(GROUP, progress=told)
+    assert told.begun == [("expert weights from seat 0", sum(told.parts))]
+    assert sorted(told.parts) == [3 * 4 * 6 * 4] * 2 + [3 * 2 * 6 * 4 * 4] * 2
 
 
 def test_a_donor_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(served: Serve) -> None:
