@@ -127,6 +127,15 @@ def test_a_transfer_that_ends_because_of_the_abort_does_not_count_as_through(gro
     assert [error.message for error in errors] == ["The lane was ended."]
 
 
+def test_a_process_that_exits_can_wait_for_lanes_that_end(groups: Groups) -> None:
+    launches = Launches()
+    assert launches.wait_ended(0)
+    lane_of(groups, launches).abort()
+    assert not launches.wait_ended(0.05)
+    groups.free.set()
+    assert launches.wait_ended(LONG_S)
+
+
 def test_what_waits_for_its_turn_to_launch_is_refused(groups: Groups) -> None:
     launches = Launches()
     lane, errors = lane_of(groups, launches), []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.attention.observer import ExpertObserver, StepObserver
+from services.attention.observer import ExpertObserver, SharingObserver, StepObserver
 from services.metrics import TOP_EXPERTS, WorkerMetrics
 
 
@@ -94,3 +94,23 @@ def test_expert_series_are_bounded_and_name_the_busiest(registry: CollectorRegis
     assert value("expertmesh_expert_top_share_ratio", {"layer": "3", "rank": "1"}) == pytest.approx(0.75)
     shares = [s for m in registry.collect() for s in m.samples if s.name == "expertmesh_expert_top_share_ratio"]
     assert len(shares) == TOP_EXPERTS
+
+
+@dataclass
+class Sharing:
+    shared_steps: int = 0
+    repeated_steps: int = 0
+
+    def shared_seats(self) -> int:
+        return 3
+
+
+def test_steps_through_shared_memory_are_counted_once(registry: CollectorRegistry) -> None:
+    link = Sharing(shared_steps=5)
+    observer = SharingObserver(WorkerMetrics(registry), link)
+    observer.refresh()
+    observer.refresh()
+    link.shared_steps, link.repeated_steps = 7, 1
+    observer.refresh()
+    names = ("shared_seats", "shared_steps_total", "repeated_steps_total")
+    assert [registry.get_sample_value(f"expertmesh_{name}") for name in names] == [3, 7, 1]
