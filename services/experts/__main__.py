@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 async def _observe(observer: ExpertsObserver) -> None:
     while True:
-        observer.refresh()
+        await asyncio.to_thread(observer.refresh)  # reading a device's counters may wait for it
         await asyncio.sleep(REFRESH_S)
 
 

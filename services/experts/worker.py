@@ -49,7 +49,8 @@ class Serving(Protocol):
         """What ended it, if it answers nobody any more."""
 
     def rows(self) -> dict[int, tuple[int, ...]]:
-        """Rows computed so far: layer -> one count for each expert of the group, ascending."""
+        """Rows computed so far: layer -> one count for each expert of the group, ascending. May wait for a device;
+        called in a thread."""
 
     def drain(self, seconds: float) -> bool:
         """Refuse new calls, answer those that are here, close; whether all were answered."""
@@ -86,6 +87,7 @@ class ExpertWorker:
         self._serving: Serving | None = None
         self._orders = Orders(number=0)
         self._rows_due, self._told = 0.0, ""
+        self._counting: tuple[str, asyncio.Future[dict[int, tuple[int, ...]]]] | None = None
         self._news = asyncio.Event()
         self._pulse = Backoff(max_s=min(1.0, timing.lease / 8))
 
@@ -234,6 +236,19 @@ class ExpertWorker:
             await until_answered("heartbeat", self._heartbeat, self._pulse)
             await asyncio.sleep(self._timing.lease / HEARTBEATS_PER_LEASE)
 
+    async def _counted(self, serving: Serving, digest: str) -> SeatRows | None:
+        """None while the device has not answered: it may take seconds, as long as a lane is made, and a lease must not
+        wait for it."""
+        if self._counting is None:
+            self._counting = digest, asyncio.ensure_future(asyncio.to_thread(serving.rows))
+        of, counted = self._counting
+        await asyncio.wait({counted}, timeout=self._timing.lease / (2 * HEARTBEATS_PER_LEASE))
+        if not counted.done():
+            return None
+        self._counting = None
+        rows = counted.result()
+        return SeatRows(digest=digest, rows=rows) if of == digest else None
+
     async def _heartbeat(self) -> None:
         serving, held = self._serving, self._held
         report = SeatReport(
@@ -244,7 +259,7 @@ class ExpertWorker:
         )
         rows = None
         if serving and held and (time.monotonic() >= self._rows_due or self._told != held.digest):
-            rows = SeatRows(digest=held.digest, rows=serving.rows())
+            rows = await self._counted(serving, held.digest)
         try:  # a reply lost on the way must not cost the lease
             async with asyncio.timeout(self._timing.lease / HEARTBEATS_PER_LEASE):
                 self._orders = await self._queue.heartbeat(self._info.id, report, rows)

@@ -128,9 +128,10 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
         await stage.placement.turn(floor.e)
         assert await stage.listed() == {"a": workers[0].serving.port, "b": workers[1].serving.port}
         assert {worker.group.number for worker in workers} == {0, 1}
-        assert {number: rows.digest for number, rows in (await floor.registry.rows()).items()}.keys() == {
-            worker.seat for worker in workers
-        }
+        seats = {worker.seat for worker in workers}
+        async with asyncio.timeout(5):
+            while (await floor.registry.rows()).keys() != seats:
+                await asyncio.sleep(0.01)
 
 
 async def test_counted_rows_travel_once_in_a_while_and_not_with_each_heartbeat(floor):
@@ -151,6 +152,34 @@ async def test_counted_rows_travel_once_in_a_while_and_not_with_each_heartbeat(f
         if time.monotonic() < began + 1.5:
             assert not any(told[first:])
         await stage.until(lambda: any(told[first:]))
+
+
+async def test_a_device_that_is_slow_to_tell_its_rows_holds_no_heartbeat_up(floor):
+    async with stage_of(floor, groups=1) as stage:
+        worker = stage.start("a")
+        await stage.until(lambda: worker.status == "ready")
+        asked, answered = threading.Event(), threading.Event()
+
+        def slow() -> dict[int, tuple[int, ...]]:
+            asked.set()
+            answered.wait(20)
+            return {}
+
+        worker.serving.rows, worker._rows_due = slow, 0.0
+        heartbeat, told = worker._queue.heartbeat, []
+
+        async def watched(*arguments: object) -> object:
+            told.append(arguments[2])
+            return await heartbeat(*arguments)
+
+        worker._queue.heartbeat = watched
+        try:
+            await stage.until(asked.is_set)
+            await stage.until(lambda: len(told) >= 3)
+            assert told == [None] * len(told)
+        finally:
+            answered.set()
+        await stage.until(lambda: any(told))
 
 
 async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_before(floor):
