@@ -5,38 +5,28 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.plan_figures import (
+    ACROSS_GB,
+    ACROSS_US,
+    KINDS,
+    LINK_US,
+    MESH_US,
+    REACHED_BANDWIDTH,
+    REACHED_FLOPS,
+    REACHED_LINK,
+    Assumed,
+)
 from services.config import OptionParser
 from services.errors import CheckpointError, ConfigError
 from services.fabric.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
 from services.fabric.placement.exchange import Cost, Nodes, Rows, exchange_cost
-from services.fabric.placement.mode import ACTIVATION_BYTES
+from services.fabric.placement.layer_times import ACTIVATION_BYTES
 from services.model.spec import ModelSpec, load_spec
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Peaks of one GPU: bytes per second from memory, 16-bit flops, bytes; bytes per second to others of its node."""
-
-    bandwidth: float
-    flops: float
-    memory: float
-    link: float
-
-
-KINDS = {
-    "a100": Kind(2.0e12, 312e12, 80e9, 300e9),
-    "h100": Kind(3.35e12, 989e12, 80e9, 450e9),
-    "h200": Kind(4.8e12, 989e12, 141e9, 450e9),
-    "l40s": Kind(0.864e12, 362e12, 48e9, 25e9),
-}
-LINK_US = 7.0
-ACROSS_US = 20.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         for tokens in given.tokens:
             console.print(_across(spec, given, tokens), highlight=False, soft_wrap=True)
     console.print(_expertflow(spec, given), highlight=False, soft_wrap=True)
+    for line in _assumed(spec, given).lines():
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"Run: {_command(modes[given.tokens[-1]], given)}", highlight=False, soft_wrap=True)
     return 0
 
@@ -71,9 +63,10 @@ def _parser() -> OptionParser:
     parser.add_argument("--gpu", default="h200", metavar="KIND", help=f"{', '.join(KINDS)} (default: h200)")
     parser.add_argument("--nodes", default=1, type=int, metavar="N", help="machines that they are on (default: 1)")
     parser.add_argument("--link-gb", type=float, metavar="X", help="GB/s of one GPU to others of its node (by kind)")
-    parser.add_argument("--link-us", default=LINK_US, type=float, metavar="X", help="its latency (default: 7)")
+    parser.add_argument("--link-us", default=LINK_US, type=float, metavar="X", help="its latency (default: 4.1)")
+    parser.add_argument("--mesh-us", default=MESH_US, type=float, metavar="X", help="of co-located GPUs (2500)")
     parser.add_argument(
-        "--across-gb", default=50.0, type=float, metavar="X", help="GB/s of one GPU to other nodes (50)"
+        "--across-gb", default=ACROSS_GB, type=float, metavar="X", help="GB/s of one GPU to other nodes (50)"
     )
     parser.add_argument("--across-us", default=ACROSS_US, type=float, metavar="X", help="its latency (default: 20)")
     parser.add_argument(
@@ -128,18 +121,30 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         top_k=spec.top_k,
         layers=len(spec.moe_layers),
         weight_bytes=given.weight_bits / 8,
+        dense_weights=_dense_weights(spec),
     )
-    gpus = Gpus(count=given.gpus, bandwidth=kind.bandwidth, flops=kind.flops, memory=kind.memory)
+    gpus = Gpus(
+        count=given.gpus,
+        bandwidth=kind.bandwidth * REACHED_BANDWIDTH,
+        flops=kind.flops * REACHED_FLOPS,
+        memory=kind.memory,
+    )
+    link = _link(spec, given, tokens)
+    mesh = Link(bandwidth=link.bandwidth, latency=max(given.mesh_us / 1e6, link.latency))
     kv_bytes = 2.0 * spec.kv_size * ACTIVATION_BYTES * given.context
-    return choose_mode(
-        shapes, _link(spec, given, tokens), gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew)
-    )
+    return choose_mode(shapes, link, gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew), together=mesh)
+
+
+def _dense_weights(spec: ModelSpec) -> int:
+    """Projections, router and shared expert of a layer."""
+    projections = 2 * spec.hidden_size * (spec.q_size + spec.kv_size)
+    return projections + spec.hidden_size * (spec.num_experts + 3 * spec.shared_ffn)
 
 
 def _link(spec: ModelSpec, given: Namespace, tokens: int) -> Link:
     """Between any two GPUs. Across nodes: the bandwidth with which the flat exchange would be as fast as the best."""
     if given.nodes == 1:
-        return Link(bandwidth=_inside_gb(given) * 1e9, latency=given.link_us / 1e6)
+        return Link(bandwidth=_inside_gb(given) * 1e9, latency=given.link_us / 1e6, joined=False)
     flat, hierarchical = _ways(spec, given, tokens)
     gain = max(flat.bytes_across / hierarchical.bytes_across, 1.0) if hierarchical.seconds < flat.seconds else 1.0
     return Link(bandwidth=given.across_gb * 1e9 * gain, latency=given.across_us / 1e6)
@@ -167,12 +172,26 @@ def _ways(spec: ModelSpec, given: Namespace, tokens: int) -> tuple[Cost, Cost]:
 
 def _inside_gb(given: Namespace) -> float:
     gb: float | None = given.link_gb
-    return KINDS[given.gpu].link / 1e9 if gb is None else gb
+    return KINDS[given.gpu].link * REACHED_LINK / 1e9 if gb is None else gb
+
+
+def _assumed(spec: ModelSpec, given: Namespace) -> Assumed:
+    link = _link(spec, given, given.tokens[-1])
+    return Assumed(
+        gpu=given.gpu,
+        nodes=given.nodes,
+        link_gb=link.bandwidth / 1e9,
+        link_us=link.latency * 1e6,
+        mesh_us=given.mesh_us,
+        context=given.context,
+        skew=given.skew,
+        weight_bits=given.weight_bits,
+    )
 
 
 def _table(spec: ModelSpec, given: Namespace, modes: dict[int, Mode]) -> Table:
-    title = f"{spec.num_experts} experts, {spec.top_k} a token, on {given.gpus} x {given.gpu}: microseconds a layer"
-    table = Table(title=title, title_justify="left")
+    what = f"{spec.num_experts} experts, {spec.top_k} a token, on {given.gpus} x {given.gpu}"
+    table = Table(title=f"{what}: microseconds a layer, estimated", title_justify="left")
     for column in ("tokens", "together", "apart", "in ping-pong"):
         table.add_column(column, justify="right")
     table.add_column("run")
@@ -222,9 +241,11 @@ def _expertflow(spec: ModelSpec, given: Namespace) -> str:
 def _command(mode: Mode, given: Namespace) -> str:
     model = f"expertmesh serve --model {given.model}"
     if mode.choice != "colocated":
+        shared = " --fabric-shared auto" if given.nodes == 1 else ""
+        overlap = "on" if mode.choice == "apart_pingpong" else "off"
         return (
-            f"{mode.attention} x `expertmesh attention --experts tcp`, {mode.experts} x `expertmesh experts` "
-            "(docs/operating.md)"
+            f"{mode.attention} x `expertmesh attention --experts tcp --overlap {overlap}{shared}`, "
+            f"{mode.experts} x `expertmesh experts{shared}` (docs/operating.md)"
         )
     if mode.degree > 1:
         here = given.gpus // given.nodes

@@ -2,8 +2,9 @@
 
 from services.fabric.placement.expertflow import ParallelPlan, parallel_plan
 from services.fabric.placement.groups import shard_groups
+from services.fabric.placement.layer_times import Batch, Gpus, Link, Shapes
 from services.fabric.placement.load import Load, imbalance, smoothed, strain
-from services.fabric.placement.mode import Batch, Gpus, Link, Mode, Shapes, choose_mode
+from services.fabric.placement.mode import Mode, choose_mode
 from services.fabric.placement.moves import Move
 from services.fabric.placement.replan import Hysteresis, Plan, replan
 from services.fabric.placement.seats import assign_seats

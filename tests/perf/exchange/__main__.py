@@ -24,7 +24,7 @@ import torch
 from perf.exchange.children import Child, Children
 from perf.exchange.world import World
 
-from services.fabric.placement.mode import Batch, Gpus, Link, Shapes, choose_mode
+from services.fabric.placement.layer_times import Batch, Gpus, LayerTimes, Link, Shapes
 
 KIB = (64, 512, 4096)
 TOTALS = (32, 128, 512, 2048)
@@ -48,6 +48,7 @@ class Bench:
         known: dict[str, Callable[[], None]] = {
             "pair": self.pair, "square": self.square, "modes": self.modes, "flat": self.flat, "join": self.join,
             "kill": self.kill, "nccl": self.nccl, "memory": self.memory, "crowd": self.crowd,
+            "uneven": self.uneven,
         }  # fmt: skip
         good = True
         for lane in lanes:
@@ -252,13 +253,27 @@ class Bench:
             found["colocated", total] = self._layer_us("colocated", workers, [rows], crowded=True)
         for total in totals:
             row = {mode: found[mode, total] for mode in ("colocated", "apart", "apart_pingpong")}
-            self._note("modes", total=total, **row, planner=_planned(len(self._gpus), total))
+            self._note("modes", total=total, **row, planner=_planned(len(self._gpus), half, total))
         for total in totals[:2]:  # last: they may not end
             us = self._layer_us("many wait", workers, [total // len(self._gpus)])
             self._note("modes", total=total, colocated_all_wait=us)
         self._profile(workers, totals[:2][-1], "all wait")
         self._layer_us("colocated", workers, [totals[:2][-1] // len(self._gpus)], crowded=True)
         self._profile(workers, totals[:2][-1], "one waits")
+
+    def uneven(self) -> None:
+        """As the modes apart, with one GPU for attention: a split that the planner thinks well of."""
+        experts = len(self._gpus) - 1
+        self._expert_gpus = self._gpus[1:]
+        self._options.deadline_ms = 500
+        world = World(layers=6, compute="shard", groups=experts, rows=max(self._options.totals))
+        workers, _ = self._start(world, list(range(experts)), attentions=1)
+        for total in self._options.totals:
+            found = {
+                "apart": self._layer_us("apart", workers, [total]),
+                "apart_pingpong": self._layer_us("pingpong", workers, [total // 2, total - total // 2]),
+            }
+            self._note("uneven", total=total, **found, planner=_planned(len(self._gpus), 1, total))
 
     def _profile(self, workers: Sequence[Child], total: int, what: str) -> None:
         """The kernels of the first worker's GPU while all of them run."""
@@ -412,19 +427,19 @@ class Bench:
             packed.add(self._details, "details")
 
 
-def _planned(gpus: int, total: int) -> dict[str, Any]:
-    """By the planner's equations with an H200's rates and the exchange of this transport."""
-    mode = choose_mode(
-        Shapes(hidden=2048, expert_width=768, experts=128, top_k=8, layers=48),
-        Link(bandwidth=350e9, latency=7e-6),
+def _planned(gpus: int, attentions: int, total: int) -> dict[str, float]:
+    """Microseconds by the planner's equations with an H200's rates and the exchange of this transport."""
+    link = Link(bandwidth=295e9, latency=4.1e-6, joined=False)
+    layer = LayerTimes(
+        Shapes(hidden=2048, expert_width=768, experts=128, top_k=8, layers=48, dense_weights=19_398_656),
+        link,
+        link,
         Gpus(count=gpus, bandwidth=4.3e12, flops=790e12, memory=140e9),
         Batch(tokens=total),
     )
-    return {
-        "choice": mode.choice,
-        "degree": mode.degree,
-        "us": [round(1e6 * way, 1) for way in (mode.colocated_s, mode.apart_s, mode.apart_pingpong_s)],
-    }
+    apart, pingpong = layer.apart(attentions)
+    found = {"colocated": layer.colocated(gpus), "apart": apart, "apart_pingpong": pingpong}
+    return {mode: round(1e6 * seconds, 1) for mode, seconds in found.items()}
 
 
 def _short(found: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from services.errors import ConfigError
-from services.fabric.placement.mode import Batch, Gpus, Link, Shapes, choose_mode
+from services.fabric.placement.layer_times import Batch, Gpus, Kernels, Link, Shapes
+from services.fabric.placement.mode import choose_mode
 
 SMALL = Shapes(hidden=2048, expert_width=1024, experts=64, top_k=8, layers=16)
 BIG = Shapes(hidden=8192, expert_width=16384, experts=16, top_k=2, layers=60)
@@ -59,15 +60,16 @@ def test_one_gpu_has_no_choice() -> None:
 
 def test_the_hand_computed_layer() -> None:
     shapes = Shapes(hidden=10, expert_width=10, experts=2, top_k=2, layers=1, weight_bytes=1)
-    gpus = Gpus(count=2, bandwidth=1.0, flops=1e12, memory=1100)
+    kernels = Kernels(launch_s=7, dense=3, call=2)
+    gpus = Gpus(count=2, bandwidth=1.0, flops=1e12, memory=1100, kernels=kernels)
     mode = choose_mode(shapes, Link(bandwidth=1.0, latency=500), gpus, Batch(tokens=4))
     assert mode.degree == 1
-    assert mode.colocated_s == pytest.approx(400 + 600)  # all experts on each GPU: 3 * 10 * 10 * 2 bytes
+    assert mode.colocated_s == pytest.approx(400 + 21 + 600 + 14)  # all experts on each GPU: 3 * 10 * 10 * 2 bytes
     shared = choose_mode(shapes, Link(bandwidth=1.0, latency=5), dataclasses.replace(gpus, memory=750), Batch(tokens=4))
     rows = 2 * (2 * (1 - 0.5**2)) * 1 / 2  # two tokens each, 1.5 GPUs per row, half of them the other one
-    assert shared.colocated_s == pytest.approx(400 + 2 * (5 + rows * 2 * 10 / 1) + 300)
-    assert shared.apart_s == pytest.approx(400 + 2 * (5 + 4 * 10 * 2) + 600)
-    assert shared.apart_pingpong_s == pytest.approx(max(800, 1200, 400 + 600 + 2 * (5 + 2 * 10 * 2)))
+    assert shared.colocated_s == pytest.approx(400 + 21 + 2 * (5 + rows * 2 * 10 / 1) + 300 + 14)
+    assert shared.apart_s == pytest.approx(400 + 21 + 2 * (5 + 4 * 10 * 2) + 600 + 14)
+    assert shared.apart_pingpong_s == pytest.approx(max(842, 1228, 421 + 614 + 2 * (5 + 2 * 10 * 2)))
 
 
 def test_hot_experts_cost_time_where_gpus_share_them() -> None:

@@ -1,0 +1,81 @@
+"""The figures that `expertmesh plan` reckons with, where they are from, and how far its estimates were off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.fabric.placement.layer_times import MARGIN
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Datasheet peaks of one GPU: bytes per second from memory, 16-bit flops, bytes; bytes per second to others."""
+
+    bandwidth: float
+    flops: float
+    memory: float
+    link: float
+
+
+KINDS = {
+    "a100": Kind(2.0e12, 312e12, 80e9, 300e9),
+    "h100": Kind(3.35e12, 989e12, 80e9, 450e9),
+    "h200": Kind(4.8e12, 989e12, 141e9, 450e9),
+    "l40s": Kind(0.864e12, 362e12, 48e9, 25e9),
+}
+MEASURED = "h200"
+REACHED_BANDWIDTH = 4.3 / 4.8
+"""Of the peak, by a copy on an H200 (kernels/bench/floors.py)."""
+REACHED_FLOPS = 790 / 989
+"""By a large product on an H200 (kernels/bench/floors.py)."""
+REACHED_LINK = 295 / 450
+"""By rows through shared memory between H200s, as next."""
+LINK_US = 4.1
+"""One way. ADR 5: round trips of 64, 512 and 4096 KiB take 8.7, 12.2 and 36.7 us, so an empty one 8.2 and a byte more
+1 / 295 GB/s each way."""
+MESH_US = 2500.0
+"""One way among co-located GPUs. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the host waits for sizes."""
+ACROSS_US, ACROSS_GB = 20.0, 50.0
+"""Between nodes: a guess at 400 Gbit/s with RDMA, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumed:
+    """What a plan was reckoned with: GPU and nodes, one way over the link, and the load."""
+
+    gpu: str
+    nodes: int
+    link_gb: float
+    link_us: float
+    mesh_us: float
+    context: int
+    skew: float
+    weight_bits: int
+
+    def lines(self) -> list[str]:
+        kind = KINDS[self.gpu]
+        memory, flops = kind.bandwidth * REACHED_BANDWIDTH / 1e12, kind.flops * REACHED_FLOPS / 1e12
+        measured = "measured" if self.gpu == MEASURED else f"an {MEASURED.upper()}'s shares of the datasheet's peaks"
+        return [
+            f"These are estimates: {self._margin()}",
+            f"Assumed: {self.gpu} reaches {memory:.2f} TB/s and {flops:.0f} Tflop/s ({measured}; "
+            f"kernels/bench/floors.py); {self._link()}; co-located GPUs that share experts do so by the NCCL mesh, "
+            f"{2 * self.mesh_us:,.0f} us a layer (ADR 7); steps run as CUDA graphs; {self.context} tokens of context; "
+            f"the hottest GPU's experts get {self.skew:g} times the mean.",
+        ]
+
+    def _margin(self) -> str:
+        within = (
+            f"within {MARGIN:.0%} of 12 layer times measured on 4 H200 of one node, shared by all or 2 + 2, with "
+            "Qwen3-30B-A3B's shapes in bfloat16 without a context (docs/log.md, links between GPUs)"
+        )
+        others = ["other splits"] + ([f"the {self.gpu}"] if self.gpu != MEASURED else [])
+        others += [f"{self.weight_bits}-bit weights"] if self.weight_bits != 16 else []
+        others += ["several nodes"] if self.nodes > 1 else []
+        return f"{within}; nothing was measured of {', '.join(others)}."
+
+    def _link(self) -> str:
+        figures = f"{self.link_us:g} us + bytes at {self.link_gb:.0f} GB/s one way"
+        if self.nodes > 1:
+            return f"rows cross nodes in {figures} (a guess: give --across-us, --across-gb)"
+        return f"apart, rows go through shared memory in {figures} (ADR 5), a call for each attention worker"
