@@ -146,8 +146,9 @@ SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
 class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an expert worker tells about itself when it takes a seat. Ids are incarnations, never reused.
 
-    It listens on ``host``:``port`` and has ``memory_bytes`` for experts. ``capacity`` is its speed against the others;
-    ``group`` the shard group that it would rather hold. The model has ``num_experts`` in each of ``layers``.
+    It listens on ``host``:``port`` and has ``memory_bytes`` for experts, and room for ``max_experts`` of a layer, if
+    that is limited. ``capacity`` is its speed against the others; ``group`` the shard group that it would rather hold.
+    The model has ``num_experts`` in each of ``layers``.
     """
 
     id: str
@@ -163,6 +164,7 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     group: int | None = None
     num_experts: int = 0
     layers: tuple[int, ...] = ()
+    max_experts: int | None = None
 
 
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -37,6 +37,11 @@ class ShardGroup(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     experts: dict[int, tuple[int, ...]]
 
+    @property
+    def size(self) -> int:
+        """Experts of the layer of which it has most."""
+        return max(map(len, self.experts.values()), default=0)
+
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One version. Tables with a higher ``epoch`` replace those with a lower one.

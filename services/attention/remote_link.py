@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from importlib.metadata import version
 
 import torch
@@ -20,6 +19,7 @@ from services.fabric.tcp_wire import NAMES
 from services.fabric.tls import client_context
 from services.model.spec import ModelSpec
 from services.routing import RoutingTable, even_groups
+from services.runtime import node_name
 
 MOST_SHARED_ROWS = 512
 """Of a micro-batch. Longer steps, prefill that is, are bound by their bytes and not by how soon these set out."""
@@ -52,7 +52,7 @@ def remote_link(
         device=device,
         layers=list(spec.moe_layers),
         layout=_layout(settings, spec, dtype, memory),
-        node=socket.gethostname(),
+        node=node_name(settings),
         options=SymmOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S, unavailable_s=settings.experts_patience
         ),
@@ -93,6 +93,7 @@ def _tcp_link(
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_patience,
         tls=client_context(settings.fabric_tls_ca),
+        reduced=settings.fabric_sums,
         lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
         rider=rider,
     )

@@ -201,6 +201,20 @@ class Settings(BaseSettings):
         "rows of small steps by memory that both workers map: auto between GPUs of one machine, host between CPUs",
         roles=_COMPUTING,
     )
+    node: str | None = _knob(
+        None,
+        "name of the machine that this worker is on (default: the host's); workers that name the same one are near",
+        roles=_COMPUTING,
+    )
+    fabric_sums: bool = _knob(
+        False,
+        "expert workers add their outputs up: a row comes back for each row and group, not for each expert; low bits "
+        "of sums differ",
+        roles=(ATTENTION,),
+    )
+    expert_capacity: int | None = _knob(
+        None, "experts of a layer that this worker has memory for (default: all)", roles=(EXPERTS,), ge=1
+    )
     fabric_inbox_rows: int = _knob(
         65_536, "rows that may wait at an expert worker; then it stops reading", roles=(EXPERTS,), ge=1
     )
@@ -241,7 +255,6 @@ class Settings(BaseSettings):
     relay_pairs: int = _knob(
         0, "relays between two nodes; 0 is as many as they have ranks, 1 the fewest messages", roles=(ATTENTION,), ge=0
     )
-    node: str | None = _knob(None, "name of the machine this rank is on (default: the host's)", roles=(ATTENTION,))
     expert_slots: int | None = _knob(
         None, "experts of a layer that a rank holds; more than its share makes replicas", roles=(ATTENTION,), ge=1
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -30,7 +29,7 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
-from services.runtime import MetricsServer, advertised, incarnation, run_role, scrape_url
+from services.runtime import MetricsServer, advertised, incarnation, node_name, run_role, scrape_url
 
 REFRESH_S = 1.0
 TABLE_S = 5.0
@@ -109,9 +108,10 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         pid=os.getpid(),
         version=version("expertmesh"),
-        node=socket.gethostname(),
+        node=node_name(settings),
         metrics_url=metrics_url,
         group=settings.expert_group,
+        max_experts=settings.expert_capacity,
     )
 
 

@@ -7,12 +7,11 @@ in DeepSpeed's parallelism coordinated communication (section V-B): p / L messag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from services.errors import ConfigError
-from services.routing import Seat
 
 Pair = tuple[int, int]
 """Seat that sends, seat that receives; the way back is the same pair in reverse."""
@@ -31,11 +30,6 @@ class Topology:
 
     nodes: tuple[tuple[int, ...], ...]
     pairs: int = 0
-
-    @classmethod
-    def of_seats(cls, seats: Iterable[Seat], *, pairs: int = 0) -> Topology:
-        """Of the seats of a routing table. A seat that names no node is alone on its own."""
-        return cls.of_nodes({seat.number: seat.node or f"seat {seat.number}" for seat in seats}, pairs=pairs)
 
     @classmethod
     def of_nodes(cls, node_of: Mapping[int, str], *, pairs: int = 0) -> Topology:

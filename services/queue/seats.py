@@ -46,6 +46,11 @@ class SeatState:
         """Whether a table may send rows for ``group``, as it stands in that table, to this seat."""
         return self.status == "ready" and self.report.digest == group_digest(group)
 
+    def has_room(self, group: ShardGroup) -> bool:
+        """Whether its worker says that it can hold ``group``."""
+        most = self.info.max_experts
+        return most is None or group.size <= most
+
     def seat(self, group: int) -> Seat:
         """This seat as a table lists it."""
         info = self.info

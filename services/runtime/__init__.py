@@ -1,6 +1,6 @@
 """Lifecycle of every process: logs, signals, the death of the parent, start-up errors, metrics over HTTP."""
 
-from services.runtime.address import advertised, scrape_url
+from services.runtime.address import advertised, node_name, scrape_url
 from services.runtime.daemon import in_daemon
 from services.runtime.incarnation import incarnation
 from services.runtime.lifecycle import AGAIN, CRASHED, FORCED, RoleMain, run_process, run_role
@@ -20,6 +20,7 @@ __all__ = [
     "die_with_parent",
     "in_daemon",
     "incarnation",
+    "node_name",
     "run_process",
     "run_role",
     "scrape_url",

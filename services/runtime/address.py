@@ -1,4 +1,4 @@
-"""Under which address other hosts find this process, which is not always the one that it listens on."""
+"""Under which address others find this process, which is not always the one that it listens on, and its machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _ANY = ("0.0.0.0", "::", "")
 def advertised(settings: Settings) -> str:
     """``--advertise``; else ``--host``, or this machine's name where that is every address."""
     return settings.advertise or (socket.gethostname() if settings.host in _ANY else settings.host)
+
+
+def node_name(settings: Settings) -> str:
+    """``--node``; else this machine's name. Containers of one machine have names of their own: they have to be told."""
+    return settings.node or socket.gethostname()
 
 
 def scrape_url(settings: Settings, port: int) -> str:

@@ -25,6 +25,7 @@ from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
 from services.scheduler.load import LoadMeter
 from services.scheduler.recut import Recutter, Step, next_step
+from services.scheduler.room import Shortage, least_room, with_room
 
 WINDOW_S = 2.0
 """Between two readings of the load."""
@@ -64,6 +65,7 @@ class ExpertPlacement:
         self._meter = LoadMeter()
         self._hysteresis = hysteresis
         self._recutter = Recutter(hysteresis, clock=clock)
+        self._shortage = Shortage()
         self._next_reading = 0.0
         self._changed_at = clock()
         self._table: RoutingTable | None = None
@@ -94,7 +96,8 @@ class ExpertPlacement:
         layout = self._table.groups if self._table else await self._first_layout(seats)
         load = await self._measured(seats)
         if self._table is not None:
-            self._recutter.follow(self._table, load)
+            self._recutter.follow(self._table, load, least_room(seats))
+        self._shortage.note(seats, layout)
         wanted = self._intentions(seats, layout, epochs.following, load)
         table = wanted.table
         if table is None and self._table and epochs.published < self._table.epoch:  # Redis lost it
@@ -223,6 +226,7 @@ def _assignments(
         return _groups_for_new(seats, holds, layout, load)
     if bare := [group for group in layout if group not in holds.values()]:
         movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
+        movable = [seat for seat in movable if seat.has_room(bare[0])]
         return [(seat, bare[0]) for seat in movable[-1:]]
     return _evened(seats, holds, layout, load, gain) if load is not None else []
 
@@ -238,11 +242,12 @@ def _groups_for_new(
         group_S = assign_seats(loads_LG, [seat.info.capacity for seat in seats], places)
     except NotReady:
         group_S = _in_turn(places, len(layout))
-    return [
+    wanted = [
         (seat, layout[group if place is None else place])
         for seat, group, place in zip(seats, group_S, places, strict=True)
         if seat.number not in holds
     ]
+    return with_room(wanted, holds, layout)
 
 
 def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
@@ -270,7 +275,7 @@ def _evened(
     return [
         (seat, layout[group])
         for seat, group, own in zip(seats, moved, group_S, strict=True)
-        if group != own and seat.info.group is None and _spared(seat, seats, holds)
+        if group != own and seat.info.group is None and _spared(seat, seats, holds) and seat.has_room(layout[group])
     ]
 
 

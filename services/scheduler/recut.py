@@ -24,7 +24,7 @@ Groups = tuple[ShardGroup, ...]
 PATIENCE = 10
 """How many times the hysteresis' pause a change may take, and how long the next one waits after it failed."""
 SLACK = 1.25
-"""A group holds at most so many times an even share of a layer's experts: a seat has memory for so many."""
+"""A group holds at most so many times an even share of a layer's experts, and no more than its seats have room for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +37,16 @@ class Step:
 
 
 def next_step(seats: Sequence[SeatState], layout: Sequence[ShardGroup], target: Sequence[ShardGroup]) -> Step | None:
-    """How ``layout`` becomes ``target``; None where too few seats are left for that: the layout stays as it is.
+    """How ``layout`` becomes ``target``; None where too few seats are left for that, or one that serves a group has no
+    room for what that becomes: the layout stays as it is.
 
     Args:
         seats: those that stay.
     """
     now = {group.number: group for group in layout}
     coming = [group for group in target if now.get(group.number) != group]
+    if not all(seat.has_room(group) for group in coming for seat in _members(seats, group, now)):
+        return None
     ahead = {group.number: [seat for seat in seats if seat.assigned == group_digest(group)] for group in coming}
     if all(found and all(seat.serves(group) for seat in found) for group, found in _pairs(coming, ahead)):
         return Step(layout=target)
@@ -68,7 +71,7 @@ def _sent_ahead(
         assign += [(own.pop(), group) for _ in range(len(own) // 2)]
     for group in (group for group in groups if all(group is not sent for _, sent in assign)):
         lender = max(serving.values(), key=len)
-        if len(lender) < 2 or lender[-1].info.group is not None:
+        if len(lender) < 2 or lender[-1].info.group is not None or not lender[-1].has_room(group):
             return None
         assign.append((lender.pop(), group))
     return assign
@@ -78,6 +81,12 @@ def _pairs(
     groups: Sequence[ShardGroup], seats: Mapping[int, list[SeatState]]
 ) -> list[tuple[ShardGroup, list[SeatState]]]:
     return [(group, seats[group.number]) for group in groups]
+
+
+def _members(seats: Sequence[SeatState], coming: ShardGroup, now: Mapping[int, ShardGroup]) -> list[SeatState]:
+    """Seats that hold what is to become ``coming``: they will hold that."""
+    digests = {group_digest(now[coming.number])} if coming.number in now else set()
+    return [seat for seat in seats if {seat.assigned, seat.report.digest} & digests]
 
 
 def _holds(seat: SeatState, group: ShardGroup) -> bool:
@@ -109,12 +118,15 @@ class Recutter:
 
     def give_up(self) -> None:
         if self.target is not None:
-            log.warning("the groups stay as they are: too few seats are ready to change them under load")
+            log.warning("the groups stay as they are: too few seats are ready, or have room, to change them under load")
             self._next = self._clock() + PATIENCE * self._hysteresis.wait_s
         self.target = None
 
-    def follow(self, table: RoutingTable, load: Load | None) -> None:
-        """Take what was planned, or plan; ``load`` is given while every seat is ready and the table has stood."""
+    def follow(self, table: RoutingTable, load: Load | None, room: int | None = None) -> None:
+        """Take what was planned, or plan; ``load`` is given while every seat is ready and the table has stood.
+
+        ``room``: the most experts of a layer that every seat can hold; None: not limited.
+        """
         if self.target is not None and self.target == table.groups:
             log.info("the groups are cut anew")
             self.target = None
@@ -123,7 +135,7 @@ class Recutter:
             self._take(groups, planned, table)
         elif load is not None and self.target is None and self._planned is None and self._clock() >= self._next:
             self._next = self._clock() + self._hysteresis.wait_s
-            self._planned = table.groups, self._start(table, load)
+            self._planned = table.groups, self._start(table, load, room)
 
     def _take(self, groups: Groups, planned: Future[Plan], table: RoutingTable) -> None:
         error = planned.exception()
@@ -135,10 +147,11 @@ class Recutter:
             log.info("max / mean load %.2f: the groups are to be cut anew, for %.2f", plan.before, plan.after)
             self.target, self._since = plan.table.groups, self._clock()
 
-    def _start(self, table: RoutingTable, load: Load) -> Future[Plan]:
+    def _start(self, table: RoutingTable, load: Load, room: int | None) -> Future[Plan]:
         """Not asyncio's: it outlives the loop's interest in it without a word."""
         planned: Future[Plan] = Future()
         limit = -(-int(SLACK * table.num_experts) // len(table.groups))
+        limit = limit if room is None else min(limit, room)
 
         def run() -> None:
             try:

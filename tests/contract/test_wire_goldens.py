@@ -101,6 +101,7 @@ def test_an_expert_worker_round_trips_and_keeps_its_bytes() -> None:
         "group": 2,
         "num_experts": 8,
         "layers": [0, 3],
+        "max_experts": None,
     }
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from services.errors import ConfigError
 from services.fabric.topology import Topology, replica_choice
-from services.routing import Seat
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -20,12 +19,8 @@ def of_sizes(sizes: list[int], pairs: int = 0) -> Topology:
     return Topology.of_nodes(dict(enumerate(names)), pairs=pairs)
 
 
-def test_seats_of_a_table() -> None:
-    seats = [
-        Seat(number=number, worker=str(number), group=0, host="h", port=1, node=node)
-        for number, node in ((31, "b"), (7, "a"), (12, "b"), (9, ""))
-    ]
-    topology = Topology.of_seats(seats)
+def test_seats_by_node() -> None:
+    topology = Topology.of_nodes({31: "b", 7: "a", 12: "b", 9: "c"})
     assert topology.nodes == ((7,), (9,), (12, 31))
     assert (topology.node(31), topology.local_rank(31), topology.neighbours(31)) == (2, 1, (12,))
     assert not topology.regular

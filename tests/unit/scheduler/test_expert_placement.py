@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, even_groups, group_digest
 from services.scheduler.experts import ExpertPlacement, intentions, told_whole
 from services.scheduler.load import LoadMeter
+from services.scheduler.room import Shortage
 
 GROUPS = even_groups([1, 3], 8, 2)
 
@@ -60,6 +62,24 @@ def test_a_seat_goes_where_there_is_the_least_capacity_or_where_it_asks_to() -> 
     assert found[1].number == 1
     (found,) = intentions([*held, seat(3, wish=0)], published(*held), GROUPS, following=6).assign
     assert found[1].number == 0
+
+
+def test_a_seat_gets_no_group_that_it_has_no_room_for(caplog: pytest.LogCaptureFixture) -> None:
+    uneven = (msgspec.structs.replace(GROUPS[0], experts={1: (0, 1, 2, 3, 4, 5)}), GROUPS[1])
+    small = [roomy(seat(number), 4) for number in (1, 2)]
+    wanted = intentions(small, None, uneven, following=5).assign
+    assert [(found.number, group.number) for found, group in wanted] == [(1, 1), (2, 1)]
+    assert intentions([roomy(seat(1, wish=0), 4)], None, uneven, following=5).assign == ()
+    shortage = Shortage()
+    shortage.note(small, uneven)
+    shortage.note(small, uneven)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no expert worker has room for the 6 experts of a layer in group 0: raise --expert-capacity or --expert-groups"
+    ]
+
+
+def roomy(state: SeatState, most: int) -> SeatState:
+    return replace(state, info=msgspec.structs.replace(state.info, max_experts=most))
 
 
 def test_a_table_lists_the_seats_that_are_ready_with_their_group_and_is_written_once() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.errors import ConfigError
@@ -41,6 +44,17 @@ def seats(*replicas: int) -> list[SeatState]:
 
 def test_old_is_what_the_new_cut_changes() -> None:
     assert cut((0, 1), (2, 3, 4), (5, 6, 7)) == OLD
+
+
+def test_seats_without_room_for_what_their_group_becomes_keep_the_cut() -> None:
+    here = seats(2, 2, 1)
+    assert next_step([*here[:2], *map(roomy(3), here[2:])], OLD, NEW) is not None
+    assert next_step([*here[:3], roomy(2)(here[3]), here[4]], OLD, NEW) is None, "a follower of group 1, which gets 3"
+    assert next_step([*here[:4], roomy(1)(here[4])], OLD, NEW) is not None, "group 2 stays as it is"
+
+
+def roomy(most: int) -> Callable[[SeatState], SeatState]:
+    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=most))
 
 
 def test_half_of_the_seats_of_each_group_that_changes_go_ahead() -> None:

@@ -1,0 +1,55 @@
+"""What expert workers have memory for: no seat is told to hold a group that is too large for it (--expert-capacity)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from services.queue.seats import SeatState
+from services.routing import ShardGroup, group_digest
+
+log = logging.getLogger(__name__)
+
+
+def least_room(seats: Sequence[SeatState]) -> int | None:
+    """The most experts of a layer that each of the seats that hold a group can have; None: not limited."""
+    return min((most for seat in seats if seat.assigned and (most := seat.info.max_experts) is not None), default=None)
+
+
+def with_room(
+    wanted: Sequence[tuple[SeatState, ShardGroup]], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
+) -> list[tuple[SeatState, ShardGroup]]:
+    """``wanted``, but for seats that cannot hold theirs: those get one that they can hold, with the fewest seats, if
+    there is one."""
+    taken = [group.number for group in holds.values()] + [
+        group.number for seat, group in wanted if seat.has_room(group)
+    ]
+    found = []
+    for seat, group in wanted:
+        if seat.has_room(group):
+            found.append((seat, group))
+        elif seat.info.group is None and (others := [other for other in layout if seat.has_room(other)]):
+            other = min(others, key=lambda other: taken.count(other.number))
+            taken.append(other.number)
+            found.append((seat, other))
+    return found
+
+
+class Shortage:
+    """Says once of each group that no seat can hold it."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def note(self, seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> None:
+        able = [seat for seat in seats if seat.status != "leaving" and not seat.dismissed]
+        for group in layout:
+            digest = group_digest(group)
+            if able and digest not in self._said and not any(seat.has_room(group) for seat in able):
+                self._said.add(digest)
+                log.warning(
+                    "no expert worker has room for the %d experts of a layer in group %d: raise --expert-capacity or "
+                    "--expert-groups",
+                    group.size,
+                    group.number,
+                )
