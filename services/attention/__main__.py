@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -142,17 +142,19 @@ class AttentionRole:
         except EngineError as error:
             if not isinstance(error.__cause__, MeshBroken):
                 raise
-            await self._hand_over(worker_id=self._id)
+            blamed = built.engine.blamed if isinstance(built.engine, LockStepEngine) else {}
+            await self._hand_over(self._id, blamed)
             raise error.__cause__ from error
         finally:
             experts.cancel()
 
-    async def _hand_over(self, worker_id: str) -> None:
-        """Requests go on at once, and none of them counts as failed: it was another rank that ended."""
+    async def _hand_over(self, worker_id: str, blamed: Mapping[str, int]) -> None:
+        """Requests go on at once. Those that were computed count as failed, as when their worker dies: one may have
+        broken the mesh, and would break the next one."""
         queue = WorkerQueue(self._redis, Keys(self._settings.namespace), QueueLimits.of(self._settings))
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await queue.deregister(worker_id)
+                await queue.deregister(worker_id, blamed)
         except (TimeoutError, QueueUnavailable):
             log.warning("left without a farewell: Redis does not answer, leases will expire")
 

@@ -62,6 +62,10 @@ class BatchManager:
         """Attempt of every request that has not ended."""
         return {request_id: state.request.attempt for request_id, state in self._held.items()}
 
+    def in_step(self) -> dict[str, int]:
+        """Attempt of every request that steps compute now; the others wait."""
+        return {state.request.id: state.request.attempt for state in self._running}
+
     def add(self, request: GenerateRequest) -> None:
         """Take ``request`` in. A higher attempt replaces the held one, without an event; other repeats are ignored."""
         held = self._held.get(request.id)

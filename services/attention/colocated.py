@@ -7,7 +7,6 @@ theirs through the experts here.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -16,17 +15,19 @@ import torch
 
 from services.attention.engine import Engine, EngineStats
 from services.config import Settings
+from services.errors import MeshBroken
 from services.fabric.mesh_build import MeshShape, mesh_link
 from services.fabric.mesh_join import Facts, Joined, Meeting, join
 from services.fabric.mesh_steps import Bell, LockStep, Rows, linger
 from services.fabric.mesh_wire import GlooWire, Traffic, Wire
 from services.fabric.placement import Placement, place_experts
+from services.fabric.secret import read_secret
 from services.messages import GenerateRequest, TokenEvent
 from services.model.experts import ExpertShard, sliced
 from services.model.progress import Progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
-from services.runtime import advertised
+from services.runtime import advertised, node_name
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Colocated:
     def _meeting(self) -> Meeting:
         settings = self._settings
         assert settings.mesh_address is not None, "load_settings requires it"
+        assert settings.fabric_secret_file is not None, "load_settings requires it"
         address, _, port = settings.mesh_address.rpartition(":")
         return Meeting(
             rank=settings.rank,
@@ -104,6 +106,7 @@ class Colocated:
             port=int(port),
             host=advertised(settings),
             timeout_s=settings.mesh_timeout,
+            secret=read_secret(settings.fabric_secret_file),
         )
 
     def _facts(self, worker: str) -> Facts:
@@ -112,7 +115,7 @@ class Colocated:
         rows = {"max_rows": self._max_rows()}
         return Facts(
             worker=worker,
-            node=settings.node or socket.gethostname(),
+            node=node_name(settings),
             fingerprint=self._spec.fingerprint,
             package=version("expertmesh"),
             dtype=str(self._dtype).removeprefix("torch."),
@@ -163,6 +166,8 @@ class LockStepEngine:
     def __init__(self, engine: Engine[Any], mesh: Colocated) -> None:
         self._engine, self._mesh = engine, mesh
         self._active = False
+        self.blamed: dict[str, int] = {}
+        """Attempts in the step in which the mesh broke: one of them may be why."""
         self.has_room: Callable[[], bool] = lambda: True
         """Whether results may be made; while they may not, this rank serves the others' rows only."""
         mesh.bell.listen(mesh.steps.idle_turns)
@@ -197,7 +202,7 @@ class LockStepEngine:
         if not self._active and self._wants_step:
             bell.ring(steps.idle_turns)
         before = steps.turns
-        events = self._engine.step() if self._wants_step else []
+        events = self._engine_step() if self._wants_step else []
         with torch.inference_mode():
             steps.finish()
             self._active = steps.turns > before or steps.begin(work=False)
@@ -205,6 +210,13 @@ class LockStepEngine:
         if not self._active:
             bell.listen(steps.idle_turns)
         return events
+
+    def _engine_step(self) -> list[TokenEvent]:
+        try:
+            return self._engine.step()
+        except MeshBroken:
+            self.blamed = self._engine.in_step()
+            raise
 
     @property
     def _wants_step(self) -> bool:

@@ -140,6 +140,10 @@ class Engine(Generic[HandleT]):
         """Attempt of every request that has not ended."""
         return self._batch.held()
 
+    def in_step(self) -> dict[str, int]:
+        """Attempt of every request that steps compute now; the others wait."""
+        return self._batch.in_step()
+
     def step(self) -> list[TokenEvent]:
         """Compute one iteration. Events in order; also those of requests that ended since the last step.
 

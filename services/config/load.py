@@ -150,6 +150,11 @@ def require(settings: Settings, role: Role) -> None:
             f"The {_TITLES[role]} needs a Redis.",
             hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
         )
+    if role == ATTENTION and settings.overlap == "on" and settings.experts != "tcp":
+        raise ConfigError(
+            f"--overlap on has nothing to overlap with --experts {settings.experts}.",
+            hint="Two micro-batches take turns with expert workers alone (--experts tcp); leave it out.",
+        )
     if role == ATTENTION and settings.experts == "mesh":
         _require_mesh(settings)
     workers = settings.experts not in ("local", "mesh")
@@ -160,9 +165,11 @@ def require(settings: Settings, role: Role) -> None:
             hint="Lower the one or raise the other.",
         )
     apart = role == EXPERTS or (role == ATTENTION and workers)
-    if apart and settings.fabric_secret_file is None:
+    shares = apart or (role == ATTENTION and settings.experts == "mesh")
+    if shares and settings.fabric_secret_file is None:
+        others = "attention and expert workers" if apart else "all ranks"
         raise ConfigError(
-            f"The {_TITLES[role]} needs the secret that attention and expert workers share.",
+            f"The {_TITLES[role]} needs the secret that {others} share.",
             hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
         )
     encrypted = settings.fabric_tls_ca if role == ATTENTION else settings.fabric_tls_cert

@@ -17,7 +17,8 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from services.errors import ConfigError, FingerprintMismatch, MeshBroken, PortInUse
+from services.errors import ConfigError, FabricError, FingerprintMismatch, MeshBroken, PortInUse, SecretMismatch
+from services.fabric.mesh_gate import LOOPBACK, Gate, Tunnel
 from services.fabric.mesh_steps import StoreBell, ring_out
 from services.fabric.mesh_wire import Group, gloo_group, guarded
 
@@ -42,7 +43,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Where and as whom. ``host`` is the own address, as the others reach it; ``address`` and ``port`` are rank 0's."""
+    """Where and as whom. ``host`` is the own address, as the others reach it; ``address`` and ``port`` are rank 0's.
+
+    ``secret``: the one that all ranks share.
+    """
 
     rank: int
     ranks: int
@@ -50,6 +54,7 @@ class Meeting:
     port: int
     host: str
     timeout_s: float
+    secret: bytes
 
 
 class Joined:
@@ -59,8 +64,8 @@ class Joined:
         nodes: by rank.
     """
 
-    def __init__(self, meeting: Meeting, store: TCPStore, facts: Sequence[Facts]) -> None:
-        self._meeting, self._store = meeting, store
+    def __init__(self, meeting: Meeting, found: _Found, facts: Sequence[Facts]) -> None:
+        self._meeting, self._found, self._store = meeting, found, found.store
         self.nodes = tuple(fact.node for fact in facts)
 
     def group(self, name: str = "data") -> Group:
@@ -75,7 +80,7 @@ class Joined:
     def bell(self, on_ring: Callable[[], None]) -> StoreBell:
         meeting = self._meeting
         with guarded("connecting to the ranks' store"):
-            waits = TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False)
+            waits = TCPStore(LOOPBACK, self._found.port, is_master=False, wait_for_workers=False)
         return StoreBell(self._store, waits, keeper=meeting.rank == 0, on_ring=on_ring)
 
 
@@ -85,44 +90,67 @@ def join(meeting: Meeting, facts: Facts) -> Joined:
     Raises:
         ConfigError: rank 0's address cannot be listened on.
         FingerprintMismatch, ConfigError: another rank has another checkpoint, version or options; says which.
+        SecretMismatch: rank 0 has another secret.
         MeshBroken: a rank came twice, or rank 0 went: start again.
     """
     mine = msgspec.json.encode(facts).decode()
-    store = _store(meeting)
-    while not _claimed(store, meeting.rank, mine):
-        store = _store(meeting)
+    found = _store(meeting)
+    while not _claimed(found.store, meeting.rank, mine):
+        found.door.close()
+        found = _store(meeting)
     with guarded("meeting the other ranks"):
-        _wait_for_all(store, meeting.ranks)
-        found = [msgspec.json.decode(store.get(_key(rank)), type=Facts) for rank in range(meeting.ranks)]
-    for rank, other in enumerate(found):
+        _wait_for_all(found.store, meeting.ranks)
+        told = [msgspec.json.decode(found.store.get(_key(rank)), type=Facts) for rank in range(meeting.ranks)]
+    for rank, other in enumerate(told):
         _compare(rank, other, facts)
-    return Joined(meeting, store, found)
+    return Joined(meeting, found, told)
 
 
-def _store(meeting: Meeting) -> TCPStore:
-    """Rank 0 keeps it; the others wait until it is there."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A store, where on loopback it is reached, and the door that keeps that open."""
+
+    store: TCPStore
+    port: int
+    door: Gate | Tunnel
+
+
+def _store(meeting: Meeting) -> _Found:
+    """Rank 0 keeps it; the others wait until it is there.
+
+    Raises:
+        SecretMismatch: rank 0 has another secret.
+    """
     if meeting.rank == 0:
-        return TCPStore(
-            meeting.address,
-            meeting.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=_listener(meeting).detach(),
-        )
+        outside, inside = _listener(meeting), socket.create_server((LOOPBACK, 0))
+        port: int = inside.getsockname()[1]
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
+        return _Found(store, port, Gate(outside, secret=meeting.secret, port=port, name="rank 0"))
     noted = time.monotonic()
     while True:
         try:
-            wait = timedelta(seconds=NOTE_S)
-            return TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=wait)
-        except RuntimeError:  # nobody listens there yet
+            return _through(Tunnel(meeting.address, meeting.port, secret=meeting.secret, name=f"rank {meeting.rank}"))
+        except SecretMismatch:
+            raise
+        except (RuntimeError, OSError, FabricError):  # nobody listens there yet
             if time.monotonic() - noted > NOTE_S:
                 log.info("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
                 noted = time.monotonic()
             time.sleep(LOOK_S)
 
 
+def _through(tunnel: Tunnel) -> _Found:
+    try:
+        wait = timedelta(seconds=NOTE_S)
+        store = TCPStore(LOOPBACK, tunnel.port, is_master=False, wait_for_workers=False, timeout=wait)
+    except RuntimeError:
+        tunnel.close()
+        raise
+    return _Found(store, tunnel.port, tunnel)
+
+
 def _listener(meeting: Meeting) -> socket.socket:
-    """Of that address alone: a store of torch's own making listens on all of them."""
+    """Of that address alone, not of all."""
     try:
         family = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((meeting.address, meeting.port), family=family)

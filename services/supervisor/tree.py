@@ -154,15 +154,16 @@ class Supervisor:
         return [f"{ATTENTION}-{rank}" for rank in range(self._settings.colocated_workers)]
 
     def _fabric(self, folder: RunFolder) -> dict[str, object]:
-        """What attention and expert workers need of one another, where they are apart."""
+        """What attention and expert workers need of one another, where they are several."""
         settings = self._settings
-        if settings.colocated_workers:
-            (port,) = free_ports(_LOOPBACK, 1)
-            return {"experts": "mesh", "ranks": settings.colocated_workers, "mesh_address": f"{_LOOPBACK}:{port}"}
-        if not settings.expert_workers:
+        if not (settings.colocated_workers or settings.expert_workers):
             return {}
-        secret = settings.fabric_secret_file or folder.new_secret("fabric")
-        return {"experts": "tcp", "fabric_port": 0, "fabric_secret_file": str(secret)}
+        secret = {"fabric_secret_file": str(settings.fabric_secret_file or folder.new_secret("fabric"))}
+        if settings.expert_workers:
+            return secret | {"experts": "tcp", "fabric_port": 0}
+        (port,) = free_ports(_LOOPBACK, 1)
+        ranks = {"ranks": settings.colocated_workers, "mesh_address": f"{_LOOPBACK}:{port}"}
+        return secret | ranks | {"experts": "mesh"}
 
     async def _start_redis(self, folder: RunFolder) -> str:
         redis = EmbeddedRedis(folder.path / "redis")

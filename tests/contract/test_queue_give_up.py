@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from testkit.queue_indexes import check
 
 from services.errors import ExpertUnavailable
@@ -47,6 +48,33 @@ async def test_repeating_it_or_giving_up_what_is_not_held_changes_nothing(bench)
         await bench.worker.give_up("w", {"a": 1}, ERROR)
     assert (await bench.state("a"), await bench.attempt("a"), await failures(bench, "a")) == ("lost", 2, 1)
     await bench.worker.give_up("w", {}, ERROR)
+    await check(bench)
+
+
+async def test_who_leaves_may_blame_attempts_and_those_alone_count_as_failed(bench):
+    await bench.add_worker("w")
+    suspect, innocent, _ = await bench.run_on("w", *map(bench.request, ("suspect", "innocent", "waiting")))
+    for request in (suspect, innocent):
+        await bench.worker.publish("w", [bench.token(request, 0)])
+    await bench.worker.deregister("w", {"suspect": 1, "innocent": 7, "nobody": 1})
+    assert [await bench.state(name) for name in ("suspect", "innocent", "waiting")] == ["lost", "lost", "queued"]
+    assert [await failures(bench, name) for name in ("suspect", "innocent", "waiting")] == [1, 0, 0]
+    await check(bench)
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_stuck=2)])
+async def test_a_request_that_breaks_one_mesh_after_the_other_ends(bench):
+    await bench.add_worker("w")
+    await bench.add_worker("v")
+    (poison,) = await bench.run_on("w", bench.request("poison"))
+    await bench.worker.deregister("w", {"poison": 1})
+    assert await bench.gateway.resubmit(structs.replace(poison, attempt=2))
+    (claimed,) = await bench.claim()
+    assert all(await bench.scheduler.assign(bench.epoch, [(claimed, "v")]))
+    await bench.worker.deregister("v", {"poison": 2})
+    assert await bench.state("poison") == "done"
+    assert (await bench.events())[-1].error.code == "attempts_exhausted"
+    assert [letter.request.id for letter in await bench.dead.list()] == ["poison"]
     await check(bench)
 
 

@@ -143,10 +143,12 @@ class World:
             await self.bench.redis.zadd(self.bench.keys.workers, {worker_id: 1}, xx=True)
 
     async def leave_worker(self) -> None:
+        """With some of what it ran to blame, as a rank whose mesh broke has."""
         if self.workers:
-            worker_id = self.draw.choice(list(self.workers))
-            del self.workers[worker_id]
-            await self.bench.worker.deregister(worker_id)
+            worker = self.workers.pop(self.draw.choice(list(self.workers)))
+            blamed = self.draw.sample(sorted(worker.held), min(1, len(worker.held)))
+            attempts = {request_id: worker.held[request_id].attempt for request_id in blamed}
+            await self.bench.worker.deregister(worker.id, attempts)
 
     async def kill_gateway(self) -> None:
         """Its requests are cancelled, except one that a client takes up elsewhere."""

@@ -1,12 +1,16 @@
 --@use base queue life
 -- Removes a worker that shuts down and gives back all that it held.
--- ARGV: limits, worker
--- Returns {requeued, lost}: what published nothing is queued as the same attempt; the rest becomes AttemptLost.
-local worker, requeued, lost = ARGV[2], 0, 0
+-- ARGV: limits, worker, then per request that may be why it ends: id, attempt
+-- Returns {requeued, lost, dead}: what published nothing is queued as the same attempt; the rest becomes AttemptLost.
+-- Guarantees: those that may be why count as failed, and end at the cap of attempts.
+local worker, requeued, lost, dead, blamed = ARGV[2], 0, 0, 0, {}
+for i = 3, #ARGV, 2 do blamed[ARGV[i]] = tonumber(ARGV[i + 1]) end
 for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. worker)) do
   local r = load_record(id)
   if r and r.state == 'running' and r.holder == worker then
-    if r.streamed == '' then
+    if blamed[id] == r.attempt then
+      if lose(r, 'worker gave up', 1) == 'dead' then dead = dead + 1 else lost = lost + 1 end
+    elseif r.streamed == '' then
       requeue(r)
       requeued = requeued + 1
     else
@@ -19,4 +23,4 @@ redis.call('ZREM', P .. 'workers', worker)
 redis.call('DEL', P .. 'worker:' .. worker, P .. 'held:' .. worker, P .. 'inbox:' .. worker)
 settle_undone()
 wake()
-return { requeued, lost }
+return { requeued, lost, dead }

@@ -413,6 +413,14 @@ def test_max_tokens_zero_scores_the_prompt_and_draws_nothing() -> None:
     assert event.prompt_logprobs == [None, TokenLogprob(-1.0), TokenLogprob(-2.0)]
 
 
+def test_what_waits_for_a_place_is_held_but_in_no_step() -> None:
+    run = Harness(seqs=1)
+    for name in ("first", "second"):
+        run.batch.add(request(name, [1, 2, 3], max_tokens=9, ignore_eos=True))
+    run.step()
+    assert (run.batch.held(), run.batch.in_step()) == ({"first": 1, "second": 1}, {"first": 1})
+
+
 def test_a_cancelled_request_frees_its_blocks_before_the_next_step() -> None:
     run = Harness()
     run.batch.add(request("r", [1, 2, 3], max_tokens=9, ignore_eos=True))

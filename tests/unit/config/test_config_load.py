@@ -248,12 +248,26 @@ def test_settings_survive_the_file_they_are_handed_over_in(
         (["--mesh-address", "host:1", "--ranks", "2", "--rank", "2"], "no --rank 2 of --ranks 2"),
         (["--mesh-address", "host:1", "--ranks", "4", "--expert-slices", "3"], "--expert-slices 3"),
         (["--mesh-address", "host:1", "--mesh-timeout", "300"], "not below --step-timeout 300"),
+        (["--mesh-address", "host:1", "--overlap", "on"], "nothing to overlap with --experts mesh"),
     ],
 )
 def test_ranks_that_do_not_fit_together(arguments: list[str], problem: str) -> None:
-    common = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh"]
+    common = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh", "--fabric-secret-file", "f"]
     with pytest.raises(ConfigError, match=problem):
         load_settings([*common, *arguments], role="attention")
+
+
+def test_ranks_do_not_start_without_a_secret() -> None:
+    argv = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh", "--mesh-address", "host:1"]
+    with pytest.raises(ConfigError, match="the secret that all ranks share"):
+        load_settings(argv, role="attention")
+
+
+def test_nothing_overlaps_where_the_experts_are_in_the_same_process() -> None:
+    argv = ["--model", "m", "--redis-url", "redis://h", "--overlap", "on"]
+    with pytest.raises(ConfigError, match="nothing to overlap with --experts local"):
+        load_settings(argv, role="attention")
+    assert load_settings([*argv, "--experts", "tcp", "--fabric-secret-file", "f"], role="attention").overlap == "on"
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,7 @@ async def test_attention_workers_that_share_the_experts_have_ranks_and_meet_at_o
     ranks = [started[f"attention-{number}"] for number in range(3)]
     assert [(rank["experts"], rank["rank"], rank["ranks"]) for rank in ranks] == [("mesh", n, 3) for n in range(3)]
     assert len({rank["mesh_address"] for rank in ranks}) == 1
+    assert len({rank["fabric_secret_file"] for rank in ranks}) == 1
     assert len({rank["metrics_port"] for rank in ranks}) == 3
 
 
