@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import psutil
 import redis
 
 from services.queue.embedded import find_redis_server
+from services.runtime import die_with_parent
 
 START_TIMEOUT_S = 120
 
@@ -36,6 +38,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s} s in vain: {what}"
         time.sleep(every_s)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def flags(**options: object) -> list[str]:
@@ -88,12 +94,20 @@ class Bench:
     procs: list[Proc] = field(default_factory=list)
 
     def start(self, name: str, args: Sequence[str]) -> Proc:
-        """Run ``args`` in the background with a clean EXPERTMESH_ environment."""
+        """Run ``args`` in the background with a clean EXPERTMESH_ environment. The kernel ends it with this process,
+        if started from the main thread: of another one it would not outlive the thread."""
         env = {key: value for key, value in os.environ.items() if not key.startswith("EXPERTMESH_")}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         log_path = self.folder / f"{name}-{len(self.procs)}.log"
         with log_path.open("wb") as log:
-            popen = subprocess.Popen(list(args), stdout=log, stderr=subprocess.STDOUT, env=env, cwd=self.folder)
+            popen = subprocess.Popen(
+                list(args),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=self.folder,
+                preexec_fn=die_with_parent() if in_main_thread() else None,
+            )
         proc = Proc(name=name, popen=popen, log_path=log_path)
         self.procs.append(proc)
         return proc
