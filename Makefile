@@ -32,10 +32,10 @@ $(STAMP): pyproject.toml constraints.txt
 run: env
 	@$(BIN)/expertmesh demo $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT))
 
-# Flow tests measure time, so they have the machine to themselves.
 test: env
 	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow
-	$(BIN)/pytest -q --durations=15 tests/flow
+	$(BIN)/pytest -q -n 2 --durations=15 --dist loadfile -m 'not alone' tests/flow
+	$(BIN)/pytest -q --durations=15 -m alone tests/flow
 
 # Uses the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
 gpu-test:

@@ -1,4 +1,4 @@
-"""One small server for the tests that only talk to it."""
+"""Servers for the tests that only talk to them: a small one, and one with the pocket model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from testkit.checkpoints import save_checkpoint
+from testkit.pocket_answers import POCKET
 from testkit.servers import Server, bench
 
 
@@ -20,3 +21,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with bench(tmp_path_factory.mktemp("server")) as stage:
         yield stage.serve(tiny, served_model_name="tiny", dtype="float32", kv_blocks=512)
+
+
+@pytest.fixture(scope="module")
+def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The pocket model, everything in one attention worker."""
+    with bench(tmp_path_factory.mktemp("pocket")) as stage:
+        yield stage.serve(POCKET / "model", served_model_name="pocket", dtype="float32", threads=1)

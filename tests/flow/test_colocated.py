@@ -12,6 +12,8 @@ import pytest
 from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
 from testkit.servers import Bench, Server, bench, wait_until
 
+pytestmark = pytest.mark.alone
+
 
 def serve(stage: Bench, ranks: int, **options: Any) -> Server:
     return stage.serve(
@@ -35,29 +37,36 @@ def used_s(server: Server) -> float:
     return sum(time.user + time.system for time in times)
 
 
-@pytest.mark.parametrize("options", [{}, {"expert_slices": 2, "expert_slots": 10, "mesh_exchange": "hierarchical"}])
-def test_recorded_answers(tmp_path: Path, options: dict[str, Any]) -> None:
+def check_answers(server: Server) -> None:
+    """They are the recorded ones, and nobody computes without work."""
+    wanted = recorded()[:64]
+    assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=32)))
+    wait_until(lambda: server.metric("expertmesh_mesh_messages_total", scope="node") > 0, 10, "messages are counted")
+    assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))  # one has rows, all take part
+    time.sleep(2)  # counters are brought up to date every second
+    turns, cpu_s = server.metric("expertmesh_mesh_turns_total"), used_s(server)
+    time.sleep(2)
+    assert server.metric("expertmesh_mesh_turns_total") == turns, "nobody steps without work"
+    assert used_s(server) - cpu_s < 2, "nobody spins without work"
+
+
+def check_end(server: Server) -> None:
+    assert server.proc.stop() == 0
+    assert "terminate called" not in server.proc.log(), "ranks end in order"
+
+
+def test_sliced_experts_and_relays_give_the_recorded_answers(tmp_path: Path) -> None:
     with bench(tmp_path) as stage:
-        server = serve(stage, 4 if options else 3, **options)
-        wanted = recorded()[:64]
-        assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=32)))
-        wait_until(
-            lambda: server.metric("expertmesh_mesh_messages_total", scope="node") > 0, 10, "messages are counted"
-        )
-        assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))  # one has rows, all take part
-        time.sleep(2)  # counters are brought up to date every second
-        turns, cpu_s = server.metric("expertmesh_mesh_turns_total"), used_s(server)
-        time.sleep(2)
-        assert server.metric("expertmesh_mesh_turns_total") == turns, "nobody steps without work"
-        assert used_s(server) - cpu_s < 2, "nobody spins without work"
-        assert server.proc.stop() == 0
-        assert "terminate called" not in server.proc.log(), "ranks end in order"
+        server = serve(stage, 4, expert_slices=2, expert_slots=10, mesh_exchange="hierarchical")
+        check_answers(server)
+        check_end(server)
 
 
-def test_killed_ranks_lose_no_request(tmp_path: Path) -> None:
+def test_ranks_give_the_recorded_answers_and_killed_ones_lose_no_request(tmp_path: Path) -> None:
     """One amid requests; then, while nobody asks, the one at which all ranks meet; the others start again each time."""
     with bench(tmp_path) as stage:
         server = serve(stage, 3)
+        check_answers(server)
         wanted = recorded()[:100]
         before = ranks_of(server)
 
@@ -75,6 +84,7 @@ def test_killed_ranks_lose_no_request(tmp_path: Path) -> None:
         next(rank for rank in again if rank.cmdline()[-1].endswith("attention-0.yaml")).kill()
         wait_until(lambda: others(server, again), 60, "all ranks started again, though there was no request")
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
+        check_end(server)
 
 
 def others(server: Server, before: list[psutil.Process]) -> bool:

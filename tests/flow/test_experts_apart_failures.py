@@ -24,6 +24,8 @@ AWAY_S = 12.0
 EXPERTS, ATTENTION = 3, 2
 LONG_TOKENS = 200
 
+pytestmark = pytest.mark.alone
+
 
 def start(stage: Bench, **options: object) -> Server:
     """Two attention workers, three expert workers in two groups, the pocket model."""
@@ -45,29 +47,30 @@ def start(stage: Bench, **options: object) -> Server:
     return server
 
 
-def test_an_attention_worker_killed_while_experts_are_apart_loses_nothing(tmp_path: Path) -> None:
-    with bench(tmp_path) as stage:
-        server = start(stage)
-        victim = server.of_role("attention")[0]
-        asyncio.run(answers_while(server, victim.kill))
-        assert server.metric("expertmesh_lost_attempts_total") > 0
-        wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "another one was started")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with bench(tmp_path_factory.mktemp("apart")) as stage:
+        yield start(stage, experts_patience=0.5)
 
 
-def test_experts_that_are_all_gone_for_longer_than_the_patience_cost_no_request(tmp_path: Path) -> None:
-    with bench(tmp_path) as stage:
-        server = start(stage, experts_patience=0.5)
+def test_an_attention_worker_killed_while_experts_are_apart_loses_nothing(server: Server) -> None:
+    victim = server.of_role("attention")[0]
+    asyncio.run(answers_while(server, victim.kill))
+    assert server.metric("expertmesh_lost_attempts_total") > 0
+    wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "another one was started")
 
-        def kill_experts() -> None:
-            """Those that the supervisor starts meanwhile, too: three lives of each are short enough to be forgiven."""
-            for _ in range(3):
-                for worker in server.of_role("experts"):
-                    worker.kill()
-                time.sleep(0.5)
 
-        asyncio.run(answers_while(server, kill_experts))
-        assert server.metric("expertmesh_given_up_attempts_total") > 0
-        assert server.metric("expertmesh_request_errors_total") == 0
+def test_experts_that_are_all_gone_for_longer_than_the_patience_cost_no_request(server: Server) -> None:
+    def kill_experts() -> None:
+        """Those that the supervisor starts meanwhile, too: three lives of each are short enough to be forgiven."""
+        for _ in range(3):
+            for worker in server.of_role("experts"):
+                worker.kill()
+            time.sleep(0.5)
+
+    asyncio.run(answers_while(server, kill_experts))
+    assert server.metric("expertmesh_given_up_attempts_total") > 0
+    assert server.metric("expertmesh_request_errors_total") == 0
 
 
 @pytest.fixture

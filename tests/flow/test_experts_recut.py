@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 import redis
 from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
 from testkit.servers import bench, free_port, wait_until
@@ -13,6 +14,8 @@ from testkit.servers import bench, free_port, wait_until
 from services.routing import RoutingTable, decode_table
 
 PATIENCE_S = 300
+
+pytestmark = pytest.mark.alone
 
 
 def table_of(client: redis.Redis) -> RoutingTable:
@@ -50,7 +53,7 @@ def test_no_token_changes_while_the_groups_are_cut_anew(tmp_path: Path) -> None:
             threads=1,
             expert_workers=4,
             expert_groups=2,
-            rebalance_after=2,
+            rebalance_after=1,
         )
         wait_until(lambda: server.metric("expertmesh_expert_seats") == 4, 60, "all seats are listed")
         with redis.Redis(port=port) as client:

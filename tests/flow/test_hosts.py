@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from testkit.cluster import Cluster, Shape
 from testkit.netns import Network
 from testkit.pocket_answers import END, POCKET, recorded
-from testkit.servers import bench
+from testkit.servers import Server, bench
 
 from loadgen.client import StreamResult, stream_completion
 
 STREAMS = 64
+
+pytestmark = pytest.mark.alone
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -34,14 +37,13 @@ def contents(results: list[StreamResult]) -> list[tuple[object, ...]]:
     return [(result.error, result.token_ids, result.text, result.finish_reason) for result in results]
 
 
-def test_hosts_apart_answer_as_one_process(network: Network, tmp_path: Path) -> None:
+def test_hosts_apart_answer_as_one_process(network: Network, pocket: Server, tmp_path: Path) -> None:
+    together = asyncio.run(answers(pocket.url))
     with bench(tmp_path) as stage:
-        cluster = Cluster(stage, network.host, POCKET / "model", Shape(attention=2, experts=3, groups=2))
+        shape = Shape(attention=2, experts=3, groups=2, schedulers=1)
+        cluster = Cluster(stage, network.host, POCKET / "model", shape)
         cluster.start()
         apart = asyncio.run(answers(cluster.server.url))
-    with bench(tmp_path) as stage:
-        alone = stage.serve(POCKET / "model", served_model_name="pocket", dtype="float32", threads=1)
-        together = asyncio.run(answers(alone.url))
     assert contents(apart) == contents(together)
     for body, record, result in zip(bodies(), recorded(), apart, strict=False):
         assert len(result.token_ids) == body["max_tokens"]

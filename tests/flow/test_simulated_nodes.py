@@ -8,6 +8,8 @@ from testkit.simulated_nodes import Case, measure, reckoned
 
 from services.fabric.placement.exchange import Nodes, Rows, exchange_cost
 
+pytestmark = pytest.mark.alone
+
 FAST = Nodes(count=2, ranks=2, across_latency=0.0, across_bandwidth=1e12, inside_latency=0.0, inside_bandwidth=1e12)
 
 
