@@ -116,20 +116,25 @@ def moved(held: ExpertWeights, device: torch.device) -> ExpertWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A link to expert workers: by shared memory, or else over a lane. ``summed`` at the seat, or by the caller."""
+    """A link to expert workers: by shared memory, or else over a lane. ``summed`` at the seat, or by the caller.
+
+    ``lane``: what memory does not take goes over one, not in frames. Where workers are killed it had better not: NCCL
+    never ends the opening of a lane whose other end dies, and after a few of these no more are tried.
+    """
 
     shared: bool
     summed: bool = False
+    lane: bool = True
 
     @contextmanager
     def linked(self, table: RoutingTable, *, seats: int | None = None, **options: Any) -> Iterator[OnDevice]:
+        lanes = first_lanes() if self.lane else None
         if self.shared:
             made: Any = linked_shared(
-                table, memory=first_memory(), device=FIRST, unsummed=not self.summed, seats=seats,
-                lanes=first_lanes(), **options,
-            )  # fmt: skip
+                table, memory=first_memory(), device=FIRST, unsummed=not self.summed, seats=seats, lanes=lanes, **options
+            )
         else:
-            made = linked(table, lanes=first_lanes(), reduced=self.summed, ready_s=CALL_S, **options)
+            made = linked(table, lanes=lanes, reduced=self.summed, ready_s=CALL_S, **options)
         with made as link:
             yield OnDevice(link, FIRST)
 

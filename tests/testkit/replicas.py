@@ -36,7 +36,11 @@ KINDS = {
     "symm": Kind(shared=True),
     "symm-summed": Kind(shared=True, reduced=True),
 }
-GPU_KINDS = {"symm": Way(shared=True), "symm-summed": Way(shared=True, summed=True), "nccl": Way(shared=False)}
+GPU_KINDS = {
+    "symm": Way(shared=True, lane=False),
+    "symm-summed": Way(shared=True, summed=True, lane=False),
+    "nccl": Way(shared=False),
+}
 
 
 class Server(Protocol):
