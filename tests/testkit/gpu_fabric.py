@@ -131,7 +131,13 @@ class Way:
         lanes = first_lanes() if self.lane else None
         if self.shared:
             made: Any = linked_shared(
-                table, memory=first_memory(), device=FIRST, unsummed=not self.summed, seats=seats, lanes=lanes, **options
+                table,
+                memory=first_memory(),
+                device=FIRST,
+                unsummed=not self.summed,
+                seats=seats,
+                lanes=lanes,
+                **options,
             )
         else:
             made = linked(table, lanes=lanes, reduced=self.summed, ready_s=CALL_S, **options)
