@@ -1,8 +1,8 @@
 """The batch manager: decides, before every iteration, which tokens of which sequences are computed. Pure Python.
 
-Requests come in through :meth:`BatchManager.add`; ``plan`` says what the next step computes; ``complete`` takes what
-the step drew; :class:`TokenEvent`\\ s come out of :meth:`BatchManager.drain`. Every request that was accepted ends
-with exactly one event that has a ``finish``.
+Requests come in through :meth:`BatchManager.add`; ``plan`` says what the next step computes, and ``plan_ahead`` what
+the one after it does, before it is known what the first draws; ``complete`` takes that; :class:`TokenEvent`\\ s come
+out of :meth:`BatchManager.drain`. Every request that was accepted ends with exactly one event that has a ``finish``.
 
 Batching is per iteration with prompt and generated tokens flattened into one row dimension, without padding
 (ExpertFlow 4.2). Decoding sequences go first, one token each; what is left of the token budget goes to prompts, in
@@ -17,8 +17,10 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from services.attention.blocks import BlockPool
+from services.attention.held_back import HeldBack
 from services.attention.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
 from services.attention.prefixes import Prefixes
+from services.attention.room import make_room, reserve
 from services.attention.sequence import SequenceState, open_sequence, refusal
 from services.errors import DeadlineExceeded, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent
@@ -34,6 +36,7 @@ class BatchManager:
         self.counters = BatchCounters()
         self._limits = limits
         self._prefixes = Prefixes(pool, enabled=limits.prefix_cache)
+        self._held_back = HeldBack(pool)
         self._clock = clock
         self._held: dict[str, SequenceState] = {}
         self._waiting: list[SequenceState] = []
@@ -91,7 +94,8 @@ class BatchManager:
             insort(self._waiting, state, key=SequenceState.waiting_key)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """End the request if the attempt held is at most ``attempt``; its blocks are free when this returns."""
+        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, but for
+        those of a row in a step launched ahead: then when that is completed."""
         state = self._held.get(request_id)
         if state is not None and state.request.attempt <= attempt:
             self._end(state, "cancelled")
@@ -109,8 +113,31 @@ class BatchManager:
         self._decodes = tuple(decodes)
         return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after ``plan``, which is under way: each sequence one token on, whatever ``plan`` draws for it.
+
+        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: a prompt, an admission,
+        a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this step, or :meth:`abandon`.
+        """
+        if plan.prompts or self._clock() >= self._next_deadline_ms:
+            return None
+        alive = plan.decodes if plan.decodes is self._decodes else [state for state in plan.decodes if state.blocks]
+        goes_on = tuple(state for state in alive if len(state.token_ids) + 1 < state.limit)
+        may_admit = self._waiting and len(goes_on) < self._limits.max_num_seqs
+        if not goes_on or len(alive) < len(self._running) or may_admit or not make_room(self.pool, goes_on, 1):
+            return None
+        ahead = StepPlan(decodes=goes_on if len(goes_on) < len(plan.decodes) else plan.decodes)
+        self._held_back.launched(ahead)
+        return ahead
+
+    def abandon(self, plan: StepPlan) -> list[int]:
+        """``plan``, launched ahead, counts for nothing and left nothing behind. Returns blocks to wipe."""
+        return self._held_back.abandon(plan)
+
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
-        """Take in what the step computed. Returns the blocks to wipe: those left by pieces that failed."""
+        """Take in what the step computed, but for sequences that ended meanwhile. Returns the blocks to wipe: those of
+        pieces that failed."""
+        self._held_back.completing(plan)
         decodes = len(plan.decodes)
         wipe = self._complete_decodes(plan.decodes, outcomes[:decodes])
         for piece, outcome in zip(plan.prompts, outcomes[decodes:], strict=True):
@@ -139,18 +166,9 @@ class BatchManager:
 
         Only where every running sequence decodes and none can come in; nothing needs to be given up for room.
         """
-        decodes, block_size = self._decodes, self.pool.block_size
-        if not decodes or len(decodes) != len(self._running):
-            return False
-        if self._waiting and self.running < self._limits.max_num_seqs:
-            return False
-        at_edge = [state for state in decodes if not state.computed % block_size]
-        growing = [state for state in at_edge if len(state.blocks) * block_size <= state.computed]
-        if len(growing) > self.pool.available:
-            return False
-        for state in growing:
-            state.blocks += self.pool.take((), 1)
-        return True
+        decodes = self._decodes
+        may_admit = self._waiting and self.running < self._limits.max_num_seqs
+        return len(self._running) == len(decodes) > 0 and not may_admit and make_room(self.pool, decodes, 0)
 
     def _plan_decodes(self, budget: int) -> list[SequenceState]:
         decodes: list[SequenceState] = []
@@ -185,7 +203,7 @@ class BatchManager:
     def _plan_prefills(self, pieces: list[Piece], budget: int) -> None:
         for state in self._running:
             if state.prefilling and budget > 0:
-                pieces.append(self._piece(state, budget))
+                pieces.append(Piece.of(state, budget))
                 budget -= pieces[-1].length
 
     def _admit(self, pieces: list[Piece], budget: int) -> None:
@@ -195,20 +213,15 @@ class BatchManager:
             matched = self._prefixes.match(state)
             missing = len(state.token_ids) - len(matched) * self.pool.block_size
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
-            if not self.pool.fits(matched, new + self._reserve()):
+            if not self.pool.fits(matched, new + reserve(self.pool, self._running)):
                 break  # nothing overtakes the first in line, or long prompts would starve
             if not self._limits.chunked_prefill and missing > budget and not stretch:
                 break
             self._start(state, matched, new)
-            piece = self._piece(state, budget if self._limits.chunked_prefill else missing)
+            piece = Piece.of(state, budget if self._limits.chunked_prefill else missing)
             pieces.append(piece)
             budget -= piece.length
             stretch = False
-
-    def _reserve(self) -> int:
-        """Blocks kept for the running to grow by one each; without them an admission could preempt at once."""
-        block_size = self.pool.block_size
-        return sum(state.limit > len(state.blocks) * block_size for state in self._running)
 
     def _start(self, state: SequenceState, matched: Sequence[int], new: int) -> None:
         del self._waiting[0]
@@ -224,23 +237,13 @@ class BatchManager:
         self._decodes = ()
         insort(self._running, state, key=SequenceState.running_key)
 
-    def _piece(self, state: SequenceState, budget: int) -> Piece:
-        start = state.computed
-        length = min(len(state.token_ids) - start, budget)
-        scored = range(0)
-        if state.prompt_logprobs is not None:
-            first = max(start + 1, len(state.prompt_logprobs))
-            scored = range(first, min(start + length + 1, state.request.prompt_len))
-        ends = start + length == len(state.token_ids)
-        return Piece(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
-
     def _complete_decodes(self, decodes: Sequence[SequenceState], outcomes: Sequence[Outcome]) -> list[int]:
         """As :meth:`complete`. In one loop, since there are hundreds and the device waits."""
         wipe: list[int] = []
         block_size, events = self.pool.block_size, self._events
         self.counters.decode_tokens += len(decodes)
         for state, outcome in zip(decodes, outcomes, strict=True):
-            if outcome.error is not None:
+            if outcome.error is not None or not state.blocks:
                 self.counters.decode_tokens -= 1
                 wipe += self._fail(state, outcome.error)
                 continue
@@ -273,11 +276,13 @@ class BatchManager:
         elif not state.prefilling:
             self._end(state, "length")
 
-    def _fail(self, state: SequenceState, error: RequestError) -> list[int]:
-        """End ``state`` and forget what it computed; returns the blocks that nobody else holds."""
-        blocks = state.blocks
+    def _fail(self, state: SequenceState, error: RequestError | None) -> list[int]:
+        """End ``state``, unless it has ended already, and forget what it computed; returns the blocks that nobody else
+        holds."""
+        if not (blocks := state.blocks):
+            return self._held_back.free(state, failed=error is not None)
         self._end(state, "error", error)
-        return self.pool.forget(blocks)
+        return self._held_back.forget(state, blocks)
 
     def _end(self, state: SequenceState, finish: FinishReason, error: RequestError | None = None) -> None:
         self._drop(state)
@@ -288,7 +293,7 @@ class BatchManager:
         del self._held[state.request.id]
         self._decodes = ()
         _remove(self._running if state.blocks else self._waiting, state)
-        self.pool.release(state.blocks)
+        self._held_back.release(state)
         state.blocks, state.published = [], 0
 
 

@@ -68,8 +68,8 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
             experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
             shard = ExpertShard(experts, num_experts=spec.num_experts)
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
-    model, options = DenseModel(spec, dense), _engine_options(settings, room)
-    if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap
+    model, options = DenseModel(spec, dense), _engine_options(settings, room, lookahead=_looks_ahead(settings, device))
+    if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
         return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
     engine = Engine(model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link))
@@ -103,7 +103,18 @@ def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> Ov
     )
 
 
-def _engine_options(settings: Settings, room: Capacity) -> EngineOptions:
+def _looks_ahead(settings: Settings, device: torch.device) -> bool:
+    """Where the host takes part in every layer, launching ahead would only keep the tokens of the step before back."""
+    if settings.experts == "mesh" or settings.lookahead == "off":
+        return False
+    return (
+        settings.lookahead == "on"
+        or device.type == "cuda"
+        and (settings.experts == "local" or settings.fabric_shared == "auto")
+    )
+
+
+def _engine_options(settings: Settings, room: Capacity, *, lookahead: bool) -> EngineOptions:
     return EngineOptions(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -112,4 +123,5 @@ def _engine_options(settings: Settings, room: Capacity) -> EngineOptions:
         block_size=settings.block_size,
         prefix_cache=settings.prefix_cache,
         chunked_prefill=settings.chunked_prefill,
+        lookahead=lookahead,
     )

@@ -48,6 +48,11 @@ class KVCache:
         kv_2NBKH = self._layers[layer]
         return kv_2NBKH[0], kv_2NBKH[1]
 
+    def clear(self, slots_T: Tensor) -> None:
+        """Zero single slots, int64 on the device of the cache."""
+        for kv_2NBKH in self._layers:
+            kv_2NBKH.flatten(1, 2)[:, slots_T] = 0
+
     def wipe(self, blocks: Sequence[int]) -> None:
         """Zero ``blocks``: a NaN left behind would reach the next owner, since 0 x NaN is NaN."""
         for kv_2NBKH in self._layers:

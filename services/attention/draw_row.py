@@ -21,13 +21,18 @@ class DrawRow:
     """Whether logits change before the temperature in any step."""
     samples: bool = field(init=False)
     """Whether it is drawn with a temperature."""
+    filters: bool = field(init=False)
+    """Whether that leaves tokens out."""
     key: int = field(init=False)
     """See :func:`services.attention.draw_keys.sequence_key`."""
+    narrow_heads: int = field(init=False, default=0)
+    """Heads of the vocabulary that were too narrow for its filters; see :mod:`services.attention.filters`."""
     _penalises: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         self.samples = params.temperature > 0
+        self.filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self.key = sequence_key(params.seed, params.choice)
         self._penalises = (
             params.repetition_penalty != 1
@@ -37,15 +42,13 @@ class DrawRow:
         )
         self.may_edit = self._penalises or (params.min_tokens > 0 and bool(self.stop_ids))
 
-    @property
-    def generated(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+    def generated(self, ahead: int) -> int:
+        """Tokens generated once ``ahead`` more are known than ``token_ids`` has."""
+        return len(self.token_ids) + ahead - self.prompt_len
 
-    @property
-    def bans_stop(self) -> bool:
-        return self.generated < self.params.min_tokens and bool(self.stop_ids)
+    def bans_stop(self, ahead: int) -> bool:
+        return self.generated(ahead) < self.params.min_tokens and bool(self.stop_ids)
 
-    @property
-    def edits(self) -> bool:
+    def edits(self, ahead: int) -> bool:
         """Whether logits change before the temperature in this step."""
-        return self._penalises or self.bans_stop
+        return self._penalises or self.bans_stop(ahead)

@@ -1,16 +1,13 @@
 """The engine of an attention worker: requests go in, every :meth:`Engine.step` computes one iteration, events come out.
 
-Synchronous and single-threaded; it knows neither Redis nor asyncio. One step is: plan (batch manager), flatten,
-forward through dense part and experts, draw, account.
-Legend: T rows of a step, R rows whose logits are wanted, D hidden size, V vocabulary.
+Single-threaded; it knows neither Redis nor asyncio. One step is: plan (batch manager), flatten, forward through dense
+part and experts, draw, account; :mod:`services.attention.stepper` says when each of it is done.
+Legend: T rows of a step, D hidden size.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -22,23 +19,19 @@ from services.attention.blocks import BlockPool
 from services.attention.cache import KVCache, blocks_within
 from services.attention.flatten import Flattener
 from services.attention.forward import forward
-from services.attention.logprobs import token_logprobs
 from services.attention.micro_batches import split
-from services.attention.overlap import OverlapPolicy, StepTime
-from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
-from services.attention.sampling import Sampler, broken_logits
-from services.errors import ConfigError, InternalError, MeshBroken, RequestError
+from services.attention.overlap import OverlapPolicy
+from services.attention.plan import BatchLimits
+from services.attention.sampling import Sampler
+from services.attention.stepper import Stepper
+from services.errors import ConfigError
 from services.fabric.experts import ExpertLink
 from services.fabric.timed import TimedLink
-from services.messages import GenerateRequest, TokenEvent, TokenLogprob
+from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
-SCORED_ROWS = 64
-"""Prompt rows scored at a time, so that echoed log-probabilities do not need [prompt, vocabulary] floats at once."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +46,7 @@ class EngineOptions:
     block_size: int = 16
     prefix_cache: bool = True
     chunked_prefill: bool = True
+    lookahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +73,10 @@ class EngineStats:
     step_overlapped: bool
 
     overlapped_steps: int
-    """Run as two micro-batches. A total, as is the next."""
+    """Run as two micro-batches. A total, as are those below."""
     exchange_wait_seconds: float
+    steps_ahead: int
+    """Launched before the step before them was read."""
 
 
 class Engine(Generic[HandleT]):
@@ -120,20 +116,31 @@ class Engine(Generic[HandleT]):
         )
         self._batch = BatchManager(limits, self._pool, clock)
         self._sampler = Sampler(spec.vocab_size, model.device)
-        self._steps, self._step_tokens, self._step_seconds = 0, 0, 0.0
-        self._overlapped_steps, self._step_overlapped = 0, False
+        self._stepper = Stepper(
+            batch=self._batch,
+            inputs=self._inputs,
+            climb=self._climb,
+            settled=self._settled,
+            waited_s=lambda: self._timed.waited_s,
+            model=model,
+            sampler=self._sampler,
+            kv=self._kv,
+            overlap=self._overlap,
+            lookahead=options.lookahead,
+        )
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to compute or to tell."""
-        return self._batch.has_work
+        return self._batch.has_work or self._stepper.under_way
 
     def add(self, request: GenerateRequest) -> None:
         """Take ``request`` in; what cannot run ends with an error event in the next step."""
         self._batch.add(request)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns."""
+        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, or when
+        the step that is under way with a row of it has ended."""
         self._batch.cancel(request_id, attempt)
 
     def held(self) -> dict[str, int]:
@@ -144,19 +151,14 @@ class Engine(Generic[HandleT]):
         """Attempt of every request that steps compute now; the others wait."""
         return self._batch.in_step()
 
+    @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Compute one iteration. Events in order; also those of requests that ended since the last step.
+        """Compute one iteration. Events in order; also those of requests that ended since the last step. With
+        ``lookahead`` the iteration after it may be under way when this returns.
 
         A step that raises ends the requests that caused it, and no others; the engine lives on.
         """
-        started = time.perf_counter()
-        plan = self._batch.plan()
-        if plan.sequences:
-            wipe = self._batch.complete(plan, self._outcomes(plan))
-            if wipe:
-                self._kv.wipe(wipe)
-            self._steps += 1
-            self._step_tokens, self._step_seconds = plan.tokens, time.perf_counter() - started
+        self._stepper.step()
         return self._batch.drain()
 
     def stats(self) -> EngineStats:
@@ -174,109 +176,29 @@ class Engine(Generic[HandleT]):
             prefill_chunks=counters.prefill_chunks,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
-            steps=self._steps,
-            step_tokens=self._step_tokens,
-            step_seconds=self._step_seconds,
-            step_overlapped=self._step_overlapped,
-            overlapped_steps=self._overlapped_steps,
+            steps=self._stepper.steps,
+            step_tokens=self._stepper.step_tokens,
+            step_seconds=self._stepper.step_seconds,
+            step_overlapped=self._stepper.step_overlapped,
+            overlapped_steps=self._stepper.overlapped_steps,
             exchange_wait_seconds=self._timed.waited_s,
+            steps_ahead=self._stepper.launched_ahead,
         )
 
-    def _outcomes(self, plan: StepPlan) -> list[Outcome]:
-        try:
-            return self._compute(plan)
-        except RequestError as error:
-            return [Outcome(error=error)] * plan.sequences
-        except MeshBroken:
-            raise  # no step can follow: this worker ends, and what it holds goes on elsewhere
-        except Exception:
-            logger.exception("A step of %d sequences failed; each is tried by itself.", plan.sequences)
-        if plan.sequences == 1:
-            return [Outcome(error=_step_failed())]
-        # Running a piece again is safe: its KV slots are overwritten and its draws are keyed.
-        return [outcome for alone in plan.one_by_one() for outcome in self._outcomes(alone)]
-
-    @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> list[Outcome]:
-        """Nothing waits for the device before the draws do: the host prepares them while the layers run."""
-        inputs = self._inputs.of(plan)
-        sizes = inputs.sizes if self._overlap.active else []
-        began, waited_s = time.perf_counter(), self._timed.waited_s
-        x_TD = self._climb(inputs, sizes)
-        rows = [state.row for state in plan.decodes]
-        rows += [piece.state.row for piece in plan.prompts if piece.draws]
-        x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD
-        outcomes = self._sampler.draw(self._model.logits(x_RD[: len(rows)]), rows) if rows else []
-        if plan.prompts:
-            outcomes = self._with_prompts(plan, outcomes, x_RD[len(rows) :])
-        healthy = _healthy(x_TD, inputs)
-        took = StepTime(seconds=time.perf_counter() - began, waited_s=self._timed.waited_s - waited_s)
-        self._overlap.note(sizes, took)
-        if all(healthy):
-            return outcomes
-        return [o if is_healthy else _broken() for o, is_healthy in zip(outcomes, healthy, strict=True)]
-
-    def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """``x_TD`` after the last layer, in one or two micro-batches."""
+    def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, bool]:
+        """``x_TD`` after the last layer, in one or two micro-batches, and whether in two. Whether it is right,
+        :meth:`_settled` says; that has been asked where this raises. ``number`` names the step."""
         micro_batches = split(inputs, self._overlap.cut(sizes))
-        self._step_overlapped = len(micro_batches) > 1
-        self._overlapped_steps += self._step_overlapped
-        rows = [len(part.token_ids_T) for part in micro_batches]
-        while True:  # again is as safe as in _outcomes; the link bounds for how long
-            self._timed.begin_step(self._steps, rows)
-            try:
-                x_TD = forward(self._model, self._timed, self._kv, micro_batches)
-            except BaseException:
-                self._timed.settled()
-                raise
-            if self._timed.settled():
-                return x_TD
+        self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
+        try:
+            return forward(self._model, self._timed, self._kv, micro_batches), len(micro_batches) > 1
+        except BaseException:
+            self._timed.settled()
+            raise
 
-    def _with_prompts(self, plan: StepPlan, drawn: list[Outcome], x_RD: Tensor) -> list[Outcome]:
-        """One outcome per sequence of ``drawn``, one per draw, and ``x_RD``, the rows that score prompts."""
-        decodes = len(plan.decodes)
-        draws, scores = iter(drawn[decodes:]), self._scores(x_RD, plan.prompts)
-        outcomes = drawn[:decodes]
-        for piece in plan.prompts:
-            outcome = next(draws) if piece.draws else Outcome()
-            outcomes.append(_with_scores(outcome, [next(scores) for _ in piece.scored]))
-        return outcomes
-
-    def _scores(self, x_RD: Tensor, pieces: Sequence[Piece]) -> Iterator[TokenLogprob]:
-        """Log-probabilities of the prompt tokens that ``pieces`` score, in order."""
-        targets = [(piece.state, position) for piece in pieces for position in piece.scored]
-        for start in range(0, len(targets), SCORED_ROWS):
-            part = targets[start : start + SCORED_ROWS]
-            logits_RV = self._model.logits(x_RD[start : start + SCORED_ROWS])
-            token_ids = [state.token_ids[position] for state, position in part]
-            alternatives = [state.request.sampling.prompt_logprobs or 0 for state, _ in part]
-            yield from token_logprobs(logits_RV, token_ids, alternatives)
-
-
-def _healthy(x_TD: Tensor, inputs: StepInputs) -> list[bool]:
-    """Whether all rows of each sequence are finite."""
-    finite_T = x_TD.isfinite().all(dim=-1)
-    decodes = len(inputs.decodes or ())
-    if bool(finite_T.all()):
-        return [True] * (decodes + len(inputs.sequences))
-    prompts = [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in inputs.sequences]
-    return finite_T[:decodes].tolist() + prompts
-
-
-def _with_scores(outcome: Outcome, scores: list[TokenLogprob]) -> Outcome:
-    if any(math.isnan(score.logprob) for score in scores):
-        return _broken()
-    if not scores or outcome.error is not None:
-        return outcome
-    return Outcome(token_id=outcome.token_id, logprob=outcome.logprob, prompt_logprobs=scores)
-
-
-def _broken() -> Outcome:
-    return Outcome(error=broken_logits())
-
-
-def _step_failed() -> RequestError:
-    return InternalError("The step that computed this request failed.", hint="The worker's log has the cause.")
+    def _settled(self) -> bool:
+        """Whether the last climb is right; else it is to be done again."""
+        return self._timed.settled()
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

@@ -1,5 +1,8 @@
 """top_k, top_p and min_p as one number per row: the lowest scaled logit that may be drawn.
 
+Most rows are decided by their largest logits, the head of the sorted vocabulary, which cost far less to find than a
+sort of all. Whether a head was wide enough for a top_p is known only once the device has come so far; who reads that
+tries again with a wider one. All widths that decide a row give the same number, so no row depends on its neighbours.
 Legend: S rows, V vocabulary, K head of the sorted vocabulary.
 """
 
@@ -7,33 +10,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.messages import SamplingParams
+from services.model.transfer import upload
 
 HEADS = (256, 4096)
-"""Most rows are decided by their largest logits, which cost far less to find than a sort of the vocabulary."""
 
 
-def thresholds(scaled_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Lowest logit kept, [S] float32, of rows whose largest logit is 0.
+def heads(vocab_size: int) -> tuple[int, ...]:
+    """Widths to try, ascending; the last is the vocabulary, which decides every row."""
+    return (*(head for head in HEADS if head * 4 <= vocab_size), vocab_size)
+
+
+def width(params: SamplingParams, widths: Sequence[int]) -> int:
+    """The first of ``widths`` that can decide a row; 0 where there is nothing to find in a head."""
+    if params.top_k <= 0 and params.top_p >= 1:
+        return 0
+    return next((width for width in widths if params.top_k <= width), widths[-1])
+
+
+def thresholds(
+    scaled_SV: Tensor, params: Sequence[SamplingParams], widths: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Lowest logit kept, [S] float32, of rows whose largest logit is 0, and which rows are decided: None for all.
 
     top_k keeps the k largest; top_p the smallest set of the largest among these that holds ``top_p`` of their mass;
-    min_p what is at least ``min_p`` times as likely as the likeliest. Heads of growing width are tried first; a
-    row that none decides is sorted as a whole. All give the same number, so no row depends on its neighbours.
+    min_p what is at least ``min_p`` times as likely as the likeliest. Does not wait for the device.
+
+    Args:
+        widths: of each row's head, from :func:`width`.
     """
-    floors_S = torch.tensor([_min_p_floor(row) for row in params], dtype=torch.float32, device=scaled_SV.device)
-    open_rows = [index for index, row in enumerate(params) if row.top_k > 0 or row.top_p < 1]
-    vocab_size = scaled_SV.shape[1]
-    for width in (*(head for head in HEADS if head * 4 <= vocab_size), vocab_size):
-        if not open_rows:
-            break
-        index_S = torch.tensor(open_rows, device=scaled_SV.device)
-        floor_S, decided = _rank_floor(scaled_SV[index_S], [params[index] for index in open_rows], width)
+    device, vocab_size = scaled_SV.device, scaled_SV.shape[1]
+    floors_S = upload(np.array([_min_p_floor(row) for row in params], dtype=np.float32), device)
+    decided_S: Tensor | None = None
+    for wide in sorted(set(widths) - {0}):
+        rows = [index for index, asked in enumerate(widths) if asked == wide]
+        index_S = upload(np.array(rows), device)
+        floor_S, found_S = _rank_floor(scaled_SV[index_S], [params[index] for index in rows], wide)
         floors_S[index_S] = torch.maximum(floors_S[index_S], floor_S)
-        open_rows = [index for index, done in zip(open_rows, decided, strict=True) if not done]
-    return floors_S
+        if wide < vocab_size and any(not 0 < params[index].top_k <= wide for index in rows):
+            decided_S = torch.ones_like(floors_S, dtype=torch.bool) if decided_S is None else decided_S
+            decided_S[index_S] = found_S
+    return floors_S, decided_S
 
 
 def _min_p_floor(params: SamplingParams) -> float:
@@ -42,13 +63,13 @@ def _min_p_floor(params: SamplingParams) -> float:
     return float(torch.tensor(min(params.min_p, 1.0), dtype=torch.float32).log())
 
 
-def _rank_floor(scaled_SV: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, list[bool]]:
+def _rank_floor(scaled_SV: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
     """Thresholds from the ``width`` largest logits (-inf where these do not decide), and whether they decide."""
-    vocab_size = scaled_SV.shape[1]
+    vocab_size, device = scaled_SV.shape[1], scaled_SV.device
     head_SK, ids_SK = scaled_SV.topk(width, dim=-1)
     top_k = [row.top_k if 0 < row.top_k < vocab_size else vocab_size for row in params]
-    top_k_S = torch.tensor(top_k, device=scaled_SV.device)
-    top_p_S = torch.tensor([row.top_p for row in params], dtype=torch.float64, device=scaled_SV.device)
+    top_k_S = upload(np.array(top_k), device)
+    top_p_S = upload(np.array([row.top_p for row in params], dtype=np.float64), device)
     last_S = top_k_S.clamp(max=width) - 1
     # Running sums are taken in order and in float64, so they do not depend on how wide the head is.
     mass_SK = scaled_SV.softmax(dim=-1).gather(1, ids_SK).cumsum(dim=-1, dtype=torch.float64)
@@ -57,4 +78,4 @@ def _rank_floor(scaled_SV: Tensor, params: Sequence[SamplingParams], width: int)
     cut_S = torch.where(top_p_S < 1, torch.minimum(reached_S, last_S), last_S)
     decided_S = (top_k_S <= width) | ((top_p_S < 1) & (top_k_S >= vocab_size) & (reached_S < width))
     floor_S = head_SK.gather(1, cut_S[:, None])[:, 0]
-    return torch.where(decided_S, floor_S, -torch.inf), decided_S.tolist()
+    return torch.where(decided_S, floor_S, -torch.inf), decided_S

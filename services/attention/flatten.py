@@ -16,7 +16,9 @@ from torch import Tensor
 
 from services.attention.block_table import BlockTable
 from services.attention.plan import Piece, StepPlan
+from services.attention.sequence import SequenceState
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
+from services.model.transfer import upload
 
 
 class Flattener:
@@ -27,12 +29,19 @@ class Flattener:
         self._device = device
         self._table = BlockTable(block_size)
         self._every_row = torch.empty(0, dtype=torch.int64)
+        self._states: tuple[SequenceState, ...] = ()
+        self._position_B = _array(())
 
-    def of(self, plan: StepPlan) -> StepInputs:
-        """The rows of ``plan``. Wanted logits: of what draws its last row each, then the rows that score prompts."""
+    def of(self, plan: StepPlan, after_B: Tensor | None = None) -> StepInputs:
+        """The rows of ``plan``. Wanted logits: of what draws its last row each, then the rows that score prompts.
+
+        Args:
+            after_B: tokens on the device that ``plan.decodes`` do not know yet. Then the step is the one after that
+                which draws them, asked for last, and each sequence is one token further than it says.
+        """
         states, size = plan.decodes, self._block_size
-        token_ids = [state.token_ids[-1] for state in states]
-        position_B = _array([state.computed for state in states])
+        token_ids = [] if after_B is not None else [state.token_ids[-1] for state in states]
+        position_B = self._positions(states, ahead=after_B is not None)
         blocks_BM = self._table.rows(states, position_B)
         slot_B = blocks_BM[np.arange(len(states)), position_B // size] * size + position_B % size
         positions, slots = list[int](), list[int]()
@@ -48,12 +57,19 @@ class Flattener:
             if piece.draws:
                 draws.append(first + piece.length - 1)
             scores += (first + position - 1 - piece.start for position in piece.scored)
+        position_T, slot_T = _joined(position_B, positions), _joined(slot_B, slots)
+        if after_B is None:
+            token_ids_T, positions_T, slots_T = self._tensors(_array(token_ids), position_T, slot_T)
+        else:
+            token_ids_T, (positions_T, slots_T) = after_B, self._tensors(position_T, slot_T)
         return StepInputs(
-            token_ids_T=self._tensor(_array(token_ids)),
-            positions_T=self._tensor(_joined(position_B, positions)),
-            slots_T=self._tensor(_joined(slot_B, slots)),
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
             sequences=tuple(sequences),
-            logits_rows_R=self._tensor(_array(draws + scores)) if plan.prompts else self._first_rows(len(states)),
+            logits_rows_R=upload(_array(draws + scores), self._device)
+            if plan.prompts
+            else self._first_rows(len(states)),
             decodes=DecodeRows(kv_len_B=position_B + 1, blocks_BM=blocks_BM) if states else None,
         )
 
@@ -63,8 +79,16 @@ class Flattener:
             self._every_row = torch.arange(2 * count, dtype=torch.int64, device=self._device)
         return self._every_row[:count]
 
-    def _tensor(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def _positions(self, states: tuple[SequenceState, ...], *, ahead: bool) -> NDArray[np.int64]:
+        if ahead and states is self._states:
+            self._position_B = self._position_B + 1
+        else:
+            self._states, self._position_B = states, _array([state.computed + ahead for state in states])
+        return self._position_B
+
+    def _tensors(self, *rows: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """Arrays of one length, in one copy."""
+        return upload(np.stack(rows), self._device).unbind()
 
 
 def _array(values: Sequence[int]) -> NDArray[np.int64]:

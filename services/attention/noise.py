@@ -32,6 +32,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.model.transfer import upload
+
 _CHUNK_ELEMENTS = 1 << 18
 """Rows are processed in pieces of about this many words, so that all passes over a piece stay in a core's cache."""
 
@@ -48,7 +50,7 @@ class GumbelNoise:
         device = self._tokens_V.device
         words_R2 = np.array(keys, dtype="<u8").view("<i4").reshape(-1, 2)  # lower half first
         out_RV = torch.empty((len(keys), self._tokens_V.numel()), dtype=torch.float32, device=device)
-        low_R1, high_R1 = torch.from_numpy(words_R2).to(device).split_with_sizes((1, 1), dim=1)
+        low_R1, high_R1 = upload(words_R2, device).split_with_sizes((1, 1), dim=1)
         step = max(1, _CHUNK_ELEMENTS // self._tokens_V.numel()) if device.type == "cpu" else max(1, len(keys))
         for start in range(0, len(keys), step):
             part = slice(start, start + step)

@@ -87,11 +87,11 @@ class OverlapPolicy:
             return None
         return balanced_cut([rows * (self._tokens_per_row + kv_len) for rows, kv_len in sequences])
 
-    def note(self, sequences: Sequence[tuple[int, int]], time: StepTime) -> None:
-        """Learn from a step that ran as :meth:`cut` said."""
+    def note(self, sequences: Sequence[tuple[int, int]], time: StepTime, *, split: bool) -> None:
+        """Learn from a step that ran as :meth:`cut` said, ``split`` or not; another may have been cut since."""
         if self._mode == "auto" and len(sequences) > 1:
             rows = self._rows_of(sequences)
-            rows.times[rows.now].append(time)
+            rows.times[split].append(time)
             rows.left -= 1
             if rows.left <= 0:
                 self._turn(rows)

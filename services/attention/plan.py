@@ -42,6 +42,18 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     def end(self) -> int:
         return self.start + self.length
 
+    @classmethod
+    def of(cls, state: SequenceState, budget: int) -> Piece:
+        """The next tokens of ``state`` to compute, at most ``budget``."""
+        start = state.computed
+        length = min(len(state.token_ids) - start, budget)
+        scored = range(0)
+        if state.prompt_logprobs is not None:
+            first = max(start + 1, len(state.prompt_logprobs))
+            scored = range(first, min(start + length + 1, state.request.prompt_len))
+        ends = start + length == len(state.token_ids)
+        return cls(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:

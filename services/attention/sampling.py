@@ -12,80 +12,142 @@ Legend: R rows, V vocabulary, S rows that are drawn with a temperature, K head o
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.attention.draw_keys import draw_keys
 from services.attention.draw_row import DrawRow
-from services.attention.filters import thresholds
-from services.attention.logprobs import token_logprobs
+from services.attention.edits import edit_row
+from services.attention.filters import heads, thresholds, width
+from services.attention.logprobs import TokenScores
 from services.attention.noise import GumbelNoise
 from services.attention.plan import Outcome
 from services.errors import InternalError, RequestError
-from services.messages import SamplingParams
+from services.model.transfer import Mark, download, upload
 
 MIN_TEMPERATURE = 1e-6
 """Lower temperatures above 0 count as this one: differences of logits then still fit float32."""
+_BROKEN = -1
+"""In place of a token."""
 
 
 class Sampler:
     """Draws tokens over a vocabulary of ``vocab_size`` on ``device``. Holds no state of any request."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
         self._noise = GumbelNoise(vocab_size, device)
+        widths = heads(vocab_size)
+        # To draw again is cheap where nothing was launched meanwhile; else a wide head at once costs less.
+        self._widths = widths if device.type == "cpu" else widths[-2:]
 
-    def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> list[Outcome]:
-        """One token per row of ``logits_RV`` (float32, left as it is); ties go to the lowest id.
+    def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow], after_R: Tensor | None = None) -> Drawn:
+        """One token per row of ``logits_RV`` (float32, left as it is); ties go to the lowest id. Does not wait.
 
-        A row without a largest finite logit fails with :class:`InternalError`; the others are not affected.
+        Args:
+            after_R: tokens that follow those of ``rows``, on the device, where the host does not know them yet.
         """
-        edited_RV = self._edit(logits_RV, rows)
+        ahead = 0 if after_R is None else 1
+        edited_RV = self._edit(logits_RV, rows, ahead, after_R)
         best_R, tokens_R = edited_RV.max(dim=-1)  # NaN counts as the largest, and the first of equals wins
-        healthy = best_R.isfinite().tolist()
-        drawn = [index for index, row in enumerate(rows) if row.samples and healthy[index]]
-        if drawn:
-            chosen_S = self._sample(_pick(edited_RV, drawn), _pick(best_R, drawn), [rows[index] for index in drawn])
-            tokens_R[torch.tensor(drawn, device=tokens_R.device)] = chosen_S
-        tokens = tokens_R.tolist()
-        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and healthy[i]]
-        outcomes = [
-            Outcome(token_id=token) if is_healthy else Outcome(error=broken_logits())
-            for token, is_healthy in zip(tokens, healthy, strict=True)
-        ]
-        if asked:
-            alternatives = [rows[index].params.logprobs or 0 for index in asked]
-            scores = token_logprobs(_pick(logits_RV, asked), [tokens[index] for index in asked], alternatives)
-            for index, score in zip(asked, scores, strict=True):
-                outcomes[index] = Outcome(token_id=tokens[index], logprob=score)
-        return outcomes
+        sampled, decided_S = [index for index, row in enumerate(rows) if row.samples], None
+        if sampled:
+            chosen_S, decided_S = self._sample(
+                _pick(edited_RV, sampled), _pick(best_R, sampled), [rows[index] for index in sampled], ahead
+            )
+            tokens_R = _put(tokens_R, sampled, chosen_S)
+        asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+        alternatives = [rows[index].params.logprobs or 0 for index in asked]
+        return Drawn(
+            rows=rows,
+            tokens_R=tokens_R,
+            told_R=download(torch.where(best_R.isfinite(), tokens_R, _BROKEN)),
+            asked=asked,
+            scores=TokenScores(_pick(logits_RV, asked), _pick(tokens_R, asked), alternatives) if asked else None,
+            open=None if decided_S is None else _Open(self, logits_RV.clone(), sampled, download(decided_S)),
+        )
 
-    def _edit(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> Tensor:
-        edited = [index for index, row in enumerate(rows) if row.may_edit and row.edits]
+    def _edit(self, logits_RV: Tensor, rows: Sequence[DrawRow], ahead: int, after_R: Tensor | None) -> Tensor:
+        edited = [index for index, row in enumerate(rows) if row.may_edit and row.edits(ahead)]
         if not edited:
             return logits_RV
         logits_RV = logits_RV.clone()
+        nothing = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
         for index in edited:
-            _edit_row(logits_RV[index], rows[index], self._vocab_size)
+            after_1 = nothing if after_R is None else after_R[index : index + 1]
+            edit_row(logits_RV[index], rows[index], after_1)
         return logits_RV
 
-    def _sample(self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow]) -> Tensor:
-        """Token ids [S] drawn from logits whose largest, ``best_S``, is finite."""
+    def _sample(
+        self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow], ahead: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Token ids [S] drawn from logits whose largest is ``best_S``, and whose filters are decided: None for all.
+
+        What is drawn where ``best_S`` is not finite means nothing.
+        """
         temperatures = [max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
-        temperatures_S = torch.tensor(temperatures, dtype=torch.float32, device=logits_SV.device)
+        temperatures_S1 = upload(np.array(temperatures, dtype=np.float32), logits_SV.device)[:, None]
         # With the largest at 0, a division by a tiny temperature can only underflow to -inf, which is never drawn.
-        scaled_SV = logits_SV.sub(best_S[:, None]).div_(temperatures_S[:, None])
-        filtered = [index for index, row in enumerate(rows) if _filters(row.params)]
-        if filtered:
-            floors_S = torch.full_like(best_S, -torch.inf)
-            params = [rows[index].params for index in filtered]
-            floors_S[torch.tensor(filtered, device=floors_S.device)] = thresholds(_pick(scaled_SV, filtered), params)
+        scaled_SV, decided_S = logits_SV.sub(best_S[:, None]).div_(temperatures_S1), None
+        if any(row.filters for row in rows):
+            widths = [width(row.params, self._widths[row.narrow_heads :]) for row in rows]
+            floors_S, decided_S = thresholds(scaled_SV, [row.params for row in rows], widths)
             scaled_SV.masked_fill_(scaled_SV < floors_S[:, None], -torch.inf)
-        keys = draw_keys([row.key for row in rows], [len(row.token_ids) for row in rows])
-        return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1)
+        keys = draw_keys([row.key for row in rows], [len(row.token_ids) + ahead for row in rows])
+        return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1), decided_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Tokens on their way from the device. ``told_R`` and ``scores`` may be read once it has come past them.
+
+    ``tokens_R`` are on the device, for the next step; broken rows have any token.
+    """
+
+    rows: Sequence[DrawRow]
+    tokens_R: Tensor
+    told_R: Tensor
+    asked: Sequence[int]
+    """Rows whose log-probability is wanted, as in ``scores``."""
+    scores: TokenScores | None
+    open: _Open | None
+
+    def redrawn(self) -> Drawn:
+        """These, or others where a filter turned out not to be decided; ``tokens_R`` are then of no use."""
+        return self if self.open is None else self.open.redrawn(self)
+
+    def outcomes(self) -> list[Outcome]:
+        """A row without a largest finite logit fails with :class:`InternalError`; the others are not affected."""
+        tokens = self.told_R.tolist()
+        outcomes = [Outcome(token_id=token) if token >= 0 else Outcome(error=broken_logits()) for token in tokens]
+        if self.scores is not None:
+            for index, score in zip(self.asked, self.scores.read(), strict=True):
+                if tokens[index] >= 0:
+                    outcomes[index] = Outcome(token_id=tokens[index], logprob=score)
+        return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What it takes to draw once more, where a head of the vocabulary may be too narrow."""
+
+    sampler: Sampler
+    logits_RV: Tensor
+    """Kept for this: the next step may be written where they were."""
+    sampled: Sequence[int]
+    decided_S: Tensor
+
+    def redrawn(self, drawn: Drawn) -> Drawn:
+        """All draws are keyed, so those that were decided come out the same. The rows' tokens are known by now."""
+        while (open_ := drawn.open) is not None and not all(decided := open_.decided_S.tolist()):
+            for index, is_decided in zip(open_.sampled, decided, strict=True):
+                drawn.rows[index].narrow_heads += not is_decided
+            drawn = open_.sampler.draw(self.logits_RV, drawn.rows)
+            Mark(self.logits_RV.device).wait()
+        return drawn
 
 
 def broken_logits() -> RequestError:
@@ -96,35 +158,13 @@ def broken_logits() -> RequestError:
     )
 
 
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
 def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
     """Rows of ``values``; the tensor itself where that is all of them."""
-    if len(rows) == values.shape[0]:
-        return values
-    return values[torch.tensor(rows, device=values.device)]
+    return values if len(rows) == values.shape[0] else values[upload(np.array(rows), values.device)]
 
 
-def _edit_row(logits_V: Tensor, row: DrawRow, vocab_size: int) -> None:
-    params, device = row.params, logits_V.device
-    if params.repetition_penalty != 1:
-        seen = _token_tensor(row.token_ids, device)
-        values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if (params.presence_penalty or params.frequency_penalty) and row.generated:
-        generated = _token_tensor(row.token_ids[row.prompt_len :], device)
-        seen, counts = torch.unique(generated, return_counts=True)
-        logits_V[seen] -= (params.presence_penalty + params.frequency_penalty * counts.double()).float()
-    if params.logit_bias:
-        biased = torch.tensor(list(params.logit_bias), device=device)
-        logits_V[biased] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
-    if row.bans_stop:
-        banned = [token for token in row.stop_ids if 0 <= token < vocab_size]
-        logits_V[torch.tensor(banned, dtype=torch.int64, device=device)] = -torch.inf
-
-
-def _token_tensor(token_ids: Sequence[int], device: torch.device) -> Tensor:
-    """One id or more as int64. By way of an array: ``torch.tensor`` takes 0.1 us for each element of a list."""
-    return torch.frombuffer(array("q", token_ids), dtype=torch.int64).to(device)
+def _put(values_R: Tensor, rows: Sequence[int], chosen_S: Tensor) -> Tensor:
+    """``values_R`` with ``chosen_S`` at ``rows``."""
+    if len(rows) == len(values_R):
+        return chosen_S
+    return values_R.index_copy(0, upload(np.array(rows), values_R.device), chosen_S)

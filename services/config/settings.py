@@ -227,6 +227,11 @@ class Settings(BaseSettings):
         "whether that is faster",
         roles=(ATTENTION,),
     )
+    lookahead: Literal["auto", "on", "off"] = _knob(
+        "auto",
+        "launch a decode step before the one before it is read; auto: on GPUs whose steps need no host in between",
+        roles=(ATTENTION,),
+    )
     experts_patience: float = _knob(
         30.0, "seconds for which a step waits for a shard group without workers", roles=(ATTENTION,), ge=0, le=3600
     )

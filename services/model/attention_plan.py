@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
+from services.model.transfer import upload
 
 _CALL_COST_ELEMENTS = 65_536
 """What one more attention call costs, in key elements read instead: about 60 us on a CPU core at 1 ns each."""
@@ -102,10 +103,10 @@ class WindowPlanner:
             else:
                 last_B = rows.blocks_BM.shape[1] - 1
                 blocks_GL = rows.blocks_BM[group_G[:, None], np.minimum(first_B[group_G, None] + column_L, last_B)]
-            last_G = torch.from_numpy((kv_len_B - 1 - first_B * size)[group_G]).to(self._device)
+            last_G = upload((kv_len_B - 1 - first_B * size)[group_G], self._device)
             yield DecodeGroup(
-                rows_B=torch.from_numpy(group_G).to(self._device),
-                blocks_BM=torch.from_numpy(blocks_GL).to(self._device),
+                rows_B=upload(group_G, self._device),
+                blocks_BM=upload(blocks_GL, self._device),
                 mask_B11L=self._mask(last_G, len(column_L) * size, window)[:, None, None],
             )
 
@@ -152,7 +153,7 @@ class WindowPlanner:
         return mask_RL.masked_fill_(hidden_RL, -torch.inf)
 
     def _indices(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload(np.array(values, dtype=np.int64), self._device)
 
 
 def group_by_length(lengths: Sequence[int], call_cost: float) -> list[list[int]]:

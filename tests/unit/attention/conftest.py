@@ -99,9 +99,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(folder, ReferenceModel.load(folder))
 
 
-@pytest.fixture
-def make_engine(tiny: TinyModel) -> Callable[..., Engine[LocalHandle]]:
-    """Engines over the tiny model; keyword arguments are the engine's options."""
+@pytest.fixture(params=[False, True], ids=["read at once", "lookahead"])
+def make_engine(tiny: TinyModel, request: pytest.FixtureRequest) -> Callable[..., Engine[LocalHandle]]:
+    """Engines over the tiny model, without and with lookahead; keyword arguments are the engine's options."""
 
     def make(
         *,
@@ -111,7 +111,7 @@ def make_engine(tiny: TinyModel) -> Callable[..., Engine[LocalHandle]]:
         overlap: OverlapPolicy | None = None,
         **options: Any,
     ) -> Engine[LocalHandle]:
-        defaults: dict[str, Any] = {"block_size": 4, "kv_blocks": 128, "max_num_batched_tokens": 64}
+        defaults: dict[str, Any] = {"block_size": 4, "kv_blocks": 128, "max_num_batched_tokens": 64, "lookahead": request.param}
         return Engine(
             model=model or tiny.dense(),
             link=link or tiny.link(),

@@ -20,7 +20,7 @@ def play(policy: OverlapPolicy, times: Times, steps: int, sequences: list[tuple[
     split = []
     for _ in range(steps):
         split.append(policy.cut(sequences) is not None)
-        policy.note(sequences, times(split[-1]))
+        policy.note(sequences, times(split[-1]), split=split[-1])
     return split
 
 

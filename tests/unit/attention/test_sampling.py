@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from services.attention.draw_keys import draw_key
 from services.attention.draw_row import DrawRow
-from services.attention.filters import thresholds
-from services.attention.logprobs import token_logprobs
+from services.attention.filters import heads, thresholds, width
+from services.attention.logprobs import TokenScores
 from services.attention.noise import GumbelNoise
+from services.attention.plan import Outcome
 from services.attention.sampling import Sampler
 from services.messages import SamplingParams
 
@@ -29,6 +30,20 @@ def row(
     return DrawRow(
         params=SamplingParams(**{"max_tokens": 9, **params}), token_ids=tokens, prompt_len=prompt_len, stop_ids=stop
     )
+
+
+def drawn(sampler: Sampler, logits_RV: torch.Tensor, rows: list[DrawRow]) -> list[Outcome]:
+    return sampler.draw(logits_RV, rows).redrawn().outcomes()
+
+
+def floors(scaled_SV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """With ever wider heads, until they decide."""
+    widths = heads(scaled_SV.shape[1])
+    while True:
+        floors_S, decided_S = thresholds(scaled_SV, params, [width(row, widths) for row in params])
+        if decided_S is None or bool(decided_S.all()):
+            return floors_S
+        widths = widths[1:]
 
 
 def random_logits(rows: int, seed: int = 0, vocab_size: int = V) -> torch.Tensor:
@@ -60,7 +75,7 @@ def draw_by_definition(logits: list[float], asked: DrawRow) -> int:
         edited[token] -= params.presence_penalty + params.frequency_penalty * count
     for token, bias in params.logit_bias.items():
         edited[token] += bias
-    if asked.generated < params.min_tokens:
+    if asked.generated(0) < params.min_tokens:
         for token in asked.stop_ids:
             edited[token] = -math.inf
     if params.temperature == 0:
@@ -93,7 +108,7 @@ def test_a_batch_draws_what_each_row_draws_by_definition(params: list[dict[str, 
     logits_RV = random_logits(len(params), seed)
     before = logits_RV.clone()
     rows = [row((1, 2, 3, 3, 5), stop=frozenset({0, 9}), **each) for each in params]
-    outcomes = Sampler(V, CPU).draw(logits_RV, rows)
+    outcomes = drawn(Sampler(V, CPU), logits_RV, rows)
     wanted = [
         draw_by_definition(values.double().tolist(), asked) for values, asked in zip(logits_RV, rows, strict=True)
     ]
@@ -115,26 +130,26 @@ def test_a_draw_does_not_depend_on_the_batch(vocab_size: int) -> None:
     ]
     rows = [row((1, 2, 3 + index % 5), seed=index, **choices[index % len(choices)]) for index in range(24)]
     sampler = Sampler(vocab_size, CPU)
-    together = sampler.draw(logits_RV, rows)
-    alone = [sampler.draw(logits_RV[i : i + 1], [rows[i]])[0] for i in range(24)]
+    together = drawn(sampler, logits_RV, rows)
+    alone = [drawn(sampler, logits_RV[i : i + 1], [rows[i]])[0] for i in range(24)]
     shuffled = [23 - i for i in range(24)]
-    backwards = sampler.draw(logits_RV[shuffled], [rows[i] for i in shuffled])
+    backwards = drawn(sampler, logits_RV[shuffled], [rows[i] for i in shuffled])
     assert together == alone == backwards[::-1]
 
 
-@pytest.mark.parametrize("width", [300, 3000, 20_000])
-def test_wide_filters_equal_a_full_sort(width: int) -> None:
+@pytest.mark.parametrize("vocab_size", [300, 3000, 20_000])
+def test_wide_filters_equal_a_full_sort(vocab_size: int) -> None:
     """Rows that the head of the vocabulary does not decide."""
-    scaled_SV = random_logits(5, vocab_size=width) / 3
+    scaled_SV = random_logits(5, vocab_size=vocab_size) / 3
     scaled_SV -= scaled_SV.amax(-1, keepdim=True)
     params = [
         SamplingParams(max_tokens=1, top_p=0.999),
         SamplingParams(max_tokens=1, top_k=280),
         SamplingParams(max_tokens=1, top_k=280, top_p=0.95),
-        SamplingParams(max_tokens=1, top_k=width, min_p=0.01),
-        SamplingParams(max_tokens=1, top_k=width),
+        SamplingParams(max_tokens=1, top_k=vocab_size, min_p=0.01),
+        SamplingParams(max_tokens=1, top_k=vocab_size),
     ]
-    floors_S = thresholds(scaled_SV, params)
+    floors_S = floors(scaled_SV, params)
     for values, floor, asked in zip(scaled_SV, floors_S, params, strict=True):
         kept = kept_by_definition(values.double().tolist(), asked)
         assert set((values >= floor).nonzero()[:, 0].tolist()) == kept
@@ -142,26 +157,26 @@ def test_wide_filters_equal_a_full_sort(width: int) -> None:
 
 def test_ties_at_the_border_are_kept_together() -> None:
     scaled = torch.tensor([[0.0, -1.0, -1.0, -1.0, -2.0]])
-    floor = thresholds(scaled, [SamplingParams(max_tokens=1, top_k=2)])
+    floor = floors(scaled, [SamplingParams(max_tokens=1, top_k=2)])
     assert (scaled[0] >= floor[0]).tolist() == [True, True, True, True, False]
 
 
 def test_top_p_stops_where_the_mass_is_reached_exactly() -> None:
     scaled = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log() - math.log(0.5)
-    assert float(thresholds(scaled, [SamplingParams(max_tokens=1, top_p=0.75)])) == float(scaled[0, 1])
+    assert float(floors(scaled, [SamplingParams(max_tokens=1, top_p=0.75)])) == float(scaled[0, 1])
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     logits_RV = torch.zeros(2, 5000)
     logits_RV[0, [17, 4000]] = 1.0
-    outcomes = Sampler(5000, CPU).draw(logits_RV, [row(temperature=0.0), row(temperature=0.0)])
+    outcomes = drawn(Sampler(5000, CPU), logits_RV, [row(temperature=0.0), row(temperature=0.0)])
     assert [outcome.token_id for outcome in outcomes] == [17, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-30, 1e-9, 1e-5])
 def test_tiny_temperatures_are_greedy_and_do_not_overflow(temperature: float) -> None:
     logits_RV = random_logits(8) * 1e4
-    outcomes = Sampler(V, CPU).draw(logits_RV, [row(temperature=temperature, seed=s) for s in range(8)])
+    outcomes = drawn(Sampler(V, CPU), logits_RV, [row(temperature=temperature, seed=s) for s in range(8)])
     assert [outcome.token_id for outcome in outcomes] == logits_RV.argmax(-1).tolist()
 
 
@@ -171,9 +186,9 @@ def test_a_broken_row_fails_alone(broken: float, temperature: float) -> None:
     logits_RV = random_logits(3)
     rows = [row(temperature=temperature, seed=s, logprobs=1) for s in range(3)]
     sampler = Sampler(V, CPU)
-    healthy = sampler.draw(logits_RV, rows)
+    healthy = drawn(sampler, logits_RV, rows)
     logits_RV[1, 4] = broken
-    outcomes = sampler.draw(logits_RV, rows)
+    outcomes = drawn(sampler, logits_RV, rows)
     assert outcomes[1].token_id is None
     assert outcomes[1].error is not None
     assert outcomes[1].error.code == "internal_error"
@@ -185,7 +200,7 @@ def test_end_tokens_are_banned_until_min_tokens() -> None:
     logits_RV[:, 0] = 50.0
     stop = frozenset({0, V + 5})
     rows = [row((1, 2, 3), stop=stop, min_tokens=n, temperature=1.0) for n in (1, 2)]
-    first, second = Sampler(V, CPU).draw(logits_RV, rows)
+    first, second = drawn(Sampler(V, CPU), logits_RV, rows)
     assert first.token_id == 0
     assert second.token_id != 0
 
@@ -193,7 +208,7 @@ def test_end_tokens_are_banned_until_min_tokens() -> None:
 def test_logprobs_are_the_models_own() -> None:
     logits_RV = random_logits(2)
     asked = [row(temperature=0.7, top_k=1, logit_bias={3: 100.0}, logprobs=2), row(temperature=0.0)]
-    first, second = Sampler(V, CPU).draw(logits_RV, asked)
+    first, second = drawn(Sampler(V, CPU), logits_RV, asked)
     wanted = logits_RV[0].log_softmax(0)
     assert first.token_id == 3
     assert first.logprob is not None
@@ -203,7 +218,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_equal_alternatives_are_listed_by_id() -> None:
-    (score,) = token_logprobs(torch.zeros(1, 4), [2], [4])
+    (score,) = TokenScores(torch.zeros(1, 4), torch.tensor([2]), [4]).read()
     assert [token for token, _ in score.top] == [0, 1, 2, 3]
     assert score.logprob == pytest.approx(-math.log(4))
 
@@ -211,7 +226,7 @@ def test_equal_alternatives_are_listed_by_id() -> None:
 def test_draws_at_a_temperature_follow_the_filtered_softmax() -> None:
     logits_V = torch.linspace(-2, 2, V)
     rows = [row(tokens=(1,) * position, prompt_len=1, seed=3, temperature=0.8, top_k=6) for position in range(1, 4001)]
-    outcomes = Sampler(V, CPU).draw(logits_V.expand(4000, V), rows)
+    outcomes = drawn(Sampler(V, CPU), logits_V.expand(4000, V), rows)
     counts = torch.bincount(torch.tensor([outcome.token_id for outcome in outcomes]), minlength=V)
     assert counts[:-6].sum() == 0
     expected = (logits_V[-6:] / 0.8).softmax(0) * 4000
