@@ -2,16 +2,20 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:tests .venv/bin/python tests/perf/control_cost.py
 
-Model and experts cost nothing (testkit/control.py), so the step is all control. Times are of the thread's own CPU
-clock, in microseconds, medians: other processes of the machine do not count. The parts:
+Model and experts cost nothing (testkit/control.py), so the step is all control. Times are in microseconds, medians.
+The parts are of the thread's own CPU clock, so other processes of the machine do not count:
 
     plan       what to compute: expiry, blocks to grow into, admissions
     inputs     token ids, positions and slots as tensors
     attention  the model's plan of the step's attention: block tables, masks
     layers     the loop over layers, with calls of a model and a link that do nothing
-    draw       what the sampler does on the host for a vocabulary of 64
+    draw       what the sampler does on the host for a vocabulary of 64, and reading what it drew
     complete   tokens appended, ends, blocks named, events
     rest       the remainder of the step
+
+Then the same on a simulated device, a clock by which a step takes ``--step-ms`` from its first kernel on: ``idle`` is
+how long it has nothing to do between two steps, by the wall clock, read at once and with lookahead. That is the
+control cost on the critical path.
 
 ``--changing N``: every N steps a sequence is cancelled and another one takes its place.
 """
@@ -25,7 +29,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from testkit.control import PARTS, ControlBench
+from testkit.control import PARTS, ControlBench, SimulatedDevice
 
 from services.model.spec import load_spec
 
@@ -39,14 +43,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--changing", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--step-ms", type=float, default=5.0, help="of the simulated device")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes, function by function")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'sequences':>9} {'step':>7} {'p20':>7} {'p80':>7} | " + " ".join(f"{part:>9}" for part in PARTS))
+    benches = []
     for sequences in args.sequences:
         bench = ControlBench(
             load_spec(MODEL), sequences, steps=args.steps, prompt=args.prompt, temperature=args.temperature
         )
+        benches.append(bench)
         profile = cProfile.Profile() if args.profile else None
         steps = bench.run(args.steps, changing=args.changing, profile=profile)
         times = [sum(step.values()) for step in steps]
@@ -57,6 +64,17 @@ def main() -> None:
         print(" ".join(f"{1e6 * part:>9.0f}" for part in parts), flush=True)
         if profile is not None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    print(f"\n{'sequences':>9} {'lookahead':>9} | {'idle':>7} {'p20':>7} {'p80':>7} {'ahead':>7}")
+    for bench in benches:
+        for lookahead in (False, True):
+            bench.engine._stepper._lookahead = lookahead
+            before = bench.engine.stats()
+            idle = bench.idle(args.steps // 2, SimulatedDevice(args.step_ms / 1000))
+            after = bench.engine.stats()
+            quintiles = statistics.quantiles(idle, n=5)
+            times = " ".join(f"{1e6 * value:>7.0f}" for value in (statistics.median(idle), quintiles[0], quintiles[-1]))
+            share = (after.steps_ahead - before.steps_ahead) / (after.steps - before.steps)
+            print(f"{after.running:>9} {'on' if lookahead else 'off':>9} | {times} {share:>7.0%}", flush=True)
 
 
 if __name__ == "__main__":

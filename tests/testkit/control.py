@@ -10,7 +10,7 @@ import cProfile
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -76,13 +76,57 @@ class CostlessLink(Certain):
         return handle
 
 
+class SimulatedDevice:
+    """A clock in place of a GPU: a step takes ``step_s`` from its first kernel on, or from the end of the step before.
+
+    The kernels' results are there at once; what is simulated is when the host may read them, and how long the device
+    had nothing to do.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._free_at = 0.0
+        self.idle: list[float] = []
+        """Seconds between the end of a step and the first kernel of the next one, a value per step."""
+
+    def kernel(self) -> None:
+        """The first one of a step."""
+        now = time.perf_counter()
+        self.idle.append(max(0.0, now - self._free_at))
+        self._free_at = max(now, self._free_at) + self._step_s
+
+    def mark(self, _device: torch.device) -> SimulatedMark:
+        return SimulatedMark(self._free_at)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMark:
+    """When the device is done with what it was given so far, by the host's clock."""
+
+    at: float
+
+    def wait(self) -> None:
+        """Asleep but for the last bit, which a sleep would overshoot."""
+        time.sleep(max(0.0, self.at - time.perf_counter() - 0.0003))
+        while time.perf_counter() < self.at:
+            pass
+
+
 PARTS = ("plan", "inputs", "attention", "layers", "draw", "complete", "rest")
 
 
 class ControlBench:
     """An engine whose batch is ``sequences`` of about ``prompt`` tokens that decode for more than ``steps``."""
 
-    def __init__(self, spec: ModelSpec, sequences: int, *, steps: int, prompt: int, temperature: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sequences: int,
+        *,
+        steps: int,
+        prompt: int,
+        temperature: float = 0.0,
+    ) -> None:
         spec = replace(spec, vocab_size=VOCAB)
         self._prompt, self._steps, self._temperature = prompt, steps, temperature
         self._draw = random.Random(0)
@@ -96,7 +140,7 @@ class ControlBench:
         )
         model = cast(DenseModel, CostlessModel(spec, sequences * prompt * 2))
         self.engine: Engine[Any] = Engine(model=model, link=CostlessLink(), options=options, clock=lambda: 0)
-        self._clock = _PartClock(self.engine, model)
+        self._model, self._clock = model, _PartClock(self.engine, model)
         for _ in range(sequences):
             self._add()
         for _ in range(4):
@@ -118,6 +162,21 @@ class ControlBench:
                 profile.disable()
             times.append(took)
         return times
+
+    def idle(self, steps: int, device: SimulatedDevice) -> list[float]:
+        """Seconds that ``device`` had nothing to do before each of ``steps``: the control cost on the critical path."""
+        plan = self._model.plan
+
+        def begins(inputs: StepInputs, block_size: int) -> AttentionPlan:
+            device.kernel()
+            return plan(inputs, block_size)
+
+        self._model.plan = begins  # type: ignore[method-assign]
+        self.engine._stepper._mark = device.mark
+        for _ in range(steps + 2):
+            self.engine.step()
+        self._model.plan = plan  # type: ignore[method-assign]
+        return device.idle[2:]
 
     def _add(self) -> None:
         length = self._draw.randrange(self._prompt // 2, self._prompt + 1)
@@ -148,8 +207,10 @@ class _PartClock:
         self._spent: dict[str, float] = {}
         batch = engine._batch
         batch.plan = self._timed("plan", batch.plan)  # type: ignore[method-assign]
+        batch.plan_ahead = self._timed("plan", batch.plan_ahead)  # type: ignore[method-assign]
         batch.complete = self._timed("complete", batch.complete)  # type: ignore[method-assign]
         engine._sampler.draw = self._timed("draw", engine._sampler.draw)  # type: ignore[method-assign]
+        engine._stepper._outcomes = self._timed("draw", engine._stepper._outcomes)  # type: ignore[method-assign]
         model.plan = self._timed("attention", model.plan)  # type: ignore[method-assign]
         engine._inputs.of = self._timed("inputs", engine._inputs.of)  # type: ignore[method-assign]
         engine_module.forward = self._timed("layers", engine_module.forward)

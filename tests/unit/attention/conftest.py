@@ -111,7 +111,12 @@ def make_engine(tiny: TinyModel, request: pytest.FixtureRequest) -> Callable[...
         overlap: OverlapPolicy | None = None,
         **options: Any,
     ) -> Engine[LocalHandle]:
-        defaults: dict[str, Any] = {"block_size": 4, "kv_blocks": 128, "max_num_batched_tokens": 64, "lookahead": request.param}
+        defaults: dict[str, Any] = {
+            "block_size": 4,
+            "kv_blocks": 128,
+            "max_num_batched_tokens": 64,
+            "lookahead": request.param,
+        }
         return Engine(
             model=model or tiny.dense(),
             link=link or tiny.link(),

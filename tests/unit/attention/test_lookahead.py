@@ -1,0 +1,317 @@
+"""Steps launched ahead against steps read at once: the same events of every request, whatever comes in between."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from torch import Tensor
+
+from services.attention import filters
+from services.attention.engine import Engine, EngineOptions
+from services.attention.plan import StepPlan
+from services.errors import ExpertUnavailable, MeshBroken
+from services.fabric.local import LocalHandle, LocalLink
+from services.messages import GenerateRequest, SamplingParams, TokenEvent
+from services.model.dense import DenseModel
+
+MakeEngine = Callable[..., Engine[Any]]
+Told = tuple[int, int, int | None, str | None, str | None, list[int] | None]
+Story = dict[str, list[Told]]
+NAN, FATAL, VOCAB = 96, 95, 97
+"""Tokens: one whose embedding is not a number, one with which a step raises."""
+
+
+def ask(
+    name: str, prompt: Sequence[int], max_tokens: int = 12, *, attempt: int = 1, **sampling: Any
+) -> GenerateRequest:
+    return GenerateRequest(
+        id=name,
+        attempt=attempt,
+        token_ids=list(prompt),
+        prompt_len=len(prompt),
+        sampling=SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}),
+        deadline_ms=10**12,
+        priority=5,
+        tenant="t",
+        reply_to="g",
+    )
+
+
+class TouchyModel(DenseModel):
+    """Cannot compute the token FATAL; NAN makes its row NaN."""
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        if bool((token_ids_T == FATAL).any()):
+            raise RuntimeError("planted")
+        return super().embed(token_ids_T)
+
+
+@pytest.fixture(scope="module")
+def touchy(tiny: Any) -> TouchyModel:
+    model = tiny.dense()
+    model._weights.embed_VD[NAN] = math.nan
+    return TouchyModel(model.spec, model._weights)
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny: Any, touchy: TouchyModel) -> MakeEngine:
+    link = tiny.link()
+
+    def make(lookahead: bool, *, link: Any = link, **options: Any) -> Engine[Any]:
+        defaults = {"block_size": 4, "kv_blocks": 200, "max_num_batched_tokens": 64}
+        chosen = EngineOptions(**{**defaults, **options, "lookahead": lookahead})
+        return Engine(model=touchy, link=link, options=chosen, clock=lambda: 0)
+
+    return make
+
+
+def told(event: TokenEvent) -> Told:
+    """All but what depends on when it was admitted, and the low bits of scores, on how large the batch was."""
+    top = None if event.logprob is None else [token for token, _ in event.logprob.top]
+    error = event.error.code if event.error else None
+    return event.attempt, event.index, event.token_id, event.finish, error, top
+
+
+def all_finite(engine: Engine[Any]) -> bool:
+    return all(bool(kv.isfinite().all()) for kv in engine._kv._layers)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.1},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 5, "logprobs": 3},
+    {"repetition_penalty": 1.5, "temperature": 0.5},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"min_tokens": 5, "temperature": 1.0, "logit_bias": {3: 2.0, 50: -3.0}},
+    {"logprobs": 2, "ignore_eos": False},
+    {"temperature": 1.5, "prompt_logprobs": 1},
+]
+
+
+class Plot:
+    """Requests that come, get cancelled after a token of theirs or replaced by a later attempt, stop, break and raise.
+
+    What happens to a request hangs on its own events, so it is the same whenever these come.
+    """
+
+    def __init__(self, seed: int, kinds: Sequence[dict[str, Any]] = KINDS) -> None:
+        self._draw = draw = random.Random(seed)
+        self._kinds, self._shared = kinds, [draw.randrange(1, 94) for _ in range(11)]
+        self._pace = draw.choice([0.1, 0.5, 1.0])
+        self.requests = [self._request(number) for number in range(draw.randrange(2, 14))]
+        self._turns = {
+            (request.id, draw.randrange(1, 9)): draw.choice(("cancel", "replace"))
+            for request in self.requests
+            if draw.random() < 0.4
+        }
+
+    def _request(self, number: int) -> GenerateRequest:
+        draw, sampling = self._draw, dict(self._draw.choice(self._kinds))
+        if draw.random() < 0.4:
+            sampling["stop_token_ids"] = tuple(draw.randrange(VOCAB) for _ in range(12))
+        if draw.random() < 0.25:  # sooner or later it draws the token that breaks the step after it
+            sampling["logit_bias"] = {draw.choice((NAN, FATAL)): draw.choice((4.0, 8.0, 100.0))}
+        own = [draw.randrange(1, 94) for _ in range(draw.choice((1, 3, 8, 20)))]
+        prompt = self._shared + own if number % 2 else own
+        return ask(f"r{number}", prompt, draw.randrange(1, 30), seed=number, **sampling)
+
+    def play(self, engine: Engine[Any]) -> Story:
+        draw, story = random.Random(self._pace), Story()
+        waiting = list(self.requests)
+        for _ in range(3000):
+            while waiting and draw.random() < self._pace:
+                engine.add(waiting.pop())
+            if not (waiting or engine.has_work):
+                break
+            for event in engine.step():
+                mine = story.setdefault(event.request_id, [])
+                mine.append(told(event))
+                if event.finish is None:
+                    self._turn(engine, event.request_id, mine)
+        assert not engine.has_work
+        assert engine.stats().kv_used == 0
+        assert all_finite(engine), "a broken row left NaN for the next owner of its block"
+        assert all(of_one[-1][3] is not None for of_one in story.values())
+        return story
+
+    def _turn(self, engine: Engine[Any], name: str, mine: list[Told]) -> None:
+        turn = self._turns.get((name, len(mine)))
+        if turn == "cancel":
+            engine.cancel(name, mine[-1][0])
+        elif turn == "replace":  # as after an attempt that was lost: with what it delivered
+            request = next(request for request in self.requests if request.id == name)
+            delivered = [token for _, _, token, *_ in mine if token is not None]
+            engine.add(structs.replace(request, attempt=2, token_ids=[*request.token_ids, *delivered]))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    blocks=st.sampled_from([16, 20, 200]),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    seqs=st.sampled_from([1, 3, 12]),
+    budget=st.sampled_from([4, 64]),
+    cache=st.booleans(),
+)
+def test_every_request_is_told_the_same(
+    engine_of: MakeEngine, seed: int, blocks: int, block_size: int, seqs: int, budget: int, cache: bool
+) -> None:
+    options = {
+        "kv_blocks": blocks if block_size > 3 else 60,
+        "block_size": block_size,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": budget,
+        "prefix_cache": cache,
+    }
+    plot = Plot(seed)
+    assert plot.play(engine_of(True, **options)) == plot.play(engine_of(False, **options))
+
+
+def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: MakeEngine) -> None:
+    engine = engine_of(True)
+    for number in range(5):
+        engine.add(ask(f"r{number}", [number + 1, 2, 3], max_tokens=10 + 5 * number))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert (stats.steps, stats.decode_tokens) == (30, sum(10 + 5 * number for number in range(5)))
+    assert stats.steps_ahead == 28, "but the prompts' step and the one after it"
+
+
+def test_a_row_under_way_keeps_its_blocks_until_its_step_is_done(engine_of: MakeEngine) -> None:
+    engine = engine_of(True, prefix_cache=False)
+    engine.add(ask("r", [1, 2, 3], max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    engine.cancel("r", 1)
+    assert engine.held() == {}
+    assert engine.stats().kv_used == 2, "the step under way writes to one of them"
+    assert [event.finish for event in engine.step()] == ["cancelled"]
+    assert engine.stats().kv_used == 0
+    assert not engine.has_work
+
+
+def test_a_broken_row_that_comes_too_late_leaves_nothing_behind(engine_of: MakeEngine) -> None:
+    """It stops with the token whose row is NaN; that row is under way by then."""
+    engine = engine_of(True, kv_blocks=8)
+    engine.add(ask("r", [1, 2, 3, 4, 5], logit_bias={NAN: 100.0}, stop_token_ids=(NAN,), min_tokens=3))
+    engine.add(ask("s", [1, 2, 3], max_tokens=9))
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+    assert all_finite(engine)
+
+
+class Unsure(LocalLink):
+    """Now and then zeros instead of the experts' answer, which ``settled`` owns up to. Checks the order of calls."""
+
+    def __init__(self, link: LocalLink, seed: int) -> None:
+        self.__dict__.update(link.__dict__)
+        self._draw, self._under_way, self._fails = random.Random(seed), False, False
+        self.failed = 0
+
+    def begin_step(self, step: int, rows: Sequence[int]) -> None:  # noqa: ARG002
+        assert not self._under_way, "settled() ends a step"
+        self._under_way, self._fails = True, self._draw.random() < 0.3
+
+    def combine(self, handle: LocalHandle) -> Tensor:
+        assert self._under_way
+        return torch.zeros_like(handle.y_TD) if self._fails else handle.y_TD
+
+    def settled(self) -> bool:
+        assert self._under_way
+        self._under_way = False
+        self.failed += self._fails
+        return not self._fails
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_have_to_run_again_change_nothing(engine_of: MakeEngine, tiny: Any, seed: int) -> None:
+    plot, link = Plot(seed), Unsure(tiny.link(), seed)
+    engine = engine_of(True, link=link, kv_blocks=60)
+    assert plot.play(engine) == plot.play(engine_of(False, kv_blocks=60))
+    assert link.failed > 3
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 5])
+def test_a_filter_that_was_decided_too_early_draws_again(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With a head of 8 tokens, most top_p are found out to be undecided when the next step is under way."""
+    plot = Plot(seed, [{"temperature": 0.4, "top_p": 0.9, "min_tokens": 8}, {}])
+    wanted = plot.play(engine_of(False))
+    monkeypatch.setattr(filters, "HEADS", (8,))
+    engine, abandoned = engine_of(True), list[StepPlan]()
+    abandon = engine._batch.abandon
+    monkeypatch.setattr(engine._batch, "abandon", lambda plan: (abandoned.append(plan), abandon(plan))[1])
+    assert plot.play(engine) == wanted
+    assert abandoned
+
+
+class Ending(LocalLink):
+    """Raises ``error`` in the ``method`` of its step ``at``."""
+
+    def __init__(self, link: LocalLink, method: str, at: int, error: Exception) -> None:
+        self.__dict__.update(link.__dict__)
+        self._method, self._at, self._error, self._steps = method, at, error, 0
+
+    def begin_step(self, step: int, rows: Sequence[int]) -> None:  # noqa: ARG002
+        self._steps += 1
+        self._maybe("begin_step")
+
+    def combine(self, handle: LocalHandle) -> Tensor:
+        self._maybe("combine")
+        return handle.y_TD
+
+    def settled(self) -> bool:
+        self._maybe("settled")
+        return True
+
+    def _maybe(self, method: str) -> None:
+        if (self._method, self._at) == (method, self._steps):
+            self._at = -1
+            raise self._error
+
+
+@pytest.mark.parametrize("method", ["begin_step", "combine", "settled"])
+def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
+    engine_of: MakeEngine, tiny: Any, method: str
+) -> None:
+    engine = engine_of(True, link=Ending(tiny.link(), method, 5, ExpertUnavailable("Nobody is there.")))
+    story = Plot(3).play(engine)
+    ended = [of_one[-1][4] for of_one in story.values()]
+    if method == "settled":
+        assert "expert_unavailable" in ended
+    else:  # the step launched ahead failed; planned anew, it did not
+        assert story == Plot(3).play(engine_of(False))
+
+
+def test_a_broken_mesh_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None:
+    engine = engine_of(True, link=Ending(tiny.link(), "combine", 3, MeshBroken("A rank is gone.")))
+    engine.add(ask("r", [1, 2, 3], max_tokens=20))
+    engine.step()
+    with pytest.raises(MeshBroken):
+        engine.step()  # launches the third
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_deadline_waits_for_no_step_but_that_under_way(tiny: Any, lookahead: bool) -> None:
+    now = iter(range(100))
+    options = EngineOptions(block_size=4, kv_blocks=32, lookahead=lookahead)
+    engine = Engine(model=tiny.dense(), link=tiny.link(), options=options, clock=lambda: now_ms[0])
+    engine.add(structs.replace(ask("r", [1, 2, 3], max_tokens=20), deadline_ms=10))
+    now_ms, events = [0], list[TokenEvent]()
+    while engine.has_work:
+        events += engine.step()
+        now_ms[0] = next(now)
+    assert events[-1].error is not None
+    assert (len(events), events[-1].error.code) == (12 + lookahead, "deadline_exceeded"), "what is under way is told"
