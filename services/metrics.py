@@ -134,6 +134,7 @@ class WorkerMetrics:
         )
         self.overlapped = gauge("step_overlapped", "1 where the last iteration ran as two micro-batches in ping-pong.")
         self.overlapped_steps = counter("overlapped_steps_total", "Iterations that ran as two micro-batches.")
+        self.steps_ahead = counter("steps_ahead_total", "Iterations launched before the one before them was read.")
         self.exchange_wait = counter("exchange_wait_seconds_total", "Time spent waiting for the experts' answers.")
         self.shared_seats = gauge("shared_seats", "Seats whose memory this worker writes rows into.")
         self.shared_steps = counter("shared_steps_total", "Iterations with rows in memory that seats share.")

@@ -107,11 +107,8 @@ def _looks_ahead(settings: Settings, device: torch.device) -> bool:
     """Where the host takes part in every layer, launching ahead would only keep the tokens of the step before back."""
     if settings.experts == "mesh" or settings.lookahead == "off":
         return False
-    return (
-        settings.lookahead == "on"
-        or device.type == "cuda"
-        and (settings.experts == "local" or settings.fabric_shared == "auto")
-    )
+    hostless = settings.experts == "local" or settings.fabric_shared == "auto"
+    return settings.lookahead == "on" or (device.type == "cuda" and hostless)
 
 
 def _engine_options(settings: Settings, room: Capacity, *, lookahead: bool) -> EngineOptions:

@@ -1,6 +1,6 @@
 """The one thread that runs the engine. Commands go in from the event loop, batches of TokenEvents come back to it.
 
-Commands are taken before every step, so a cancel holds before the next step starts, and an idle thread wakes at once.
+Commands are taken before every step, so a cancel holds before the next is planned, and an idle thread wakes at once.
 Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next, and when
 ``buffer_tokens`` are waiting the engine pauses, cancels excepted, until some are published.
 """

@@ -54,6 +54,8 @@ class EngineReading(Protocol):
     @property
     def overlapped_steps(self) -> int: ...
     @property
+    def steps_ahead(self) -> int: ...
+    @property
     def exchange_wait_seconds(self) -> float: ...
 
 
@@ -72,6 +74,7 @@ class StepObserver:
             (metrics.prefill_tokens, "prefill_tokens", 0),
             (metrics.decode_tokens, "decode_tokens", 0),
             (metrics.overlapped_steps, "overlapped_steps", 0),
+            (metrics.steps_ahead, "steps_ahead", 0),
             (metrics.exchange_wait, "exchange_wait_seconds", 0),
         ]
         self._steps = 0

@@ -14,8 +14,7 @@ The parts are of the thread's own CPU clock, so other processes of the machine d
     rest       the remainder of the step
 
 Then the same on a simulated device, a clock by which a step takes ``--step-ms`` from its first kernel on: ``idle`` is
-how long it has nothing to do between two steps, by the wall clock, read at once and with lookahead. That is the
-control cost on the critical path.
+how long it has nothing to do between two steps, read at once and with lookahead: the control cost on the critical path.
 
 ``--changing N``: every N steps a sequence is cancelled and another one takes its place.
 """

@@ -80,36 +80,41 @@ class SimulatedDevice:
     """A clock in place of a GPU: a step takes ``step_s`` from its first kernel on, or from the end of the step before.
 
     The kernels' results are there at once; what is simulated is when the host may read them, and how long the device
-    had nothing to do.
+    had nothing to do. Time is the CPU time of the calling thread plus what it would have waited: others do not count.
     """
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._free_at = 0.0
+        self._free_at, self._waited_s = 0.0, 0.0
         self.idle: list[float] = []
         """Seconds between the end of a step and the first kernel of the next one, a value per step."""
 
+    @property
+    def now(self) -> float:
+        return time.thread_time() + self._waited_s
+
     def kernel(self) -> None:
         """The first one of a step."""
-        now = time.perf_counter()
+        now = self.now
         self.idle.append(max(0.0, now - self._free_at))
         self._free_at = max(now, self._free_at) + self._step_s
 
     def mark(self, _device: torch.device) -> SimulatedMark:
-        return SimulatedMark(self._free_at)
+        return SimulatedMark(self, self._free_at)
+
+    def wait(self, until: float) -> None:
+        self._waited_s += max(0.0, until - self.now)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMark:
-    """When the device is done with what it was given so far, by the host's clock."""
+    """``at`` is when ``device`` is done with what it was given so far."""
 
+    device: SimulatedDevice
     at: float
 
     def wait(self) -> None:
-        """Asleep but for the last bit, which a sleep would overshoot."""
-        time.sleep(max(0.0, self.at - time.perf_counter() - 0.0003))
-        while time.perf_counter() < self.at:
-            pass
+        self.device.wait(self.at)
 
 
 PARTS = ("plan", "inputs", "attention", "layers", "draw", "complete", "rest")

@@ -30,6 +30,7 @@ class Reading:
     step_seconds: float = 0.0
     step_overlapped: bool = False
     overlapped_steps: int = 0
+    steps_ahead: int = 0
     exchange_wait_seconds: float = 0.0
 
 
@@ -55,6 +56,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
                 step_seconds=0.25,
                 step_overlapped=step == 2,
                 overlapped_steps=step - 1,
+                steps_ahead=step - 1,
                 exchange_wait_seconds=0.1 * step,
             )
         )
@@ -72,6 +74,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("engine_step_seconds_sum") == 0.5
     assert value("engine_step_tokens_sum") == 16
     assert (value("step_overlapped"), value("overlapped_steps_total")) == (1, 1)
+    assert value("steps_ahead_total") == 1
     assert value("exchange_wait_seconds_total") == pytest.approx(0.2)
     readings.append(replace(readings[-1], running=0, kv_used=0))  # a cancel between steps
     observer.after_step()
