@@ -68,7 +68,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
             experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
             shard = ExpertShard(experts, num_experts=spec.num_experts)
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
-    model, options = DenseModel(spec, dense), _engine_options(settings, room, lookahead=_looks_ahead(settings, device))
+    model, options = DenseModel(spec, dense), _engine_options(settings, room, lookahead=looks_ahead(settings, device))
     if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
         return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
@@ -103,8 +103,11 @@ def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> Ov
     )
 
 
-def _looks_ahead(settings: Settings, device: torch.device) -> bool:
-    """Where the host takes part in every layer, launching ahead would only keep the tokens of the step before back."""
+def looks_ahead(settings: Settings, device: torch.device) -> bool:
+    """Whether decode steps are launched before the one before is read.
+
+    Where the host takes part in every layer, launching ahead would only keep the tokens of the step before back.
+    """
     if settings.experts == "mesh" or settings.lookahead == "off":
         return False
     hostless = settings.experts == "local" or settings.fabric_shared == "auto"

@@ -37,6 +37,7 @@ def test_no_token_changes_while_expert_workers_die_and_leave(
             expert_groups=groups,
             fabric_lane=lane,
             fabric_shared=shared,
+            lookahead="on" if shared == "host" else "auto",
         )
         wait_until(lambda: listed(server) == workers, 60, "all expert workers are in the table")
         victim, leaver = server.of_role("experts")[:2]
@@ -44,6 +45,7 @@ def test_no_token_changes_while_expert_workers_die_and_leave(
         wait_until(lambda: len(server.of_role("experts")) == workers, 60, "another one was started")
         wait_until(lambda: listed(server) == workers, 60, "another one took the seat's place")
         assert ("shares memory" in server.proc.log()) == (shared == "host")
+        assert (server.metric("expertmesh_steps_ahead_total") > 0) == (shared == "host")
         assert bool(re.search(r"weights of group \d came from seat \d", server.proc.log())) == (lane == "gloo")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
         wait_until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, 30, "it left")

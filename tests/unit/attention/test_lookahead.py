@@ -15,8 +15,10 @@ from msgspec import structs
 from torch import Tensor
 
 from services.attention import filters
+from services.attention.build import looks_ahead
 from services.attention.engine import Engine, EngineOptions
 from services.attention.plan import StepPlan
+from services.config import Settings
 from services.errors import ExpertUnavailable, MeshBroken
 from services.fabric.local import LocalHandle, LocalLink
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
@@ -293,6 +295,23 @@ def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
         assert "expert_unavailable" in ended
     else:  # the step launched ahead failed; planned anew, it did not
         assert story == Plot(3).play(engine_of(False))
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "ahead"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"lookahead": "on"}, "cpu", True),
+        ({"lookahead": "off"}, "cuda", False),
+        ({"experts": "tcp"}, "cuda", False),
+        ({"experts": "tcp", "lookahead": "on"}, "cuda", True),
+        ({"experts": "tcp", "fabric_shared": "auto"}, "cuda", True),
+        ({"experts": "mesh", "lookahead": "on"}, "cuda", False),
+    ],
+)
+def test_auto_is_where_the_device_needs_no_host_in_between(given: dict[str, Any], device: str, ahead: bool) -> None:
+    assert looks_ahead(Settings(**given), torch.device(device)) == ahead
 
 
 def test_a_broken_mesh_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None:
