@@ -11,7 +11,7 @@ Columns, medians in microseconds, ``idle`` also the 80th percentile:
     host    what the engine's thread does in a step without waiting: plan, inputs, launches, draws, bookkeeping
     waits   for the GPU
 
-Needs torch, triton, numpy and msgspec; safetensors is not used. Prints as it goes, ends itself after ``--limit`` s.
+Needs torch, triton, numpy and msgspec. Prints as it goes, ends itself after ``--limit`` s.
 Exit code 1 if tokens differ. ``--device cpu`` tries it out, with nothing to see.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import json
 import random
 import statistics
@@ -30,23 +31,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-try:
-    import safetensors  # noqa: F401
-except ImportError:  # weights come out of a generator here
-    stand_in = types.ModuleType("safetensors")
-    stand_in.SafetensorError, stand_in.safe_open = Exception, None  # type: ignore[attr-defined]
-    sys.modules["safetensors"] = stand_in
+PROGRESS = "BarColumn DownloadColumn TextColumn TimeRemainingColumn TransferSpeedColumn Progress"
+LOADING = {"safetensors": "SafetensorError safe_open", "rich": "", "rich.console": "Console", "rich.progress": PROGRESS}
+MISSING = {name for name in ("safetensors", "rich") if importlib.util.find_spec(name) is None}
+for package, names in LOADING.items():  # imported and not used: weights come out of a generator here
+    if package.partition(".")[0] in MISSING:
+        sys.modules[package] = types.ModuleType(package)
+        vars(sys.modules[package]).update({name: type(name, (Exception,), {}) for name in names.split()})
 
-import torch
-from torch import Tensor
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-from services.attention.engine import Engine, EngineOptions
-from services.fabric.local import LocalLink
-from services.messages import GenerateRequest, SamplingParams
-from services.model.dense import DenseModel
-from services.model.experts import ExpertShard, ExpertWeights
-from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec
-from services.model.weights import DenseWeights, LayerWeights
+from services.attention.engine import Engine, EngineOptions  # noqa: E402
+from services.fabric.local import LocalLink  # noqa: E402
+from services.messages import GenerateRequest, SamplingParams  # noqa: E402
+from services.model.dense import DenseModel  # noqa: E402
+from services.model.experts import ExpertShard, ExpertWeights  # noqa: E402
+from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec  # noqa: E402
+from services.model.weights import DenseWeights, LayerWeights  # noqa: E402
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
