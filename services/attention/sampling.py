@@ -67,7 +67,7 @@ class Sampler:
             told_R=download(torch.where(best_R.isfinite(), tokens_R, _BROKEN)),
             asked=asked,
             scores=TokenScores(_pick(logits_RV, asked), _pick(tokens_R, asked), alternatives) if asked else None,
-            open=None if decided_S is None else _Open(self, logits_RV.clone(), sampled, download(decided_S)),
+            open=None if decided_S is None else _Open(self, logits_RV, sampled, download(decided_S)),
         )
 
     def _edit(self, logits_RV: Tensor, rows: Sequence[DrawRow], ahead: int, after_R: Tensor | None) -> Tensor:
@@ -136,7 +136,7 @@ class _Open:
 
     sampler: Sampler
     logits_RV: Tensor
-    """Kept for this: the next step may be written where they were."""
+    """Must not change until then, though the next step is under way."""
     sampled: Sequence[int]
     decided_S: Tensor
 

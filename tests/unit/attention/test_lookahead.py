@@ -189,6 +189,16 @@ def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: M
     assert stats.steps_ahead == 28, "but the prompts' step and the one after it"
 
 
+def test_a_newcomer_waits_for_the_step_under_way_and_no_other(engine_of: MakeEngine) -> None:
+    engine = engine_of(True)
+    engine.add(ask("old", [1, 2, 3], max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    engine.add(ask("new", [4, 5], max_tokens=5))
+    assert {event.request_id for event in engine.step()} == {"old"}
+    assert {event.request_id for event in engine.step()} == {"old", "new"}
+
+
 def test_a_row_under_way_keeps_its_blocks_until_its_step_is_done(engine_of: MakeEngine) -> None:
     engine = engine_of(True, prefix_cache=False)
     engine.add(ask("r", [1, 2, 3], max_tokens=20))
@@ -242,6 +252,7 @@ def test_steps_that_have_to_run_again_change_nothing(engine_of: MakeEngine, tiny
     engine = engine_of(True, link=link, kv_blocks=60)
     assert plot.play(engine) == plot.play(engine_of(False, kv_blocks=60))
     assert link.failed > 3
+    assert engine.stats().steps_ahead > 3
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 5])
