@@ -100,6 +100,7 @@ def test_server_equals_transformers(case: Case, tmp_path: Path, chunked_prefill:
         "max_model_len": 512,
         "max_num_batched_tokens": 96,
         "kv_overcommit": 3.0,
+        "lookahead": "on" if chunked_prefill else "auto",  # which is off on a CPU
         "chunked_prefill": chunked_prefill,
         "prefix_cache": prefix_cache,
     }
@@ -109,6 +110,7 @@ def test_server_equals_transformers(case: Case, tmp_path: Path, chunked_prefill:
         preemptions = server.metric("expertmesh_preemptions_total")
         hits = server.metric("expertmesh_prefix_cache_hit_tokens_total")
         chunks = server.metric("expertmesh_prefill_chunks_total")
+        ahead = server.metric("expertmesh_steps_ahead_total")
     for answer, (token_ids, usage) in zip(case.answers, got, strict=True):
         assert token_ids == answer.tokens
         assert usage["prompt_tokens"] == len(answer.prompt)
@@ -116,3 +118,4 @@ def test_server_equals_transformers(case: Case, tmp_path: Path, chunked_prefill:
     assert preemptions > 0
     assert (hits > 0) == prefix_cache
     assert (chunks > 0) == chunked_prefill
+    assert (ahead > 0) == chunked_prefill

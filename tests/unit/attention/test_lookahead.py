@@ -216,11 +216,12 @@ def test_a_broken_row_that_comes_too_late_leaves_nothing_behind(engine_of: MakeE
     """It stops with the token whose row is NaN; that row is under way by then."""
     engine = engine_of(True, kv_blocks=8)
     engine.add(ask("r", [1, 2, 3, 4, 5], logit_bias={NAN: 100.0}, stop_token_ids=(NAN,), min_tokens=3))
-    engine.add(ask("s", [1, 2, 3], max_tokens=9))
+    engine.add(ask("s", [1, 2, 3], max_tokens=2))
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
     assert all_finite(engine)
+    assert engine.stats().kv_used == 0, "there is work as long as a step is under way"
 
 
 class Unsure(LocalLink):
