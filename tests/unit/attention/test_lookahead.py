@@ -15,9 +15,12 @@ from msgspec import structs
 from torch import Tensor
 
 from services.attention import filters
+from services.attention.blocks import BlockPool
 from services.attention.build import looks_ahead
 from services.attention.engine import Engine, EngineOptions
+from services.attention.held_back import HeldBack
 from services.attention.plan import StepPlan
+from services.attention.sequence import open_sequence
 from services.config import Settings
 from services.errors import ExpertUnavailable, MeshBroken
 from services.fabric.local import LocalHandle, LocalLink
@@ -294,6 +297,33 @@ class Ending(LocalLink):
         if (self._method, self._at) == (method, self._steps):
             self._at = -1
             raise self._error
+
+
+def test_a_step_that_was_given_up_leaves_zeros_where_it_wrote(engine_of: MakeEngine, tiny: Any) -> None:
+    engine = engine_of(True, link=Ending(tiny.link(), "combine", 5, RuntimeError("planted")))
+    engine.add(ask("r", [1, 2, 3], max_tokens=20))
+    for _ in range(4):  # the fourth launches the fifth, which has written keys and values of its first layer by then
+        engine.step()
+    (state,) = engine._batch._held.values()
+    assert not engine._stepper.under_way
+    kv_2SE = engine._kv._layers[0].flatten(3).flatten(1, 2)
+    before, slot = (state.blocks[at // 4] * 4 + at % 4 for at in (state.computed - 1, state.computed))
+    assert bool(kv_2SE[:, before].any())
+    assert not bool(kv_2SE[:, slot].any())
+
+
+def test_what_failed_is_wiped_also_where_the_step_after_it_is_given_up() -> None:
+    pool = BlockPool(4, 2)
+    held, state = HeldBack(pool), open_sequence(ask("r", [1, 2, 3]), 1, ())
+    state.blocks = blocks = pool.take((), 2)
+    ahead = StepPlan(decodes=(state,))
+    held.launched(ahead)
+    held.release(state)
+    state.blocks = []
+    assert held.forget(state, blocks) == []
+    assert pool.used == 2
+    assert sorted(held.abandon(ahead)) == sorted(blocks)
+    assert pool.used == 0
 
 
 @pytest.mark.parametrize("method", ["begin_step", "combine", "settled"])

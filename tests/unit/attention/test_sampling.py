@@ -116,6 +116,21 @@ def test_a_batch_draws_what_each_row_draws_by_definition(params: list[dict[str, 
     assert torch.equal(logits_RV, before), "the caller's logits were written to"
 
 
+@settings(max_examples=200, deadline=None)
+@given(params=st.lists(sampling, min_size=1, max_size=6), seed=st.integers(0, 1000), last=st.integers(0, V - 1))
+def test_a_token_that_only_the_device_knows_counts_like_the_others(
+    params: list[dict[str, Any]], seed: int, last: int
+) -> None:
+    """``min_tokens`` 4 bans ends for a row of three generated tokens and not of four."""
+    logits_RV, stop = random_logits(len(params), seed), frozenset({0, 9})
+    logits_RV[:, 9] += 4.0
+    for known in ((1, 2, 3, 3), (1, 2, 3, 3, 5), (1, 2)):
+        whole = [row((*known, last), stop=stop, **each) for each in params]
+        short = [row(known, stop=stop, **each) for each in params]
+        ahead = Sampler(V, CPU).draw(logits_RV, short, torch.full((len(params),), last))
+        assert ahead.outcomes() == drawn(Sampler(V, CPU), logits_RV, whole)
+
+
 @pytest.mark.parametrize("vocab_size", [V, 3001])
 def test_a_draw_does_not_depend_on_the_batch(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(4)
