@@ -139,6 +139,8 @@ class WorkerMetrics:
         self.shared_seats = gauge("shared_seats", "Seats whose memory this worker writes rows into.")
         self.shared_steps = counter("shared_steps_total", "Iterations with rows in memory that seats share.")
         self.repeated_steps = counter("repeated_steps_total", "Iterations run again: a seat was lost or late in them.")
+        self.graph_steps = counter("graph_steps_total", "Iterations that replayed a CUDA graph.")
+        self.graphs = gauge("decode_graphs", "CUDA graphs of decode steps that were captured.")
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.colocated import LockStepEngine
+from services.attention.engine import Engine
 from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StepObserver
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
@@ -110,6 +111,8 @@ class AttentionRole:
 
     async def _serve(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         settings, metrics = self._settings, self._metrics
+        if isinstance(built.engine, Engine):
+            await _unless_stopped(built.engine.prepare, stop)
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,

@@ -13,6 +13,7 @@ from services.attention.cache import blocks_within
 from services.attention.capacity import Capacity, capacity
 from services.attention.colocated import Colocated, LockStepEngine
 from services.attention.engine import Engine, EngineOptions
+from services.attention.graphs import CudaCapture
 from services.attention.overlap import OverlapPolicy
 from services.attention.remote_link import remote_link
 from services.config import Settings
@@ -72,7 +73,10 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
     if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
         return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
-    engine = Engine(model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link))
+    capture = CudaCapture(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
+    engine = Engine(
+        model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link), capture=capture
+    )
     return Built(spec=spec, capacity=room, engine=engine, link=link)
 
 

@@ -17,6 +17,8 @@ from services.model.spec import ModelSpec
 class KVCache:
     """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0.
 
+    One block more is nobody's: rows of no sequence are written there, and it is never read.
+
     Raises (constructor):
         ConfigError: the device has no room for them.
     """
@@ -24,7 +26,7 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
         try:
             self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
         except RuntimeError as error:
@@ -42,6 +44,11 @@ class KVCache:
     @property
     def block_size(self) -> int:
         return self._block_size
+
+    @property
+    def spare_slot(self) -> int:
+        """Where rows of no sequence go."""
+        return self._num_blocks * self._block_size
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """``(k_NBKH, v_NBKH)`` of one layer."""

@@ -19,6 +19,7 @@ from services.attention.blocks import BlockPool
 from services.attention.cache import KVCache, blocks_within
 from services.attention.flatten import Flattener
 from services.attention.forward import forward
+from services.attention.graphs import Capture, DecodeGraphs
 from services.attention.micro_batches import split
 from services.attention.overlap import OverlapPolicy
 from services.attention.plan import BatchLimits
@@ -77,10 +78,15 @@ class EngineStats:
     exchange_wait_seconds: float
     steps_ahead: int
     """Launched before the step before them was read."""
+    graph_steps: int
+    """Run by CUDA graph."""
+    graphs: int
+    """Captured by now."""
 
 
 class Engine(Generic[HandleT]):
-    """``clock`` gives Redis TIME in milliseconds, by which deadlines are told; without ``overlap`` there is none."""
+    """``clock`` gives Redis TIME in milliseconds, by which deadlines are told; without ``overlap`` there is none, and
+    without ``capture`` no step is replayed."""
 
     def __init__(
         self,
@@ -90,6 +96,7 @@ class Engine(Generic[HandleT]):
         options: EngineOptions,
         clock: Callable[[], int],
         overlap: OverlapPolicy | None = None,
+        capture: Capture | None = None,
     ) -> None:
         spec = model.spec
         self._model, self._timed = model, TimedLink(link)
@@ -102,6 +109,9 @@ class Engine(Generic[HandleT]):
         self.kv_tokens = blocks * options.block_size
         self._kv = KVCache(
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
+        )
+        self._graphs = capture and DecodeGraphs(
+            model, link, self._kv, capture=capture, max_rows=options.max_num_seqs, max_len=self.max_model_len
         )
         self._pool = BlockPool(blocks, options.block_size)
         self._inputs = Flattener(options.block_size, model.device)
@@ -128,6 +138,15 @@ class Engine(Generic[HandleT]):
             overlap=self._overlap,
             lookahead=options.lookahead,
         )
+
+    def prepare(self) -> None:
+        """Capture the graphs of decode steps, if there are to be any. Takes seconds; before the first step.
+
+        Raises:
+            ConfigError: they cannot be captured.
+        """
+        if self._graphs:
+            self._graphs.prepare()
 
     @property
     def has_work(self) -> bool:
@@ -183,6 +202,8 @@ class Engine(Generic[HandleT]):
             overlapped_steps=self._stepper.overlapped_steps,
             exchange_wait_seconds=self._timed.waited_s,
             steps_ahead=self._stepper.launched_ahead,
+            graph_steps=self._graphs.steps if self._graphs else 0,
+            graphs=self._graphs.captures if self._graphs else 0,
         )
 
     def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, bool]:
@@ -191,14 +212,20 @@ class Engine(Generic[HandleT]):
         micro_batches = split(inputs, self._overlap.cut(sizes))
         self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
         try:
-            return forward(self._model, self._timed, self._kv, micro_batches), len(micro_batches) > 1
+            x_TD = self._graphs.replayed(micro_batches) if self._graphs else None
+            if x_TD is None:
+                x_TD = forward(self._model, self._timed, self._kv, micro_batches)
         except BaseException:
             self._timed.settled()
             raise
+        return x_TD, len(micro_batches) > 1
 
     def _settled(self) -> bool:
         """Whether the last climb is right; else it is to be done again."""
-        return self._timed.settled()
+        right = self._timed.settled()
+        if right and self._graphs:
+            self._graphs.settled()
+        return right
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

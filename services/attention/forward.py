@@ -47,13 +47,14 @@ def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_bat
 def _climb(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: StepInputs) -> Climb:
     plan = model.plan(inputs, kv.block_size)
     x_TD = model.embed(inputs.token_ids_T)
+    kept = {} if inputs.paged is None else {"keep_T": inputs.paged.live}
     for layer, layer_spec in enumerate(model.spec.layers):
         x_TD = model.attention(layer, x_TD, plan, kv)
         h_TD = model.ffn_input(layer, x_TD)
         if layer_spec.kind == "dense":
             x_TD = x_TD + model.dense_ffn(layer, h_TD)
             continue
-        expert_ids_TK, weights_TK = model.route(layer, h_TD)
+        expert_ids_TK, weights_TK = model.route(layer, h_TD, **kept)
         handle = link.dispatch(layer, h_TD, expert_ids_TK, weights_TK)
         try:
             shared_TD = model.shared_expert(layer, h_TD)  # while the rows are away

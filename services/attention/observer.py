@@ -57,6 +57,10 @@ class EngineReading(Protocol):
     def steps_ahead(self) -> int: ...
     @property
     def exchange_wait_seconds(self) -> float: ...
+    @property
+    def graph_steps(self) -> int: ...
+    @property
+    def graphs(self) -> int: ...
 
 
 class StepObserver:
@@ -76,6 +80,7 @@ class StepObserver:
             (metrics.overlapped_steps, "overlapped_steps", 0),
             (metrics.steps_ahead, "steps_ahead", 0),
             (metrics.exchange_wait, "exchange_wait_seconds", 0),
+            (metrics.graph_steps, "graph_steps", 0),
         ]
         self._steps = 0
         self.after_step()
@@ -97,6 +102,7 @@ class StepObserver:
                 self._totals[index] = (counter, name, total)
 
     def _set_levels(self, reading: EngineReading) -> None:
+        self._metrics.graphs.set(reading.graphs)
         self._metrics.running.set(reading.running)
         self._metrics.waiting.set(reading.waiting)
         self._metrics.kv_usage.set(reading.kv_used / reading.kv_blocks)

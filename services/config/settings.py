@@ -138,6 +138,11 @@ class Settings(BaseSettings):
     kv_overcommit: float = _knob(
         1.5, "tokens assigned to a worker, as a multiple of its KV tokens", roles=(ATTENTION,), gt=0, le=100
     )
+    cuda_graphs: Literal["auto", "off"] = _knob(
+        "auto",
+        "decode steps by CUDA graph: auto on a GPU, where experts are in the process or in shared memory",
+        roles=(ATTENTION,),
+    )
     threads: int | None = _knob(None, "CPU threads that compute (default: torch's own choice)", roles=_COMPUTING, ge=1)
     publish_buffer_tokens: int = _knob(
         65_536, "computed tokens held while Redis is away; then the engine pauses", roles=(ATTENTION,), ge=1

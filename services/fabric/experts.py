@@ -5,7 +5,8 @@ Legend: T rows, D hidden size, K experts chosen per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -27,6 +28,17 @@ class ExpertLink(Protocol[HandleT]):
         Args:
             rows: of each micro-batch; () where they are not known, or not all layers follow.
         """
+        ...
+
+    def graph_key(self) -> Hashable | None:
+        """Of the step that was begun, as one micro-batch: None if its exchanges need the host. Else a CUDA graph of
+        them may be replayed instead of calling ``dispatch`` and ``combine``, if it was captured in a ``rehearsal``
+        under an equal key with as many rows."""
+        ...
+
+    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+        """Between steps: exchanges inside, of one micro-batch of ``rows``, are made as a step makes them and reach
+        nobody, so they can be captured. Gives the key that steps like them have, None where there are none."""
         ...
 
     def settled(self) -> bool:
@@ -58,10 +70,17 @@ class ExpertLink(Protocol[HandleT]):
 
 
 class Certain:
-    """Of links whose ``combine`` is right or raises: nothing to prepare for a step, nothing to run again."""
+    """Of links whose ``combine`` is right or raises: nothing to prepare for a step, nothing to run again or replay."""
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         """As :class:`ExpertLink` says."""
+
+    def graph_key(self) -> Hashable | None:
+        return None
+
+    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+        del rows
+        return nullcontext(None)
 
     def settled(self) -> bool:
         return True

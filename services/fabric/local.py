@@ -5,7 +5,8 @@ Legend: T rows, D hidden size, K experts chosen per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,6 +36,14 @@ class LocalLink(Certain):
     def __init__(self, experts: Mapping[int, Experts], *, num_experts: int) -> None:
         self._experts = dict(experts)
         self._rows = ExpertRows(experts, num_experts)
+
+    def graph_key(self) -> Hashable | None:
+        return "local"
+
+    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+        """Nothing goes anywhere: rows without ids are no expert's and are not counted."""
+        del rows
+        return nullcontext("local")
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> LocalHandle:
         self._rows.count(layer, expert_ids_TK)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +64,15 @@ class _Step:
     micro_batches: int = 1
     seats: dict[int, SharedSeat] = field(default_factory=dict)
     """Group -> seat; groups not in here go over tcp."""
+    complete: bool = False
+    """Nothing goes over tcp."""
     epoch: int = 0
     free: list[int] = field(default_factory=list)
     """Micro-batches that have no handle in flight, ascending."""
+
+    @property
+    def shares(self) -> bool:
+        return self.complete or bool(self.seats)
 
 
 OpenTcp = Callable[[Rider], TcpLink]
@@ -148,9 +155,9 @@ class SymmLink:
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SymmHandle:
         """As :class:`services.fabric.experts.ExpertLink` says; between ``begin_step`` and ``settled``."""
         chosen, at = self._step, self._order[layer]
-        micro_batch = chosen.free.pop(0) if chosen.seats else 0
+        micro_batch = chosen.free.pop(0) if chosen.shares else 0
         exchange = at * chosen.micro_batches + micro_batch
-        if chosen.seats:
+        if chosen.shares:
             assert x_TD.shape[0] <= chosen.bucket, "more rows than the step was begun with"
             send_rows(
                 x_TD, expert_ids_TK, weights_TK, self._group_of_LE[at], self._counts_LE[at], self._control.words,
@@ -158,7 +165,7 @@ class SymmLink:
                 micro_batch=micro_batch,
             )  # fmt: skip
         tcp = None
-        if len(chosen.seats) < len(self._numbers):
+        if not chosen.complete:
             ids_TK = expert_ids_TK
             if chosen.seats:
                 over_tcp_TK = self._over_tcp_LE[at][expert_ids_TK.clamp(min=0)]
@@ -170,7 +177,7 @@ class SymmLink:
         """As :class:`services.fabric.experts.ExpertLink` says. Zeros where the step has failed: ask :meth:`settled`."""
         chosen = self._step
         y_TD = None if handle.tcp is None else self.tcp.combine(handle.tcp)
-        if not chosen.seats:
+        if not chosen.shares:
             assert y_TD is not None
             return y_TD
         chosen.free = sorted([*chosen.free, handle.micro_batch])
@@ -180,6 +187,26 @@ class SymmLink:
             micro_batch=handle.micro_batch, crowded=self._options.crowded,
         )  # fmt: skip
         return shared_TD if y_TD is None else shared_TD + y_TD
+
+    def graph_key(self) -> Hashable | None:
+        """Seats and their memory are words on the device; how many groups there are is not."""
+        return self._key(self._step.bucket) if self._step.complete else None
+
+    @contextmanager
+    def rehearsal(self, rows: int) -> Iterator[Hashable | None]:
+        """As :class:`services.fabric.experts.ExpertLink` says: kernels find the step aborted."""
+        assert not self._under_way, "settled() ends a step"
+        self._follow_table()
+        if rows > self._layout.rows or len(self._table.groups) > MOST_GROUPS:
+            yield None
+            return
+        bucket = bucket_of(rows, self._layout.rows)
+        self._control.write({FAILED: ABORTED})
+        self._step = _Step(bucket=bucket, complete=True, epoch=self._table.epoch, free=[0])
+        try:
+            yield self._key(bucket)
+        finally:
+            self._step = _Step(epoch=self._table.epoch)
 
     def settled(self) -> bool:
         """The step's exchanges have ended; False if one failed, and the step is to be begun again with the same rows.
@@ -241,6 +268,9 @@ class SymmLink:
         self.tcp.close()
         self._memory.close()
 
+    def _key(self, bucket: int) -> Hashable:
+        return "symm", bucket, len(self._numbers)
+
     def _choose(self, rows: Sequence[int]) -> _Step:
         most = max(rows, default=0)
         if not 1 <= most <= self._layout.rows or len(rows) > self._layout.micro_batches:
@@ -259,6 +289,7 @@ class SymmLink:
             bucket=bucket_of(most, self._layout.rows),
             micro_batches=len(rows),
             seats=seats,
+            complete=len(seats) == len(self._table.groups),
             epoch=self._table.epoch,
             free=list(range(len(rows))),
         )
@@ -313,7 +344,7 @@ class SymmLink:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _over_tcp(self, chosen: _Step) -> None:
-        if chosen.seats and len(chosen.seats) < len(self._numbers):
+        if chosen.seats and not chosen.complete:
             shared = [at for group, at in self._numbers.items() if group in chosen.seats]
             taken = torch.tensor(shared, dtype=torch.int32, device=self._device)
             self._over_tcp_LE.copy_(~torch.isin(self._group_of_LE, taken))

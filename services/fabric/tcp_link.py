@@ -14,7 +14,8 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +143,13 @@ class TcpLink:
         """Calls from now on belong to ``step``; it only names them."""
         del rows
         self._step, self._micro_batches = step, itertools.count()
+
+    def graph_key(self) -> Hashable | None:
+        return None
+
+    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+        del rows
+        return nullcontext(None)
 
     def settled(self) -> bool:
         """Always: what failed was sent elsewhere, or :meth:`combine` has raised."""

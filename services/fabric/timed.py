@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -23,6 +24,12 @@ class TimedLink(Generic[HandleT]):
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         self._link.begin_step(step, rows)
+
+    def graph_key(self) -> Hashable | None:
+        return self._link.graph_key()
+
+    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+        return self._link.rehearsal(rows)
 
     def settled(self) -> bool:
         return self._link.settled()

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.model.inputs import DecodeRows, SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, PagedRows, SequenceRows, StepInputs
 from services.model.transfer import upload
 
 _CALL_COST_ELEMENTS = 65_536
@@ -49,10 +49,12 @@ class PromptPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPlan:
-    """The calls of a layer with one window size."""
+    """The calls of a layer with one window size. With ``paged`` there is but one, of all rows."""
 
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptPiece, ...]
+    paged: PagedRows | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,8 @@ class WindowPlanner:
         self._device = device
 
     def plan(self, inputs: StepInputs, window: int | None) -> WindowPlan:
+        if inputs.paged is not None:
+            return WindowPlan(decode=(), prompts=(), paged=inputs.paged, window=window)
         few = [rows for rows in inputs.sequences if rows.length == 1]
         prompts = [rows for rows in inputs.sequences if rows.length > 1]
         decodes = [*self._decode_groups(inputs.decodes, window)] if inputs.decodes is not None else []

@@ -81,8 +81,12 @@ class DenseModel:
         """``h_TD``: the normalised rows that router, experts and dense networks read."""
         return self._norm(x_TD, self._weights.layers[layer].ffn_norm_D)
 
-    def route(self, layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """``expert_ids_TK`` int64 and ``weights_TK`` float32 of a layer with experts."""
+    def route(self, layer: int, h_TD: Tensor, keep_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``expert_ids_TK`` int64 and ``weights_TK`` float32 of a layer with experts.
+
+        Args:
+            keep_T: bool; rows where it is false go to no expert: their ids are -1.
+        """
         router_ED = self._weights.layers[layer].router_ED
         assert router_ED is not None, f"layer {layer} has no experts"
         flags = self.spec.router
@@ -93,6 +97,7 @@ class DenseModel:
             order=flags.order,
             renormalise=flags.renormalise,
             scale=flags.scale,
+            keep_T=keep_T,
         )
 
     def dense_ffn(self, layer: int, h_TD: Tensor) -> Tensor:

@@ -64,8 +64,28 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PagedRows:
+    """Sequences with one row each, which no host needs to know: int32 tensors on the model's device that may change
+    between two runs of a CUDA graph.
+
+    ``kv_len_B`` 0: the row is nobody's. What follows a sequence's last block in ``blocks_BM`` may be anything.
+    """
+
+    kv_len_B: Tensor
+    blocks_BM: Tensor
+
+    @property
+    def live(self) -> Tensor:
+        """Bool ``[B]``: which rows are a sequence's."""
+        return self.kv_len_B > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
-    """One step. All tensors are int64 on the model's device; rows are in the order of ``decodes`` and ``sequences``."""
+    """One step. All tensors are int64 on the model's device; rows are in the order of ``decodes`` and ``sequences``.
+
+    With ``paged`` there is neither of them: it says of every row of the step what ``decodes`` says.
+    """
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -73,6 +93,7 @@ class StepInputs:
     sequences: tuple[SequenceRows, ...]
     logits_rows_R: Tensor
     decodes: DecodeRows | None = None
+    paged: PagedRows | None = None
 
     @property
     def sizes(self) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from moe_kernels.paged_decode import paged_decode
 from services.model.attention_plan import DecodeGroup, PromptPiece, WindowPlan
 
 
@@ -32,6 +33,9 @@ def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache:
         k_TKH, v_TKH: the step's own, also in ``cache`` by now.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
     """
+    if plan.paged is not None:
+        paged = plan.paged
+        return paged_decode(q_TNH, *cache, paged.blocks_BM, paged.kv_len_B, window=plan.window).flatten(1)
     if len(plan.decode) == 1 and plan.decode[0].rows_B is None:
         return _decode(plan.decode[0], q_TNH, cache)
     out_TE = q_TNH.new_empty(q_TNH.shape[0], q_TNH.shape[1] * q_TNH.shape[2])

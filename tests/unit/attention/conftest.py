@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.attention.engine import Engine, EngineOptions
+from services.attention.graphs import Capture
 from services.attention.overlap import OverlapPolicy
 from services.fabric.local import LocalHandle, LocalLink
 from services.model.dense import DenseModel
@@ -109,6 +110,7 @@ def make_engine(tiny: TinyModel, request: pytest.FixtureRequest) -> Callable[...
         link: Any = None,
         clock: Callable[[], int] = lambda: 0,
         overlap: OverlapPolicy | None = None,
+        capture: Capture | None = None,
         **options: Any,
     ) -> Engine[LocalHandle]:
         defaults: dict[str, Any] = {
@@ -123,6 +125,7 @@ def make_engine(tiny: TinyModel, request: pytest.FixtureRequest) -> Callable[...
             options=EngineOptions(**{**defaults, **options}),
             clock=clock,
             overlap=overlap,
+            capture=capture,
         )
 
     return make

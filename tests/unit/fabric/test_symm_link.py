@@ -115,6 +115,36 @@ def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
         assert link.expert_rows() == {0: [0, 14, 0, 0, 0, 0, 14, 0]}
 
 
+def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
+    """A rehearsal reaches no seat and counts nothing, and has the key of the steps that are like it."""
+    seat = Seat(0)
+    with linked([seat]) as link:
+        x_TD, ids_TK = torch.ones(5, HIDDEN), torch.tensor([[1, 6]]).expand(5, SLOTS)
+        with link.rehearsal(5) as key:
+            for _ in range(2):
+                assert not link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(5, SLOTS))).any()
+        assert link.expert_rows() == {0: [0] * EXPERTS}
+        assert link.graph_key() is None
+        keys = []
+        for rows, known in ((5, True), (7, True), (5, False)):
+            link.begin_step(1, [rows] if known else ())
+            keys.append(link.graph_key())
+            assert link.settled()
+        assert keys == [key, key, None]
+        found, expected, tries = step(link, 5)
+        assert torch.equal(found, expected)
+        assert (tries, seat.server.counts.calls) == (1, 0)
+        with link.rehearsal(ROWS + 1) as beyond:
+            assert beyond is None
+
+
+def test_nothing_is_replayed_where_rows_go_over_tcp() -> None:
+    with linked([Seat(0)], node="elsewhere") as link:
+        link.begin_step(1, [3])
+        assert link.graph_key() is None
+        assert link.settled()
+
+
 @pytest.mark.parametrize(("rows", "known", "node"), [(9, True, "here"), (3, False, "here"), (3, True, "elsewhere")])
 def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node: str) -> None:
     seat = Seat(0)

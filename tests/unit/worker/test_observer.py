@@ -32,6 +32,8 @@ class Reading:
     overlapped_steps: int = 0
     steps_ahead: int = 0
     exchange_wait_seconds: float = 0.0
+    graph_steps: int = 0
+    graphs: int = 0
 
 
 @pytest.fixture
@@ -58,6 +60,8 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
                 overlapped_steps=step - 1,
                 steps_ahead=step - 1,
                 exchange_wait_seconds=0.1 * step,
+                graph_steps=step - 1,
+                graphs=13,
             )
         )
         observer.after_step()
@@ -75,6 +79,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("engine_step_tokens_sum") == 16
     assert (value("step_overlapped"), value("overlapped_steps_total")) == (1, 1)
     assert value("steps_ahead_total") == 1
+    assert (value("graph_steps_total"), value("decode_graphs")) == (1, 13)
     assert value("exchange_wait_seconds_total") == pytest.approx(0.2)
     readings.append(replace(readings[-1], running=0, kv_used=0))  # a cancel between steps
     observer.after_step()

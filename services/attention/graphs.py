@@ -1,0 +1,161 @@
+"""Decode steps by CUDA graph: the whole climb of a step's rows, from embedding to the last layer, in one launch.
+
+There is a graph for each number of rows that steps are rounded up to, and for each key of the link (see
+:meth:`services.fabric.experts.ExpertLink.graph_key`). Rows, lengths, blocks and seats are words on the device, so the
+same graph serves whichever sequences decode and whichever workers have the experts. What is not for a graph (prompts,
+micro-batches in ping-pong, exchanges that need the host) is left to the caller.
+Legend: T rows of the step, D hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from services.attention.cache import KVCache
+from services.attention.fixed_inputs import FixedInputs, row_buckets
+from services.attention.forward import forward
+from services.errors import ConfigError
+from services.fabric.experts import ExpertLink
+from services.model.dense import DenseModel
+from services.model.inputs import StepInputs
+
+HandleT = TypeVar("HandleT")
+MOST_ROWS = 512
+"""Larger steps are bound by the GPU anyway."""
+
+log = logging.getLogger(__name__)
+
+
+class Capture(Protocol):
+    """Makes a piece of work repeatable."""
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work`` runs here at least once. What is returned does the same again, on the same tensors, in the order
+        of the current stream."""
+        ...
+
+
+class CudaCapture:
+    """Captures on a stream of its own, in memory that all graphs share: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()  # compiles and loads what a capture may not
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads use the GPU meanwhile: links, lanes, metrics.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        caller.wait_stream(self._stream)
+        self._pool = graph.pool()
+        return graph.replay
+
+
+class DecodeGraphs(Generic[HandleT]):
+    """For one engine, used by one thread at a time. A step is :meth:`replayed`, then :meth:`settled`.
+
+    Args:
+        max_rows: sequences in a step, at most.
+        max_len: positions of a sequence, at most.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        link: ExpertLink[HandleT],
+        kv: KVCache,
+        *,
+        capture: Capture,
+        max_rows: int,
+        max_len: int,
+    ) -> None:
+        self._model, self._link, self._kv, self._capture = model, link, kv, capture
+        self._buckets = row_buckets(min(max_rows, MOST_ROWS))
+        blocks = min(kv.num_blocks, -(-max_len // kv.block_size))
+        self._inputs = FixedInputs(self._buckets[-1], blocks, kv.spare_slot, model.device)
+        self._x_TD = torch.zeros(
+            self._buckets[-1], model.spec.hidden_size, dtype=model.dtype, device=model.device
+        )  # fmt: skip
+        self._graphs: dict[tuple[int, Hashable], Callable[[], None]] = {}
+        self._missed = 0
+        self._broken = self._replaying = False
+        self.captures = 0
+        self.steps = 0
+        """Replayed and settled, since the start."""
+
+    def prepare(self) -> None:
+        """Capture all that steps may ask for now, so that none of them waits for it.
+
+        Raises:
+            ConfigError: this device, or its memory, does not allow it.
+        """
+        began = time.monotonic()
+        for number, rows in enumerate(reversed(self._buckets), start=1):  # the largest first: it sizes the pool
+            try:
+                self._capture_rows(rows)
+            except RuntimeError as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                raise ConfigError(
+                    f"Decode steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
+                    hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, --max-num-seqs.",
+                ) from error
+            log.info("decode graphs %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)
+
+    def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
+        """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it."""
+        self._replaying = False
+        inputs, *others = micro_batches
+        if others or inputs.sequences or inputs.decodes is None or len(inputs.decodes) > self._buckets[-1]:
+            return None
+        key, count = self._link.graph_key(), len(inputs.decodes)
+        if key is None:
+            return None
+        rows = next(size for size in self._buckets if size >= count)
+        graph = self._graphs.get((rows, key))
+        if graph is None:
+            self._missed = rows
+            return None
+        self._inputs.fill(inputs, rows)
+        graph()
+        self._replaying = True
+        return self._x_TD[:count].clone()
+
+    def settled(self) -> None:
+        """The step has ended. What it lacked is captured now, for the next one."""
+        self.steps += self._replaying
+        rows, self._missed = self._missed, 0
+        if not rows or self._broken:
+            return
+        try:
+            self._capture_rows(rows)
+        except Exception:  # the steps' boundary: they go on without
+            self._broken = True
+            log.exception("A decode step of %d rows cannot be captured; from here on new ones are not.", rows)
+
+    def _capture_rows(self, rows: int) -> None:
+        with torch.inference_mode(), self._link.rehearsal(rows) as key:
+            if key is None or (rows, key) in self._graphs:
+                return
+            self._inputs.clear(0, rows)
+            self._graphs[rows, key] = self._capture(partial(self._climb, rows))
+            self.captures += 1
+
+    def _climb(self, rows: int) -> None:
+        self._x_TD[:rows].copy_(forward(self._model, self._link, self._kv, (self._inputs.of(rows),)))

@@ -1,0 +1,211 @@
+"""Replayed decode steps give the tokens, counts and cache of others. A graph is a call here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from testkit.decode_bench import call_again, load, request, run
+
+from moe_kernels import backend
+from services.attention.engine import Engine
+from services.attention.fixed_inputs import row_buckets
+from services.errors import ConfigError
+from services.fabric.local import LocalLink
+
+POCKET = Path(__file__).parents[3] / "examples/pocket-moe"
+PROMPTS = [[5, 9, 11], [3], [7] * 14, [2, 4, 6, 8, 10], [90, 80, 70, 60, 50, 40, 30]]
+MakeEngine = Callable[..., Engine[Any]]
+
+
+class Keyed(LocalLink):
+    """``key`` is that of its steps; the steps in ``failing`` are wrong at first. Counts rehearsals."""
+
+    key: Hashable | None = "one"
+    rehearsed = 0
+    failing: frozenset[int] = frozenset()
+    _step, _tries = 0, 0
+
+    def begin_step(self, step: int, rows: object) -> None:
+        del rows
+        self._tries = self._tries + 1 if step == self._step else 1
+        self._step = step
+
+    def settled(self) -> bool:
+        return self._step not in self.failing or self._tries > 1
+
+    def graph_key(self) -> Hashable | None:
+        return self.key
+
+    @contextmanager
+    def rehearsal(self, rows: int) -> Iterator[Hashable | None]:
+        del rows
+        self.rehearsed += 1
+        yield self.key
+
+
+def keyed(tiny: Any) -> Keyed:
+    local = tiny.link()
+    return Keyed(local._experts, num_experts=8)
+
+
+def tokens(engine: Engine[Any], prompts: list[list[int]] = PROMPTS, count: int = 9) -> list[list[int]]:
+    requests = [request(f"r{at}", prompt, count, ignore_eos=False) for at, prompt in enumerate(prompts)]
+    return list(run(engine, requests).tokens.values())
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 5])
+def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngine) -> None:
+    engine = make_engine(capture=call_again, max_num_seqs=6)
+    engine.prepare()
+    assert engine.stats().graphs == len(row_buckets(6))
+    prompts = PROMPTS[:sequences]
+    assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
+    stats = engine.stats()
+    assert 0 < stats.graph_steps < stats.steps, "prompts are not for graphs"
+    assert stats.graphs == len(row_buckets(6))
+
+
+def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeEngine) -> None:
+    """Three sequences in a graph of four rows, after five in one of eight: the old rows' blocks are others' by now."""
+    eager, graphs = make_engine(), make_engine(capture=call_again)
+    graphs.prepare()
+    for prompts in (PROMPTS, PROMPTS[:3]):
+        assert tokens(eager, prompts) == tokens(graphs, prompts)
+    assert eager._timed._link.expert_rows() == graphs._timed._link.expert_rows()  # type: ignore[attr-defined]
+    for layer in range(3):
+        for ours, theirs in zip(eager._kv.layer(layer), graphs._kv.layer(layer), strict=True):
+            torch.testing.assert_close(ours[:-1], theirs[:-1])
+
+
+def test_with_the_kernel_itself(tiny: Any, make_engine: MakeEngine) -> None:
+    """In the interpreter, experts and router too."""
+    engine = make_engine(capture=call_again, max_num_seqs=4, kv_blocks=16, max_model_len=32)
+    with backend.forced("triton"):
+        engine.prepare()
+        assert tokens(engine, PROMPTS[:3], 3) == [tiny.greedy(prompt, 3) for prompt in PROMPTS[:3]]
+    assert engine.stats().graph_steps == 2
+
+
+def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
+    config = json.loads((tiny.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 5}))
+    (tmp_path / "model.safetensors").symlink_to(tiny.folder / "model.safetensors")
+    windowed = replace(tiny, folder=tmp_path)
+    eager, graphs = (make_engine(model=windowed.dense(), capture=capture) for capture in (None, call_again))
+    graphs.prepare()
+    found = tokens(graphs)
+    assert found == tokens(eager)
+    assert found != tokens(make_engine()), "the window changes nothing: these prompts do not show it"
+    assert graphs.stats().graph_steps
+
+
+def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine: MakeEngine) -> None:
+    link = keyed(tiny)
+    engine = make_engine(link=link, capture=call_again, max_num_seqs=1)
+    engine.prepare()
+    assert (link.rehearsed, engine.stats().graphs) == (1, 1)
+    for key, captured in (("two", 2), ("one", 2), ("two", 2), (None, 2)):
+        link.key = key
+        before = engine.stats().graph_steps
+        assert tokens(engine, PROMPTS[:1]) == [tiny.greedy(PROMPTS[0], 9)]
+        assert engine.stats().graphs == captured
+        assert (engine.stats().graph_steps > before) == (key is not None)
+    assert link.rehearsed == 2
+
+
+def test_links_without_a_key_have_no_graphs(make_engine: MakeEngine, tiny: Any) -> None:
+    link = keyed(tiny)
+    link.key = None
+    engine = make_engine(link=link, capture=call_again)
+    engine.prepare()
+    assert tokens(engine, PROMPTS[:1]) == [tiny.greedy(PROMPTS[0], 9)]
+    assert (engine.stats().graphs, engine.stats().graph_steps) == (0, 0)
+
+
+def test_a_step_that_failed_replays_the_same_graph(tiny: Any, make_engine: MakeEngine) -> None:
+    link = keyed(tiny)
+    engine = make_engine(link=link, capture=call_again)
+    engine.prepare()
+    captured = engine.stats().graphs
+    link.failing = frozenset(range(100))
+    assert tokens(engine) == [tiny.greedy(prompt, 9) for prompt in PROMPTS]
+    assert engine.stats().graphs == captured
+    assert 0 < engine.stats().graph_steps < engine.stats().steps, "a step counts once"
+
+
+def test_larger_steps_than_any_graph_run_without(monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine) -> None:
+    monkeypatch.setattr("services.attention.graphs.MOST_ROWS", 2)
+    engine = make_engine(capture=call_again)
+    engine.prepare()
+    assert engine.stats().graphs == 2
+    tokens(engine)
+    assert engine.stats().graph_steps == 0
+
+
+def test_what_a_replay_returned_is_kept(make_engine: MakeEngine) -> None:
+    engine = make_engine(capture=call_again)
+    engine.prepare()
+    seen = []
+    replayed = engine._graphs.replayed  # type: ignore[union-attr]
+
+    def watched(micro_batches: Any) -> Any:
+        x_TD = replayed(micro_batches)
+        if x_TD is not None:
+            seen.append((x_TD, x_TD.clone()))
+        return x_TD
+
+    engine._graphs.replayed = watched  # type: ignore[union-attr,method-assign]
+    tokens(engine)
+    assert len(seen) > 2
+    assert all(torch.equal(now, then) for now, then in seen)
+
+
+def test_no_memory_for_graphs_is_told_at_the_start(make_engine: MakeEngine) -> None:
+    def full(_work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("CUDA out of memory\nand so on")
+
+    with pytest.raises(ConfigError, match=r"512 rows cannot be captured as a CUDA graph: CUDA out of memory\. Start"):
+        make_engine(capture=full, max_num_seqs=600).prepare()
+
+
+def test_no_memory_later_leaves_the_steps_as_they_are(
+    tiny: Any, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def full(_work: Callable[[], None]) -> Callable[[], None]:
+        calls.append(1)
+        raise RuntimeError("CUDA out of memory")
+
+    engine = make_engine(capture=full)
+    assert tokens(engine, PROMPTS[:2]) == [tiny.greedy(prompt, 9) for prompt in PROMPTS[:2]]
+    assert len(calls) == 1
+    assert "cannot be captured" in caplog.text
+
+
+def test_buckets_waste_a_third_at_most() -> None:
+    sizes = row_buckets(512)
+    assert sizes == sorted(set(sizes))
+    assert all(rows <= 16 or 3 * rows >= 2 * next(size for size in sizes if size >= rows) for rows in range(1, 513))
+    assert [row_buckets(most)[-1] for most in (1, 2, 3, 50, 512)] == [1, 2, 3, 50, 512]
+
+
+def test_pocket_answers() -> None:
+    """The recorded ones, by graph."""
+    records = [json.loads(line) for line in (POCKET / "records/greedy.jsonl").read_text().splitlines()[:6]]
+    parts = load(POCKET / "model", torch.device("cpu"), torch.float32)
+    engine = parts.engine(call_again, max_num_seqs=8, kv_blocks=64, max_model_len=128)
+    engine.prepare()
+    requests = [request(one["id"], one["prompt_ids"], 12, ignore_eos=False) for one in records]
+    found = run(engine, requests)
+    for one in records:
+        wanted = [token for token in one["output_ids"][:12] if token]
+        assert [token for token in found.tokens[one["id"]] if token] == wanted
+    assert found.graph_steps >= 10
