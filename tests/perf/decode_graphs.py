@@ -5,6 +5,8 @@
 
     kernel   decode attention against its twin on CUDA: shapes, types, windows; in one graph while lengths change
     pocket   the pocket model in float32: greedy tokens by graph, eagerly and as recorded; step times of both
+    apart    the pocket model with experts on other GPUs through shared memory (two GPUs or more), while one of two
+             replicas is killed, a third joins, the other is killed; not among the default parts
     layers   Qwen3-30B-A3B's shapes, random weights: a layer's time by graph and eagerly, attention's GB/s, kernels
 
 Needs torch, triton, numpy and msgspec. Prints as it goes, writes results.json to DIR, ends itself after ``--limit``
@@ -29,6 +31,7 @@ from testkit.stand_ins import fill_in
 MISSING = fill_in()
 
 import torch  # noqa: E402
+from perf.decode_apart import Apart  # noqa: E402
 from testkit import decode_bench as kit  # noqa: E402
 from testkit.tolerances import tolerance  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -154,6 +157,19 @@ class Bench:
                 requests = kit.random_requests(count, 100, 40, parts.model.spec.vocab_size, seed=count)
                 found[name] = kit.run(engine, requests).median_ms
             self.note("pocket", sequences=count, step_ms_eager=found["eager"], step_ms_graphs=found["graphs"])
+
+    # apart
+
+    def apart(self) -> None:
+        gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        found = Apart(self.out, gpus, self.options.limit - 10).run()
+        windows = found.pop("windows")
+        self.note("apart", **found)
+        for text, window in windows.items():
+            self.note("apart", window=text, **window)
+        self.must(not found["wrong_count"] and found["answers"] > 0, "apart", "answers are not the recorded ones")
+        self.must(found["graphs_before"] == found["graphs_after"], "apart", "graphs were captured again")
+        self.must(found["replayed"] > 0, "apart", "no step was replayed")
 
     # layers
 
