@@ -139,7 +139,7 @@ class WorkerMetrics:
         self.shared_seats = gauge("shared_seats", "Seats whose memory this worker writes rows into.")
         self.shared_steps = counter("shared_steps_total", "Iterations with rows in memory that seats share.")
         self.repeated_steps = counter("repeated_steps_total", "Iterations run again: a seat was lost or late in them.")
-        self.graph_steps = counter("graph_steps_total", "Iterations that replayed a CUDA graph.")
+        self.graph_steps = counter("graph_steps_total", "Iterations by CUDA graph, repeated ones too.")
         self.graphs = gauge("decode_graphs", "CUDA graphs of decode steps that were captured.")
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")

@@ -139,8 +139,7 @@ def launch(
         q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S, out_SNH, sums, logs, scale * math.log2(math.e), window, wanted,
         q_SNH.stride(0), q_SNH.stride(1), blocks_SM.shape[1], kv_heads,
         G=heads // kv_heads, H=head_dim, B=block_size, BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK_H=block_h, BLOCK_L=tile_length(block_h, q_SNH.element_size()), DTYPE=_dtype(q_SNH.dtype),
-        num_warps=warps_for(block_h, q_SNH.element_size()), num_stages=3,
+        BLOCK_H=block_h, DTYPE=_dtype(q_SNH.dtype), **tiles_for(block_h, q_SNH.element_size()),
     )  # fmt: skip
     if parts > 1:
         sum_parts_kernel[(sequences, heads)](
@@ -161,14 +160,10 @@ def cut(programs: int, most: int, sms: int) -> tuple[int, int]:
     return wanted, min(room, max(wanted, _SPARE_PARTS))
 
 
-def tile_length(block_h: int, itemsize: int) -> int:
-    """Positions of a tile, so that three stages of keys and values fit into shared memory."""
-    return min(128, max(16, _TILE_BYTES // (block_h * itemsize)))
-
-
-def warps_for(block_h: int, itemsize: int) -> int:
-    """float32 is multiplied in registers, which must hold the tiles."""
-    return 8 if itemsize == 4 and block_h >= 128 else 4
+def tiles_for(block_h: int, itemsize: int) -> dict[str, int]:
+    """Positions of a tile, warps and stages: what shared memory holds, and registers where float32 is multiplied."""
+    length = min(128, max(16, _TILE_BYTES // (block_h * itemsize)))
+    return {"BLOCK_L": length, "num_warps": 8 if itemsize == 4 and block_h >= 128 else 4, "num_stages": 3}
 
 
 @cache

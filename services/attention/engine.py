@@ -79,7 +79,7 @@ class EngineStats:
     steps_ahead: int
     """Launched before the step before them was read."""
     graph_steps: int
-    """Run by CUDA graph."""
+    """Run by CUDA graph; those that were run again count again."""
     graphs: int
     """Captured by now."""
 

@@ -95,10 +95,10 @@ class DecodeGraphs(Generic[HandleT]):
         )  # fmt: skip
         self._graphs: dict[tuple[int, Hashable], Callable[[], None]] = {}
         self._missed = 0
-        self._broken = self._replaying = False
+        self._broken = False
         self.captures = 0
         self.steps = 0
-        """Replayed and settled, since the start."""
+        """Replayed since the start, again where one was run again."""
 
     def prepare(self) -> None:
         """Capture all that steps may ask for now, so that none of them waits for it.
@@ -120,7 +120,6 @@ class DecodeGraphs(Generic[HandleT]):
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
         """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it."""
-        self._replaying = False
         inputs, *others = micro_batches
         if others or inputs.sequences or inputs.decodes is None or len(inputs.decodes) > self._buckets[-1]:
             return None
@@ -134,12 +133,11 @@ class DecodeGraphs(Generic[HandleT]):
             return None
         self._inputs.fill(inputs, rows)
         graph()
-        self._replaying = True
+        self.steps += 1
         return self._x_TD[:count].clone()
 
     def settled(self) -> None:
         """The step has ended. What it lacked is captured now, for the next one."""
-        self.steps += self._replaying
         rows, self._missed = self._missed, 0
         if not rows or self._broken:
             return

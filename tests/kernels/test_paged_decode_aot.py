@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from testkit import aot
 
-from moe_kernels.paged_decode_triton import cut, tile_length, warps_for
+from moe_kernels.paged_decode_triton import cut, tiles_for
 
 SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
@@ -13,6 +13,7 @@ DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
 
 def compiled(dtype: str, group: int, head_dim: int, block_size: int = 16) -> aot.Compiled:
     block_h = max(16, 1 << (head_dim - 1).bit_length())
+    tiles = tiles_for(block_h, SIZES[dtype])
     tensors = dict.fromkeys(["q", "k", "v", "out"], f"*{dtype}") | {"sums": "*fp32", "logs": "*fp32"}
     sizes = dict.fromkeys(["window", "wanted", "stride_m", "J"], "i32")
     strides = {"stride_s": "i32:16", "stride_n": "i32:16" if head_dim % 16 == 0 else "i32"}
@@ -21,9 +22,9 @@ def compiled(dtype: str, group: int, head_dim: int, block_size: int = 16) -> aot
         {**tensors, "blocks_SM": "*i32", "kv_len_S": "*i32", "scale": "fp32", **sizes, **strides},
         {
             "G": group, "H": head_dim, "B": block_size, "BLOCK_G": max(16, 1 << (group - 1).bit_length()),
-            "BLOCK_H": block_h, "BLOCK_L": tile_length(block_h, SIZES[dtype]), "DTYPE": DTYPES[dtype],
+            "BLOCK_H": block_h, "BLOCK_L": tiles.pop("BLOCK_L"), "DTYPE": DTYPES[dtype],
         },
-        num_warps=warps_for(block_h, SIZES[dtype]), num_stages=3,
+        **tiles,
     )  # fmt: skip
 
 

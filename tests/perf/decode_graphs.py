@@ -7,6 +7,7 @@
     pocket   the pocket model in float32: greedy tokens by graph, eagerly and as recorded; step times of both
     apart    the pocket model with experts on other GPUs through shared memory (two GPUs or more), while one of two
              replicas is killed, a third joins, the other is killed; not among the default parts
+    tune     tiles of the kernel and programs per SM; not among the default parts
     layers   Qwen3-30B-A3B's shapes, random weights: a layer's time by graph and eagerly, attention's GB/s, kernels
 
 Needs torch, triton, numpy and msgspec. Prints as it goes, writes results.json to DIR, ends itself after ``--limit``
@@ -53,6 +54,7 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         self.results: list[dict[str, Any]] = []
         self.wrong = 0
+        self._cases: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
 
     def note(self, part: str, **found: Any) -> None:
         self.results.append({"part": part, **found})
@@ -171,6 +173,39 @@ class Bench:
         self.must(found["graphs_before"] == found["graphs_after"], "apart", "graphs were captured again")
         self.must(found["replayed"] > 0, "apart", "no step was replayed")
 
+    # tune
+
+    def tune(self) -> None:
+        from moe_kernels import paged_decode_triton as kernel
+
+        counts, context, tiles, least = (
+            (1, 8, 32, 128, 256),
+            self.options.context,
+            kernel.tiles_for,
+            kernel._PROGRAMS_PER_SM,
+        )
+        for length, warps, stages, programs in product((32, 64, 128), (4, 8), (3, 4, 6), (4, 8)):
+            if warps == 8 and length == 32:
+                continue
+            kernel.tiles_for = lambda *_, l=length, w=warps, s=stages: {"BLOCK_L": l, "num_warps": w, "num_stages": s}
+            kernel._PROGRAMS_PER_SM = programs
+            try:
+                found = [self._decode_us(count, context) for count in counts]
+            except Exception as error:  # noqa: BLE001 - too much shared memory, say
+                found = [f"{type(error).__name__}: {str(error)[:60]}"]
+            shown = " ".join(f"{us:.1f}" if isinstance(us, float) else us for us in found)
+            self.note("tune", L=length, warps=warps, stages=stages, programs=programs, us=shown)
+        kernel.tiles_for, kernel._PROGRAMS_PER_SM = tiles, least
+
+    def _decode_us(self, count: int, context: int) -> float:
+        """A call of Qwen3-30B-A3B's shape, over eight caches in turn."""
+        key = count, context
+        if key not in self._cases:
+            self._cases = {key: [self._case([context] * count, (32, 4, 128), 16, torch.bfloat16) for _ in range(8)]}
+        cases = self._cases[key]
+        work = CudaCapture(self.device)(lambda: [paged_decode(*case) for case in cases] and None)
+        return self._us(work) / len(cases)
+
     # layers
 
     def layers(self) -> None:
@@ -193,7 +228,8 @@ class Bench:
             "layers", captured=engine.stats().graphs, prepare_s=time.perf_counter() - began, reserved_gib=reserved
         )
         for count in options.counts:
-            requests = kit.random_requests(count, options.context, 24, spec.vocab_size, seed=count)
+            prefill = count * options.context // 8192  # steps in which the first already decode
+            requests = kit.random_requests(count, options.context, 24 + prefill, spec.vocab_size, seed=count)
             found = kit.run(engine, requests)
             self._layer(engine, count, found)
 
