@@ -178,30 +178,25 @@ class Bench:
     def tune(self) -> None:
         from moe_kernels import paged_decode_triton as kernel
 
-        counts, context, tiles, least = (
-            (1, 8, 32, 128, 256),
-            self.options.context,
-            kernel.tiles_for,
-            kernel._PROGRAMS_PER_SM,
-        )
-        for length, warps, stages, programs in product((32, 64, 128), (4, 8), (3, 4, 6), (4, 8)):
-            if warps == 8 and length == 32:
-                continue
-            kernel.tiles_for = lambda *_, l=length, w=warps, s=stages: {"BLOCK_L": l, "num_warps": w, "num_stages": s}
+        context, before, least = self.options.context, kernel.tiles_for, kernel._PROGRAMS_PER_SM
+        sizes = ((64, 4), (32, 4), (64, 8), (128, 8), (32, 2))
+        for (length, warps), stages, programs in product(sizes, (3, 6, 8), (4, 8)):
+            tiles = {"BLOCK_L": length, "num_warps": warps, "num_stages": stages}
+            kernel.tiles_for = lambda *_, tiles=tiles: tiles
             kernel._PROGRAMS_PER_SM = programs
             try:
-                found = [self._decode_us(count, context) for count in counts]
+                found = [self._decode_us(count, context) for count in (1, 8, 32, 128, 256)]
             except Exception as error:  # noqa: BLE001 - too much shared memory, say
                 found = [f"{type(error).__name__}: {str(error)[:60]}"]
             shown = " ".join(f"{us:.1f}" if isinstance(us, float) else us for us in found)
             self.note("tune", L=length, warps=warps, stages=stages, programs=programs, us=shown)
-        kernel.tiles_for, kernel._PROGRAMS_PER_SM = tiles, least
+        kernel.tiles_for, kernel._PROGRAMS_PER_SM = before, least
 
     def _decode_us(self, count: int, context: int) -> float:
         """A call of Qwen3-30B-A3B's shape, over eight caches in turn."""
         key = count, context
         if key not in self._cases:
-            self._cases = {key: [self._case([context] * count, (32, 4, 128), 16, torch.bfloat16) for _ in range(8)]}
+            self._cases |= {key: [self._case([context] * count, (32, 4, 128), 16, torch.bfloat16) for _ in range(8)]}
         cases = self._cases[key]
         work = CudaCapture(self.device)(lambda: [paged_decode(*case) for case in cases] and None)
         return self._us(work) / len(cases)
