@@ -88,7 +88,7 @@ class DecodeGraphs(Generic[HandleT]):
     ) -> None:
         self._model, self._link, self._kv, self._capture = model, link, kv, capture
         self._buckets = row_buckets(min(max_rows, MOST_ROWS))
-        blocks = min(kv.num_blocks, -(-max_len // kv.block_size))
+        blocks = min(kv.num_blocks, max_len // kv.block_size + 1)  # a step ahead may be one position further
         self._inputs = FixedInputs(self._buckets[-1], blocks, kv.spare_slot, model.device)
         self._x_TD = torch.zeros(
             self._buckets[-1], model.spec.hidden_size, dtype=model.dtype, device=model.device
