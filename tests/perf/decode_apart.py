@@ -59,13 +59,19 @@ class Apart:
 
     def _kill(self, attention: Child, seats: list[dict[str, Any]], text: str, first: bool = False) -> None:
         """The seat in use, or the oldest; the table follows later, as a lease would end later."""
-        used = attention.ask(do="shared")["used"]
-        victim = seats[0] if first else next(seat for seat in seats if seat["seat"] in used)
+        victim = seats[0] if first else self._used(attention, seats)
         self._mark(attention, text)
         victim["child"].kill()
         time.sleep(0.4)
         seats.remove(victim)
         self._publish(attention, seats)
+
+    def _used(self, attention: Child, seats: list[dict[str, Any]], seconds: float = 10.0) -> dict[str, Any]:
+        """The seat of a step that only decodes: steps with long prompts use none."""
+        until = time.time() + seconds
+        while not (found := [seat for seat in seats if seat["seat"] in attention.ask(do="shared")["used"]]):
+            assert time.time() < until, "no step uses shared memory"
+        return found[0]
 
     def _start_seat(self) -> Child:
         number, self._started = self._started, self._started + 1

@@ -28,6 +28,7 @@ import time
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from services.attention.engine import Engine, EngineOptions  # noqa: E402
+from services.attention.graphs import CudaCapture  # noqa: E402
 from services.fabric.local import LocalLink  # noqa: E402
 from services.messages import GenerateRequest, SamplingParams  # noqa: E402
 from services.model.dense import DenseModel  # noqa: E402
@@ -64,6 +66,9 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument(
+        "--graphs", nargs="+", default=["off", "on"], choices=["off", "on"], help="decode by CUDA graph"
+    )
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit", type=int, default=400, help="seconds")
     args = parser.parse_args()
@@ -74,16 +79,20 @@ def main() -> int:
     )
     wrong = check(device)
     print(
-        f"{'layers':>6} {'draws':>8} {'ahead':>5} | {'step':>7} {'idle':>7} {'p80':>7} {'host':>7} {'waits':>7}",
+        f"{'layers':>6} {'draws':>8} {'graph':>5} {'ahead':>5} | "
+        f"{'step':>7} {'idle':>7} {'p80':>7} {'host':>7} {'waits':>7}",
         flush=True,
     )
     rows: list[dict[str, Any]] = []
     for layers in args.layers:
         parts = Parts.random(shapes(layers, device), device, torch.bfloat16)
-        for kind in args.kinds:
-            pair = [timed(parts, kind, args.sequences, args.steps, lookahead=ahead) for ahead in (False, True)]
+        for kind, graphs in product(args.kinds, args.graphs):
+            pair = [
+                timed(parts, kind, args.sequences, args.steps, graphs=graphs == "on", lookahead=ahead)
+                for ahead in (False, True)
+            ]
             wrong += differ(pair[0].pop("tokens"), pair[1].pop("tokens"))
-            rows += [{"layers": layers, "draws": kind, **row} for row in pair]
+            rows += [{"layers": layers, "draws": kind, "graphs": graphs, **row} for row in pair]
             for row in rows[-2:]:
                 print(line(row), flush=True)
             if wrong:
@@ -101,7 +110,9 @@ def differ(one: dict[str, list[int]], other: dict[str, list[int]]) -> bool:
 
 def line(row: dict[str, Any]) -> str:
     numbers = " ".join(f"{1e6 * row[name]:>7.0f}" for name in ("step", "idle", "idle_p80", "host", "waits"))
-    return f"{row['layers']:>6} {row['draws']:>8} {'on' if row['lookahead'] else 'off':>5} | {numbers}"
+    return (
+        f"{row['layers']:>6} {row['draws']:>8} {row['graphs']:>5} {'on' if row['lookahead'] else 'off':>5} | {numbers}"
+    )
 
 
 @dataclass
@@ -141,8 +152,13 @@ class Parts:
         weights = DenseWeights(embed_VD=embed_VD, layers=layers, norm_D=ones_D, lm_head_VD=head_VD)
         return cls(DenseModel(spec, weights), LocalLink(shard.by_layer(), num_experts=spec.num_experts))
 
-    def engine(self, **options: Any) -> Engine[Any]:
-        return Engine(model=self.model, link=self.link, options=EngineOptions(**options), clock=lambda: 0)
+    def engine(self, *, graphs: bool = False, **options: Any) -> Engine[Any]:
+        capture = CudaCapture(self.model.device) if graphs and self.model.device.type == "cuda" else None
+        engine: Engine[Any] = Engine(
+            model=self.model, link=self.link, options=EngineOptions(**options), clock=lambda: 0, capture=capture
+        )
+        engine.prepare()
+        return engine
 
 
 def shapes(layers: int, device: torch.device) -> ModelSpec:
@@ -266,11 +282,11 @@ class _Wait:
         self.gaps.waited_s += time.perf_counter() - began
 
 
-def timed(parts: Parts, kind: str, sequences: int, steps: int, *, lookahead: bool) -> dict[str, Any]:
+def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, lookahead: bool) -> dict[str, Any]:
     draw, vocab = random.Random(1), parts.model.spec.vocab_size
     engine = parts.engine(
         max_num_seqs=sequences, max_num_batched_tokens=8192, kv_blocks=sequences * ((64 + steps + 40) // 16 + 2),
-        lookahead=lookahead,
+        lookahead=lookahead, graphs=graphs,
     )  # fmt: skip
     for number in range(sequences):
         prompt = [draw.randrange(vocab) for _ in range(draw.randrange(16, 65))]
