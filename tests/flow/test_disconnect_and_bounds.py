@@ -28,6 +28,7 @@ def wait_for_blocks(server: Server, busy: bool, timeout_s: float) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_kv_blocks_within_100_ms(server: Server, stream: bool) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
