@@ -3,6 +3,8 @@
 # make gpu-test  the links between GPUs, on a machine with 2 or 4 of them
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
+# make chart  write what follows from the chart's values: schema, table, manifests/
+# make images, make cluster-test   build the images; prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
 # make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
 
 PYTHON ?= python3
@@ -15,8 +17,10 @@ CHAOS_MINUTES ?= 10
 CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
+KUBE_TOOL ?= ../shared/tools/kube/kube
 
-.PHONY: env run test gpu-test lint types imports check bench-cpu chaos demo-model constraints clean
+.PHONY: env run test gpu-test lint types imports check bench-cpu chaos demo-model chart manifests images cluster-test \
+  constraints locks clean
 
 env: $(STAMP)
 
@@ -64,6 +68,21 @@ chaos: env
 demo-model: env
 	examples/pocket-moe/rebuild.sh
 
+chart: env
+	$(BIN)/python helm/generate.py
+	$(BIN)/python helm/render.py
+
+manifests: env
+	$(BIN)/python helm/render.py
+
+images:
+	$(KUBE_TOOL) build -t expertmesh-control:dev -f helm/images/Dockerfile --target control .
+	$(KUBE_TOOL) build -t expertmesh-worker-cpu:dev -f helm/images/Dockerfile --target worker-cpu .
+
+# Brings the cluster up, and down again unless it ran before.
+cluster-test: env
+	KUBE_TOOL=$(KUBE_TOOL) $(BIN)/pytest -q -s --durations=0 tests/cluster
+
 # Exact versions of what the extras need now, without the local tag of a torch build.
 constraints:
 	rm -rf .cache/constraints && $(PYTHON) -m venv .cache/constraints
@@ -71,6 +90,10 @@ constraints:
 	.cache/constraints/bin/pip install --quiet -e '.[dev]'
 	.cache/constraints/bin/pip freeze --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > constraints.txt
 	rm -rf .cache/constraints
+
+# Hashes of what goes into the images, for their Python, from constraints.txt.
+locks:
+	helm/images/lock.sh
 
 clean:
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info

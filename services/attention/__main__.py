@@ -29,7 +29,7 @@ from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo
 from services.metrics import WorkerMetrics
 from services.queue.clock import RedisClock
-from services.queue.connect import connect
+from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
@@ -66,6 +66,7 @@ class AttentionRole:
         port = await server.start()
         log.info("metrics on port %d", port)
         try:
+            await check_access(self._redis, stop)
             built = await _unless_stopped(lambda: build(settings, self._clock.now_ms, worker=self._id), stop)
             if built is not None:
                 await self._with_experts(built, scrape_url(settings, port), stop)

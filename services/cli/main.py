@@ -67,6 +67,8 @@ COMMANDS = {
     "plan": Command("say which way to run a model on so many GPUs, and why", _from("services.cli.plan")),
     "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),
+    "ask": Command("stream one completion from a running server", _from("services.cli.ask")),
+    "fetch": Command("bring a checkpoint into a folder and check it", _from("services.cli.fetch")),
     "demo-model": Command("write a small checkpoint to try things with", _from("services.cli.demo_model")),
     "demo": Command("serve that checkpoint and stream a completion from it", _demo),
     "version": Command("print the version", _version),

@@ -278,6 +278,13 @@ class Settings(BaseSettings):
     )
     api_keys_file: Path | None = _knob(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
     max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
+    drain_delay: float = _knob(
+        0.0,
+        "seconds after SIGTERM for which requests are still taken, while load balancers hear that this gateway leaves",
+        roles=(GATEWAY,),
+        ge=0,
+        le=600,
+    )
     drain_timeout: float = _knob(30.0, "seconds that open requests get to end at shutdown", ge=0, le=3600)
 
     # Process

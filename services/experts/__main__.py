@@ -23,7 +23,7 @@ from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
 from services.model.device import serving_dtype, torch_device
 from services.model.spec import ModelSpec, load_spec
-from services.queue.connect import connect
+from services.queue.connect import check_access, connect
 from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
@@ -82,6 +82,7 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
     log.info("expert worker %s, metrics on port %d", name, port)
     observing = asyncio.create_task(_observe(ExpertsObserver(ExpertMetrics(registry), worker)))
     try:
+        await check_access(redis, stop)
         await worker.run(stop)
     finally:
         observing.cancel()

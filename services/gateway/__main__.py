@@ -162,7 +162,8 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         await stop.wait()
-        drain = Drain(gateway.parts.intake, gateway.table, gateway.follower, settings.drain_timeout)
+        timeout_s, delay_s = settings.drain_timeout, settings.drain_delay
+        drain = Drain(gateway.parts.intake, gateway.table, gateway.follower, timeout_s, delay_s)
         await drain.run()
         server.stop()
         await serving

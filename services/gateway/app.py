@@ -72,7 +72,7 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_models(app, parts)
     _add_tokenizer(app, parts)
     _add_operations(app, parts)
-    return RequestContext(BodyLimit(app, parts.max_body_bytes), parts.metrics)
+    return RequestContext(BodyLimit(app, parts.max_body_bytes), parts.metrics, lambda: parts.intake.leaving)
 
 
 def _cached_document(app: FastAPI, parts: Parts) -> dict[str, Any]:
@@ -225,10 +225,19 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/ready", responses=openapi.refusals(503))
     async def ready() -> shapes.Status:
         """200 when a request would be served; otherwise 503, naming what is missing."""
-        missing = ["shutting down"] if parts.intake.draining else await parts.readiness.missing()
+        missing = ["shutting down"] if parts.intake.leaving else await parts.readiness.missing()
         if missing:
             raise NotReady(f"Not ready; missing: {', '.join(missing)}.", retry_after_s=1.0)
         return shapes.Status(status="ready")
+
+    @app.get("/accepting", responses=openapi.refusals(503))
+    async def accepting() -> shapes.Status:
+        """200 while requests may come here, though they may have to wait for a worker: what load balancers ask."""
+        if parts.intake.leaving:
+            raise NotReady("This gateway is shutting down.", retry_after_s=1.0)
+        if not parts.readiness.connected():
+            raise NotReady("Redis has not answered yet.", retry_after_s=1.0)
+        return shapes.Status(status="accepting")
 
     @app.get("/version", responses=openapi.refusals())
     async def version() -> shapes.Version:

@@ -27,6 +27,12 @@ class Readiness:
     def __init__(self, follower: ResultFollower, leader: LeaderProbe) -> None:
         self._follower = follower
         self._leader = leader
+        self._connected = False
+
+    def connected(self) -> bool:
+        """Whether Redis has answered once. While it is away later this gateway is still the one to tell clients so."""
+        self._connected = self._connected or self._follower.up
+        return self._connected
 
     async def missing(self) -> list[str]:
         """Names of what is missing: ``redis``, ``scheduler``, ``worker``."""

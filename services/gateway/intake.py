@@ -41,7 +41,7 @@ class _Plan:
 
 
 class Intake:
-    """Admits generation requests. ``draining`` makes it refuse new ones."""
+    """Admits generation requests. ``draining`` makes it refuse new ones; ``leaving`` says that it is about to."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class Intake:
         request_timeout_s: float,
         max_queued_requests: int,
     ) -> None:
+        self.leaving = False
         self.draining = False
         self.prompts = prompts
         self._queue = queue

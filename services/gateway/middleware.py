@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 _MAX_ID = 128
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/accepting", "/metrics")
 _DISCARD_BYTES = 64 * 1024 * 1024
 _DISCARD_S = 10.0
 
@@ -34,11 +35,13 @@ def request_id(headers: Headers) -> str:
 
 
 class RequestContext:
-    """Outermost: gives the request its id, counts and logs it, and answers 500 where the application crashes."""
+    """Outermost: gives the request its id, counts and logs it, and answers 500 where the application crashes. While
+    ``leaving`` each answer ends its connection, so that the client's next one finds another gateway."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, leaving: Callable[[], bool] = lambda: False) -> None:
         self._app = app
         self._metrics = metrics
+        self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +53,10 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = identity
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = identity
+                if self._leaving():
+                    headers["connection"] = "close"
             await send(message)
 
         with bind_request_id(identity):

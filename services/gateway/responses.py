@@ -130,7 +130,7 @@ class TokenizerInfo(BaseModel):
 
 
 class Status(BaseModel):
-    status: Literal["ok", "ready"]
+    status: Literal["ok", "ready", "accepting"]
 
 
 class Version(BaseModel):

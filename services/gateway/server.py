@@ -85,16 +85,22 @@ class HttpServer:
 
 
 class Drain:
-    """The end of a gateway: no new requests, time for the open ones, then a typed error for those that remain."""
+    """The end of a gateway. For ``delay_s`` it takes requests, but says that it leaves: not ready, and each answer
+    closes its connection. Then no new requests, time for the open ones, and a typed error for those that remain."""
 
-    def __init__(self, intake: Intake, table: JobTable, follower: ResultFollower, timeout_s: float) -> None:
+    def __init__(
+        self, intake: Intake, table: JobTable, follower: ResultFollower, timeout_s: float, delay_s: float = 0.0
+    ) -> None:
         self._intake = intake
         self._table = table
         self._follower = follower
         self._timeout_s = timeout_s
+        self._delay_s = delay_s
 
     async def run(self) -> None:
         """Returns when every job has ended."""
+        self._intake.leaving = True
+        await asyncio.sleep(self._delay_s)
         self._intake.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):

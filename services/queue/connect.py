@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.errors import ConfigError, QueueUnavailable
+from services.queue.tasks import end_tasks
 
 SOCKET_TIMEOUT_S = 5.0
 """A server that is silent for this long counts as away."""
@@ -75,14 +77,40 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
     return Redis.from_pool(pool)
 
 
+async def check_access(redis: Redis, stop: asyncio.Event) -> None:
+    """Raises ConfigError where the server is older than 6.2 or refuses the password. One that is away, or does not
+    answer until ``stop``, is for the caller to wait for."""
+    asked, stopped = asyncio.ensure_future(_checked_info(redis)), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            asked.result()
+    except QueueUnavailable as error:
+        _log.warning("%s", error.message)
+    finally:
+        await end_tasks([asked, stopped])
+
+
 async def check_server(redis: Redis) -> None:
     """Raises ConfigError where the server is older than 6.2 or refuses the password; QueueUnavailable if it is away.
 
     Warns where the server may evict keys or keeps no append-only file.
     """
+    info = await _checked_info(redis)
+    if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
+        _log.warning(
+            "Redis may evict keys (maxmemory-policy %s): requests would be lost. Set maxmemory-policy noeviction.",
+            info.get("maxmemory_policy"),
+        )
+    private = not info.get("tcp_port")  # an embedded server on its Unix socket: gateways admit anew what it loses
+    if not info.get("aof_enabled") and not private:
+        _log.warning("Redis keeps no append-only file: a restart loses queued requests. Set appendonly yes.")
+
+
+async def _checked_info(redis: Redis) -> dict[str, Any]:
     with queue_errors():
         try:
-            info = await redis.info()
+            info: dict[str, Any] = await redis.info()
         except (RedisConnectionError, NoPermissionError) as error:
             if not isinstance(error, _CREDENTIALS) and not isinstance(error.__cause__, _CREDENTIALS):
                 raise
@@ -92,14 +120,7 @@ async def check_server(redis: Redis) -> None:
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
         raise ConfigError(f"Redis {version} is too old.", hint="Version 6.2 or later is needed.")
-    if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
-        _log.warning(
-            "Redis may evict keys (maxmemory-policy %s): requests would be lost. Set maxmemory-policy noeviction.",
-            info.get("maxmemory_policy"),
-        )
-    private = not info.get("tcp_port")  # an embedded server on its Unix socket: gateways admit anew what it loses
-    if not info.get("aof_enabled") and not private:
-        _log.warning("Redis keeps no append-only file: a restart loses queued requests. Set appendonly yes.")
+    return info
 
 
 @contextmanager

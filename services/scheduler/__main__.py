@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from services.config import SCHEDULER, Settings
 from services.fabric.placement import Hysteresis
 from services.metrics import SchedulerMetrics
-from services.queue.connect import connect
+from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
@@ -52,10 +52,11 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         lease_s=settings.lease,
         placement=_placement(settings, redis, observer),
     )
-    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port)
+    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
     try:
         port = await server.start()
         log.info("scheduler %s up, metrics on port %d", token, port)
+        await check_access(redis, stop)
         await scheduler.run(stop)
     finally:
         await server.close()

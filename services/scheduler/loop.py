@@ -105,6 +105,11 @@ class Scheduler:
         self._placement = placement
         self._intervals = Intervals.of(lease_s)
         self._redis = Backoff()
+        self._campaigned = False
+
+    def missing(self) -> list[str]:
+        """What keeps it from leading, or from standing by; for /ready."""
+        return [] if self._campaigned and not self._redis.failing else ["Redis"]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lead whenever nobody else does, until ``stop`` is set; then resign."""
@@ -124,6 +129,7 @@ class Scheduler:
             log.info("Redis is back")
         epoch = await self._queue.campaign(self._token, self._intervals.lock_ttl)
         self._redis.succeeded()
+        self._campaigned = True
         if epoch is None:
             await _sleep(stop, self._intervals.poll * random.uniform(0.5, 1.0))
             return

@@ -238,6 +238,8 @@ class Supervisor:
         for role in [*self._modules, None]:
             drains = role in (GATEWAY, ATTENTION, EXPERTS)
             patience_s = (self._settings.drain_timeout if drains else 0.0) + self._stop_margin_s
+            if role == GATEWAY:
+                patience_s += self._settings.drain_delay
             of_role = [child for child in self._children if roles.get(child.name) == role]
             await asyncio.gather(*(child.stop(patience_s) for child in of_role))
 

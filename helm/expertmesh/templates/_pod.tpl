@@ -1,0 +1,189 @@
+{{/*
+The pod of one role. Takes `root`, `role`, `image`, `port` (the name of the one with the probes), `ports`, `ready` (the
+path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `group`.
+*/}}
+{{- define "expertmesh.pod" -}}
+{{- $root := .root -}}
+{{- $values := .root.Values -}}
+{{- $role := .values | default (index $values .role) -}}
+{{- $computes := has .role (list "attention" "experts") -}}
+{{- $hasModel := ne .role "scheduler" -}}
+{{- $apart := and $computes (eq $values.attention.experts "tcp") -}}
+metadata:
+  labels:
+    {{- include "expertmesh.labels" . | nindent 4 }}
+    {{- with $role.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    checksum/config: {{ include "expertmesh.config" . | sha256sum }}
+    {{- with merge (dict) $role.podAnnotations $values.commonAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "expertmesh.name" . }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ .graceSeconds }}
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- include "expertmesh.placement" (dict "root" $root "selector" . "values" $role) | nindent 2 }}
+  securityContext: {{- toYaml $values.podSecurityContext | nindent 4 }}
+  {{- if and $hasModel (eq $values.model.source "pvc") $values.model.pvc.prefetch.enabled }}
+  initContainers:
+    - name: wait-for-model
+      image: {{ include "expertmesh.image" (dict "root" $root "image" $values.images.control) }}
+      imagePullPolicy: {{ $values.images.control.pullPolicy }}
+      args: [fetch, --wait, {{ include "expertmesh.modelPath" . }}, --source, {{ $values.model.pvc.prefetch.source | quote }}]
+      securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
+      resources: {requests: {cpu: 10m, memory: 64Mi}}
+      terminationMessagePolicy: FallbackToLogsOnError
+      volumeMounts:
+        - {name: model, mountPath: /model, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+  {{- end }}
+  containers:
+    - name: {{ .role }}
+      image: {{ include "expertmesh.image" (dict "root" $root "image" .image) }}
+      imagePullPolicy: {{ .image.pullPolicy }}
+      args: [{{ .role }}, --config, /etc/expertmesh/config/config.yaml]
+      env:
+        {{- include "expertmesh.redisEnv" . | nindent 8 }}
+        {{- if $computes }}
+        - name: EXPERTMESH_ADVERTISE
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- range $name, $value := $values.fabric.ncclEnv }}
+        - {name: {{ $name }}, value: {{ $value | quote }}}
+        {{- end }}
+        {{- end }}
+        {{- if hasKey . "group" }}
+        - {name: EXPERTMESH_EXPERT_GROUP, value: {{ .group | quote }}}
+        {{- end }}
+        {{- with $role.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        {{- range $name, $port := .ports }}
+        - {name: {{ $name }}, containerPort: {{ $port }}}
+        {{- end }}
+      {{- include "expertmesh.probes" (dict "port" .port "ready" .ready "startSeconds" .startSeconds "changes" $role.probes) | nindent 6 }}
+      resources: {{- toYaml $role.resources | nindent 8 }}
+      securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
+      terminationMessagePolicy: FallbackToLogsOnError
+      volumeMounts:
+        - {name: config, mountPath: /etc/expertmesh/config, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+        {{- if and $hasModel (ne $values.model.source "bundled") }}
+        - {name: model, mountPath: /model, readOnly: true}
+        {{- end }}
+        {{- if $computes }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- if $apart }}
+        - {name: fabric, mountPath: /etc/expertmesh/fabric, readOnly: true}
+        {{- end }}
+        {{- if and (eq .role "gateway") $values.auth.enabled }}
+        - {name: keys, mountPath: /etc/expertmesh/keys, readOnly: true}
+        {{- end }}
+        {{- with $role.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: config
+      configMap: {name: {{ include "expertmesh.name" . }}}
+    - name: tmp
+      emptyDir: {}
+    {{- if and $hasModel (ne $values.model.source "bundled") }}
+    - {{- include "expertmesh.modelVolume" . | nindent 6 }}
+    {{- end }}
+    {{- if $computes }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.fabric.shmSize }}}
+    {{- end }}
+    {{- if $apart }}
+    - name: fabric
+      secret:
+        secretName: {{ include "expertmesh.fabricSecret" . }}
+        defaultMode: 0440
+        items: [{key: {{ $values.fabric.key }}, path: secret}]
+    {{- end }}
+    {{- if and (eq .role "gateway") $values.auth.enabled }}
+    - name: keys
+      secret:
+        secretName: {{ include "expertmesh.keysSecret" . }}
+        defaultMode: 0440
+        items: [{key: {{ $values.auth.key }}, path: keys.yaml}]
+    {{- end }}
+    {{- with $role.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Which nodes a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector) and `values`. */}}
+{{- define "expertmesh.placement" -}}
+{{- $values := .values -}}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $values.resourceClaims }}
+resourceClaims: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if $values.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml $values.topologySpreadConstraints | nindent 2 }}
+{{- else if ne ($values.spread | default "off") "off" }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: {{ ternary "DoNotSchedule" "ScheduleAnyway" (eq $values.spread "hard") }}
+    labelSelector:
+      matchLabels: {{- include "expertmesh.selector" .selector | nindent 8 }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Startup: the process listens. Readiness: the role can do its part, see ARCHITECTURE.md. Liveness: its event loop turns; an
+engine that hangs ends its process by itself (--step-timeout), and what is away elsewhere is no reason to restart.
+*/}}
+{{- define "expertmesh.probes" -}}
+{{- $health := dict "path" "/health" "port" .port -}}
+{{- $startup := dict "httpGet" $health "periodSeconds" 2 "timeoutSeconds" 5 "failureThreshold" (div .startSeconds 2) -}}
+{{- $readiness := dict "httpGet" (dict "path" .ready "port" .port) "periodSeconds" 3 "timeoutSeconds" 5 "failureThreshold" 2 -}}
+{{- $liveness := dict "httpGet" $health "periodSeconds" 10 "timeoutSeconds" 10 "failureThreshold" 6 -}}
+startupProbe: {{- toYaml (mergeOverwrite $startup (.changes.startup | default dict)) | nindent 2 }}
+readinessProbe: {{- toYaml (mergeOverwrite $readiness (.changes.readiness | default dict)) | nindent 2 }}
+livenessProbe: {{- toYaml (mergeOverwrite $liveness (.changes.liveness | default dict)) | nindent 2 }}
+{{- end -}}
+
+{{- define "expertmesh.modelVolume" -}}
+{{- $model := .root.Values.model -}}
+name: model
+{{- if eq $model.source "hostPath" }}
+hostPath:
+  path: {{ required "Give model.hostPath.path." $model.hostPath.path }}
+  type: {{ $model.hostPath.type | quote }}
+{{- else if eq $model.source "pvc" }}
+persistentVolumeClaim: {claimName: {{ include "expertmesh.modelClaim" . }}}
+{{- else }}
+image:
+  reference: {{ required "Give model.image.reference." $model.image.reference }}
+  pullPolicy: {{ $model.image.pullPolicy }}
+{{- end }}
+{{- end -}}
+
+{{- define "expertmesh.updates" -}}
+rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
+type: RollingUpdate
+{{- end -}}

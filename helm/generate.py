@@ -1,0 +1,182 @@
+"""Writes what follows from the chart's values and the server's knobs: values.schema.json and the table in README.md.
+
+`make chart` runs it; `--check` changes nothing and ends with 1 where something is out of date, as CI asks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from services.config import ROLES, Settings, roles_of  # noqa: E402  beside an installed expertmesh this one counts
+
+CHART = ROOT / "helm/expertmesh"
+MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- values: end -->")
+OWNED = {
+    *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "metrics_upstreams", "redis_url"),
+    *("namespace", "attention_workers", "expert_workers", "colocated_workers", "experts", "expert_groups", "rank"),
+    *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
+    *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "mesh_timeout"),
+    *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices"),
+}
+"""Knobs that the chart sets from other values, or that mean nothing in a cluster."""
+_STRICT = {"additionalProperties": False}
+_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+_PROBES = ("startup", "readiness", "liveness")
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """One documented value: its dotted path, default, description and, where given, its schema."""
+
+    path: tuple[str, ...]
+    default: Any
+    description: str
+    schema: dict[str, Any] | None
+
+
+def documented(text: str) -> Iterator[Value]:
+    """The values of ``text`` that have a description, in order."""
+    defaults = yaml.safe_load(text)
+    path: list[str] = []
+    description, schema = "", None
+    for line in text.splitlines():
+        words = line.strip()
+        if words.startswith("# --"):
+            description = words.removeprefix("# --").strip()
+        elif words.startswith("# @schema"):
+            schema = json.loads(words.removeprefix("# @schema"))
+        elif key := re.match(r"( *)([A-Za-z0-9]+):", line):
+            path[len(key[1]) // 2 :] = [key[2]]
+            if description:
+                yield Value(path=tuple(path), default=_at(defaults, path), description=description, schema=schema)
+            description, schema = "", None
+
+
+def _at(values: Any, path: list[str]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def table(values: list[Value]) -> str:
+    rows = ["| value | default | |", "| --- | --- | --- |"]
+    for value in values:
+        default = json.dumps(value.default, ensure_ascii=False).replace("|", "\\|")
+        rows.append(f"| `{'.'.join(value.path)}` | `{default}` | {value.description.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def schema(values: list[Value], text: str) -> dict[str, Any]:
+    """The schema of the values: no key that is not documented, no value of another type."""
+    known = {value.path: value.schema for value in values}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the chart expertmesh",
+        "definitions": definitions(),
+        **_node((), yaml.safe_load(text), known, {"global": {"type": "object"}}),
+    }
+
+
+def _node(
+    path: tuple[str, ...], default: Any, known: Mapping[tuple[str, ...], dict[str, Any] | None], more: dict[str, Any]
+) -> dict[str, Any]:
+    if path in known:
+        return known[path] or {"type": _kind(default)} | _bounds(path[-1])
+    properties = {key: _node((*path, key), value, known, {}) for key, value in default.items()}
+    return {"type": "object", **_STRICT, "properties": properties | more}
+
+
+def _kind(default: Any) -> str:
+    kinds = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    return kinds[type(default)]
+
+
+def _bounds(name: str) -> dict[str, Any]:
+    """Counts and seconds are not negative; there is one shard group at least."""
+    if name == "groups":
+        return {"minimum": 1, "maximum": 4096}
+    return {"minimum": 0} if name in ("replicas", "uid") or name.endswith("Seconds") else {}
+
+
+def definitions() -> dict[str, Any]:
+    probe = {"type": "object", **_STRICT, "properties": {}}
+    fields = ("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "failureThreshold", "successThreshold")
+    probe["properties"] = {field: {"type": "integer", "minimum": 0} for field in fields}
+    overrides: dict[str, Any] = {
+        "replicas": {"type": "integer", "minimum": 0},
+        "resources": {"type": "object"},
+        "resourceClaims": _OBJECTS,
+        "nodeSelector": _TEXTS,
+        "tolerations": _OBJECTS,
+        "affinity": {"type": "object"},
+        "podLabels": _TEXTS,
+        "podAnnotations": _TEXTS,
+        "extraEnv": _OBJECTS,
+    }
+    return {
+        "strings": _TEXTS,
+        "words": {"type": "array", "items": {"type": "string"}},
+        "object": {"type": "object"},
+        "objects": _OBJECTS,
+        "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+        "probes": {
+            "type": "object",
+            **_STRICT,
+            "properties": dict.fromkeys(("startup", "readiness", "liveness"), probe),
+        },
+        "groups": {
+            "type": "object",
+            "patternProperties": {"^[0-9]+$": {"type": "object", **_STRICT, "properties": overrides}},
+            **_STRICT,
+        },
+        "knobs": knobs(),
+    }
+
+
+def knobs() -> dict[str, Any]:
+    """Every knob of the server that a user of the chart may set, with type, bounds and choices."""
+    described = Settings.model_json_schema()["properties"]
+    properties = {}
+    for name in sorted(set(described) - OWNED):
+        rule = {key: value for key, value in described[name].items() if key not in ("default", "roles", "title")}
+        roles = ", ".join(role for role in ROLES if role in roles_of(name))
+        properties[name] = rule | {"description": f"{rule['description']} ({roles})"}
+    return {"type": "object", **_STRICT, "properties": properties}
+
+
+def results() -> dict[Path, str]:
+    """File -> what it should hold."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    values = list(documented(text))
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    head, _, rest = readme.partition(MARKS[0])
+    tail = rest.partition(MARKS[1])[2]
+    return {
+        CHART / "values.schema.json": json.dumps(schema(values, text), indent=1, ensure_ascii=False) + "\n",
+        CHART / "README.md": f"{head}{MARKS[0]}\n{table(values)}\n{MARKS[1]}{tail}",
+    }
+
+
+def main() -> int:
+    stale = {file: text for file, text in results().items() if not file.exists() or file.read_text() != text}
+    for file, text in stale.items():
+        print(f"{file.relative_to(ROOT)} {'is out of date: run `make chart`' if '--check' in sys.argv else 'written'}")
+        if "--check" not in sys.argv:
+            file.write_text(text, encoding="utf-8")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

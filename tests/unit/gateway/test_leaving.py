@@ -1,0 +1,48 @@
+"""What a load balancer sees of a gateway: when requests may come, and how it leaves without losing one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.server import Drain
+from services.messages import TokenEvent
+
+ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+
+
+async def test_requests_may_come_while_no_worker_runs(gateway) -> None:
+    gateway.follower.workers = []
+    assert (await gateway.http.get("/ready")).status_code == 503
+    assert (await gateway.http.get("/accepting")).json() == {"status": "accepting"}
+
+
+async def test_none_may_come_before_redis_answered_and_then_for_ever(gateway) -> None:
+    gateway.follower.up = False
+    refused = await gateway.http.get("/accepting")
+    assert (refused.status_code, "Redis" in refused.text) == (503, True)
+    gateway.follower.up = True
+    assert (await gateway.http.get("/accepting")).status_code == 200
+    gateway.follower.up = False  # the one to tell clients so is still this gateway
+    assert (await gateway.http.get("/accepting")).status_code == 200
+
+
+async def test_while_it_leaves_requests_are_served_and_their_connections_closed(gateway, script) -> None:
+    gateway.queue.answer = lambda request: script.events(request, [5, 6])
+    kept = await gateway.http.post("/v1/completions", json=ASK)
+    assert (kept.status_code, kept.headers.get("connection")) == (200, None)
+    drain = asyncio.create_task(Drain(gateway.intake, gateway.table, gateway.follower, 0.2, delay_s=60).run())
+    await asyncio.sleep(0)
+    served = await gateway.http.post("/v1/completions", json=ASK)
+    assert (served.status_code, served.headers["connection"]) == (200, "close")
+    assert (await gateway.http.get("/accepting")).status_code == 503
+    assert (await gateway.http.get("/ready")).status_code == 503
+    drain.cancel()
+
+
+async def test_after_that_requests_are_refused(gateway) -> None:
+    held: list[TokenEvent] = []
+    gateway.queue.answer = lambda _: held
+    await Drain(gateway.intake, gateway.table, gateway.follower, 0.2, delay_s=0.01).run()
+    refused = await gateway.http.post("/v1/completions", json=ASK)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert refused.headers["connection"] == "close"
