@@ -1,0 +1,31 @@
+"""One cluster for all of these tests, with the images built from this tree. Skipped without KUBE_TOOL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from testkit.kube import Cluster, started, table
+
+
+@pytest.fixture(scope="session")
+def bare_cluster() -> Iterator[Cluster]:
+    """The cluster, without images."""
+    tool = os.environ.get("KUBE_TOOL")
+    if not tool or not os.access(tool, os.X_OK):
+        pytest.skip(f"KUBE_TOOL names no program that runs a cluster: {tool!r}")
+    cluster, ran_before = started(os.path.abspath(tool))
+    yield cluster
+    if not ran_before and not os.environ.get("KUBE_KEEP"):
+        subprocess.run([cluster.tool, "down", "--keep"], check=True, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def cluster(bare_cluster: Cluster) -> Cluster:
+    """The cluster with the images; KUBE_BUILT=1 says that they are there."""
+    if not os.environ.get("KUBE_BUILT"):
+        took = bare_cluster.build_images()
+        print("\nimages built and loaded, s\n" + table(list(took.items())))
+    return bare_cluster

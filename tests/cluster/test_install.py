@@ -1,0 +1,91 @@
+"""Profile dev on a real cluster, from `helm install` to `helm uninstall`, in a namespace that enforces `restricted`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from testkit.kube import Cluster, table, until
+from testkit.pocket_answers import MOST_TOKENS, recorded
+from testkit.release import NAME, PREFIX, Release
+
+KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-fabric", "-api-keys")}
+KINDS = (
+    "deployments,statefulsets,pods,services,endpoints,configmaps,secrets,serviceaccounts,networkpolicies,pdb,jobs,pvc"
+)
+OURS = f"app.kubernetes.io/instance={NAME}"
+
+
+@dataclass
+class Installed:
+    """A release, and what came before its first token."""
+
+    release: Release
+    began: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: Cluster) -> Iterator[Installed]:
+    with cluster.namespace("t-install") as namespace:
+        release, began, clock = Release(cluster=cluster, namespace=namespace), time.time(), time.monotonic()
+        wait = ("--wait", "--timeout", "10m")
+        cluster.helm("install", NAME, *cluster.chart("dev"), "--namespace", namespace, *wait)
+        found = Installed(release, began)
+        found.phases |= {f"{pod} is ready": after for pod, after in sorted(release.ready_after(began).items())}
+        found.phases["helm install --wait returns"] = time.monotonic() - clock
+        stream = release.client().completions.create(model="pocket", prompt="define: moor\n", stream=True)
+        next(iter(stream))
+        found.phases["first token"] = time.monotonic() - clock
+        yield found
+
+
+def test_it_answers_through_the_service_as_recorded(installed: Installed) -> None:
+    print("\nseconds after helm install began\n" + table(list(installed.phases.items())))
+    client = installed.release.client()
+    for record in recorded()[:5]:
+        answer = client.completions.create(
+            model="pocket", prompt=record["prompt"], max_tokens=MOST_TOKENS, temperature=0
+        )
+        assert answer.choices[0].text == record["text"]
+    assert client.models.list().data[0].id == "pocket"
+
+
+def test_helm_test_passes(installed: Installed) -> None:
+    cluster, namespace = installed.release.cluster, installed.release.namespace
+    said = cluster.helm("test", NAME, "--namespace", namespace, "--timeout", "3m")
+    assert "Phase:          Succeeded" in said
+
+
+async def test_an_upgrade_of_every_role_under_load_fails_nothing(installed: Installed) -> None:
+    release, cluster, namespace = installed.release, installed.release.cluster, installed.release.namespace
+    before = {pod["metadata"]["uid"] for pod in release.pods() if "redis" not in pod["metadata"]["name"]}
+    key = release.key
+
+    def upgrade() -> None:
+        chart = cluster.chart("dev", "commonAnnotations.rolled=again")
+        cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, "--wait", "--timeout", "10m")
+
+    began = time.monotonic()
+    outcome = await release.under_load(upgrade)
+    took = time.monotonic() - began
+    print(f"\nupgrade in {took:.0f} s: {outcome.finished} finished, longest gap {outcome.longest_gap_s:.1f} s")
+    assert (outcome.failed, outcome.wrong) == ([], [])
+    assert outcome.finished > 10
+    until(lambda: before.isdisjoint(pod["metadata"]["uid"] for pod in release.pods()), 120, "the old pods are gone")
+    assert release.key == key  # no upgrade changes a secret
+
+
+def test_nothing_is_left_but_what_is_meant_to_stay(installed: Installed) -> None:
+    cluster, namespace = installed.release.cluster, installed.release.namespace
+    cluster.helm("uninstall", NAME, "--namespace", namespace, "--wait", "--timeout", "5m")
+
+    def left() -> set[str]:
+        found = cluster.items(namespace, KINDS, "-l", OURS)
+        return {f"{each['kind']}/{each['metadata']['name']}" for each in found}
+
+    until(lambda: left() == KEPT, 180, "only the secrets stay")
+    names = cluster.kubectl("-n", namespace, "get", KINDS, "-o", "name").split()
+    assert {name for name in names if "expertmesh" in name or NAME in name} == {each.lower() for each in KEPT}
