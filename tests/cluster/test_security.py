@@ -1,0 +1,132 @@
+"""Who may do what: pod security `restricted`, network policies for real, and service accounts without rights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from testkit.kube import Cluster
+from testkit.release import NAME, PREFIX, Release
+
+ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
+PORTS = {"gateway": 8000, "scheduler": 9100, "attention": 9100, "experts": 9100, "redis": 6379}
+HOPS = {
+    ("gateway", "redis", 6379),
+    ("scheduler", "redis", 6379),
+    ("attention", "redis", 6379),
+    ("experts", "redis", 6379),
+    ("attention", "experts", 7100),
+}
+"""What one role's pods open to another's; the gateways' port is open to all."""
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
+CONTEXT = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster) -> Iterator[Release]:
+    """In a namespace that enforces `restricted`, beside a pod of somebody else."""
+    with cluster.namespace("t-security") as namespace:
+        _stranger(cluster, namespace, "stranger", {})
+        wait = ("--wait", "--timeout", "10m")
+        cluster.helm("install", NAME, *cluster.chart("dev"), "--namespace", namespace, *wait)
+        cluster.kubectl("-n", namespace, "wait", "pod/stranger", "--for=condition=Ready", "--timeout=120s")
+        yield Release(cluster=cluster, namespace=namespace)
+
+
+def _stranger(cluster: Cluster, namespace: str, name: str, context: dict[str, object], **spec: object) -> str:
+    container = {
+        "name": "main",
+        "image": "expertmesh-control:dev",
+        "command": ["/opt/expertmesh/bin/python", "-c", "import time; time.sleep(3600)"],
+        "securityContext": CONTEXT | context,
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0} | spec,
+    }
+    return cluster.kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod), check=False)
+
+
+def _reaches(release: Release, pod: str, address: str, port: int) -> bool:
+    python = "/opt/expertmesh/bin/python"
+    said = release.cluster.kubectl(
+        *("-n", release.namespace, "exec", pod, "--", python, "-c", CONNECT, address, str(port)), check=False
+    )
+    assert not said or "timed out" in said or "refused" in said, said
+    return not said
+
+
+def _of(release: Release, role: str) -> tuple[str, str]:
+    """A pod of ``role``, and its address."""
+    pod = release.pods(role)[0]
+    return pod["metadata"]["name"], pod["status"]["podIP"]
+
+
+def test_the_namespace_would_refuse_another_pod(release: Release) -> None:
+    said = _stranger(release.cluster, release.namespace, "privileged", {"privileged": True})
+    assert 'violates PodSecurity "restricted' in said
+
+
+def test_a_pod_of_somebody_else_reaches_the_gateway_alone(release: Release) -> None:
+    reached = {role for role in ROLES if _reaches(release, "stranger", _of(release, role)[1], PORTS[role])}
+    assert reached == {"gateway"}
+    assert not _reaches(release, "stranger", _of(release, "experts")[1], 7100)
+
+
+def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
+    """From each role with a Python, to each port of each other."""
+    places = [*PORTS.items(), ("experts", 7100)]
+    open_ = set()
+    for source in ("gateway", "scheduler", "attention", "experts"):
+        pod, _ = _of(release, source)
+        for target, port in places:
+            if target != source and _reaches(release, pod, _of(release, target)[1], port):
+                open_.add((source, target, port))
+    assert {hop for hop in open_ if hop[1] != "gateway"} == HOPS
+    # a gateway takes requests from anywhere, but these pods have no business with it
+    assert not {hop for hop in open_ if hop[1] == "gateway"}
+
+
+def test_nothing_leaves_the_namespace(release: Release) -> None:
+    api = release.cluster.get("default", "service", "kubernetes")["spec"]["clusterIP"]
+    for role in ("gateway", "scheduler", "attention", "experts"):
+        assert not _reaches(release, _of(release, role)[0], api, 443)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_service_account_may_do_nothing_that_others_may_not(release: Release, role: str) -> None:
+    cluster, namespace = release.cluster, release.namespace
+    cluster.kubectl("-n", namespace, "get", "serviceaccount", f"{PREFIX}-{role}")
+
+    def rights(account: str) -> list[str]:
+        who = f"--as=system:serviceaccount:{namespace}:{account}"
+        groups = ("--as-group=system:serviceaccounts", "--as-group=system:authenticated")
+        return sorted(cluster.kubectl("-n", namespace, "auth", "can-i", "--list", who, *groups).splitlines())
+
+    mine = rights(f"{PREFIX}-{role}")
+    assert mine == rights("nobody")
+    asked = [line.split()[0] for line in mine if not line.startswith(("Resources", " "))]
+    assert {word for word in asked if "." in word} == {
+        "selfsubjectreviews.authentication.k8s.io",
+        "selfsubjectaccessreviews.authorization.k8s.io",
+        "selfsubjectrulesreviews.authorization.k8s.io",
+    }
+
+
+def test_no_pod_holds_a_token_or_runs_as_root(release: Release) -> None:
+    for pod in release.pods():
+        name = pod["metadata"]["name"]
+        look = "id -u; ls /var/run/secrets/kubernetes.io 2>&1; touch /x 2>&1 || true"
+        said = release.cluster.kubectl("-n", release.namespace, "exec", name, "--", "sh", "-c", look)
+        uid, *rest = said.splitlines()
+        assert uid != "0"
+        assert "No such file" in rest[0]
+        assert "Read-only file system" in rest[-1]
