@@ -71,7 +71,7 @@ def _of(release: Release, role: str) -> tuple[str, str]:
 
 
 def test_the_namespace_would_refuse_another_pod(release: Release) -> None:
-    said = _stranger(release.cluster, release.namespace, "privileged", {"privileged": True})
+    said = _stranger(release.cluster, release.namespace, "capable", {"capabilities": {}})
     assert 'violates PodSecurity "restricted' in said
 
 

@@ -1,0 +1,73 @@
+"""The checkpoint on a claim that a Job fills and checks, and that gateways and workers wait for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testkit.kube import Cluster, until
+from testkit.pocket_answers import MOST_TOKENS, POCKET, recorded
+from testkit.release import NAME, PREFIX, Release
+
+FILE = POCKET / "model/model.safetensors"
+DIGEST = hashlib.sha256(FILE.read_bytes()).hexdigest()
+SETTINGS = (
+    *("model.source=pvc", "model.subPath=pocket", "model.pvc.size=1Gi", "model.pvc.accessModes={ReadWriteOnce}"),
+    *("model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=/source"),
+    *(
+        "model.pvc.prefetch.extraVolumes[0].name=source",
+        f"model.pvc.prefetch.extraVolumes[0].hostPath.path={FILE.parent}",
+    ),
+    *(
+        "model.pvc.prefetch.extraVolumeMounts[0].name=source",
+        "model.pvc.prefetch.extraVolumeMounts[0].mountPath=/source",
+    ),
+)
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """`privileged`, for the Job's source is a folder of the node."""
+    with cluster.namespace("t-model", level="privileged") as name:
+        yield name
+        cluster.helm("uninstall", NAME, "--namespace", name, "--wait", check=False)
+
+
+def _claimed(release: Release) -> Path:
+    """The folder behind the claim, opened to the Job's user: the cluster's provisioner knows no fsGroup."""
+    cluster, name = release.cluster, f"{PREFIX}-model"
+    until(lambda: cluster.get(release.namespace, "pvc", name)["status"]["phase"] == "Bound", 60, "the claim is bound")
+    volume = cluster.get(release.namespace, "pvc", name)["spec"]["volumeName"]
+    folder = Path(cluster.get(release.namespace, "pv", volume)["spec"]["hostPath"]["path"])
+    folder.chmod(0o777)
+    return folder
+
+
+def test_it_serves_what_the_job_fetched_and_keeps_it(cluster: Cluster, namespace: str) -> None:
+    release = Release(cluster=cluster, namespace=namespace)
+    wrong = f"model.pvc.prefetch.sha256.model\\.safetensors={'0' * 64}"
+    cluster.helm("install", NAME, *cluster.chart("dev", *SETTINGS, wrong), "--namespace", namespace)
+    folder = _claimed(release)
+
+    def refused() -> bool:
+        ends = [
+            each["lastState"] for pod in release.pods("fetch") for each in pod["status"].get("containerStatuses", [])
+        ]
+        return any("has SHA-256" in end["terminated"]["message"] for end in ends if end)
+
+    until(refused, 120, "the Job says that the file is another")
+    waiting = release.pods("gateway")[0]["status"]["initContainerStatuses"][0]["state"]
+    assert "running" in waiting
+    right = f"model.pvc.prefetch.sha256.model\\.safetensors={DIGEST}"
+    chart = cluster.chart("dev", *SETTINGS, right)
+    cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, "--wait", "--wait-for-jobs", "--timeout", "8m")
+    [record] = recorded()[:1]
+    answer = release.client().completions.create(
+        model="pocket", prompt=record["prompt"], max_tokens=MOST_TOKENS, temperature=0
+    )
+    assert answer.choices[0].text == record["text"]
+    cluster.helm("uninstall", NAME, "--namespace", namespace, "--wait", "--timeout", "5m")
+    assert (folder / "pocket/model.safetensors").exists()
+    assert cluster.get(namespace, "pvc", f"{PREFIX}-model")["status"]["phase"] == "Bound"
