@@ -37,7 +37,7 @@ run: env
 	@$(BIN)/expertmesh demo $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT))
 
 test: env
-	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow
+	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow --ignore=tests/cluster
 	$(BIN)/pytest -q -n 2 --durations=15 --dist loadfile -m 'not alone' tests/flow
 	$(BIN)/pytest -q --durations=15 -m alone tests/flow
 

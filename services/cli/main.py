@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -78,6 +79,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv`` (default: the process's arguments) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _end_when_told()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -95,6 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as end:  # argparse has printed its --help
         return end.code if isinstance(end.code, int) else 0
+
+
+def _end_when_told() -> None:
+    """In a container this is the first process, to which the kernel delivers no signal that has no handler: one that
+    came before the role has set its own would be lost, and the pod would stay until it is killed."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def _dispatch(words: list[str]) -> int:

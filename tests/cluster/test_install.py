@@ -59,6 +59,17 @@ def test_helm_test_passes(installed: Installed) -> None:
     assert "Phase:          Succeeded" in said
 
 
+@pytest.mark.parametrize("role", ["gateway", "scheduler"])
+def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str) -> None:
+    """Of processor time: what else runs on this machine must not count."""
+    release = installed.release
+    look = f"import services.{role}.__main__, time; print(time.process_time())"
+    python = ("deploy/" + f"{PREFIX}-{role}", "--", "/opt/expertmesh/bin/python", "-c", look)
+    seconds = min(float(release.cluster.kubectl("-n", release.namespace, "exec", *python)) for _ in range(3))
+    print(f"\n{role} loads in {seconds:.2f} s")
+    assert seconds < 2
+
+
 async def test_an_upgrade_of_every_role_under_load_fails_nothing(installed: Installed) -> None:
     release, cluster, namespace = installed.release, installed.release.cluster, installed.release.namespace
     before = {pod["metadata"]["uid"] for pod in release.pods() if "redis" not in pod["metadata"]["name"]}

@@ -23,13 +23,18 @@ def _install(cluster: Cluster, namespace: str, *settings: str) -> Release:
     return Release(cluster=cluster, namespace=namespace)
 
 
+def _statuses(release: Release, role: str) -> list[dict[str, Any]]:
+    """Of all containers of ``role``, as far as Kubernetes knows them yet."""
+    return [each for pod in release.pods(role) for each in pod["status"].get("containerStatuses", [])]
+
+
 def _last_words(release: Release, role: str) -> str:
     """What the container of ``role`` said as it ended, from the pod's status."""
-    status: list[dict[str, Any]] = release.pods(role)[0]["status"].get("containerStatuses", [])
+    status = _statuses(release, role)
     ends = [
         state["terminated"] for each in status for state in (each["state"], each["lastState"]) if "terminated" in state
     ]
-    return str(ends[0].get("message", "")) if ends else ""
+    return " ".join(str(end.get("message", "")) for end in ends)
 
 
 def test_a_model_that_is_not_there_is_named(cluster: Cluster, namespace: str) -> None:
@@ -42,7 +47,7 @@ def test_a_model_that_is_not_there_is_named(cluster: Cluster, namespace: str) ->
 
 def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: str) -> None:
     release = _install(cluster, namespace, "redis.enabled=true")
-    until(lambda: release.pods("redis")[0]["status"]["containerStatuses"][0]["ready"], 120, "Redis is ready")
+    until(lambda: any(each["ready"] for each in _statuses(release, "redis")), 120, "Redis is ready")
     wrong = {"stringData": {"redis-password": "another"}}
     cluster.kubectl("-n", namespace, "patch", "secret", f"{PREFIX}-redis", "--patch", json.dumps(wrong))
     cluster.kubectl("-n", namespace, "delete", "pods", "-l", "app.kubernetes.io/component!=redis", "--wait=false")
@@ -58,7 +63,7 @@ def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(cluster: Cl
     release = _install(cluster, namespace, "attention.resources.limits.nvidia\\.com/gpu=64")
 
     def reason() -> str:
-        conditions = release.pods("attention")[0]["status"].get("conditions", [])
+        conditions = [each for pod in release.pods("attention") for each in pod["status"].get("conditions", [])]
         return " ".join(str(each.get("message")) for each in conditions if each["type"] == "PodScheduled")
 
     until(lambda: "Insufficient nvidia.com/gpu" in reason(), 60, "the pod says which resource is missing")
@@ -71,6 +76,6 @@ def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(cluster: Cl
 def test_a_wrong_value_makes_nothing(cluster: Cluster, namespace: str) -> None:
     chart = cluster.chart("dev", "gateway.replicas=many", "experts.shards=3")
     said = cluster.helm("install", NAME, *chart, "--namespace", namespace, check=False)
-    assert "gateway.replicas: Invalid type. Expected: integer, given: string" in said
+    assert "gateway.replicas: Invalid type. Expected: [integer,null], given: string" in said
     assert "Additional property shards is not allowed" in said
     assert cluster.kubectl("-n", namespace, "get", "pods", "-o", "name") == ""

@@ -183,6 +183,13 @@ image:
 {{- end }}
 {{- end -}}
 
+{{/* Left out where something else counts the pods: an upgrade must not set them back. */}}
+{{- define "expertmesh.replicas" -}}
+{{- if not (kindIs "invalid" .) -}}
+replicas: {{ . }}
+{{- end -}}
+{{- end -}}
+
 {{- define "expertmesh.updates" -}}
 rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
 type: RollingUpdate

@@ -46,7 +46,7 @@ def test_lint_finds_nothing(helm: Callable[..., Any], profile: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("gateway.replicas=many", "gateway.replicas: Invalid type. Expected: integer, given: string"),
+        ("gateway.replicas=many", "gateway.replicas: Invalid type. Expected: [integer,null], given: string"),
         ("gateway.replica=2", "gateway: Additional property replica is not allowed"),
         ("config.max_num_seq=2", "config: Additional property max_num_seq is not allowed"),
         ("config.max_num_seqs=0", "config.max_num_seqs: Must be greater than or equal to 1"),
@@ -132,6 +132,15 @@ def test_there_is_a_set_for_each_group_with_values_of_its_own(render: Render) ->
         assert env["EXPERTMESH_EXPERT_GROUP"] == str(number)
     scheduler = yaml.safe_load(objects["ConfigMap", "mesh-expertmesh-scheduler"]["data"]["config.yaml"])
     assert scheduler["expert_groups"] == 3
+
+
+def test_what_an_autoscaler_counts_is_left_to_it(render: Render) -> None:
+    objects = render(*(f"{role}.replicas=null" for role in ("gateway", "attention", "experts")))
+    counted = {name: each["spec"].get("replicas") for (kind, name), each in objects.items() if kind in WORKLOADS}
+    assert {name for name, replicas in counted.items() if replicas is None} == {
+        *("mesh-expertmesh-gateway", "mesh-expertmesh-attention"),
+        *("mesh-expertmesh-experts-0", "mesh-expertmesh-experts-1"),
+    }
 
 
 def test_experts_may_stay_with_the_attention_workers(render: Render) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,23 @@ def test_version_is_light() -> None:
     version, heavy = said.splitlines()
     assert version.startswith("expertmesh ")
     assert heavy == "set()"
+
+
+@pytest.mark.parametrize(("pid", "code"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
+def test_the_first_process_of_a_container_ends_when_told_though_its_role_still_loads(pid: int, code: int) -> None:
+    """There the kernel drops a signal without a handler: what ends process 2 must be a handler in process 1."""
+    lines = f"""
+import os, time
+os.getpid = lambda: {pid}
+from services.cli import main as cli
+cli.COMMANDS["load"] = cli.Command("", lambda _: print("loading", flush=True) or time.sleep(60))
+cli.main(["load"])
+"""
+    with subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.terminate()
+        assert process.wait(30) == code
 
 
 def test_serve_without_a_model_says_what_to_do() -> None:
