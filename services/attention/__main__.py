@@ -114,6 +114,8 @@ class AttentionRole:
         settings, metrics = self._settings, self._metrics
         if isinstance(built.engine, Engine):
             await _unless_stopped(built.engine.prepare, stop)
+            if stop.is_set():
+                return
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,

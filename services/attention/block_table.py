@@ -41,9 +41,11 @@ class BlockTable:
         """Rows of sequences that stayed move; the others' are written."""
         row_of = {state: row for row, state in enumerate(self._states)}
         before = [row_of.get(state, -1) for state in states]
-        blocks_BM = np.zeros((len(states), self._blocks_BM.shape[1]), dtype=np.int64)
+        most = max((len(state.blocks) for state in states), default=0)
+        width = min(self._blocks_BM.shape[1], most + _SLACK)  # back, when a long one has gone
+        blocks_BM = np.zeros((len(states), width), dtype=np.int64)
         if row_of:
-            blocks_BM[:] = self._blocks_BM[before]
+            blocks_BM[:] = self._blocks_BM[before, :width]
         self._states, self._blocks_BM = states, blocks_BM
         for row, old in enumerate(before):
             if old < 0:

@@ -16,6 +16,7 @@ from services.attention.engine import Engine, EngineOptions
 from services.attention.graphs import CudaCapture
 from services.attention.overlap import OverlapPolicy
 from services.attention.remote_link import remote_link
+from services.attention.stepper import Lookahead
 from services.config import Settings
 from services.fabric.experts import CountingLink
 from services.fabric.local import LocalLink
@@ -69,7 +70,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
             experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
             shard = ExpertShard(experts, num_experts=spec.num_experts)
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
-    model, options = DenseModel(spec, dense), _engine_options(settings, room, lookahead=looks_ahead(settings, device))
+    model, options = DenseModel(spec, dense), _engine_options(settings, room, mesh=mesh is not None)
     if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
         return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
@@ -107,18 +108,11 @@ def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> Ov
     )
 
 
-def looks_ahead(settings: Settings, device: torch.device) -> bool:
-    """Whether decode steps are launched before the one before is read.
-
-    Where the host takes part in every layer, launching ahead would only keep the tokens of the step before back.
-    """
-    if settings.experts == "mesh" or settings.lookahead == "off":
-        return False
-    hostless = settings.experts == "local" or settings.fabric_shared == "auto"
-    return settings.lookahead == "on" or (device.type == "cuda" and hostless)
+LOOKAHEAD: dict[str, Lookahead] = {"off": "off", "auto": "replayed", "on": "all"}
+"""By option: after which steps another one may be launched before they are read."""
 
 
-def _engine_options(settings: Settings, room: Capacity, *, lookahead: bool) -> EngineOptions:
+def _engine_options(settings: Settings, room: Capacity, *, mesh: bool) -> EngineOptions:
     return EngineOptions(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -127,5 +121,5 @@ def _engine_options(settings: Settings, room: Capacity, *, lookahead: bool) -> E
         block_size=settings.block_size,
         prefix_cache=settings.prefix_cache,
         chunked_prefill=settings.chunked_prefill,
-        lookahead=lookahead,
+        lookahead="off" if mesh else LOOKAHEAD[settings.lookahead],
     )

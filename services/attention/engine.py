@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from services.attention.batch import BatchManager
 from services.attention.blocks import BlockPool
@@ -24,7 +23,7 @@ from services.attention.micro_batches import split
 from services.attention.overlap import OverlapPolicy
 from services.attention.plan import BatchLimits
 from services.attention.sampling import Sampler
-from services.attention.stepper import Stepper
+from services.attention.stepper import Climbed, Lookahead, Stepper
 from services.errors import ConfigError
 from services.fabric.experts import ExpertLink
 from services.fabric.timed import TimedLink
@@ -47,7 +46,7 @@ class EngineOptions:
     block_size: int = 16
     prefix_cache: bool = True
     chunked_prefill: bool = True
-    lookahead: bool = False
+    lookahead: Lookahead = "off"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +124,8 @@ class Engine(Generic[HandleT]):
             chunked_prefill=options.chunked_prefill,
         )
         self._batch = BatchManager(limits, self._pool, clock)
+        self._replays = False
+        """Whether the last step that only decoded was."""
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._stepper = Stepper(
             batch=self._batch,
@@ -206,19 +207,25 @@ class Engine(Generic[HandleT]):
             graphs=self._graphs.captures if self._graphs else 0,
         )
 
-    def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, bool]:
-        """``x_TD`` after the last layer, in one or two micro-batches, and whether in two. Whether it is right,
-        :meth:`_settled` says; that has been asked where this raises. ``number`` names the step."""
-        micro_batches = split(inputs, self._overlap.cut(sizes))
+    def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> Climbed:
+        """Whether it is right, :meth:`_settled` says; that has been asked where this raises. ``number`` names the step.
+
+        While steps that decode are replayed none of them is split: what a trial would find is slower.
+        """
+        whole = self._replays and not inputs.sequences
+        micro_batches = split(inputs, None if whole else self._overlap.cut(sizes))
         self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
         try:
-            x_TD = self._graphs.replayed(micro_batches) if self._graphs else None
+            replayed_TD = self._graphs.replayed(micro_batches) if self._graphs else None
+            x_TD = replayed_TD
             if x_TD is None:
                 x_TD = forward(self._model, self._timed, self._kv, micro_batches)
         except BaseException:
             self._timed.settled()
             raise
-        return x_TD, len(micro_batches) > 1
+        if not inputs.sequences:
+            self._replays = replayed_TD is not None
+        return Climbed(x_TD, split=len(micro_batches) > 1, replayed=replayed_TD is not None)
 
     def _settled(self) -> bool:
         """Whether the last climb is right; else it is to be done again."""

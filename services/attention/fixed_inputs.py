@@ -17,8 +17,8 @@ class FixedInputs:
         spare_slot: of the KV cache, for rows of no sequence.
     """
 
-    def __init__(self, rows: int, blocks: int, spare_slot: int, device: torch.device) -> None:
-        self._spare_slot = spare_slot
+    def __init__(self, rows: int, blocks: int, *, block_size: int, spare_slot: int, device: torch.device) -> None:
+        self._block_size, self._spare_slot = block_size, spare_slot
         self._pinned = device.type == "cuda"
         self._token_ids_T, self._positions_T, self._slots_T = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
@@ -49,7 +49,8 @@ class FixedInputs:
         ):
             fixed_T[:count].copy_(step_T, non_blocking=True)
         torch.add(self._positions_T[:count], 1, out=self._kv_len_B[:count])
-        blocks_BM = torch.from_numpy(inputs.decodes.blocks_BM[:, : self._blocks_BM.shape[1]])
+        needed = -(-int(inputs.decodes.kv_len_B.max()) // self._block_size)  # the table is as wide as it ever had to be
+        blocks_BM = torch.from_numpy(inputs.decodes.blocks_BM[:, : min(needed, self._blocks_BM.shape[1])])
         staged_BM = torch.empty(blocks_BM.shape, dtype=torch.int32, pin_memory=self._pinned).copy_(blocks_BM)
         self._blocks_BM[:count, : blocks_BM.shape[1]].copy_(staged_BM, non_blocking=True)
         if count < rows:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -61,8 +62,11 @@ class CudaCapture:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the cause says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         caller.wait_stream(self._stream)
         self._pool = graph.pool()
         return graph.replay
@@ -89,7 +93,9 @@ class DecodeGraphs(Generic[HandleT]):
         self._model, self._link, self._kv, self._capture = model, link, kv, capture
         self._buckets = row_buckets(min(max_rows, MOST_ROWS))
         blocks = min(kv.num_blocks, max_len // kv.block_size + 1)  # a step ahead may be one position further
-        self._inputs = FixedInputs(self._buckets[-1], blocks, kv.spare_slot, model.device)
+        self._inputs = FixedInputs(
+            self._buckets[-1], blocks, block_size=kv.block_size, spare_slot=kv.spare_slot, device=model.device
+        )
         self._x_TD = torch.zeros(
             self._buckets[-1], model.spec.hidden_size, dtype=model.dtype, device=model.device
         )  # fmt: skip
@@ -109,8 +115,10 @@ class DecodeGraphs(Generic[HandleT]):
         began = time.monotonic()
         for number, rows in enumerate(reversed(self._buckets), start=1):  # the largest first: it sizes the pool
             try:
-                self._capture_rows(rows)
-            except RuntimeError as error:
+                if not self._capture_rows(rows):
+                    log.info("the link to the experts leaves nothing to capture now")
+                    return
+            except Exception as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(
                     f"Decode steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
@@ -147,13 +155,15 @@ class DecodeGraphs(Generic[HandleT]):
             self._broken = True
             log.exception("A decode step of %d rows cannot be captured; from here on new ones are not.", rows)
 
-    def _capture_rows(self, rows: int) -> None:
+    def _capture_rows(self, rows: int) -> bool:
+        """Whether there is a graph for the link's key now."""
         with torch.inference_mode(), self._link.rehearsal(rows) as key:
             if key is None or (rows, key) in self._graphs:
-                return
+                return key is not None
             self._inputs.clear(0, rows)
             self._graphs[rows, key] = self._capture(partial(self._climb, rows))
             self.captures += 1
+            return True
 
     def _climb(self, rows: int) -> None:
         self._x_TD[:rows].copy_(forward(self._model, self._link, self._kv, (self._inputs.of(rows),)))

@@ -1,6 +1,6 @@
 """A step under way: launched on the device and not yet read by the host. In: what the device was told. Out: outcomes.
 
-While a step is in flight the engine may launch the one after it; :mod:`services.attention.engine` says when.
+While a step is in flight the engine may launch the one after it; :mod:`services.attention.stepper` says when.
 Legend: T rows of a step, B decoding sequences, R rows whose logits are wanted, D hidden size, V vocabulary.
 """
 
@@ -46,6 +46,7 @@ class Flight:
     sizes: Sequence[tuple[int, int]] = ()
     """Of its sequences, where they matter for cutting it in two."""
     split: bool = False
+    replayed: bool = False
     waited_s: float = 0.0
     top: Top | None = None
     """None until it is launched."""

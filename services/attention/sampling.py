@@ -42,7 +42,7 @@ class Sampler:
         self._noise = GumbelNoise(vocab_size, device)
         widths = heads(vocab_size)
         # To draw again is cheap where nothing was launched meanwhile; else a wide head at once costs less.
-        self._widths = widths if device.type == "cpu" else widths[-2:]
+        self._widths, self._every_width = widths if device.type == "cpu" else widths[-2:], widths
 
     def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow], after_R: Tensor | None = None) -> Drawn:
         """One token per row of ``logits_RV`` (float32, left as it is); ties go to the lowest id. Does not wait.
@@ -93,11 +93,15 @@ class Sampler:
         # With the largest at 0, a division by a tiny temperature can only underflow to -inf, which is never drawn.
         scaled_SV, decided_S = logits_SV.sub(best_S[:, None]).div_(temperatures_S1), None
         if any(row.filters for row in rows):
-            widths = [width(row.params, self._widths[row.narrow_heads :]) for row in rows]
+            widths = [width(row.params, self._widths_of(row)) for row in rows]
             floors_S, decided_S = thresholds(scaled_SV, [row.params for row in rows], widths)
             scaled_SV.masked_fill_(scaled_SV < floors_S[:, None], -torch.inf)
         keys = draw_keys([row.key for row in rows], [len(row.token_ids) + ahead for row in rows])
         return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1), decided_S
+
+    def _widths_of(self, row: DrawRow) -> Sequence[int]:
+        """Heads to try for ``row``. With a top_k the first one that holds it decides."""
+        return self._every_width if row.params.top_k > 0 else self._widths[row.narrow_heads :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

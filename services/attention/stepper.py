@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,13 +33,23 @@ from services.model.inputs import StepInputs
 from services.model.transfer import Mark
 
 logger = logging.getLogger(__name__)
+Lookahead = Literal["off", "replayed", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """``x_TD`` after the last layer; whether that took two micro-batches, and whether the host had but one launch."""
+
+    x_TD: Tensor
+    split: bool
+    replayed: bool
 
 
 class Climb(Protocol):
     """From the rows of a step to those after the last layer."""
 
-    def __call__(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, bool]:
-        """``x_TD``, and whether it was made in two micro-batches. Where it raises, the step counts as settled.
+    def __call__(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> Climbed:
+        """Where it raises, the step counts as settled.
 
         Args:
             sizes: of the sequences, as the overlap policy takes them.
@@ -54,7 +65,8 @@ class Stepper:
         settled: whether what ``climb`` returned is right, or to be made again. Asked once after each that returned,
             before the next; as :meth:`services.fabric.experts.ExpertLink.settled` says.
         waited_s: for experts, since the start, by the host's clock.
-        lookahead: launch steps ahead where that can be.
+        lookahead: launch steps ahead where that can be: after ``replayed`` ones, or after ``all``. Where the host takes
+            part in every layer, launching ahead keeps the tokens of the step before back, and saves nothing.
     """
 
     def __init__(
@@ -69,7 +81,7 @@ class Stepper:
         sampler: Sampler,
         kv: KVCache,
         overlap: OverlapPolicy,
-        lookahead: bool,
+        lookahead: Lookahead,
     ) -> None:
         self._batch, self._inputs, self._climb, self._settled = batch, inputs, climb, settled
         self._model, self._sampler, self._kv, self._overlap = model, sampler, kv, overlap
@@ -106,7 +118,8 @@ class Stepper:
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Launch what comes after ``flight``, before that is read, where it can be known and nothing fails."""
-        if not self._lookahead or flight.error is not None:
+        follows = flight.replayed if self._lookahead == "replayed" else self._lookahead == "all"
+        if not follows or flight.error is not None:
             return None
         plan = self._batch.plan_ahead(flight.plan)
         if plan is None:
@@ -120,6 +133,8 @@ class Stepper:
             if flight.error is None and flight.top is top:
                 self._fly(ahead, tokens_B)
         if ahead.top is None or ahead.error is not None:
+            if ahead.error is not None and not isinstance(ahead.error, RequestError):
+                logger.warning("A step launched ahead failed, and is planned anew.", exc_info=ahead.error)
             self._abandon(ahead)  # planned anew; where it fails again, that is told
             return None
         self.launched_ahead += 1
@@ -134,10 +149,11 @@ class Stepper:
         assert flight.inputs is not None
         flight.sizes = flight.inputs.sizes if self._overlap.active else []
         waited_s = self._waited_s()
-        x_TD, flight.split = self._climb(flight.inputs, flight.sizes, flight.number)
+        climbed = self._climb(flight.inputs, flight.sizes, flight.number)
+        flight.split, flight.replayed = climbed.split, climbed.replayed
         flight.waited_s += self._waited_s() - waited_s
         try:
-            flight.top = Top.of(flight.plan, flight.inputs, x_TD, self._model, self._sampler, ahead_B)
+            flight.top = Top.of(flight.plan, flight.inputs, climbed.x_TD, self._model, self._sampler, ahead_B)
         except BaseException:
             self._settled()
             raise
@@ -157,7 +173,7 @@ class Stepper:
             self._drop_ahead()
         now = time.perf_counter()
         seconds, self._landed = now - max(flight.began, self._landed), now
-        if flight.error is None:
+        if flight.error is None and not flight.replayed:  # those are of another kind than what could be split
             self._overlap.note(flight.sizes, StepTime(seconds=seconds, waited_s=flight.waited_s), split=flight.split)
         if wipe := self._batch.complete(flight.plan, outcomes):
             self._kv.wipe(wipe)

@@ -156,6 +156,11 @@ def require(settings: Settings, role: Role) -> None:
             hint="Two micro-batches take turns with expert workers alone (--experts tcp); leave it out.",
         )
     if role == ATTENTION and settings.experts == "mesh":
+        if settings.lookahead == "on":
+            raise ConfigError(
+                "--lookahead on cannot be with --experts mesh.",
+                hint="Ranks in lock-step cut their steps alike and read each at once; leave it out.",
+            )
         _require_mesh(settings)
     workers = settings.experts not in ("local", "mesh")
     if role == ATTENTION and workers and settings.experts_patience >= settings.step_timeout:

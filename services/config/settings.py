@@ -234,7 +234,7 @@ class Settings(BaseSettings):
     )
     lookahead: Literal["auto", "on", "off"] = _knob(
         "auto",
-        "launch a decode step before the one before it is read; auto: on GPUs whose steps need no host in between",
+        "launch a decode step before the one before it is read; auto: after one that was a CUDA graph",
         roles=(ATTENTION,),
     )
     experts_patience: float = _knob(

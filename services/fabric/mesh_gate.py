@@ -25,6 +25,7 @@ LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
 
 log = logging.getLogger(__name__)
+_AGAIN_S = 0.05
 
 
 class _Door:
@@ -34,11 +35,13 @@ class _Door:
         self._listener = listener
         self._gate = threading.Lock()
         self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
         self._pending = threading.BoundedSemaphore(MOST_PENDING)
         self.port: int = listener.getsockname()[1]
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
         shut_socket(self._listener)
         self._listener.close()
         with self._gate:
@@ -53,8 +56,11 @@ class _Door:
         while True:
             try:
                 near, address = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed.wait(_AGAIN_S):
+                    return
+                log.warning("the ranks' gate could not take a connection: %s", error)
+                continue
             if not self._pending.acquire(blocking=False):
                 near.close()
                 continue

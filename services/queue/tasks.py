@@ -13,15 +13,23 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel ``tasks`` and wait until they are over, whatever they ended with.
 
     Again, ever more patiently, because ``asyncio.wait_for`` (up to Python 3.11, and Redis commands are sent inside one)
-    swallows a cancellation that arrives together with its result.
+    swallows a cancellation that arrives together with its result. A caller who is cancelled meanwhile is so afterwards:
+    whoever ends him asks again as well, and what is left behind would live on.
     """
     pending = {task for task in tasks if not task.done()}
-    patience_s = _AGAIN_S
+    patience_s, cancelled = _AGAIN_S, False
     while pending:
         for task in pending:
             task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=patience_s)
-        patience_s *= 2
+        try:
+            await asyncio.wait(pending, timeout=patience_s)
+            patience_s *= 2
+        except asyncio.CancelledError:
+            cancelled = True
+        done = {task for task in pending if task.done()}
+        pending -= done
         for task in done:
             if not task.cancelled():
                 task.exception()  # read, or asyncio reports it as never retrieved
+    if cancelled:
+        raise asyncio.CancelledError

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -25,7 +26,7 @@ from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
 from services.scheduler.load import LoadMeter
 from services.scheduler.recut import Recutter, Step, next_step
-from services.scheduler.room import Shortage, least_room, with_room
+from services.scheduler.room import Shortage, can_hold_some, least_room, with_room
 
 WINDOW_S = 2.0
 """Between two readings of the load."""
@@ -140,7 +141,8 @@ class ExpertPlacement:
             return None
         self._next_reading = now + WINDOW_S
         self._meter.read(await self._registry.rows(), self._table)
-        settled = all(seat.status == "ready" for seat in seats) and now >= self._changed_at + self._hysteresis.wait_s
+        needed = [seat for seat in seats if can_hold_some(seat, self._table.groups)]
+        settled = all(seat.status == "ready" for seat in needed) and now >= self._changed_at + self._hysteresis.wait_s
         return self._meter.load if settled else None
 
     def _forget(self) -> None:
@@ -222,12 +224,13 @@ def _assignments(
 ) -> list[tuple[SeatState, ShardGroup]]:
     """A group for each seat without one. Else at most one seat that changes its group: to one that nobody holds, or,
     where ``load`` is known, where that evens it by ``gain``. The next turn sees what it brought."""
+    seats = [seat for seat in seats if seat.number in holds or can_hold_some(seat, layout)]
     if len(holds) < len(seats):
         return _groups_for_new(seats, holds, layout, load)
     if bare := [group for group in layout if group not in holds.values()]:
         movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
-        movable = [seat for seat in movable if seat.has_room(bare[0])]
-        return [(seat, bare[0]) for seat in movable[-1:]]
+        fitting = ((seat, group) for group in bare for seat in reversed(movable) if seat.has_room(group))
+        return list(islice(fitting, 1))
     return _evened(seats, holds, layout, load, gain) if load is not None else []
 
 

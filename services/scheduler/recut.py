@@ -134,6 +134,8 @@ class Recutter:
             (groups, planned), self._planned = self._planned, None
             self._take(groups, planned, table)
         elif load is not None and self.target is None and self._planned is None and self._clock() >= self._next:
+            if room is not None and room * len(table.groups) < table.num_experts:
+                return  # one small seat is enough for that; what it holds now fits
             self._next = self._clock() + self._hysteresis.wait_s
             self._planned = table.groups, self._start(table, load, room)
 

@@ -16,6 +16,11 @@ def least_room(seats: Sequence[SeatState]) -> int | None:
     return min((most for seat in seats if seat.assigned and (most := seat.info.max_experts) is not None), default=None)
 
 
+def can_hold_some(seat: SeatState, layout: Sequence[ShardGroup]) -> bool:
+    """Whether there is a group for ``seat``: the one that it asks for, or any, that it has room for."""
+    return any(seat.has_room(group) for group in layout if seat.info.group in (None, group.number))
+
+
 def with_room(
     wanted: Sequence[tuple[SeatState, ShardGroup]], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
 ) -> list[tuple[SeatState, ShardGroup]]:
@@ -36,13 +41,25 @@ def with_room(
 
 
 class Shortage:
-    """Says once of each group that no seat can hold it."""
+    """Says once of each group that no seat can hold it, and of each seat that there is no group for it."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._idle: set[int] = set()
 
     def note(self, seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> None:
         able = [seat for seat in seats if seat.status != "leaving" and not seat.dismissed]
+        for seat in able:
+            if layout and seat.number not in self._idle and not can_hold_some(seat, layout):
+                self._idle.add(seat.number)
+                asked = "" if seat.info.group is None else f" asks for group {seat.info.group}, which is none or"
+                log.warning(
+                    "seat %d%s has room for none of the %d groups: it waits; see --expert-capacity, --expert-group and "
+                    "--expert-groups",
+                    seat.number,
+                    asked,
+                    len(layout),
+                )
         for group in layout:
             digest = group_digest(group)
             if able and digest not in self._said and not any(seat.has_room(group) for seat in able):

@@ -188,7 +188,11 @@ def check(device: torch.device) -> int:
     answers, ahead = [], 0
     for lookahead in (False, True):
         engine = parts.engine(
-            max_num_seqs=32, max_num_batched_tokens=256, kv_blocks=160, block_size=4, lookahead=lookahead
+            max_num_seqs=32,
+            max_num_batched_tokens=256,
+            kv_blocks=160,
+            block_size=4,
+            lookahead="all" if lookahead else "off",
         )
         answers.append(crowd(engine, spec.vocab_size))
         ahead = engine.stats().steps_ahead
@@ -286,7 +290,7 @@ def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, 
     draw, vocab = random.Random(1), parts.model.spec.vocab_size
     engine = parts.engine(
         max_num_seqs=sequences, max_num_batched_tokens=8192, kv_blocks=sequences * ((64 + steps + 40) // 16 + 2),
-        lookahead=lookahead, graphs=graphs,
+        lookahead="all" if lookahead else "off", graphs=graphs,
     )  # fmt: skip
     for number in range(sequences):
         prompt = [draw.randrange(vocab) for _ in range(draw.randrange(16, 65))]
@@ -304,9 +308,9 @@ def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, 
         step()
     gaps = Gaps(parts.model.device)
     while engine._stepper.under_way:  # from a clean start: its marks are not ours
-        engine._stepper._lookahead = False
+        engine._stepper._lookahead = "off"
         step()
-    engine._stepper._lookahead = lookahead
+    engine._stepper._lookahead = "all" if lookahead else "off"
     gaps.attach(engine)
     times, hosts, waits = list[float](), list[float](), list[float]()
     for _ in range(steps):

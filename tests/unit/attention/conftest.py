@@ -100,7 +100,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(folder, ReferenceModel.load(folder))
 
 
-@pytest.fixture(params=[False, True], ids=["read at once", "lookahead"])
+@pytest.fixture(params=["off", "all"], ids=["read at once", "lookahead"])
 def make_engine(tiny: TinyModel, request: pytest.FixtureRequest) -> Callable[..., Engine[LocalHandle]]:
     """Engines over the tiny model, without and with lookahead; keyword arguments are the engine's options."""
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from services.attention import filters
 from services.attention.blocks import BlockPool
-from services.attention.build import looks_ahead
+from services.attention.build import LOOKAHEAD
 from services.attention.engine import Engine, EngineOptions
 from services.attention.held_back import HeldBack
 from services.attention.plan import StepPlan
 from services.attention.sequence import open_sequence
-from services.config import Settings
 from services.errors import ExpertUnavailable, MeshBroken
 from services.fabric.local import LocalHandle, LocalLink
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
@@ -72,7 +71,7 @@ def engine_of(tiny: Any, touchy: TouchyModel) -> MakeEngine:
 
     def make(lookahead: bool, *, link: Any = link, **options: Any) -> Engine[Any]:
         defaults = {"block_size": 4, "kv_blocks": 200, "max_num_batched_tokens": 64}
-        chosen = EngineOptions(**{**defaults, **options, "lookahead": lookahead})
+        chosen = EngineOptions(**{**defaults, **options, "lookahead": "all" if lookahead else "off"})
         return Engine(model=touchy, link=link, options=chosen, clock=lambda: 0)
 
     return make
@@ -339,21 +338,21 @@ def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
         assert story == Plot(3).play(engine_of(False))
 
 
-@pytest.mark.parametrize(
-    ("given", "device", "ahead"),
-    [
-        ({}, "cuda", True),
-        ({}, "cpu", False),
-        ({"lookahead": "on"}, "cpu", True),
-        ({"lookahead": "off"}, "cuda", False),
-        ({"experts": "tcp"}, "cuda", False),
-        ({"experts": "tcp", "lookahead": "on"}, "cuda", True),
-        ({"experts": "tcp", "fabric_shared": "auto"}, "cuda", True),
-        ({"experts": "mesh", "lookahead": "on"}, "cuda", False),
-    ],
-)
-def test_auto_is_where_the_device_needs_no_host_in_between(given: dict[str, Any], device: str, ahead: bool) -> None:
-    assert looks_ahead(Settings(**given), torch.device(device)) == ahead
+@pytest.mark.parametrize(("option", "replayed", "ahead"), [("auto", False, 0), ("auto", True, 7), ("on", False, 7)])
+def test_auto_follows_steps_that_are_replayed_alone(tiny: Any, option: str, replayed: bool, ahead: int) -> None:
+    def again(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+    options = EngineOptions(block_size=4, kv_blocks=32, lookahead=LOOKAHEAD[option])
+    engine: Engine[Any] = Engine(
+        model=tiny.dense(), link=tiny.link(), options=options, clock=lambda: 0, capture=again if replayed else None
+    )
+    engine.prepare()
+    engine.add(ask("r", [3, 5, 7], max_tokens=9))
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().steps_ahead == ahead
 
 
 def test_a_broken_mesh_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None:
@@ -367,7 +366,7 @@ def test_a_broken_mesh_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_deadline_waits_for_no_step_but_that_under_way(tiny: Any, lookahead: bool) -> None:
     now = iter(range(100))
-    options = EngineOptions(block_size=4, kv_blocks=32, lookahead=lookahead)
+    options = EngineOptions(block_size=4, kv_blocks=32, lookahead="all" if lookahead else "off")
     engine = Engine(model=tiny.dense(), link=tiny.link(), options=options, clock=lambda: now_ms[0])
     engine.add(structs.replace(ask("r", [1, 2, 3], max_tokens=20), deadline_ms=10))
     now_ms, events = [0], list[TokenEvent]()

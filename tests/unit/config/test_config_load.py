@@ -249,6 +249,7 @@ def test_settings_survive_the_file_they_are_handed_over_in(
         (["--mesh-address", "host:1", "--ranks", "4", "--expert-slices", "3"], "--expert-slices 3"),
         (["--mesh-address", "host:1", "--mesh-timeout", "300"], "not below --step-timeout 300"),
         (["--mesh-address", "host:1", "--overlap", "on"], "nothing to overlap with --experts mesh"),
+        (["--mesh-address", "host:1", "--lookahead", "on"], "--lookahead on cannot be with --experts mesh"),
     ],
 )
 def test_ranks_that_do_not_fit_together(arguments: list[str], problem: str) -> None:

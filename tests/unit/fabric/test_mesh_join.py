@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from testkit.servers import wait_until
@@ -72,6 +74,34 @@ def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.Monkey
     wait_until(lambda: all(closed(sock) for sock in silent), 30, "silent ones are shown out")
     Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     found.door.close()
+
+
+class Flaky(socket.socket):
+    """A listener that has no file descriptor to spare at first."""
+
+    failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+class Nowhere(mesh_gate._Door):
+    def _other(self, near: socket.socket, peer: str) -> socket.socket:  # noqa: ARG002
+        raise OSError(f"{peer} is led nowhere")
+
+
+def test_the_gate_outlives_a_connection_that_it_could_not_take(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Flaky()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    door = Nowhere(listener, "gate")
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as sock:
+        assert sock.recv(1) == b""
+    assert "could not take a connection" in caplog.text
+    door.close()
 
 
 def test_a_rank_may_be_silent_for_longer_than_a_handshake_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
-from services.routing import RoutingTable, even_groups, group_digest
+from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
 from services.scheduler.experts import ExpertPlacement, intentions, told_whole
 from services.scheduler.load import LoadMeter
 from services.scheduler.room import Shortage
@@ -76,6 +76,33 @@ def test_a_seat_gets_no_group_that_it_has_no_room_for(caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in caplog.records] == [
         "no expert worker has room for the 6 experts of a layer in group 0: raise --expert-capacity or --expert-groups"
     ]
+
+
+def test_a_seat_that_there_is_no_group_for_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    serving, lost = [seat(1, 0), seat(2, 0)], roomy(seat(3), 1)
+    assert [(found.number, group.number) for found, group in assigned(*serving)] == [(2, 1)]
+    assert [(found.number, group.number) for found, group in assigned(*serving, lost)] == [(2, 1)]
+    assert assigned(*serving, seat(3, 1), seat(4, wish=7)) == [], "groups are 0 and 1"
+    shortage = Shortage()
+    for _ in range(2):
+        shortage.note([*serving, lost, seat(4, wish=7)], GROUPS)
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told == [
+        "seat 3 has room for none of the 2 groups",
+        "seat 4 asks for group 7, which is none or has room for none of the 2 groups",
+    ]
+
+
+def test_of_bare_groups_the_first_one_that_fits_is_served() -> None:
+    large = msgspec.structs.replace(GROUPS[0], number=1, experts={1: (0, 1, 2, 3, 4, 5)})
+    layout = (GROUPS[0], large, msgspec.structs.replace(GROUPS[1], number=2))
+    serving = [roomy(seat(1, 0), 4), roomy(seat(2, 0), 4)]
+    wanted = intentions(serving, None, layout, following=5).assign
+    assert [(found.number, group.number) for found, group in wanted] == [(2, 2)]
+
+
+def assigned(*seats: SeatState) -> list[tuple[SeatState, ShardGroup]]:
+    return list(intentions(seats, None, GROUPS, following=5).assign)
 
 
 def roomy(state: SeatState, most: int) -> SeatState:
