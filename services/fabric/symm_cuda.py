@@ -132,7 +132,7 @@ class CudaMemory:
         if found.raw != facts.nonce:
             self._unmap(address, facts.size)
             raise wrong_memory(facts)
-        return Mapping(address, lambda: self._unmap(address, facts.size))
+        return Mapping(address, lambda: self._unmap(address, facts.size), facts.device)
 
     def close(self) -> None:
         self._post.close()

@@ -38,6 +38,11 @@ class SharedSeat:
         """Steps may be sent there. Like its connection it may be lost at any time."""
         return self.inbox is not None and not self.lost
 
+    @property
+    def device(self) -> str:
+        """Whose memory its inbox is."""
+        return self.inbox.device if self.inbox else ""
+
     def start(self, step: Step) -> None:
         self.peer.send(Kind.SYMM_STEP, step)
 

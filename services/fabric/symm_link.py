@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_kernels.exchange import send_rows, sum_answers
 from moe_kernels.exchange_layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MOST_GROUPS, Layout
 from services.errors import ExpertUnavailable
+from services.fabric.symm_choice import seat_for
 from services.fabric.symm_control import ControlBlock
 from services.fabric.symm_lane import SharedSeat, SymmLane
 from services.fabric.symm_memory import PeerMemory
@@ -282,9 +283,8 @@ class SymmLink:
         for group in self._numbers:
             of_group = [seat for seat in usable if seat.link.seat.group == group]
             prompt = [seat for seat in of_group if seat not in self._slow_until]  # tcp is patient with slow ones
-            if candidates := sorted(prompt, key=lambda seat: seat.link.seat.number):
-                # Guests of one seat have different places: they spread over the replicas without a word.
-                seats[group] = candidates[candidates[0].place % len(candidates)]
+            if prompt:
+                seats[group] = seat_for(prompt)
         return _Step(
             bucket=bucket_of(most, self._layout.rows),
             micro_batches=len(rows),

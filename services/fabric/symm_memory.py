@@ -39,10 +39,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Mapping:
-    """Memory of a peer, at ``address`` in this process until :meth:`close`."""
+    """Memory of a peer, at ``address`` in this process until :meth:`close`. ``device``: as :class:`Ticket` names it."""
 
-    def __init__(self, address: int, close: Callable[[], None]) -> None:
-        self.address = address
+    def __init__(self, address: int, close: Callable[[], None], device: str = "") -> None:
+        self.address, self.device = address, device
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
