@@ -146,7 +146,8 @@ class Run:
             "inter_token_ms": quantiles([end - begin for begin, end in between]),
             "first_token_ms": quantiles([end - begin for begin, end in first]),
             "shared_steps": self._count("shared_steps_total"), "again": self._count("repeated_steps_total"),
-            "steps": self._count("engine_steps_total"),
+            "steps": self._count("engine_steps_total"), "by_graph": self._count("graph_steps_total"),
+            "ahead": self._count("steps_ahead_total"),
         }  # fmt: skip
         self.results[what] = figures
         self.say(what, **figures)
@@ -186,7 +187,10 @@ def special(options: argparse.Namespace, name: str) -> dict[str, object]:
     if role == "experts":
         gpu = options.attention + gpu % max(1, options.gpus - options.attention)
     link = {"fabric_shared": options.shared, "fabric_lane": options.lane}
-    batch = {"max_num_seqs": options.streams, "max_num_batched_tokens": 512} if role == "attention" else {}
+    batch: dict[str, object] = {}
+    if role == "attention":
+        batch = {"max_num_seqs": options.streams, "max_num_batched_tokens": 512}
+        batch |= {"cuda_graphs": options.graphs, "lookahead": options.lookahead}
     return {"device": options.device, "gpu": gpu, **link, **batch}
 
 
@@ -218,6 +222,8 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shared", default="auto")
     parser.add_argument("--lane", default="auto")
+    parser.add_argument("--graphs", default="auto")
+    parser.add_argument("--lookahead", default="auto")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.until = time.monotonic() + options.limit
