@@ -4,7 +4,8 @@
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
 # make chart  write what follows from the chart's values: schema, table, manifests/
-# make images, make cluster-test   build the images; prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
+# make images, make images-cuda   build the chart's images, by docker or BUILD='buildah bud'; TAG=... names another version
+# make cluster-test   prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
 # make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
 
 PYTHON ?= python3
@@ -18,8 +19,14 @@ CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
 KUBE_TOOL ?= ../shared/tools/kube/kube
+BUILD ?= docker build
+TAG ?= $(shell sed -n 's/^appVersion: "\(.*\)"/\1/p' helm/expertmesh/Chart.yaml)
+# torch for CPUs is not on PyPI. PIP_INDEX_URL leads to a mirror.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
+IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test gpu-test lint types imports check bench-cpu chaos demo-model chart manifests images cluster-test \
+.PHONY: env run test gpu-test lint types imports check bench-cpu chaos demo-model chart manifests images images-cuda cluster-test \
   constraints locks clean
 
 env: $(STAMP)
@@ -76,8 +83,11 @@ manifests: env
 	$(BIN)/python helm/render.py
 
 images:
-	$(KUBE_TOOL) build -t expertmesh-control:dev -f helm/images/Dockerfile --target control .
-	$(KUBE_TOOL) build -t expertmesh-worker-cpu:dev -f helm/images/Dockerfile --target worker-cpu .
+	$(IMAGE) -t expertmesh-control:$(TAG) --target control .
+	$(IMAGE) --build-arg PIP_EXTRA_INDEX_URL=$(CPU_INDEX) -t expertmesh-worker-cpu:$(TAG) --target worker-cpu .
+
+images-cuda:
+	$(IMAGE) -t expertmesh-worker-cuda:$(TAG) --target worker-cuda .
 
 # Brings the cluster up, and down again unless it ran before.
 cluster-test: env

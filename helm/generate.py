@@ -18,7 +18,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.config import ROLES, Settings, roles_of  # noqa: E402  beside an installed expertmesh this one counts
+from services.config import ROLES, Role, Settings, roles_of  # noqa: E402  beside an installed expertmesh this one counts
 
 CHART = ROOT / "helm/expertmesh"
 MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- values: end -->")
@@ -27,9 +27,11 @@ OWNED = {
     *("namespace", "attention_workers", "expert_workers", "colocated_workers", "experts", "expert_groups", "rank"),
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
     *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "mesh_timeout"),
-    *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices"),
+    *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices", "fabric_shared"),
 }
 """Knobs that the chart sets from other values, or that mean nothing in a cluster."""
+HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"}
+"""Values that are handed on as a knob of the server, and share its bounds."""
 _STRICT = {"additionalProperties": False}
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 _PROBES = ("startup", "readiness", "liveness")
@@ -104,10 +106,18 @@ def _kind(default: Any) -> str:
 
 
 def _bounds(name: str) -> dict[str, Any]:
-    """Counts and seconds are not negative; there is one shard group at least."""
-    if name == "groups":
-        return {"minimum": 1, "maximum": 4096}
+    """Those of the knob that the value becomes. Counts and seconds are not negative."""
+    if name in HANDED_ON:
+        described = Settings.model_json_schema()["properties"][HANDED_ON[name]]
+        rules = [described, *described.get("anyOf", ())]
+        return {key: value for rule in rules for key, value in rule.items() if key in ("minimum", "maximum")}
     return {"minimum": 0} if name in ("replicas", "uid") or name.endswith("Seconds") else {}
+
+
+def _key_prefix() -> dict[str, Any]:
+    """As the server's namespace, or empty."""
+    pattern = Settings.model_json_schema()["properties"]["namespace"]["pattern"]
+    return {"type": "string", "pattern": f"^({pattern.removeprefix('^').removesuffix('$')})?$"}
 
 
 def definitions() -> dict[str, Any]:
@@ -115,7 +125,7 @@ def definitions() -> dict[str, Any]:
     fields = ("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "failureThreshold", "successThreshold")
     probe["properties"] = {field: {"type": "integer", "minimum": 0} for field in fields}
     overrides: dict[str, Any] = {
-        "replicas": {"type": "integer", "minimum": 0},
+        "replicas": {"type": ["integer", "null"], "minimum": 0},
         "resources": {"type": "object"},
         "resourceClaims": _OBJECTS,
         "nodeSelector": _TEXTS,
@@ -141,7 +151,10 @@ def definitions() -> dict[str, Any]:
             "patternProperties": {"^[0-9]+$": {"type": "object", **_STRICT, "properties": overrides}},
             **_STRICT,
         },
+        "name": {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?)?$"},
+        "keyPrefix": _key_prefix(),
         "knobs": knobs(),
+        **{f"{role}Knobs": knobs_of(role) for role in ROLES},
     }
 
 
@@ -154,6 +167,16 @@ def knobs() -> dict[str, Any]:
         roles = ", ".join(role for role in ROLES if role in roles_of(name))
         properties[name] = rule | {"description": f"{rule['description']} ({roles})"}
     return {"type": "object", **_STRICT, "properties": properties}
+
+
+def knobs_of(role: Role) -> dict[str, Any]:
+    """Those that ``role`` reads."""
+    mine = [name for name in sorted(Settings.model_fields) if role in roles_of(name) and name not in OWNED]
+    return {
+        "type": "object",
+        **_STRICT,
+        "properties": {name: {"$ref": f"#/definitions/knobs/properties/{name}"} for name in mine},
+    }
 
 
 def results() -> dict[Path, str]:

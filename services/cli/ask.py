@@ -67,6 +67,11 @@ def _texts(client: httpx.Client, given: argparse.Namespace) -> Iterator[str]:
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
+    if response.status_code == 401 and not os.environ.get(_KEY):
+        raise NoAnswer(
+            f"The server answers 401: it asks for an API key, and {_KEY} is not set.",
+            hint="Set it. For `helm test` the Secret in auth.existingSecret needs one in plain text (auth.plainKey).",
+        )
     if response.status_code != 200:
         raise NoAnswer(f"The server answers {response.status_code}: {response.text.strip()[:500]}")
     return response

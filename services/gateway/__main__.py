@@ -162,8 +162,14 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         await stop.wait()
-        timeout_s, delay_s = settings.drain_timeout, settings.drain_delay
-        drain = Drain(gateway.parts.intake, gateway.table, gateway.follower, timeout_s, delay_s)
+        drain = Drain(
+            gateway.parts.intake,
+            gateway.table,
+            gateway.follower,
+            settings.drain_timeout,
+            settings.drain_delay,
+            close_idle=server.close_idle,
+        )
         await drain.run()
         server.stop()
         await serving

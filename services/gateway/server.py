@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -79,6 +79,11 @@ class HttpServer:
     async def run(self) -> None:
         await self._server.serve(sockets=[self._listener])
 
+    def close_idle(self) -> None:
+        """Closes connections that wait for a request; the others close after their answer. New ones are still taken."""
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
+
     def stop(self) -> None:
         """Closes the listener and idle connections; :meth:`run` returns when open ones are done."""
         self._server.should_exit = True
@@ -86,21 +91,31 @@ class HttpServer:
 
 class Drain:
     """The end of a gateway. For ``delay_s`` it takes requests, but says that it leaves: not ready, and each answer
-    closes its connection. Then no new requests, time for the open ones, and a typed error for those that remain."""
+    closes its connection. Then ``close_idle``, for a request on a connection that was kept would come here whatever the
+    cluster has heard; no new requests, time for the open ones, and a typed error for those that remain."""
 
     def __init__(
-        self, intake: Intake, table: JobTable, follower: ResultFollower, timeout_s: float, delay_s: float = 0.0
+        self,
+        intake: Intake,
+        table: JobTable,
+        follower: ResultFollower,
+        timeout_s: float,
+        delay_s: float = 0.0,
+        *,
+        close_idle: Callable[[], None],
     ) -> None:
         self._intake = intake
         self._table = table
         self._follower = follower
         self._timeout_s = timeout_s
         self._delay_s = delay_s
+        self._close_idle = close_idle
 
     async def run(self) -> None:
         """Returns when every job has ended."""
         self._intake.leaving = True
         await asyncio.sleep(self._delay_s)
+        self._close_idle()
         self._intake.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):

@@ -30,10 +30,13 @@ log = logging.getLogger(__name__)
 
 def _placement(settings: Settings, redis: Redis, observer: Observer) -> Callable[[], ExpertPlacement]:
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
-    groups = settings.expert_groups or max(1, settings.expert_workers)
+    asked = settings.expert_groups
+    groups = asked or max(1, settings.expert_workers)
     registry, reader = SeatRegistry(redis, keys, limits), TableReader(redis, keys, limits)
     hysteresis = Hysteresis(wait_s=settings.rebalance_after)
-    return lambda: ExpertPlacement(registry, reader, groups=groups, on_table=observer.tabled, hysteresis=hysteresis)
+    return lambda: ExpertPlacement(
+        registry, reader, groups=groups, asked=asked, on_table=observer.tabled, hysteresis=hysteresis
+    )
 
 
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:

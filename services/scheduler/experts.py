@@ -1,9 +1,9 @@
 """Which seat holds which experts: expert workers' seats in, assignments and the routing table out. The leader's task.
 
 The groups of the published table stand, whoever leads. A seat that holds none gets the one where it lowers the highest
-load most; replicas follow the load that the seats count, one at a time, where that gains enough and the table has stood
-for a while; so do the groups themselves (:mod:`services.scheduler.recut`). A seat is in the table while it is ready
-with its group.
+load most, or the one that it was started for, if there is that; replicas follow the load that the seats
+count, one at a time, where that gains enough and the table has stood for a while; so do the groups themselves
+(:mod:`services.scheduler.recut`). A seat is in the table while it is ready with its group.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.messages import ExpertInfo
 from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+from services.scheduler.asked import AskedGroups
 from services.scheduler.load import LoadMeter
 from services.scheduler.recut import Recutter, Step, next_step
 from services.scheduler.room import Shortage, can_hold_some, least_room, with_room
@@ -46,7 +47,8 @@ class Intentions:
 
 
 class ExpertPlacement:
-    """One term's view. ``groups`` is how many there are where no table says it; ``on_table`` hears of each table."""
+    """One term's view. ``groups`` is how many there are where no table says it; ``asked``: --expert-groups;
+    ``on_table`` hears of each table."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class ExpertPlacement:
         reader: TableReader,
         *,
         groups: int,
+        asked: int | None = None,
         on_table: Callable[[RoutingTable], None] = lambda _: None,
         hysteresis: Hysteresis = HYSTERESIS,
         clock: Callable[[], float] = time.monotonic,
@@ -61,6 +64,7 @@ class ExpertPlacement:
         self._registry = registry
         self._reader = reader
         self._groups = groups
+        self._asked = AskedGroups(asked)
         self._on_table = on_table
         self._clock = clock
         self._meter = LoadMeter()
@@ -99,6 +103,7 @@ class ExpertPlacement:
         if self._table is not None:
             self._recutter.follow(self._table, load, least_room(seats))
         self._shortage.note(seats, layout)
+        self._asked.note(seats, layout)
         wanted = self._intentions(seats, layout, epochs.following, load)
         table = wanted.table
         if table is None and self._table and epochs.published < self._table.epoch:  # Redis lost it

@@ -70,6 +70,17 @@ def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str
     assert seconds < 2
 
 
+def test_an_upgrade_to_other_groups_or_another_model_changes_nothing(installed: Installed) -> None:
+    cluster, namespace = installed.release.cluster, installed.release.namespace
+    for setting, says in (
+        ("experts.groups=3", "experts.groups is 2 in the installed release, not 3"),
+        ("model.source=hostPath", "serves the model bundled, not /models"),
+    ):
+        chart = cluster.chart("dev", setting, "model.hostPath.path=/models")
+        assert says in cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, check=False)
+    assert cluster.helm("history", NAME, "--namespace", namespace).count("deployed") == 1
+
+
 async def test_an_upgrade_of_every_role_under_load_fails_nothing(installed: Installed) -> None:
     release, cluster, namespace = installed.release, installed.release.cluster, installed.release.namespace
     before = {pod["metadata"]["uid"] for pod in release.pods() if "redis" not in pod["metadata"]["name"]}

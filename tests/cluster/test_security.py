@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube import Cluster
+from testkit.kube import Cluster, until
 from testkit.release import NAME, PREFIX, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
@@ -55,6 +55,16 @@ def _stranger(cluster: Cluster, namespace: str, name: str, context: dict[str, ob
     return cluster.kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(pod), check=False)
 
 
+def _labelled(release: Release, name: str, role: str) -> None:
+    """A pod of somebody else with the labels of ``role``, running."""
+    cluster, labels = release.cluster, release.pods(role)[0]["metadata"]["labels"]
+    wanted = {key: value for key, value in labels.items() if key.startswith("app.kubernetes.io/")}
+    _stranger(cluster, release.namespace, name, {})
+    pairs = [f"{key}={value}" for key, value in wanted.items()]
+    cluster.kubectl("-n", release.namespace, "label", "pod", name, *pairs)
+    cluster.kubectl("-n", release.namespace, "wait", f"pod/{name}", "--for=condition=Ready", "--timeout=120s")
+
+
 def _reaches(release: Release, pod: str, address: str, port: int) -> bool:
     python = "/opt/expertmesh/bin/python"
     said = release.cluster.kubectl(
@@ -79,6 +89,14 @@ def test_a_pod_of_somebody_else_reaches_the_gateway_alone(release: Release) -> N
     reached = {role for role in ROLES if _reaches(release, "stranger", _of(release, role)[1], PORTS[role])}
     assert reached == {"gateway"}
     assert not _reaches(release, "stranger", _of(release, "experts")[1], 7100)
+
+
+def test_the_same_pod_with_the_label_of_a_role_reaches_what_that_role_does(release: Release) -> None:
+    """What was refused above was refused for the label, not for the address, the port or the program."""
+    _labelled(release, "disguised", "attention")
+    until(lambda: _reaches(release, "disguised", _of(release, "redis")[1], 6379), 60, "it reaches Redis")
+    until(lambda: _reaches(release, "disguised", _of(release, "experts")[1], 7100), 60, "it reaches an expert worker")
+    release.cluster.kubectl("-n", release.namespace, "delete", "pod", "disguised", "--wait=true")
 
 
 def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:

@@ -16,18 +16,19 @@ OPTIONS = {
     "experts with attention": ["attention.experts=local"],
     "many groups": [
         *("experts.groups=4", "experts.replicas=3", "experts.perGroup.2.replicas=5"),
-        "experts.perGroup.1.nodeSelector.disk=ssd",
+        *("experts.perGroup.1.nodeSelector.disk=ssd", "experts.perGroup.3.replicas=null"),
     ],
     "Redis elsewhere": [
         "redis.enabled=false",
         "redis.external.url=rediss://redis.db:6380/0",
-        "networkPolicy.redisPort=6380",
+        "redis.external.caSecret=redis-ca",
     ],
     "secrets of others": [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")],
     "no keys, no policies": ["auth.enabled=false", "networkPolicy.enabled=false", "metrics.podMonitor.enabled=true"],
     "prefetched": [
         *("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://a/b@c"),
         f"model.pvc.prefetch.sha256.model\\.safetensors={'0' * 64}",
+        *("model.pvc.prefetch.tolerations[0].operator=Exists", "model.pvc.prefetch.priorityClassName=low"),
     ],
     "a claim of others": ["model.source=pvc", "model.pvc.existingClaim=models", "model.subPath=olmoe"],
     "an image volume": ["model.source=image", "model.image.reference=registry/model@sha256:" + "0" * 64],
@@ -37,6 +38,8 @@ OPTIONS = {
         *("experts.resources.claims[0].name=gpu", "fabric.ncclEnv.NCCL_IB_HCA=mlx5", "experts.runtimeClassName=nvidia"),
     ],
     "placed": [
+        *("gateway.rollingUpdate.maxSurge=25%", "scheduler.rollingUpdate.maxUnavailable=1", "bindAddress=::"),
+        *("gateway.podLabels.team=a", "commonLabels.team=b", "commonAnnotations.note=c"),
         *("gateway.spread=hard", "experts.priorityClassName=high", "attention.tolerations[0].key=gpu"),
         *(
             "attention.tolerations[0].operator=Exists",

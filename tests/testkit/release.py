@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+import httpx
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAI
 
 from testkit.kube import Cluster
 from testkit.pocket_answers import MOST_TOKENS, recorded
@@ -17,6 +19,8 @@ from testkit.pocket_answers import MOST_TOKENS, recorded
 NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
 ROLE = "app.kubernetes.io/component"
+REST_S = 10.0
+"""How long the resting client leaves its connection idle between two requests; it keeps it for much longer."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +51,7 @@ class Release:
         return self.cluster.secret(self.namespace, f"{PREFIX}-api-keys", "api-key")
 
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=120)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=120, max_retries=0)
 
     def pods(self, role: str | None = None) -> list[dict[str, Any]]:
         selector = f"app.kubernetes.io/instance={NAME}" + (f",{ROLE}={role}" if role else "")
@@ -64,20 +68,32 @@ class Release:
         return times
 
     async def under_load(self, disturb: Callable[[], object], clients: int = 4) -> Outcome:
-        """Recorded prompts, streamed by ``clients`` at a time until ``disturb`` has returned, and to their ends."""
+        """Recorded prompts, streamed by ``clients`` at a time until ``disturb`` has returned, and to their ends. One
+        more client, with a connection of its own, rests between its requests. None tries again what failed."""
         outcome, over, records = Outcome(), asyncio.Event(), recorded()
-        async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=300) as openai:
+        async with self._patient() as busy, self._patient() as resting:
             tasks = [
-                asyncio.create_task(_ask_on(openai, records[number::clients], over, outcome))
-                for number in range(clients)
+                asyncio.create_task(_ask_on(busy, records[number::clients], over, outcome)) for number in range(clients)
             ]
+            tasks.append(asyncio.create_task(_ask_on(resting, records, over, outcome, rest_s=REST_S)))
             await asyncio.to_thread(disturb)
             over.set()
             await asyncio.gather(*tasks)
         return outcome
 
+    def _patient(self) -> AsyncOpenAI:
+        pool = httpx.Limits(keepalive_expiry=10 * REST_S)
+        http = DefaultAsyncHttpxClient(limits=pool)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=300, max_retries=0, http_client=http)
 
-async def _ask_on(openai: AsyncOpenAI, records: list[dict[str, Any]], over: asyncio.Event, outcome: Outcome) -> None:
+
+async def _ask_on(
+    openai: AsyncOpenAI,
+    records: list[dict[str, Any]],
+    over: asyncio.Event,
+    outcome: Outcome,
+    rest_s: float = 0.0,
+) -> None:
     number = 0
     while not over.is_set():
         record = records[number % len(records)]
@@ -90,6 +106,9 @@ async def _ask_on(openai: AsyncOpenAI, records: list[dict[str, Any]], over: asyn
         outcome.finished += 1
         if text != record["text"]:
             outcome.wrong.append(f"{record['id']}: {text!r}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rest_s):
+                await over.wait()
 
 
 async def _streamed(openai: AsyncOpenAI, prompt: str, outcome: Outcome) -> str:

@@ -1,8 +1,30 @@
+{{/*
+Ends an upgrade that changes what stands in Redis: shard groups that are in use, or the model. `found` is the ConfigMap of
+the release's scheduler, if there is one.
+*/}}
+{{- define "expertmesh.unchanged" -}}
+{{- with .found -}}
+{{- $before := index (.data | default dict) "config.yaml" | default "{}" | fromYaml -}}
+{{- $after := include "expertmesh.config" (dict "root" $.root "role" "scheduler") | fromYaml -}}
+{{- $hint := "Give another redis.keyPrefix with it (what waits in the queue is left behind), or install another release." -}}
+{{- if eq (toString $before.namespace) (toString $after.namespace) -}}
+{{- if and $before.expert_groups $after.expert_groups (ne (toString $before.expert_groups) (toString $after.expert_groups)) -}}
+{{- fail (printf "experts.groups is %v in the installed release, not %v: groups that are in use stand. %s" $before.expert_groups $after.expert_groups $hint) -}}
+{{- end -}}
+{{- $model := get (.metadata.annotations | default dict) "expertmesh.io/model" -}}
+{{- $new := include "expertmesh.modelIdentity" $ -}}
+{{- if and $model (ne $model $new) -}}
+{{- fail (printf "The installed release serves the model %s, not %s. %s" $model $new $hint) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The configuration file of one role: what the chart decides over the role's knobs over those of all. */}}
 {{- define "expertmesh.config" -}}
 {{- $values := .root.Values -}}
 {{- $role := index $values .role -}}
-{{- $own := dict "host" "0.0.0.0" "namespace" (include "expertmesh.keyPrefix" .) "log_format" "json" -}}
+{{- $own := dict "host" $values.bindAddress "namespace" (include "expertmesh.keyPrefix" .) "log_format" "json" -}}
 {{- if ne .role "scheduler" -}}
 {{- $_ := set $own "model" (include "expertmesh.modelPath" .) -}}
 {{- with $values.model.name }}{{ $_ := set $own "served_model_name" . }}{{ end -}}
@@ -25,21 +47,24 @@
 {{- $_ := set $own "fabric_secret_file" "/etc/expertmesh/fabric/secret" -}}
 {{- $_ := set $own "fabric_lane" $values.fabric.lane -}}
 {{- end -}}
-{{- toYaml (merge $own $role.config $values.config) -}}
+{{- include "expertmesh.layered" (list $values.config $role.config $own) -}}
 {{- end -}}
 
 {{- define "expertmesh.redisEnv" -}}
 {{- $redis := .root.Values.redis -}}
 {{- if $redis.enabled }}
 - name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "expertmesh.redisSecret" . }}, key: {{ $redis.auth.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "expertmesh.redisSecret" . | quote }}, key: {{ $redis.auth.key | quote }}}}
 - name: EXPERTMESH_REDIS_URL
   value: redis://:$(REDIS_PASSWORD)@{{ include "expertmesh.fullname" . }}-redis:6379/0
 {{- else if $redis.external.existingSecret }}
 - name: EXPERTMESH_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ $redis.external.existingSecret }}, key: {{ $redis.external.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ $redis.external.existingSecret | quote }}, key: {{ $redis.external.key | quote }}}}
 {{- else }}
 - name: EXPERTMESH_REDIS_URL
   value: {{ required "Give redis.external.url or redis.external.existingSecret, or set redis.enabled." $redis.external.url | quote }}
+{{- end }}
+{{- if and (not $redis.enabled) $redis.external.caSecret }}
+- {name: SSL_CERT_FILE, value: /etc/expertmesh/redis-ca/ca.crt}
 {{- end }}
 {{- end -}}

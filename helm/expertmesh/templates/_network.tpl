@@ -11,11 +11,17 @@
 - to: {{- include "expertmesh.peers" (dict "root" .root "roles" (list "redis")) | nindent 4 }}
   ports: [{port: 6379}]
 {{- else }}
-- ports: [{port: {{ .root.Values.networkPolicy.redisPort }}}]
+- ports: [{port: {{ include "expertmesh.redisPort" . }}}]
   {{- with .root.Values.networkPolicy.redisTo }}
   to: {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Of an external Redis: the value, or what its URL says. */}}
+{{- define "expertmesh.redisPort" -}}
+{{- $host := (urlParse (.root.Values.redis.external.url | default "redis://")).host -}}
+{{- .root.Values.networkPolicy.redisPort | default (regexFind ":[0-9]+$" $host | trimPrefix ":" | default "6379") -}}
 {{- end -}}
 
 {{- define "expertmesh.ingressOfMetrics" -}}

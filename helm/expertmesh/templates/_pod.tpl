@@ -8,20 +8,15 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $role := .values | default (index $values .role) -}}
 {{- $computes := has .role (list "attention" "experts") -}}
 {{- $hasModel := ne .role "scheduler" -}}
+{{- $ca := and (not $values.redis.enabled) $values.redis.external.caSecret -}}
 {{- $apart := and $computes (eq $values.attention.experts "tcp") -}}
 metadata:
   labels:
-    {{- include "expertmesh.labels" . | nindent 4 }}
-    {{- with $role.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "expertmesh.podLabels" (merge (dict "labels" $role.podLabels) .) | nindent 4 }}
   annotations:
-    checksum/config: {{ include "expertmesh.config" . | sha256sum }}
-    {{- with merge (dict) $role.podAnnotations $values.commonAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "expertmesh.layered" (list $values.commonAnnotations $role.podAnnotations (dict "checksum/config" (include "expertmesh.config" . | sha256sum))) | nindent 4 }}
 spec:
-  serviceAccountName: {{ include "expertmesh.name" . }}
+  serviceAccountName: {{ include "expertmesh.name" . | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .graceSeconds }}
@@ -35,7 +30,7 @@ spec:
     - name: wait-for-model
       image: {{ include "expertmesh.image" (dict "root" $root "image" $values.images.control) }}
       imagePullPolicy: {{ $values.images.control.pullPolicy }}
-      args: [fetch, --wait, {{ include "expertmesh.modelPath" . }}, --source, {{ $values.model.pvc.prefetch.source | quote }}]
+      args: [fetch, --wait, {{ include "expertmesh.modelPath" . | quote }}, --source, {{ $values.model.pvc.prefetch.source | quote }}]
       securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
       resources: {requests: {cpu: 10m, memory: 64Mi}}
       terminationMessagePolicy: FallbackToLogsOnError
@@ -86,12 +81,15 @@ spec:
         {{- if and (eq .role "gateway") $values.auth.enabled }}
         - {name: keys, mountPath: /etc/expertmesh/keys, readOnly: true}
         {{- end }}
+        {{- if $ca }}
+        - {name: redis-ca, mountPath: /etc/expertmesh/redis-ca, readOnly: true}
+        {{- end }}
         {{- with $role.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
     - name: config
-      configMap: {name: {{ include "expertmesh.name" . }}}
+      configMap: {name: {{ include "expertmesh.name" . | quote }}}
     - name: tmp
       emptyDir: {}
     {{- if and $hasModel (ne $values.model.source "bundled") }}
@@ -104,16 +102,23 @@ spec:
     {{- if $apart }}
     - name: fabric
       secret:
-        secretName: {{ include "expertmesh.fabricSecret" . }}
+        secretName: {{ include "expertmesh.fabricSecret" . | quote }}
         defaultMode: 0440
-        items: [{key: {{ $values.fabric.key }}, path: secret}]
+        items: [{key: {{ $values.fabric.key | quote }}, path: secret}]
     {{- end }}
     {{- if and (eq .role "gateway") $values.auth.enabled }}
     - name: keys
       secret:
-        secretName: {{ include "expertmesh.keysSecret" . }}
+        secretName: {{ include "expertmesh.keysSecret" . | quote }}
         defaultMode: 0440
-        items: [{key: {{ $values.auth.key }}, path: keys.yaml}]
+        items: [{key: {{ $values.auth.key | quote }}, path: keys.yaml}]
+    {{- end }}
+    {{- if $ca }}
+    - name: redis-ca
+      secret:
+        secretName: {{ $ca | quote }}
+        defaultMode: 0440
+        items: [{key: {{ $values.redis.external.caKey | quote }}, path: ca.crt}]
     {{- end }}
     {{- with $role.extraVolumes }}
     {{- toYaml . | nindent 4 }}
@@ -175,7 +180,7 @@ hostPath:
   path: {{ required "Give model.hostPath.path." $model.hostPath.path }}
   type: {{ $model.hostPath.type | quote }}
 {{- else if eq $model.source "pvc" }}
-persistentVolumeClaim: {claimName: {{ include "expertmesh.modelClaim" . }}}
+persistentVolumeClaim: {claimName: {{ include "expertmesh.modelClaim" . | quote }}}
 {{- else }}
 image:
   reference: {{ required "Give model.image.reference." $model.image.reference }}
@@ -190,7 +195,9 @@ replicas: {{ . }}
 {{- end -}}
 {{- end -}}
 
+{{/* How a Deployment's pods are replaced, by the role's values. */}}
 {{- define "expertmesh.updates" -}}
-rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
+{{- $updates := (index .root.Values .role).rollingUpdate -}}
+rollingUpdate: {maxSurge: {{ $updates.maxSurge }}, maxUnavailable: {{ $updates.maxUnavailable }}}
 type: RollingUpdate
 {{- end -}}

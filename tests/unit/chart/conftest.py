@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, helm_program
+from testkit.chart import CHART, Objects, Render, helm_program
 
-Objects = dict[tuple[str, str], dict[str, Any]]
-Render = Callable[..., Objects]
+
+class NoTwice(yaml.SafeLoader):
+    """Refuses a key that stands twice, which PyYAML alone takes in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {key for key in keys if keys.count(key) > 1}
+        assert not twice, f"{twice} stands twice: {node.start_mark}"
+        return super().construct_mapping(node, deep)
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +33,18 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
 def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
     """Objects by kind and name, of ``settings`` (``path=value``) over a profile."""
 
-    def run(*settings: str, profile: str | None = "dev") -> Objects:
-        words = ["template", "mesh", str(CHART), "--namespace", "there"]
+    def run(
+        *settings: str,
+        profile: str | None = "dev",
+        release: str = "mesh",
+        namespace: str = "there",
+        chart: Path = CHART,
+    ) -> Objects:
+        words = ["template", release, str(chart), "--namespace", namespace]
         words += ["--values", str(Path(CHART) / f"values-{profile}.yaml")] if profile else []
         done = helm(*words, *(word for setting in settings for word in ("--set", setting)))
         assert done.returncode == 0, done.stderr
-        found = [each for each in yaml.safe_load_all(done.stdout) if each]
+        found = [each for each in yaml.load_all(done.stdout, Loader=NoTwice) if each]
         return {(each["kind"], each["metadata"]["name"]): each for each in found}
 
     return run

@@ -6,27 +6,17 @@ import base64
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, ROOT
+from testkit.chart import CHART, ROOT, WORKLOADS, Render, pods
 
 from services.config import load_settings
 
-Objects = dict[tuple[str, str], dict[str, Any]]
-Render = Callable[..., Objects]
 PROFILES = ("dev", "single-node", "multi-node")
 MODEL = "model.hostPath.path=/models"
-WORKLOADS = ("Deployment", "StatefulSet", "Job")
-
-
-def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and pod template of each workload."""
-    for (kind, name), each in objects.items():
-        if kind in WORKLOADS:
-            yield name, each["spec"]["template"]
 
 
 @pytest.mark.parametrize("script", ["generate.py", "render.py"])
@@ -53,6 +43,13 @@ def test_lint_finds_nothing(helm: Callable[..., Any], profile: str) -> None:
         ("config.redis_url=redis://x", "config: Additional property redis_url is not allowed"),
         ("experts.groups=0", "experts.groups: Must be greater than or equal to 1"),
         ("experts.perGroup.first.replicas=2", "experts.perGroup: Additional property first is not allowed"),
+        ("gateway.config.kv_blocks=9", "gateway.config: Additional property kv_blocks is not allowed"),
+        ("config.fabric_shared=auto", "config: Additional property fabric_shared is not allowed"),
+        ("gateway.drainSeconds=3601", "gateway.drainSeconds: Must be less than or equal to 3600"),
+        ("gateway.drainDelaySeconds=601", "gateway.drainDelaySeconds: Must be less than or equal to 600"),
+        ("redis.keyPrefix=a b", "redis.keyPrefix: Does not match pattern"),
+        ("scheduler.replicas=0", "scheduler.replicas: Must be greater than or equal to 1"),
+        ("nameOverride=Mesh", "nameOverride: Does not match pattern"),
         ("model.source=s3", "model.source must be one of the following"),
         ("images.worker.digest=abc", "images.worker.digest: Does not match pattern"),
         ("gateway.probes.startup.path=/x", "gateway.probes.startup: Additional property path is not allowed"),
@@ -68,6 +65,8 @@ def test_bad_values_are_refused_before_anything_is_made(helm: Callable[..., Any]
     ("settings", "says"),
     [
         (["model.source=hostPath"], "Give model.hostPath.path."),
+        (["experts.perGroup.1.replicas=2"], "experts.perGroup names group 1, but experts.groups is 1"),
+        (["experts.perGroup.00.replicas=2"], "experts.perGroup names group 00"),
         (["redis.enabled=false"], "Give redis.external.url"),
         (["model.source=pvc", "model.pvc.prefetch.enabled=true"], "Give model.pvc.prefetch.source."),
     ],

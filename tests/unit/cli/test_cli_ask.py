@@ -18,6 +18,7 @@ class Scripted(HTTPServer):
     events: list[str]
     bodies: list[dict[str, object]]
     keys: list[str | None]
+    closed: bool = False
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -25,7 +26,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
-        self._send(json.dumps({"data": [{"id": "pocket"}]}))
+        if self.server.closed:
+            return self._send('{"error": {"message": "no key"}}', 401)
+        return self._send(json.dumps({"data": [{"id": "pocket"}]}))
 
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -77,6 +80,17 @@ def test_the_text_is_printed(
 def test_no_completion_is_a_failure(server: Scripted, events: list[str], says: str) -> None:
     server.events = events
     with pytest.raises(NoAnswer, match=says):
+        ask(server)
+
+
+def test_a_key_that_is_not_given_is_asked_for(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.closed = True
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(NoAnswer, match="OPENAI_API_KEY is not set") as refused:
+        ask(server)
+    assert "auth.plainKey" in str(refused.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    with pytest.raises(NoAnswer, match=r"answers 401: .*no key"):
         ask(server)
 
 

@@ -223,6 +223,7 @@ class Harness:
     follower: ResultFollower
     intake: Intake
     drain: Drain
+    server: HttpServer
     leader: _Leader
     registry: CollectorRegistry
     url: str
@@ -376,7 +377,8 @@ async def _running(
             table=table,
             follower=follower,
             intake=intake,
-            drain=Drain(intake, table, follower, drain_s),
+            drain=Drain(intake, table, follower, drain_s, close_idle=server.close_idle),
+            server=server,
             leader=leader,
             registry=registry,
             url=url,

@@ -10,6 +10,11 @@ from services.messages import TokenEvent
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
 
 
+def _drain(gateway, delay_s: float, timeout_s: float = 0.2) -> Drain:
+    close_idle = gateway.server.close_idle
+    return Drain(gateway.intake, gateway.table, gateway.follower, timeout_s, delay_s, close_idle=close_idle)
+
+
 async def test_requests_may_come_while_no_worker_runs(gateway) -> None:
     gateway.follower.workers = []
     assert (await gateway.http.get("/ready")).status_code == 503
@@ -30,7 +35,7 @@ async def test_while_it_leaves_requests_are_served_and_their_connections_closed(
     gateway.queue.answer = lambda request: script.events(request, [5, 6])
     kept = await gateway.http.post("/v1/completions", json=ASK)
     assert (kept.status_code, kept.headers.get("connection")) == (200, None)
-    drain = asyncio.create_task(Drain(gateway.intake, gateway.table, gateway.follower, 0.2, delay_s=60).run())
+    drain = asyncio.create_task(_drain(gateway, delay_s=60).run())
     await asyncio.sleep(0)
     served = await gateway.http.post("/v1/completions", json=ASK)
     assert (served.status_code, served.headers["connection"]) == (200, "close")
@@ -42,7 +47,29 @@ async def test_while_it_leaves_requests_are_served_and_their_connections_closed(
 async def test_after_that_requests_are_refused(gateway) -> None:
     held: list[TokenEvent] = []
     gateway.queue.answer = lambda _: held
-    await Drain(gateway.intake, gateway.table, gateway.follower, 0.2, delay_s=0.01).run()
+    await _drain(gateway, delay_s=0.01).run()
     refused = await gateway.http.post("/v1/completions", json=ASK)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert refused.headers["connection"] == "close"
+
+
+async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_busy_one_after_its_answer(
+    gateway, script
+) -> None:
+    """Whoever keeps one open finds it closed, and asks another gateway; nobody meets the refusal on it."""
+    address = gateway.url.removeprefix("http://").split(":")
+    idle, to_idle = await asyncio.open_connection(*address)
+    to_idle.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await idle.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    busy = asyncio.create_task(gateway.http.post("/v1/completions", json=ASK))
+    [request] = await gateway.queue.wait_for("admitted")
+    drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
+    async with asyncio.timeout(10):
+        assert await idle.read() == b""
+    refused = await gateway.http.post("/v1/completions", json=ASK)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    gateway.queue.emit(*script.events(request, [5, 6]))
+    answer = await busy
+    assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+    await drain
+    to_idle.close()

@@ -144,6 +144,21 @@ def test_a_seat_that_asked_for_its_group_does_not_move() -> None:
     assert intentions(before[:2], published(*before), GROUPS, following=6).assign == ()
 
 
+def test_a_seat_that_asked_for_a_group_that_is_not_gets_none() -> None:
+    held = [seat(1, 0, wish=0), seat(2, 1, wish=1, capacity=2.0)]
+    wanted = intentions([*held, seat(3, wish=2)], published(*held), GROUPS, following=6)
+    assert (wanted.assign, wanted.table) == ((), None), "no part of group 0, whoever else needs help"
+    assert intentions([seat(1, wish=2), seat(2, wish=3)], None, GROUPS, following=5).assign == ()
+    ((found, group),) = intentions([*held, seat(3, wish=2), seat(4)], published(*held), GROUPS, following=6).assign
+    assert (found.number, group.number) == (4, 0), "others are placed meanwhile"
+
+
+def test_a_seat_that_asked_for_a_group_that_is_not_keeps_no_other_from_moving() -> None:
+    before = [seat(1, 0), seat(2, 0), seat(3, 1)]
+    wanted = intentions([*before[:2], seat(4, wish=2)], published(*before), GROUPS, following=6)
+    assert [group.number for _, group in wanted.assign] == [1]
+
+
 def test_an_assignment_that_redis_forgot_is_made_again_as_the_seat_reports_it() -> None:
     held = [seat(1, 0), seat(2, 1), seat(3, 1)]
     forgotten = [seat(1, 0), seat(2, 1), seat(3, 1, assigned=False)]
@@ -229,6 +244,9 @@ class Quiet:
     async def groups(self) -> list[Any]:
         return []
 
+    async def rows(self) -> dict[int, SeatRows]:
+        return {}
+
     async def assign_group(self, *_: object) -> None:
         pass
 
@@ -243,3 +261,24 @@ async def test_load_and_plans_of_another_model_are_forgotten() -> None:
     await placement.turn(1)
     assert placement._meter.load is None
     assert placement._recutter.target is None
+
+
+async def test_the_load_is_followed_although_a_seat_has_no_place() -> None:
+    seats = [seat(1, 0), seat(2, 1)]
+    redis: Any = Quiet(published(*seats), seats)
+    for others, settled in (([seat(3, wish=2)], True), ([seat(3)], False)):
+        placement = ExpertPlacement(redis, redis, groups=2, clock=lambda: 1e6)
+        placement._table, placement._changed_at, placement._meter._load = published(*seats), 0.0, HOT
+        assert (await placement._measured([*seats, *others]) is not None) is settled
+
+
+async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), [seat(1, 0), seat(2, 1)])
+    for asked in (None, 2):
+        await ExpertPlacement(redis, redis, groups=2, asked=asked).turn(1)
+    assert not caplog.records
+    placement = ExpertPlacement(redis, redis, groups=4, asked=4)
+    await placement.turn(1)
+    await placement.turn(1)
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("the experts are in 2 shard groups, and --expert-groups asks for 4")

@@ -1,0 +1,106 @@
+"""Names, labels and selectors, with values and releases that make them meet."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from testkit.chart import CHART, WORKLOADS, Render, named, pods
+
+ROLE = "app.kubernetes.io/component"
+SELECTING = {"Service": "selector", "PodDisruptionBudget": "selector", "NetworkPolicy": "podSelector"}
+
+
+def selector(kind: str, each: dict[str, Any]) -> set[tuple[str, str]]:
+    found = each["spec"][SELECTING[kind]]
+    return set((found if kind == "Service" else found["matchLabels"]).items())
+
+
+def test_no_selector_finds_pods_of_another_release_or_role(render: Render) -> None:
+    one, two = (render("experts.groups=3", release=name) for name in ("mesh", "mesh-two"))
+    labels = {
+        (release, name): pod["metadata"]["labels"]
+        for release, objects in (("mesh", one), ("mesh-two", two))
+        for name, pod in pods(objects)
+    }
+    mine = {key for key in labels if key[0] == "mesh"}
+    seen = 0
+    for (kind, name), each in one.items():
+        if kind not in SELECTING or name == "mesh-expertmesh-default":
+            continue
+        found = {key for key, has in labels.items() if selector(kind, each) <= has.items()}
+        role = each["metadata"]["labels"][ROLE]
+        assert found <= {key for key in mine if labels[key][ROLE] == role}, (kind, name)
+        assert found or role == "test"
+        if kind == "PodDisruptionBudget":
+            assert found == {("mesh", name)}
+        seen += 1
+    assert seen > 12
+    everyone = selector("NetworkPolicy", one["NetworkPolicy", "mesh-expertmesh-default"])
+    assert {key for key, has in labels.items() if everyone <= has.items()} == {
+        key for key in labels if key[0] == "mesh"
+    }
+
+
+def copied(folder: Path, old: str, new: str) -> Path:
+    """The chart with another Chart.yaml."""
+    shutil.copytree(CHART, folder, dirs_exist_ok=True)
+    file = folder / "Chart.yaml"
+    file.write_text(file.read_text().replace(old, new))
+    return folder
+
+
+def test_another_version_of_the_chart_restarts_nothing(render: Render, tmp_path: Path) -> None:
+    settings = [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")]
+    before = render(*settings)
+    after = render(*settings, chart=copied(tmp_path, "version: 0.1.0", "version: 0.1.1+build.7"))
+    assert list(pods(before)) == list(pods(after))
+    assert named(after, "Deployment", "gateway")["metadata"]["labels"]["helm.sh/chart"] == "expertmesh-0.1.1_build.7"
+
+
+def test_labels_and_annotations_that_meet_are_written_once(render: Render) -> None:
+    """conftest refuses a key that stands twice."""
+    objects = render(
+        *("commonLabels.team=a", "commonLabels.app\\.kubernetes\\.io/instance=stolen", "gateway.podLabels.team=b"),
+        *("commonAnnotations.note=a", "gateway.podAnnotations.note=b", "gateway.podAnnotations.checksum/config=x"),
+        *("redis.podLabels.app\\.kubernetes\\.io/name=stolen", "redis.podAnnotations.checksum/config=x"),
+    )
+    gateway = named(objects, "Deployment", "gateway")["spec"]["template"]["metadata"]
+    assert (gateway["labels"]["team"], gateway["annotations"]["note"]) == ("b", "b")
+    assert len(gateway["annotations"]["checksum/config"]) == 64
+    for each in objects.values():
+        assert each["metadata"]["labels"]["app.kubernetes.io/instance"] == "mesh"
+    for (kind, _), each in objects.items():
+        if kind in WORKLOADS:
+            wanted = each["spec"]["selector"]["matchLabels"].items()
+            assert wanted <= each["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_a_release_may_have_a_number_for_its_name(render: Render) -> None:
+    objects = render("redis.auth.existingSecret=1e3", release="123", namespace="456")
+    assert {each["metadata"]["namespace"] for each in objects.values()} == {"456"}
+    assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in objects.values()} == {"123"}
+    for _, template in pods(objects):
+        for env in template["spec"]["containers"][0].get("env", []):
+            for reference in env.get("valueFrom", {}).values():
+                assert all(isinstance(value, str) for value in reference.values())
+
+
+def test_a_podmonitors_labels_are_labels(render: Render) -> None:
+    objects = render("metrics.podMonitor.enabled=true", "metrics.podMonitor.labels.stack=main", "commonAnnotations.a=b")
+    found = named(objects, "PodMonitor", "roles")["metadata"]
+    assert (found["labels"]["stack"], found["annotations"]) == ("main", {"a": "b"})
+
+
+def test_long_names_share_no_keys_in_redis(render: Render) -> None:
+    def prefix(release: str) -> str:
+        objects = render(release=release, namespace="n" * 40)
+        config: str = named(objects, "ConfigMap", "scheduler")["data"]["config.yaml"]
+        [line] = [line for line in config.splitlines() if line.startswith("namespace: ")]
+        return line.removeprefix("namespace: ")
+
+    long = [prefix("r" * 40 + end) for end in ("1", "2")]
+    assert len(set(long)) == 2
+    assert max(map(len, long)) <= 64
+    assert prefix("short") == "n" * 40 + ".short"

@@ -1,0 +1,56 @@
+"""The Job that fetches the model: another pod is another Job, another source another folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from testkit.chart import Objects, Render, named, pods
+
+PREFETCH = ("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://org/model@one")
+
+
+def path_of(objects: Objects) -> str:
+    """Where the attention workers look for the model."""
+    path: str = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])["model"]
+    return path
+
+
+def job(objects: Objects) -> dict[str, Any]:
+    return named(objects, "Job", "fetch")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("podSecurityContext.runAsUser=5", "imagePullSecrets[0].name=mine", "images.control.pullPolicy=Always"),
+        *("model.pvc.prefetch.nodeSelector.disk=ssd", "model.pvc.prefetch.priorityClassName=low"),
+        *("containerSecurityContext.runAsUser=5", "model.pvc.existingClaim=another", "nameOverride=other"),
+    ],
+)
+def test_another_pod_is_another_job(render: Render, setting: str) -> None:
+    before, after = job(render(*PREFETCH)), job(render(*PREFETCH, setting))
+    assert before["spec"]["template"] != after["spec"]["template"]
+    assert before["metadata"]["name"] != after["metadata"]["name"]
+
+
+def test_the_same_pod_is_the_same_job(render: Render) -> None:
+    before, after = job(render(*PREFETCH)), job(render(*PREFETCH, "commonLabels.team=a", "commonAnnotations.x=y"))
+    assert (before["metadata"]["name"], before["spec"]) == (after["metadata"]["name"], after["spec"])
+    assert before["spec"]["template"]["spec"]["restartPolicy"] == "Never", "a failed pod keeps its last words"
+    assert job(render(*PREFETCH, "model.pvc.prefetch.tolerations[0].key=x"))["spec"]["template"]["spec"]["tolerations"]
+
+
+def test_each_source_is_fetched_into_a_folder_of_its_own(render: Render) -> None:
+    digest = f"model.pvc.prefetch.sha256.a={'0' * 64}"
+    paths = [
+        path_of(render(*PREFETCH, *more))
+        for more in ([], ["model.pvc.prefetch.source=hf://org/model@two"], [digest], ["model.subPath=x"])
+    ]
+    assert len(set(paths)) == 4
+    assert [path.rsplit("/", 1)[1] for path in paths] == ["model", "model", "model", "x"]
+    objects = render(*PREFETCH, digest)
+    [args] = [template["spec"]["containers"][0]["args"] for name, template in pods(objects) if "fetch" in name]
+    [waits] = named(objects, "Deployment", "gateway")["spec"]["template"]["spec"]["initContainers"]
+    assert paths[2] == args[1] == waits["args"][2]

@@ -1,0 +1,60 @@
+"""What an upgrade may not change, because it stands in Redis. The installed ConfigMap is played by a value."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from testkit.chart import CHART, Render, named
+
+PROBE = '{{ include "expertmesh.unchanged" (dict "root" $ "found" .Values.global.found) }}'
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def upgrade(helm: Helm, render: Render, tmp_path: Path) -> Callable[..., str]:
+    """What helm says as ``after`` follows ``before``, both lists of settings; empty where it renders. ``lacks``: what
+    the installed ConfigMap is without."""
+
+    def run(before: list[str], after: list[str], lacks: tuple[str, ...] = ()) -> str:
+        installed = named(render(*before, profile=None), "ConfigMap", "scheduler")
+        for key in lacks:
+            (installed["metadata"] if key == "annotations" else installed).pop(key)
+        folder = shutil.copytree(CHART, tmp_path / "chart", dirs_exist_ok=True)
+        (folder / "templates/probe.yaml").write_text(PROBE)
+        values = tmp_path / "found.json"
+        values.write_text(json.dumps({"global": {"found": installed}}))
+        words = [word for setting in after for word in ("--set", setting)]
+        done = helm("template", "mesh", str(folder), "--namespace", "there", "--values", str(values), *words)
+        return "" if done.returncode == 0 else done.stderr
+
+    return run
+
+
+def test_another_number_of_groups_is_refused(upgrade: Callable[..., str]) -> None:
+    said = upgrade(["experts.groups=2"], ["experts.groups=4"])
+    assert "experts.groups is 2 in the installed release, not 4" in said
+    assert "Give another redis.keyPrefix with it" in said
+    assert upgrade(["experts.groups=2"], ["experts.groups=2", "experts.replicas=3"]) == ""
+    assert upgrade(["experts.groups=2"], ["experts.groups=4", "redis.keyPrefix=again"]) == ""
+    assert upgrade(["attention.experts=local"], ["experts.groups=4"]) == ""
+
+
+def test_another_model_is_refused(upgrade: Callable[..., str]) -> None:
+    one, two = (["model.source=hostPath", "model.hostPath.path=/models", f"model.subPath={name}"] for name in "ab")
+    assert "serves the model /models/a, not /models/b. Give another redis.keyPrefix" in upgrade(one, two)
+    assert upgrade(one, [*two, "redis.keyPrefix=again"]) == ""
+    assert upgrade(one, one) == ""
+    revision = ["model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://a/b@"]
+    said = upgrade([*revision[:2], revision[2] + "c"], [*revision[:2], revision[2] + "d"])
+    assert "serves the model hf://a/b@c, not hf://a/b@d" in said
+
+
+def test_a_configmap_that_does_not_say_it_stops_nothing(upgrade: Callable[..., str]) -> None:
+    assert upgrade(["experts.groups=2"], ["experts.groups=2", "model.source=image", "model.image.reference=a"]) != ""
+    after = ["experts.groups=4", "model.source=image", "model.image.reference=a"]
+    assert upgrade(["experts.groups=2"], after, lacks=("annotations", "data")) == ""

@@ -1,0 +1,104 @@
+"""Which of two values counts, and what follows from single ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from testkit.chart import Objects, Render, named, pods
+
+
+def config(objects: Objects, role: str) -> dict[str, Any]:
+    """The configuration file of ``role``."""
+    found: dict[str, Any] = yaml.safe_load(named(objects, "ConfigMap", role)["data"]["config.yaml"])
+    return found
+
+
+@pytest.mark.parametrize(("value", "read"), [("false", False), ("true", True)])
+def test_a_roles_knob_beats_that_of_all_roles_whatever_it_is(render: Render, value: str, read: bool) -> None:
+    other = "false" if read else "true"
+    objects = render(f"config.prefix_cache={other}", f"attention.config.prefix_cache={value}", profile=None)
+    assert config(objects, "attention")["prefix_cache"] is read
+    assert config(objects, "gateway")["prefix_cache"] is not read
+
+
+def test_nothing_is_a_value_as_well(render: Render) -> None:
+    objects = render("config.experts_patience=9", "attention.config.experts_patience=0", "redis.uid=0", profile=None)
+    assert config(objects, "attention")["experts_patience"] == 0
+    context = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["securityContext"]
+    assert (context["runAsUser"], context["fsGroup"], context["runAsNonRoot"]) == (0, 0, True)
+
+
+def test_a_groups_value_replaces_that_of_all_groups(render: Render) -> None:
+    objects = render(
+        *("experts.groups=2", "experts.resources.limits.nvidia\\.com/gpu=1", "experts.nodeSelector.disk=ssd"),
+        *(
+            "experts.perGroup.1.resources.limits.nvidia\\.com/mig-3g\\.40gb=1",
+            "experts.perGroup.1.nodeSelector.gpu=h100",
+        ),
+        "experts.perGroup.1.replicas=null",
+        profile=None,
+    )
+    first, second = (named(objects, "StatefulSet", f"experts-{number}")["spec"] for number in range(2))
+    assert first["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert second["template"]["spec"]["containers"][0]["resources"] == {"limits": {"nvidia.com/mig-3g.40gb": 1}}
+    assert second["template"]["spec"]["nodeSelector"] == {"gpu": "h100"}
+    assert (first["replicas"], "replicas" in second) == (1, False)
+
+
+def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another(render: Render) -> None:
+    objects = render("model.hostPath.path=/models", profile="single-node")
+    attention = named(objects, "Deployment", "attention")["spec"]["strategy"]["rollingUpdate"]
+    assert attention == {"maxSurge": 0, "maxUnavailable": 1}
+    gateway = named(objects, "Deployment", "gateway")["spec"]["strategy"]["rollingUpdate"]
+    assert gateway == {"maxSurge": 1, "maxUnavailable": 0}
+    patience = config(objects, "attention")["experts_patience"]
+    assert 120 < patience < 300, "long enough to load weights, and below --step-timeout"
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        (["redis.external.url=rediss://redis.db:6380/0"], 6380),
+        (["redis.external.url=redis://redis.db/0"], 6379),
+        (["redis.external.existingSecret=url"], 6379),
+        (["redis.external.existingSecret=url", "networkPolicy.redisPort=7000"], 7000),
+    ],
+)
+def test_the_policies_open_the_port_of_an_external_redis(render: Render, settings: list[str], port: int) -> None:
+    objects = render("redis.enabled=false", *settings)
+    for role in ("gateway", "scheduler", "attention", "experts"):
+        assert {"ports": [{"port": port}]} in named(objects, "NetworkPolicy", role)["spec"]["egress"]
+
+
+def test_every_role_trusts_the_authority_of_an_external_redis(render: Render) -> None:
+    external = ("redis.enabled=false", "redis.external.url=rediss://redis.db/0", "redis.external.caSecret=authority")
+    seen = 0
+    for _, template in pods(render(*external)):
+        [container] = template["spec"]["containers"]
+        [file] = [each["value"] for each in container["env"] if each["name"] == "SSL_CERT_FILE"]
+        [mount] = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "redis-ca"]
+        [volume] = [each["secret"] for each in template["spec"]["volumes"] if each["name"] == "redis-ca"]
+        assert (file, volume["secretName"]) == (f"{mount}/{volume['items'][0]['path']}", "authority")
+        seen += 1
+    assert seen == 5
+
+
+def test_roles_listen_where_they_are_told(render: Render) -> None:
+    objects = render("bindAddress=::")
+    assert {config(objects, role)["host"] for role in ("gateway", "scheduler", "attention", "experts")} == {"::"}
+
+
+def test_metrics_do_not_pass_the_ingress(render: Render) -> None:
+    objects = render("gateway.ingress.enabled=true", "gateway.ingress.host=llm.example.org")
+    [rule] = named(objects, "Ingress", "gateway")["spec"]["rules"]
+    paths = [each["path"] for each in rule["http"]["paths"]]
+    assert "/v1" in paths
+    assert not [path for path in paths if "/metrics".startswith(path)]
+
+
+def test_helm_test_starts_where_a_given_secret_has_no_plain_key(render: Render) -> None:
+    pod = named(render("auth.existingSecret=mine"), "Pod", "test")
+    [env] = pod["spec"]["containers"][0]["env"]
+    assert env["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "api-key", "optional": True}
