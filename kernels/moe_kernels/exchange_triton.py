@@ -32,7 +32,7 @@ def aligned(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def tile_of(block, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
+def block_tile(block, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
     """The rows of a block, as a column, and which of them there are."""
     inside = tl.arange(0, TILE)[:, None]
     row = block * ROWS + inside
@@ -92,7 +92,7 @@ def send_rows_kernel(
     block, group = tl.program_id(0), tl.program_id(1)
     inbox, base = tl.load(control + _INBOX + group), tl.load(control + _BASE)
     slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    row, present = tile_of(block, rows, ROWS, TILE)
+    row, present = block_tile(block, rows, ROWS, TILE)
     ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & present, other=-1).to(tl.int64)
     first = tl.load(x + row * stride_x + columns, mask=(columns < D) & present)
     if (stopped(control) == 0) & (inbox != 0):
@@ -100,7 +100,7 @@ def send_rows_kernel(
         here = groups_of(ids, group_of_E, E) == group
         goes = any_slot(here)
         weights = tl.load(weights_TK + row * K + slots, mask=here, other=0.0)
-        _, room = tile_of(block, bucket, ROWS, TILE)
+        _, room = block_tile(block, bucket, ROWS, TILE)
         there = (slots < K) & room
         ids_there = (inbox + ids_at).to(tl.pointer_type(tl.int32)) + row * K + slots
         tl.store(ids_there, tl.where(here, ids, -1).to(tl.int32), mask=there)
@@ -168,7 +168,7 @@ def send_answers_kernel(
     block = tl.program_id(0)
     answers, base = tl.load(control + _PEER), tl.load(control + _BASE)
     slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    row, present = tile_of(block, bucket, ROWS, TILE)
+    row, present = block_tile(block, bucket, ROWS, TILE)
     ids = tl.load(taken_RK + row * K + slots, mask=(slots < K) & present, other=-1)
     first = tl.load(y + row * SLOTS * D + columns, mask=(columns < D) & present)
     if stopped(control) == 0:
@@ -232,7 +232,7 @@ def sum_answers_kernel(
     block, part_of_D = tl.program_id(0), tl.program_id(1)
     want = tl.load(control + _BASE) + exchange + 1
     slots, columns = tl.arange(0, BLOCK_K)[None, :], part_of_D * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    row, present = tile_of(block, rows, ROWS, TILE)
+    row, present = block_tile(block, rows, ROWS, TILE)
     if SLOTS == 1:  # looked up while the answers are on their way
         ids = tl.load(ids_TK + row * K + slots, mask=(slots < K) & present, other=-1).to(tl.int64)
         groups = groups_of(ids, group_of_E, E)

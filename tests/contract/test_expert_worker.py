@@ -175,8 +175,9 @@ async def test_a_device_that_is_slow_to_tell_its_rows_holds_no_heartbeat_up(floo
         worker._queue.heartbeat = watched
         try:
             await stage.until(asked.is_set)
-            await stage.until(lambda: len(told) >= 3)
-            assert told == [None] * len(told)
+            first = len(told) + 1  # one may still tell what was asked for before
+            await stage.until(lambda: len(told) >= first + 3)
+            assert not any(told[first:])
         finally:
             answered.set()
         await stage.until(lambda: any(told))
