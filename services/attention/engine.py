@@ -7,7 +7,7 @@ Legend: T rows of a step, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -207,25 +207,27 @@ class Engine(Generic[HandleT]):
             graphs=self._graphs.captures if self._graphs else 0,
         )
 
-    def _climb(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> Climbed:
+    def _climb(self, inputs: StepInputs, number: int) -> Climbed:
         """Whether it is right, :meth:`_settled` says; that has been asked where this raises. ``number`` names the step.
 
-        While steps that decode are replayed none of them is split: what a trial would find is slower.
+        While steps that decode are replayed none of them is split: what a trial would find is slower. Nor is anything
+        learned from them about those that may be.
         """
         whole = self._replays and not inputs.sequences
-        micro_batches = split(inputs, None if whole else self._overlap.cut(sizes))
+        sizes = inputs.sizes if self._overlap.active and not whole else ()
+        micro_batches = split(inputs, self._overlap.cut(sizes))
         self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
         try:
-            replayed_TD = self._graphs.replayed(micro_batches) if self._graphs else None
-            x_TD = replayed_TD
+            x_TD = self._graphs.replayed(micro_batches) if self._graphs else None
+            replayed = x_TD is not None
             if x_TD is None:
                 x_TD = forward(self._model, self._timed, self._kv, micro_batches)
         except BaseException:
             self._timed.settled()
             raise
         if not inputs.sequences:
-            self._replays = replayed_TD is not None
-        return Climbed(x_TD, split=len(micro_batches) > 1, replayed=replayed_TD is not None)
+            self._replays = replayed
+        return Climbed(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
 
     def _settled(self) -> bool:
         """Whether the last climb is right; else it is to be done again."""

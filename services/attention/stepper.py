@@ -38,23 +38,20 @@ Lookahead = Literal["off", "replayed", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Climbed:
-    """``x_TD`` after the last layer; whether that took two micro-batches, and whether the host had but one launch."""
+    """``x_TD`` after the last layer; whether that took two micro-batches, and whether the host had but one launch.
+    ``sizes``: of the sequences, where the overlap policy is to learn from the step."""
 
     x_TD: Tensor
     split: bool
     replayed: bool
+    sizes: Sequence[tuple[int, int]] = ()
 
 
 class Climb(Protocol):
     """From the rows of a step to those after the last layer."""
 
-    def __call__(self, inputs: StepInputs, sizes: Sequence[tuple[int, int]], number: int) -> Climbed:
-        """Where it raises, the step counts as settled.
-
-        Args:
-            sizes: of the sequences, as the overlap policy takes them.
-            number: names the step.
-        """
+    def __call__(self, inputs: StepInputs, number: int) -> Climbed:
+        """Where it raises, the step counts as settled. ``number`` names it."""
         ...
 
 
@@ -147,10 +144,9 @@ class Stepper:
             ahead_B: on the device, tokens that its sequences do not know yet.
         """
         assert flight.inputs is not None
-        flight.sizes = flight.inputs.sizes if self._overlap.active else []
         waited_s = self._waited_s()
-        climbed = self._climb(flight.inputs, flight.sizes, flight.number)
-        flight.split, flight.replayed = climbed.split, climbed.replayed
+        climbed = self._climb(flight.inputs, flight.number)
+        flight.split, flight.replayed, flight.sizes = climbed.split, climbed.replayed, climbed.sizes
         flight.waited_s += self._waited_s() - waited_s
         try:
             flight.top = Top.of(flight.plan, flight.inputs, climbed.x_TD, self._model, self._sampler, ahead_B)
@@ -173,7 +169,7 @@ class Stepper:
             self._drop_ahead()
         now = time.perf_counter()
         seconds, self._landed = now - max(flight.began, self._landed), now
-        if flight.error is None and not flight.replayed:  # those are of another kind than what could be split
+        if flight.error is None:
             self._overlap.note(flight.sizes, StepTime(seconds=seconds, waited_s=flight.waited_s), split=flight.split)
         if wipe := self._batch.complete(flight.plan, outcomes):
             self._kv.wipe(wipe)
