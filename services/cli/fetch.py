@@ -23,7 +23,6 @@ MARK = ".expertmesh-fetched"
 _HUB = "hf://"
 _POLL_S = 2.0
 _NOTE_EVERY = 30
-_CHUNK = 1 << 22
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +139,5 @@ def _from_folder(source: Path, folder: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as data:
-        while chunk := data.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(data, "sha256").hexdigest()

@@ -42,6 +42,11 @@ class SeatState:
     assigned: str | None
     """Digest of the group that it shall hold; None: none yet."""
 
+    @property
+    def stays(self) -> bool:
+        """Whether it neither leaves nor was asked to."""
+        return self.status != "leaving" and not self.dismissed
+
     def serves(self, group: ShardGroup) -> bool:
         """Whether a table may send rows for ``group``, as it stands in that table, to this seat."""
         return self.status == "ready" and self.report.digest == group_digest(group)

@@ -121,7 +121,7 @@ class ExpertPlacement:
         step = None
         if self._recutter.target is not None:
             if not self._recutter.late:
-                step = next_step([seat for seat in seats if _stays(seat)], layout, self._recutter.target)
+                step = next_step([seat for seat in seats if seat.stays], layout, self._recutter.target)
             if step is None:
                 self._recutter.give_up()
         if step is not None:
@@ -183,7 +183,7 @@ def intentions(
         return Intentions(table=None, assign=())
     digests = {group_digest(group): group for group in layout}
     ahead = step.ahead if step else frozenset()
-    staying = [seat for seat in seats if _stays(seat) and seat.number not in ahead]
+    staying = [seat for seat in seats if seat.stays and seat.number not in ahead]
     holds = {seat.number: group for seat in staying if (group := _held(seat, digests)) is not None}
     assign = _assignments(staying, holds, layout, load, gain)
     moved = {seat.number for seat, _ in assign}
@@ -200,10 +200,6 @@ def intentions(
     new = RoutingTable(epoch=following, fingerprint=fingerprint, num_experts=experts, groups=cut, seats=listed)
     changed = all(new.seats_of.values()) if table is None else (table.groups, table.seats) != (new.groups, new.seats)
     return Intentions(table=new if changed else None, assign=tuple(assign))
-
-
-def _stays(seat: SeatState) -> bool:
-    return seat.status != "leaving" and not seat.dismissed
 
 
 def _held(seat: SeatState, digests: Mapping[str, ShardGroup]) -> ShardGroup | None:

@@ -48,7 +48,7 @@ class Shortage:
         self._idle: set[int] = set()
 
     def note(self, seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> None:
-        able = [seat for seat in seats if seat.status != "leaving" and not seat.dismissed]
+        able = [seat for seat in seats if seat.stays]
         for seat in able:
             if layout and seat.number not in self._idle and not can_hold_some(seat, layout):
                 self._idle.add(seat.number)
