@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,11 +22,11 @@ from services.fabric.nccl_groups import NcclGroups
 from services.fabric.nccl_setup import Lanes
 from services.fabric.symm_cuda import CudaMemory
 from services.model.experts import ExpertShard, ExpertWeights
-from services.routing import RoutingTable, Seat, even_groups
+from services.routing import RoutingTable, ShardGroup
 from testkit.gpu_workers import GpuPool, GpuServer, packed
 from testkit.mesh_fabric import LOOPBACK, Ranks, dealt_link
 from testkit.symm_fabric import linked_shared
-from testkit.tcp_fabric import held_by, linked, seat_of, table_of
+from testkit.tcp_fabric import facts_of, held_by, linked, served
 
 FIRST = torch.device("cuda:0")
 CALL_S = 60.0
@@ -150,23 +151,17 @@ def to_workers(
     pool: GpuPool, way: Way, replicas: Sequence[int], num_experts: int, layers: Layers
 ) -> Iterator[OnDevice]:
     """Group i has ``replicas[i]`` seats, each on the next GPU."""
-    some = next(iter(layers.values())).w_down_EDF
-    facts: dict[str, Any] = {"hidden": some.shape[1], "dtype": str(some.dtype).removeprefix("torch.")}
-    groups = even_groups(list(layers), num_experts, len(replicas))
-    servers: list[GpuServer] = []
-    seats: list[Seat] = []
-    for group in (group for group, count in zip(groups, replicas, strict=True) for _ in range(count)):
-        number, place = pool.next_number(), len(servers)
+    facts, places = facts_of(layers), itertools.count()
+
+    def start(number: int, group: ShardGroup) -> GpuServer:
         held = {"weights": packed(held_by(group, layers)), "experts": group.experts, "num_experts": num_experts}
-        servers.append(GpuServer(pool.host(place), number, shared=way.shared, **held, **facts))
-        seats.append(seat_of(servers[-1], number, group.number))
-    try:
-        table = table_of(*seats, groups=groups, experts=num_experts)
-        with way.linked(table, call_s=CALL_S, unavailable_s=CALL_S, **facts) as link:
-            yield link
-    finally:
-        for server in servers:
-            server.close()
+        return GpuServer(pool.host(next(places)), number, shared=way.shared, **held, **facts)
+
+    with (
+        served(layers, num_experts, replicas, start, numbers=iter(pool.next_number, None)) as table,
+        way.linked(table, call_s=CALL_S, unavailable_s=CALL_S, **facts) as link,
+    ):
+        yield link
 
 
 class GpuRanks(Ranks):

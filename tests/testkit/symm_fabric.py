@@ -20,8 +20,8 @@ from services.fabric.symm_memory import HostMemory, PeerMemory
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_server import ExpertServer
 from services.model.experts import ExpertWeights
-from services.routing import RoutingTable, even_groups
-from testkit.tcp_fabric import FAST, SECRET, Compute, hello, part_of, seat_of, serve, table_of
+from services.routing import RoutingTable, ShardGroup
+from testkit.tcp_fabric import FAST, SECRET, Compute, facts_of, hello, part_of, serve, served
 
 CPU = torch.device("cpu")
 SLOTS, ROWS = 8, 64
@@ -156,17 +156,14 @@ def symm_link(
     layers: Mapping[int, ExpertWeights], num_experts: int, replicas: Sequence[int], *, unsummed: bool = True
 ) -> Iterator[SteppedLink]:
     """A link to servers of their own: group i has ``replicas[i]`` seats."""
-    some = next(iter(layers.values())).w_down_EDF
-    facts: dict[str, Any] = {"hidden": some.shape[1], "dtype": str(some.dtype).removeprefix("torch.")}
-    groups = even_groups(list(layers), num_experts, len(replicas))
-    servers, seats = [], []
-    for group in (group for group, count in zip(groups, replicas, strict=True) for _ in range(count)):
+    facts = facts_of(layers)
+
+    def start(number: int, group: ShardGroup) -> ExpertServer:
         forward = part_of(layers, group, num_experts).forward
-        servers.append(serve_shared(forward, seat=len(servers), experts=group.experts, **facts))
-        seats.append(seat_of(servers[-1], len(seats), group.number))
-    try:
-        with linked_shared(table_of(*seats, groups=groups, experts=num_experts), unsummed=unsummed, **facts) as link:
-            yield link
-    finally:
-        for server in servers:
-            server.close()
+        return serve_shared(forward, seat=number, experts=group.experts, **facts)
+
+    with (
+        served(layers, num_experts, replicas, start) as table,
+        linked_shared(table, unsummed=unsummed, **facts) as link,
+    ):
+        yield link

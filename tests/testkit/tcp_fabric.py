@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,17 +123,42 @@ def tcp_link(
     layers: Mapping[int, ExpertWeights], num_experts: int, replicas: Sequence[int], lane: str = "", **options: Any
 ) -> Iterator[TcpLink]:
     """A link to servers of their own: group i has ``replicas[i]`` seats."""
-    some = next(iter(layers.values())).w_down_EDF
-    facts: dict[str, Any] = {"hidden": some.shape[1], "dtype": str(some.dtype).removeprefix("torch.")}
-    groups = even_groups(list(layers), num_experts, len(replicas))
-    servers, seats = [], []
-    for group in (group for group, count in zip(groups, replicas, strict=True) for _ in range(count)):
+    facts = facts_of(layers)
+
+    def start(number: int, group: ShardGroup) -> ExpertServer:
         forward = part_of(layers, group, num_experts).forward
-        servers.append(serve(forward, seat=len(servers), experts=group.experts, lane=lane, **facts))
-        seats.append(seat_of(servers[-1], len(seats), group.number))
+        return serve(forward, seat=number, experts=group.experts, lane=lane, **facts)
+
+    with (
+        served(layers, num_experts, replicas, start) as table,
+        linked(table, lane=lane, **facts, **options) as link,
+    ):
+        yield link
+
+
+def facts_of(layers: Mapping[int, ExpertWeights]) -> dict[str, Any]:
+    """What servers and links say of rows."""
+    some = next(iter(layers.values())).w_down_EDF
+    return {"hidden": some.shape[1], "dtype": str(some.dtype).removeprefix("torch.")}
+
+
+@contextmanager
+def served(
+    layers: Mapping[int, ExpertWeights],
+    num_experts: int,
+    replicas: Sequence[int],
+    start: Callable[[int, ShardGroup], Any],
+    numbers: Iterator[int] | None = None,
+) -> Iterator[RoutingTable]:
+    """A table of servers that end with it: group i has ``replicas[i]`` seats, each from ``start(number, group)``."""
+    groups, numbers = even_groups(list(layers), num_experts, len(replicas)), numbers or itertools.count()
+    servers, seats = list[Any](), list[Seat]()
     try:
-        with linked(table_of(*seats, groups=groups, experts=num_experts), lane=lane, **facts, **options) as link:
-            yield link
+        for group, count in zip(groups, replicas, strict=True):
+            for number in itertools.islice(numbers, count):
+                servers.append(start(number, group))
+                seats.append(seat_of(servers[-1], number, group.number))
+        yield table_of(*seats, groups=groups, experts=num_experts)
     finally:
         for server in servers:
             server.close()
