@@ -1,6 +1,6 @@
 """Decode steps on a GPU, read at once and with lookahead: how long the GPU waits for the host between two steps.
 
-    PYTHONPATH=.:kernels python3 tests/perf/lookahead_gpu.py --out DIR          (one GPU, some 3 minutes)
+    PYTHONPATH=.:kernels:tests python3 tests/perf/lookahead_gpu.py --out DIR    (one GPU, some 3 minutes)
 
 First it checks, in float32 and with ends that nobody knows ahead, that tokens are the same both ways; then it times
 256 sequences in bfloat16, for models of some depths in Qwen3-30B-A3B's shapes with few experts. Random weights.
@@ -19,38 +19,27 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import json
 import random
 import statistics
 import sys
 import time
-import types
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-PROGRESS = "BarColumn DownloadColumn TextColumn TimeRemainingColumn TransferSpeedColumn Progress"
-LOADING = {"safetensors": "SafetensorError safe_open", "rich": "", "rich.console": "Console", "rich.progress": PROGRESS}
-MISSING = {name for name in ("safetensors", "rich") if importlib.util.find_spec(name) is None}
-for package, names in LOADING.items():  # imported and not used: weights come out of a generator here
-    if package.partition(".")[0] in MISSING:
-        sys.modules[package] = types.ModuleType(package)
-        vars(sys.modules[package]).update({name: type(name, (Exception,), {}) for name in names.split()})
+from testkit.stand_ins import fill_in
+
+fill_in()  # before the project's imports
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from testkit.decode_bench import Parts, random_dense, random_experts, request  # noqa: E402
 
-from services.attention.engine import Engine, EngineOptions  # noqa: E402
+from services.attention.engine import Engine  # noqa: E402
 from services.attention.graphs import CudaCapture  # noqa: E402
-from services.fabric.local import LocalLink  # noqa: E402
-from services.messages import GenerateRequest, SamplingParams  # noqa: E402
-from services.model.dense import DenseModel  # noqa: E402
-from services.model.experts import ExpertShard, ExpertWeights  # noqa: E402
+from services.model.experts import ExpertShard  # noqa: E402
 from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec  # noqa: E402
-from services.model.weights import DenseWeights, LayerWeights  # noqa: E402
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -85,7 +74,7 @@ def main() -> int:
     )
     rows: list[dict[str, Any]] = []
     for layers in args.layers:
-        parts = Parts.random(shapes(layers, device), device, torch.bfloat16)
+        parts = random_parts(shapes(layers, device), device, torch.bfloat16)
         for kind, graphs in product(args.kinds, args.graphs):
             pair = [
                 timed(parts, kind, args.sequences, args.steps, graphs=graphs == "on", lookahead=ahead)
@@ -115,50 +104,16 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-@dataclass
-class Parts:
-    model: DenseModel
-    link: LocalLink
+def random_parts(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Parts:
+    experts = random_experts(spec, device, dtype)
+    return Parts(random_dense(spec, device, dtype), ExpertShard(experts, num_experts=spec.num_experts))
 
-    @classmethod
-    def random(cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Parts:
-        generator = torch.Generator(device).manual_seed(1)
 
-        def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return (torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5).to(dtype)
-
-        ones_D = torch.ones(spec.hidden_size, dtype=dtype, device=device)
-        ones_H = torch.ones(spec.head_dim, dtype=dtype, device=device)
-        layers = tuple(
-            LayerWeights(
-                attention_norm_D=ones_D, qkv_OD=draw(spec.q_size + 2 * spec.kv_size, spec.hidden_size),
-                qkv_bias_O=None, q_norm=ones_H, k_norm=ones_H, o_DO=draw(spec.hidden_size, spec.q_size),
-                o_bias_D=None, ffn_norm_D=ones_D, ffn=None, shared_gate_1D=None,
-                router_ED=draw(spec.num_experts, spec.hidden_size, dtype=torch.float32) * 4,
-            )
-            for _ in spec.layers
-        )  # fmt: skip
-        embed_VD = draw(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5
-        head_VD = draw(spec.vocab_size, spec.hidden_size) * 4
-        experts = {
-            layer: ExpertWeights(
-                expert_ids=tuple(range(spec.num_experts)),
-                w_gate_up_E2FD=draw(spec.num_experts, 2 * spec.expert_ffn, spec.hidden_size),
-                w_down_EDF=draw(spec.num_experts, spec.hidden_size, spec.expert_ffn),
-            )
-            for layer in spec.moe_layers
-        }
-        shard = ExpertShard(experts, num_experts=spec.num_experts)
-        weights = DenseWeights(embed_VD=embed_VD, layers=layers, norm_D=ones_D, lm_head_VD=head_VD)
-        return cls(DenseModel(spec, weights), LocalLink(shard.by_layer(), num_experts=spec.num_experts))
-
-    def engine(self, *, graphs: bool = False, **options: Any) -> Engine[Any]:
-        capture = CudaCapture(self.model.device) if graphs and self.model.device.type == "cuda" else None
-        engine: Engine[Any] = Engine(
-            model=self.model, link=self.link, options=EngineOptions(**options), clock=lambda: 0, capture=capture
-        )
-        engine.prepare()
-        return engine
+def engine_of(parts: Parts, *, graphs: bool = False, **options: Any) -> Engine[Any]:
+    device = parts.model.device
+    engine = parts.engine(CudaCapture(device) if graphs and device.type == "cuda" else None, **options)
+    engine.prepare()
+    return engine
 
 
 def shapes(layers: int, device: torch.device) -> ModelSpec:
@@ -174,20 +129,14 @@ def shapes(layers: int, device: torch.device) -> ModelSpec:
     )  # fmt: skip
 
 
-def request(number: int, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        id=f"r{number}", attempt=1, token_ids=list(prompt), prompt_len=len(prompt), deadline_ms=10**15, priority=5,
-        tenant="t", reply_to="g", sampling=SamplingParams(max_tokens=max_tokens, seed=number, **sampling),
-    )  # fmt: skip
-
-
 def check(device: torch.device) -> int:
     """Stops, penalties, few KV blocks, requests that come and are cancelled on the way. In float32."""
     spec = shapes(2, torch.device("cpu"))
-    parts = Parts.random(spec, device, torch.float32)
+    parts = random_parts(spec, device, torch.float32)
     answers, ahead = [], 0
     for lookahead in (False, True):
-        engine = parts.engine(
+        engine = engine_of(
+            parts,
             max_num_seqs=32,
             max_num_batched_tokens=256,
             kv_blocks=160,
@@ -215,10 +164,12 @@ def crowd(engine: Engine[Any], vocab: int) -> dict[str, list[Any]]:
     ]
     waiting = [
         request(
-            number,
+            f"r{number}",
             [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))],
             draw.randrange(1, 40),
             stop_token_ids=tuple(draw.randrange(vocab) for _ in range(vocab // 20)),
+            seed=number,
+            ignore_eos=False,
             **draw.choice(kinds),
         )
         for number in range(96)
@@ -288,13 +239,13 @@ class _Wait:
 
 def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, lookahead: bool) -> dict[str, Any]:
     draw, vocab = random.Random(1), parts.model.spec.vocab_size
-    engine = parts.engine(
-        max_num_seqs=sequences, max_num_batched_tokens=8192, kv_blocks=sequences * ((64 + steps + 40) // 16 + 2),
+    engine = engine_of(
+        parts, max_num_seqs=sequences, max_num_batched_tokens=8192, kv_blocks=sequences * ((64 + steps + 40) // 16 + 2),
         lookahead="all" if lookahead else "off", graphs=graphs,
     )  # fmt: skip
     for number in range(sequences):
         prompt = [draw.randrange(vocab) for _ in range(draw.randrange(16, 65))]
-        engine.add(request(number, prompt, steps + 30, ignore_eos=True, **KINDS[kind]))
+        engine.add(request(f"r{number}", prompt, steps + 30, seed=number, **KINDS[kind]))
     tokens: dict[str, list[int]] = {request.request.id: [] for request in engine._batch._held.values()}
 
     def step() -> None:

@@ -87,7 +87,8 @@ def random_dense(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> D
         for _ in spec.layers
     )  # fmt: skip
     embed_VD = draw(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5
-    return DenseModel(spec, DenseWeights(embed_VD=embed_VD, layers=layers, norm_D=ones_D, lm_head_VD=embed_VD))
+    head_VD = embed_VD if spec.tie_embeddings else draw(spec.vocab_size, spec.hidden_size) * 4
+    return DenseModel(spec, DenseWeights(embed_VD=embed_VD, layers=layers, norm_D=ones_D, lm_head_VD=head_VD))
 
 
 def random_experts(
@@ -113,10 +114,12 @@ def random_experts(
     return made
 
 
-def request(name: str, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True) -> GenerateRequest:
+def request(name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> GenerateRequest:
+    """Greedy and to ``max_tokens`` unless told."""
+    told = {"temperature": 0.0, "seed": 1, "ignore_eos": True} | sampling
     return GenerateRequest(
         id=name, attempt=1, token_ids=prompt, prompt_len=len(prompt), deadline_ms=10**15, priority=5, tenant="t",
-        reply_to="g", sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=1, ignore_eos=ignore_eos),
+        reply_to="g", sampling=SamplingParams(max_tokens=max_tokens, **told),
     )  # fmt: skip
 
 
