@@ -127,6 +127,13 @@ class SymmLane:
     def busy(self, seat: SeatLink) -> bool:
         return any(shared.link is seat for shared in self._in_step)
 
+    def close(self) -> None:
+        """Let go of all memory but that of seats in a step. Nothing may come in any more."""
+        with self._changed:
+            self._left += self._seats.values()
+            self._seats.clear()
+        self._tidy()
+
     def _map(self, shared: SharedSeat, taken: Taken) -> None:
         try:
             inbox = self._memory.open(taken.ticket)

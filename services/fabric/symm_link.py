@@ -267,6 +267,7 @@ class SymmLink:
     def close(self) -> None:
         self._control.abort()
         self.tcp.close()
+        self.lane.close()
         self._memory.close()
 
     def _key(self, bucket: int) -> Hashable:

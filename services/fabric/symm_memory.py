@@ -7,7 +7,6 @@ and harms nobody. A ticket proves itself: who opens it finds the ticket's nonce 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 from collections.abc import Callable
@@ -168,5 +167,5 @@ def memory_for(choice: str, device: torch.device) -> PeerMemory | None:
 
 
 def _mapped(fd: int, size: int) -> Tensor:
-    """The mapping lives as long as the tensor does."""
-    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    """The mapping lives as long as the tensor does, and needs no descriptor (that of mmap would keep one)."""
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube import Cluster, until
+from testkit.kube import TAG, Cluster, until
 from testkit.release import NAME, PREFIX, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
@@ -42,7 +42,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 def _stranger(cluster: Cluster, namespace: str, name: str, context: dict[str, object], **spec: object) -> str:
     container = {
         "name": "main",
-        "image": "expertmesh-control:dev",
+        "image": f"expertmesh-control:{TAG}",
         "command": ["/opt/expertmesh/bin/python", "-c", "import time; time.sleep(3600)"],
         "securityContext": CONTEXT | context,
     }

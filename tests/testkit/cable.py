@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import select
+import selectors
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +77,9 @@ class Cable:
         command = ["ip", "netns", "exec", self._switch, sys.executable, str(_WIRE), here, there]
         wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert wire.stdout is not None
-        said = wire.stdout.readline() if select.select([wire.stdout], [], [], COMMAND_S)[0] else b""
+        with selectors.DefaultSelector() as selector:  # select() refuses descriptors from 1024 on
+            selector.register(wire.stdout, selectors.EVENT_READ)
+            said = wire.stdout.readline() if selector.select(COMMAND_S) else b""
         if said != b"ready\n":
             wire.kill()
             wire.wait()

@@ -23,9 +23,11 @@ IMAGES = {
     "expertmesh-redis": ["-f", "tests/cluster/redis.Dockerfile", "tests/cluster"],
 }
 """Name -> what the build takes."""
+TAG = os.environ.get("KUBE_TAG", "dev")
+"""Of these images: trees that share a cluster differ in it."""
 LOCAL = [
-    *("--set", "images.control.tag=dev", "--set", "images.worker.tag=dev"),
-    *("--set", "images.redis.repository=expertmesh-redis", "--set", "images.redis.tag=dev"),
+    *("--set", f"images.control.tag={TAG}", "--set", f"images.worker.tag={TAG}"),
+    *("--set", "images.redis.repository=expertmesh-redis", "--set", f"images.redis.tag={TAG}"),
     *("--set", "images.redis.digest="),
 ]
 """Values for images that were built here."""
@@ -81,7 +83,7 @@ class Cluster:
         took = {}
         for name, words in IMAGES.items():
             began = time.monotonic()
-            self.run(self.tool, "build", "-t", f"{name}:dev", *words)
+            self.run(self.tool, "build", "-t", f"{name}:{TAG}", *words)
             took[name] = time.monotonic() - began
         return took
 

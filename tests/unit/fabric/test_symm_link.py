@@ -5,15 +5,18 @@ Not shown here: CUDA's memory and graphs, and the order in which GPUs see rows a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from testkit.servers import wait_until
 from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
 from torch import Tensor
 
@@ -218,3 +221,17 @@ def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_of_the_host_is_not_for_gpus() -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         memory_for("host", torch.device("cuda"))
+
+
+def test_a_link_that_closes_lets_go_of_all_memory() -> None:
+    before = memory_files()
+    with linked([Seat(0), Seat(1)]) as link:
+        step(link, 3)
+        assert memory_files() > before
+    wait_until(lambda: memory_files() == before, LONG_S, "nobody holds memory")
+
+
+def memory_files() -> int:
+    """Anonymous files that this process has open."""
+    found = (os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    return sum("memfd:expertmesh" in name for name in found)
