@@ -100,6 +100,12 @@ class SchedulerMetrics:
         )
         self.seats = gauge("expert_seats", "Expert workers in the routing table, by shard group.", "shard")
         self.table_epoch = gauge("routing_table_epoch", "Epoch of the routing table; 0 without one.")
+        self.placement_turn = Histogram(
+            _PREFIX + "placement_turn_seconds",
+            "One look at the expert workers' seats, and what followed from it.",
+            buckets=_STEP_BUCKETS_S,
+            registry=registry,
+        )
         self.reclaimed = Counter(
             _PREFIX + "reclaimed_leases_total", "Leases that expired, by what followed.", ["outcome"], registry=registry
         )

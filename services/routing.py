@@ -31,16 +31,21 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float = 1.0
 
 
-class ShardGroup(msgspec.Struct, frozen=True, kw_only=True):
+class ShardGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """``experts``: layer -> ids of the experts that every seat of the group holds, ascending."""
 
     number: int
     experts: dict[int, tuple[int, ...]]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Experts of the layer of which it has most."""
         return max(map(len, self.experts.values()), default=0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the contents: 16 hexadecimal digits, the same in every process."""
+        return hashlib.blake2b(encode_group(self), digest_size=8).hexdigest()
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -78,12 +83,11 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def seats_of(self) -> Mapping[int, tuple[Seat, ...]]:
         """Group number -> its seats, by number; () for a group without."""
-        return {
-            group.number: tuple(
-                sorted((seat for seat in self.seats if seat.group == group.number), key=lambda seat: seat.number)
-            )
-            for group in self.groups
-        }
+        found: dict[int, list[Seat]] = {group.number: [] for group in self.groups}
+        for seat in sorted(self.seats, key=lambda seat: seat.number):
+            if seat.group in found:
+                found[seat.group].append(seat)
+        return {number: tuple(seats) for number, seats in found.items()}
 
 
 def even_groups(layers: list[int], num_experts: int, groups: int) -> tuple[ShardGroup, ...]:
@@ -120,11 +124,6 @@ def encode_group(group: ShardGroup) -> bytes:
 def decode_group(data: bytes) -> ShardGroup:
     """Raises msgspec.DecodeError where ``data`` is no group."""
     return _group_decoder.decode(data)
-
-
-def group_digest(group: ShardGroup) -> str:
-    """Names the contents of ``group``: 16 hexadecimal digits, the same in every process."""
-    return hashlib.blake2b(encode_group(group), digest_size=8).hexdigest()
 
 
 def _misfit(problem: str) -> ConfigError:

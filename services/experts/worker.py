@@ -23,10 +23,12 @@ from services.queue.backoff import Backoff, until_answered
 from services.queue.expert_side import Assignment, ExpertQueue, Orders
 from services.queue.tables import TableReader, unused
 from services.queue.tasks import end_tasks
-from services.routing import ShardGroup
+from services.routing import RoutingTable, ShardGroup
 from services.runtime import in_daemon
 
 HEARTBEATS_PER_LEASE = 8
+FIRST_BEAT_S = 0.05
+"""After taking a seat a worker asks for its group, soon and then ever later, up to the pause between heartbeats."""
 ROWS_S = 2.0
 """How often the rows counted for each expert are told: of a large model they are tens of kilobytes."""
 FAREWELL_S = 2.0
@@ -222,19 +224,23 @@ class ExpertWorker:
             log.warning("left without a farewell: Redis does not answer, the lease will expire")
 
     async def _out_of_all_tables(self) -> None:
+        table: RoutingTable | None = None
         while True:
-            table = await until_answered("routing table", self._reader.read_table, Backoff())
+            newer = partial(self._reader.read_table, table.epoch if table else 0)
+            table = await until_answered("routing table", newer, Backoff()) or table
             await until_answered("heartbeat", self._heartbeat, self._pulse)  # asks which epochs are in use
             if unused(table, self._info.id, self._orders.oldest_epoch):
                 return
             await asyncio.sleep(min(0.1, self._timing.lease / HEARTBEATS_PER_LEASE))
 
     async def _keep_lease(self) -> None:
+        pause_s = FIRST_BEAT_S
         while True:
             if self._serving and (failure := self._serving.failure):
                 raise ServingFailed("A thread that serves experts died.") from failure
             await until_answered("heartbeat", self._heartbeat, self._pulse)
-            await asyncio.sleep(self._timing.lease / HEARTBEATS_PER_LEASE)
+            pause_s = min(2 * pause_s, self._timing.lease / HEARTBEATS_PER_LEASE)
+            await asyncio.sleep(pause_s)
 
     async def _counted(self, serving: Serving, digest: str) -> SeatRows | None:
         """None while the device has not answered: it may take seconds, as long as a lane is made, and a lease must not

@@ -6,7 +6,11 @@ once another leader was elected.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -22,9 +26,12 @@ from services.messages import (
 )
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.queue.scripts import Scripts
-from services.routing import RoutingTable, Seat, ShardGroup, decode_group, encode_group, encode_table, group_digest
+from services.queue.scripts import Argument, Scripts
+from services.routing import RoutingTable, Seat, ShardGroup, decode_group, encode_group, encode_table
 
+WHOLE_S = 2.0
+"""How often all seats are read, and not only those that changed: a worker of an earlier version counts no changes, nor
+does a Redis that lost its last second."""
 _NO_REPORT = encode(SeatReport(status="waiting"))
 
 
@@ -49,7 +56,7 @@ class SeatState:
 
     def serves(self, group: ShardGroup) -> bool:
         """Whether a table may send rows for ``group``, as it stands in that table, to this seat."""
-        return self.status == "ready" and self.report.digest == group_digest(group)
+        return self.status == "ready" and self.report.digest == group.digest
 
     def has_room(self, group: ShardGroup) -> bool:
         """Whether its worker says that it can hold ``group``."""
@@ -101,27 +108,44 @@ class SeatReap:
 class SeatRegistry:
     """A scheduler's view of the seats. All methods raise QueueUnavailable while Redis does not answer."""
 
-    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        limits: QueueLimits | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._clock = clock
+        self._version = 0
+        self._whole_at = 0.0
+        self._seats: dict[int, tuple[list[Any], SeatState]] = {}
 
     async def seats(self) -> list[SeatState]:
-        """All seats but those that left or were reaped, by number."""
-        return [
-            SeatState(
-                number=number,
-                info=decode_expert(info),
-                status=status.decode(),
-                report=decode_seat_report(report or _NO_REPORT),
-                dismissed=bool(dismissed),
-                assigned=digest.decode() or None,
-            )
-            for number, info, status, report, dismissed, digest in await self._scripts.run("seats")
-        ]
+        """All seats but those that left or were reaped, by number. One that did not change is the object that it was.
+
+        Only changes travel, but for a reading of all seats every :data:`WHOLE_S`; until then the rows in flight of a
+        report may be those of before.
+        """
+        whole = self._clock() >= self._whole_at + WHOLE_S
+        known, self._version = 0 if whole else self._version, 0  # read all again if this fails
+        version, every, ended, numbers, rows = await self._scripts.run("seats", known)
+        if every:
+            self._whole_at = self._clock()
+            numbers = [row[0] for row in rows]
+        if every or ended:
+            self._seats = {number: self._seats[number] for number in numbers if number in self._seats}
+        for row in rows:
+            if row[0] not in self._seats or self._seats[row[0]][0] != row:
+                self._seats[row[0]] = row, _state(row)
+        self._version = int(version)
+        return [self._seats[number][1] for number in sorted(self._seats)]
 
     async def rows(self) -> dict[int, SeatRows]:
         """Rows that the seats counted, by seat number."""
         reply = await self._scripts.run("seat_rows")
-        return {number: decode_seat_rows(rows) for number, rows in zip(reply[::2], reply[1::2], strict=True)}
+        return await asyncio.to_thread(_rows, reply)
 
     async def groups(self) -> list[ShardGroup]:
         """Those that seats were told to hold, once for each seat, by seat number."""
@@ -132,13 +156,14 @@ class SeatRegistry:
         held, more, readers, *numbers = await self._scripts.run("reap_seats", epoch, max_items)
         return SeatReap(seats=tuple(numbers), readers=readers, held=bool(held), more=bool(more))
 
-    async def assign_group(self, epoch: int, worker_id: str, group: ShardGroup) -> bool:
-        """Tells a seat to hold ``group`` instead of what it holds; False if it is gone or leaves.
+    async def assign_groups(self, epoch: int, told: Sequence[tuple[str, ShardGroup]]) -> list[bool]:
+        """Tells each worker's seat to hold the group instead of what it holds; False for one that is gone or leaves.
 
-        Take it out of the table first where it serves another group.
+        Take those out of the table first that serve another group.
         """
-        seat = (worker_id, group_digest(group), encode_group(group))
-        return bool(await self._scripts.run("assign_group", epoch, *seat))
+        items: list[tuple[Argument, ...]] = [(worker, group.digest, encode_group(group)) for worker, group in told]
+        replies = await self._scripts.run_chunks("assign_groups", (epoch,), items)
+        return [bool(answer) for reply in replies for answer in reply]
 
     async def dismiss(self, epoch: int, worker_id: str) -> bool:
         """Asks a seat to leave; False if it is gone."""
@@ -164,3 +189,20 @@ class SeatRegistry:
         use: make it anew for :attr:`TableEpochs.following`.
         """
         await self._scripts.run("publish_table", epoch, table.epoch, encode_table(table))
+
+
+def _state(row: list[Any]) -> SeatState:
+    number, info, status, report, dismissed, digest = row
+    return SeatState(
+        number=number,
+        info=decode_expert(info),
+        status=status.decode(),
+        report=decode_seat_report(report or _NO_REPORT),
+        dismissed=bool(dismissed),
+        assigned=digest.decode() or None,
+    )
+
+
+def _rows(reply: list[Any]) -> dict[int, SeatRows]:
+    """Off the event loop: of thousands of seats they are megabytes."""
+    return {number: decode_seat_rows(rows) for number, rows in zip(reply[::2], reply[1::2], strict=True)}

@@ -8,6 +8,7 @@ count, one at a time, where that gains enough and the table has stood for a whil
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +22,20 @@ from services.fabric.placement import Hysteresis, Load, assign_seats, strain
 from services.fabric.placement.groups import group_loads
 from services.fabric.placement.seats import capacities, next_move
 from services.messages import ExpertInfo
-from services.queue.seats import SeatRegistry, SeatState
+from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
-from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.asked import AskedGroups
 from services.scheduler.load import LoadMeter
 from services.scheduler.recut import Recutter, Step, next_step
 from services.scheduler.room import Shortage, can_hold_some, least_room, with_room
 
 WINDOW_S = 2.0
-"""Between two readings of the load."""
+"""Between two readings of the load, which take longer the more seats there are: see SEATS_PER_S."""
+SEATS_PER_S = 200
+"""So many seats' counters are read a second at most; those of all seats together."""
+NAMED = 16
+"""Seats that a line of the log names."""
 HYSTERESIS = Hysteresis()
 """What a seat's move for the load alone, or another cut of the groups, has to gain; how long a table stands first."""
 
@@ -74,6 +79,7 @@ class ExpertPlacement:
         self._next_reading = 0.0
         self._changed_at = clock()
         self._table: RoutingTable | None = None
+        self._seen: tuple[Sequence[SeatState], RoutingTable | None, int] | None = None
 
     async def turn(self, epoch: int) -> bool:
         """Reap, assign and publish what is due; whether anything changed.
@@ -83,10 +89,7 @@ class ExpertPlacement:
             StaleTable: another table was published meanwhile; the next turn starts from that.
             QueueUnavailable: Redis does not answer.
         """
-        found = await self._reader.read_table(self._table.epoch if self._table else 0)
-        if found is not None:
-            self._table = found
-            self._on_table(found)
+        await self._follow()
         seats = await self._registry.seats()
         if seats and self._table and self._table.fingerprint != seats[0].info.fingerprint:
             self._forget()  # a model that this namespace served before
@@ -102,22 +105,43 @@ class ExpertPlacement:
         load = await self._measured(seats)
         if self._table is not None:
             self._recutter.follow(self._table, load, least_room(seats))
-        self._shortage.note(seats, layout)
-        self._asked.note(seats, layout)
-        wanted = self._intentions(seats, layout, epochs.following, load)
+        if self._stands(seats, epochs, load):
+            return False
+        wanted = await asyncio.to_thread(self._intentions, seats, layout, epochs.following, load)
+        return await self._carry_out(wanted, epoch, epochs)
+
+    async def _follow(self) -> None:
+        found = await self._reader.read_table(self._table.epoch if self._table else 0)
+        if found is not None:
+            self._table = found
+            self._on_table(found)
+
+    def _stands(self, seats: Sequence[SeatState], epochs: TableEpochs, load: Load | None) -> bool:
+        """Whether the last turn found the same, wanted nothing, and nothing else asks for another look."""
+        seen, self._seen = self._seen, (seats, self._table, epochs.published)
+        return load is None and self._recutter.target is None and self._seen == seen
+
+    async def _carry_out(self, wanted: Intentions, epoch: int, epochs: TableEpochs) -> bool:
         table = wanted.table
         if table is None and self._table and epochs.published < self._table.epoch:  # Redis lost it
             table = msgspec.structs.replace(self._table, epoch=epochs.following)
+        if table is None and not wanted.assign:
+            return False
+        self._seen = None
         if table is not None:
             await self._publish(epoch, table)
-        for seat, group in wanted.assign:
-            log.info("seat %d is to hold group %d", seat.number, group.number)
-            await self._registry.assign_group(epoch, seat.info.id, group)
-        return bool(table or wanted.assign)
+        if wanted.assign:
+            await self._registry.assign_groups(epoch, [(seat.info.id, group) for seat, group in wanted.assign])
+            for seat, group in wanted.assign:
+                log.info("seat %d is to hold group %d", seat.number, group.number)
+        return True
 
     def _intentions(
         self, seats: Sequence[SeatState], layout: Sequence[ShardGroup], following: int, load: Load | None
     ) -> Intentions:
+        """Off the event loop: with thousands of seats it takes longer than a request should wait."""
+        self._shortage.note(seats, layout)
+        self._asked.note(seats, layout)
         step = None
         if self._recutter.target is not None:
             if not self._recutter.late:
@@ -144,8 +168,8 @@ class ExpertPlacement:
         now = self._clock()
         if self._table is None or now < self._next_reading:
             return None
-        self._next_reading = now + WINDOW_S
-        self._meter.read(await self._registry.rows(), self._table)
+        self._next_reading = now + max(WINDOW_S, len(seats) / SEATS_PER_S)
+        await asyncio.to_thread(self._meter.read, await self._registry.rows(), self._table)
         needed = [seat for seat in seats if can_hold_some(seat, self._table.groups)]
         settled = all(seat.status == "ready" for seat in needed) and now >= self._changed_at + self._hysteresis.wait_s
         return self._meter.load if settled else None
@@ -157,10 +181,18 @@ class ExpertPlacement:
 
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
         await self._registry.publish_table(epoch, table)
+        before = {seat.number for seat in self._table.seats} if self._table else set()
         self._table, self._changed_at = table, self._clock()
         self._on_table(table)
-        held = {number: [seat.number for seat in seats] for number, seats in table.seats_of.items()}
-        log.info("routing table %d: seats by group %s", table.epoch, held)
+        now = {seat.number for seat in table.seats}
+        news = [", ".join(map(str, sorted(numbers)[:NAMED])) or "none" for numbers in (now - before, before - now)]
+        log.info(
+            "routing table %d: %d seats in %d groups; new: %s; gone: %s",
+            table.epoch,
+            len(now),
+            len(table.groups),
+            *news,
+        )
 
 
 def intentions(
@@ -181,7 +213,7 @@ def intentions(
     """
     if not layout:
         return Intentions(table=None, assign=())
-    digests = {group_digest(group): group for group in layout}
+    digests = {group.digest: group for group in layout}
     ahead = step.ahead if step else frozenset()
     staying = [seat for seat in seats if seat.stays and seat.number not in ahead]
     holds = {seat.number: group for seat in staying if (group := _held(seat, digests)) is not None}
@@ -228,10 +260,11 @@ def _assignments(
     seats = [seat for seat in seats if seat.number in holds or can_hold_some(seat, layout)]
     if len(holds) < len(seats):
         return _groups_for_new(seats, holds, layout, load)
-    if bare := [group for group in layout if group not in holds.values()]:
-        movable = [seat for seat in seats if seat.info.group is None and _spared(seat, seats, holds)]
-        fitting = ((seat, group) for group in bare for seat in reversed(movable) if seat.has_room(group))
-        return list(islice(fitting, 1))
+    held = {group.number for group in holds.values()}
+    if bare := [group for group in layout if group.number not in held]:
+        movable = [seat for seat in reversed(seats) if seat.info.group is None]
+        fitting = ((seat, group) for group in bare for seat in movable if seat.has_room(group))
+        return list(islice((move for move in fitting if _spared(move[0], seats, holds)), 1))
     return _evened(seats, holds, layout, load, gain) if load is not None else []
 
 
@@ -268,7 +301,8 @@ def _evened(
     gain: float,
 ) -> list[tuple[SeatState, ShardGroup]]:
     """The one move that lowers the highest load per capacity most, if that is by ``gain`` and may be."""
-    group_S = [layout.index(holds[seat.number]) for seat in seats]
+    index = {group.number: position for position, group in enumerate(layout)}
+    group_S = [index[holds[seat.number].number] for seat in seats]
     capacity_S, loads_LG = [seat.info.capacity for seat in seats], group_loads(load, layout)
     moved = next_move(loads_LG, capacity_S, group_S)
     if moved is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from services.fabric.placement import Load, smoothed
 from services.messages import SeatRows
-from services.routing import RoutingTable, group_digest
+from services.routing import RoutingTable
 
 FADE = 0.3
 """Weight of the newest reading."""
@@ -26,7 +26,7 @@ class LoadMeter:
 
     def read(self, rows: Mapping[int, SeatRows], table: RoutingTable) -> None:
         """``rows`` by seat number, as Redis has them."""
-        experts = {group_digest(group): group.experts for group in table.groups}
+        experts = {group.digest: group.experts for group in table.groups}
         found = {layer: [0.0] * table.num_experts for layer in table.group_of}
         for seat, counted in rows.items():
             for layer, counts in counted.since(self._counted.get(seat)).items():

@@ -5,7 +5,7 @@
 One coroutine does it all in turn, so there is nothing to lock: each call is one short round trip, and every call that
 changes something carries the epoch, so that a leader that was paused cannot disturb its successor. While all credit is
 in use nothing is claimed; the end of a request wakes the loop. Between wakes it ticks, to prolong its lock, to reap
-what expired and to refresh the gauges.
+what expired and to refresh the gauges. The placement of experts has a coroutine of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from services.errors import ContextLengthExceeded, QueueUnavailable, StaleLeader
 from services.messages import GenerateRequest
 from services.queue.backoff import Backoff
 from services.queue.scheduler_side import SchedulerQueue, WorkerState
+from services.queue.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.observer import Observer
 from services.scheduler.policy import Choice, DispatchPolicy
@@ -29,6 +30,8 @@ MAX_TAKEOVER_S = 3.0
 """A leader that was killed is succeeded within this time, or a lease if that is shorter."""
 MAX_CLAIM = 64
 """Requests per claim: bounds the time of one script call and what a crash leaves to be requeued."""
+PLACEMENT_REST = 3.0
+"""After a turn the placement rests for so many times the CPU time that it took: no more than a quarter of a core."""
 REFUSED_RETRY_S = 0.02
 """A worker left between being chosen and being assigned to: look again after this."""
 
@@ -163,7 +166,6 @@ class _Term:
         self._epoch = epoch
         self._placement = placement
         self._renewal = Timer(intervals.renew)
-        self._placing = Timer(intervals.experts)
         self._reaping = Timer(intervals.reap)
         self._gauges = Timer(intervals.gauges)
         self._head_waits = False
@@ -175,11 +177,18 @@ class _Term:
             StaleLeader: another scheduler leads.
             QueueUnavailable: Redis does not answer.
         """
-        pause_s = 0.0
-        while not stop.is_set():
-            await self._wait(pause_s)
-            pause_s = await self._dispatch()
-            await self._keep_house()
+        placing = [asyncio.ensure_future(self._keep_placing(self._placement))] if self._placement else []
+        try:
+            pause_s = 0.0
+            while not stop.is_set():
+                await self._wait(pause_s)
+                pause_s = await self._dispatch()
+                await self._keep_house()
+                for task in placing:
+                    if task.done():
+                        task.result()
+        finally:
+            await end_tasks(placing)
         await self._queue.resign(self._epoch)
         log.info("resigned", extra={"epoch": self._epoch})
 
@@ -194,17 +203,20 @@ class _Term:
             raise StaleLeader(f"Epoch {self._epoch} leads no more.")
         if self._reaping.due():
             await self._reap()
-        if self._placement is not None and self._placing.due():
-            await self._place(self._placement)
         if self._gauges.due():
             await self._observer.refresh()
 
-    async def _place(self, placement: ExpertPlacement) -> None:
-        try:
-            if await placement.turn(self._epoch):
-                self._placing.expire()
-        except StaleTable as error:
-            log.warning("%s", error.message)
+    async def _keep_placing(self, placement: ExpertPlacement) -> None:
+        """Beside the dispatch, which must not wait for it: of thousands of seats a turn takes a while."""
+        while True:
+            began, spent, changed = time.monotonic(), time.process_time(), False
+            try:
+                changed = await placement.turn(self._epoch)
+            except StaleTable as error:
+                log.warning("%s", error.message)
+            self._observer.placed(time.monotonic() - began)
+            rest_s = PLACEMENT_REST * (time.process_time() - spent)
+            await asyncio.sleep(max(0.0 if changed else self._intervals.experts, rest_s))
 
     async def _reap(self) -> None:
         report = await self._queue.reap(self._epoch)

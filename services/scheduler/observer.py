@@ -41,6 +41,10 @@ class Observer:
         for group, seats in table.seats_of.items():
             self._metrics.seats.labels(group).set(len(seats))
 
+    def placed(self, seconds: float) -> None:
+        """A turn of the placement took so long."""
+        self._metrics.placement_turn.observe(seconds)
+
     async def refresh(self) -> None:
         """Bring the gauges up to date."""
         depth = await self._queue.depth()

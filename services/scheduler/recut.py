@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.errors import ConfigError, NotReady
 from services.fabric.placement import Hysteresis, Load, Plan, replan
 from services.queue.seats import SeatState
-from services.routing import RoutingTable, ShardGroup, group_digest
+from services.routing import RoutingTable, ShardGroup
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def next_step(seats: Sequence[SeatState], layout: Sequence[ShardGroup], target: 
     coming = [group for group in target if now.get(group.number) != group]
     if not all(seat.has_room(group) for group in coming for seat in _members(seats, group, now)):
         return None
-    ahead = {group.number: [seat for seat in seats if seat.assigned == group_digest(group)] for group in coming}
+    ahead = {group.number: [seat for seat in seats if seat.assigned == group.digest] for group in coming}
     if all(found and all(seat.serves(group) for seat in found) for group, found in _pairs(coming, ahead)):
         return Step(layout=target)
     serving = {group.number: [seat for seat in seats if _holds(seat, group) and seat.serves(group)] for group in layout}
@@ -85,12 +85,12 @@ def _pairs(
 
 def _members(seats: Sequence[SeatState], coming: ShardGroup, now: Mapping[int, ShardGroup]) -> list[SeatState]:
     """Seats that hold what is to become ``coming``: they will hold that."""
-    digests = {group_digest(now[coming.number])} if coming.number in now else set()
+    digests = {now[coming.number].digest} if coming.number in now else set()
     return [seat for seat in seats if {seat.assigned, seat.report.digest} & digests]
 
 
 def _holds(seat: SeatState, group: ShardGroup) -> bool:
-    return seat.assigned in (None, group_digest(group))
+    return seat.assigned in (None, group.digest)
 
 
 class Recutter:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from services.queue.seats import SeatState
-from services.routing import ShardGroup, group_digest
+from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Shortage:
                     len(layout),
                 )
         for group in layout:
-            digest = group_digest(group)
+            digest = group.digest
             if able and digest not in self._said and not any(seat.has_room(group) for seat in able):
                 self._said.add(digest)
                 log.warning(

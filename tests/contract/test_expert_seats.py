@@ -12,7 +12,7 @@ from services.errors import FingerprintMismatch, QueueUnavailable, StaleLeader
 from services.messages import SeatReport, SeatRows
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
-from services.routing import Seat, group_digest
+from services.routing import Seat
 
 
 async def test_workers_that_race_get_seats_of_their_own(floor):
@@ -109,7 +109,7 @@ async def test_another_model_is_refused_among_experts_and_attention_workers(floo
 async def test_an_assignment_reaches_the_worker_and_its_report_the_scheduler(floor):
     await floor.join("e1")
     assert (await floor.experts.heartbeat("e1", WAITING)).assignment is None
-    assert await floor.registry.assign_group(floor.e, "e1", GROUPS[1])
+    assert await floor.registry.assign_groups(floor.e, [("e1", GROUPS[1])]) == [True]
     orders = await floor.experts.heartbeat("e1", WAITING)
     assert orders.assignment is not None
     assert orders.assignment.group == GROUPS[1]
@@ -121,21 +121,21 @@ async def test_an_assignment_reaches_the_worker_and_its_report_the_scheduler(flo
     await floor.experts.heartbeat("e1", ready)
     state = (await floor.seats())["e1"]
     assert (state.report, state.serves(GROUPS[1]), state.serves(GROUPS[0])) == (ready, True, False)
-    assert await floor.registry.assign_group(floor.e, "e1", GROUPS[0])
+    assert await floor.registry.assign_groups(floor.e, [("e1", GROUPS[0])]) == [True]
     changed = (await floor.experts.heartbeat("e1", ready)).assignment
     assert changed is not None
-    assert (changed.group, changed.digest) == (GROUPS[0], group_digest(GROUPS[0]))
-    assert not await floor.registry.assign_group(floor.e, "nobody", GROUPS[0])
+    assert (changed.group, changed.digest) == (GROUPS[0], GROUPS[0].digest)
+    assert await floor.registry.assign_groups(floor.e, [("nobody", GROUPS[0])]) == [False]
 
 
 async def test_a_seat_that_redis_forgot_is_back_with_all_that_it_holds_in_one_step(floor, monkeypatch):
     await floor.join("e1", "e2")
     for worker, group in (("e1", GROUPS[1]), ("e2", GROUPS[0])):
-        await floor.registry.assign_group(floor.e, worker, group)
+        await floor.registry.assign_groups(floor.e, [(worker, group)])
         await floor.experts.heartbeat(worker, WAITING)
     await floor.redis.flushall()
     await floor.bench.lead()
-    report = SeatReport(status="ready", group=1, digest=group_digest(GROUPS[1]))
+    report = SeatReport(status="ready", group=1, digest=GROUPS[1].digest)
     beat, seen = floor.experts._beat, []
 
     async def watched(*arguments):
@@ -206,7 +206,7 @@ async def test_only_the_leader_assigns_publishes_dismisses_and_reaps(floor):
     await floor.lapse("e1")
     for call in (
         floor.registry.publish_table(floor.e, table(following)),
-        floor.registry.assign_group(floor.e, "e1", GROUPS[0]),
+        floor.registry.assign_groups(floor.e, [("e1", GROUPS[0])]),
         floor.registry.dismiss(floor.e, "e1"),
         floor.registry.reap(floor.e),
     ):

@@ -150,7 +150,7 @@ async def test_a_leaving_seat_waits_for_the_last_reader_of_its_tables(floor):
     assert await floor.experts.leave("e1")
     assert (await floor.seats())["e1"].status == "leaving"
     assert (await floor.seats())["e1"].dismissed
-    assert not await floor.registry.assign_group(floor.e, "e1", GROUPS[0])
+    assert await floor.registry.assign_groups(floor.e, [("e1", GROUPS[0])]) == [False]
     assert not await floor.may_go("e1")  # still in the table
     second = await floor.publish("e2")
     assert not await floor.may_go("e1")

@@ -132,7 +132,7 @@ def test_a_table_and_a_group_keep_their_layout() -> None:
             {"number": 7, "worker": "expert-1", "group": 1, "host": "h", "port": 2, "node": "n", "capacity": 2.0}
         ],
     }
-    assert routing.group_digest(group) == "fb73e77796a78c3e"
+    assert group.digest == "fb73e77796a78c3e"
     turned = routing.ShardGroup(number=1, experts={0: (0, 9), 4: (2, 3)})
     assert routing.encode_group(turned) == routing.encode_group(group)
     assert routing.decode_group(routing.encode_group(group)) == group

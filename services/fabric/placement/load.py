@@ -45,7 +45,7 @@ def strain(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> 
 
     Layers run one after the other and each waits for its slowest bin, so a step's time is proportional to this.
     """
-    return sum(max(map(_per_capacity, loads_B, capacity_B)) for loads_B in loads_LB)
+    return sum(max(map(per_capacity, loads_B, capacity_B)) for loads_B in loads_LB)
 
 
 def even_strain(load: Load, capacity_B: Sequence[float]) -> float:
@@ -58,5 +58,6 @@ def imbalance(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) 
     return strain(loads_LB, capacity_B) * sum(capacity_B) / sum(map(sum, loads_LB))
 
 
-def _per_capacity(load: float, capacity: float) -> float:
+def per_capacity(load: float, capacity: float) -> float:
+    """inf where there is none."""
     return load / capacity if capacity else math.inf

@@ -5,10 +5,12 @@ Legend: L layers, G groups, S seats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from services.errors import ConfigError, NotReady
-from services.fabric.placement.load import strain
+from services.fabric.placement.strains import Strains
 
 
 def assign_seats(
@@ -35,8 +37,11 @@ def assign_seats(
         raise ConfigError("A seat's capacity is not above 0.", hint="Give its speed against the others, 1 if alike.")
     group_S: list[int | None] = [None] * len(capacity_S) if current_S is None else list(current_S)
     _cover(loads_LG, capacity_S, group_S)
+    strains = Strains(loads_LG, capacities(group_S, capacity_S, groups))
+    total_G = _totals(loads_LG)
     for seat in sorted(_unassigned(group_S), key=lambda seat: (-capacity_S[seat], seat)):
-        group_S[seat] = _best_group(loads_LG, capacity_S, group_S, seat)
+        group = group_S[seat] = _best_group(strains, total_G, capacity_S[seat])
+        strains.add(group, capacity_S[seat])
     assigned = [group for group in group_S if group is not None]
     return _improved(loads_LG, capacity_S, assigned) if current_S is None else assigned
 
@@ -44,15 +49,23 @@ def assign_seats(
 def next_move(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
-    """``group_S`` after the one move that lowers the strain most; None if none does. Leaves no group without a seat."""
+    """``group_S`` after the one move that lowers the strain most; None if none does. Leaves no group without a seat.
+
+    Seats of one group with the same capacity are as good as each other, so the work grows with groups, not with seats.
+    """
+    strains = Strains(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
+    held_G, targets, capacity_G = Counter(group_S), sorted(strains.deciding()), strains.capacity_G
     moves = [
-        [*group_S[:seat], group, *group_S[seat + 1 :]]
-        for seat, own in enumerate(group_S)
-        if group_S.count(own) > 1
-        for group in range(len(loads_LG[0]))
+        (
+            strains.after({own: capacity_G[own] - size, group: capacity_G[group] + size}),
+            {seats[0 if group < own else -1]: group},
+        )
+        for (own, size), seats in _alike(capacity_S, group_S).items()
+        if held_G[own] > 1
+        for group in targets
         if group != own
     ]
-    return _best(loads_LG, capacity_S, group_S, moves)
+    return _best(strains.value, group_S, moves)
 
 
 def capacities(group_S: Sequence[int | None], capacity_S: Sequence[float], groups: int) -> list[float]:
@@ -66,43 +79,53 @@ def capacities(group_S: Sequence[int | None], capacity_S: Sequence[float], group
 
 def _improved(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: list[int]) -> list[int]:
     while True:
-        better = next_move(loads_LG, capacity_S, group_S) or _best(
-            loads_LG, capacity_S, group_S, _exchanges(capacity_S, group_S)
-        )
+        better = next_move(loads_LG, capacity_S, group_S) or _next_exchange(loads_LG, capacity_S, group_S)
         if better is None:
             return group_S
         group_S = better
 
 
-def _exchanges(capacity_S: Sequence[float], group_S: Sequence[int]) -> list[list[int]]:
-    found = []
-    for first, group in enumerate(group_S):
-        for second in range(first + 1, len(group_S)):
-            if group_S[second] != group and capacity_S[first] != capacity_S[second]:
-                changed = list(group_S)
-                changed[first], changed[second] = group_S[second], group
-                found.append(changed)
+def _next_exchange(
+    loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
+) -> list[int] | None:
+    """As :func:`next_move`, of two seats that change places."""
+    strains = Strains(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
+    capacity_G = strains.capacity_G
+    kinds = [(group, size, seats[0]) for (group, size), seats in _alike(capacity_S, group_S).items()]
+    exchanges = [
+        (
+            strains.after({first: capacity_G[first] - less + more, second: capacity_G[second] - more + less}),
+            {one: second, other: first},
+        )
+        for (first, less, one), (second, more, other) in itertools.combinations(kinds, 2)
+        if first != second and less != more
+    ]
+    return _best(strains.value, group_S, exchanges)
+
+
+def _alike(capacity_S: Sequence[float], group_S: Sequence[int]) -> dict[tuple[int, float], list[int]]:
+    """Seats, ascending, by group and capacity."""
+    found: dict[tuple[int, float], list[int]] = {}
+    for seat, kind in enumerate(zip(group_S, capacity_S, strict=True)):
+        found.setdefault(kind, []).append(seat)
     return found
 
 
-def _best(
-    loads_LG: Sequence[Sequence[float]],
-    capacity_S: Sequence[float],
-    group_S: Sequence[int],
-    candidates: list[list[int]],
-) -> list[int] | None:
-    """The candidate with the least strain, if it is below that of ``group_S``."""
-    groups = len(loads_LG[0])
-    here = strain(loads_LG, capacities(group_S, capacity_S, groups))
-    value, best = min(
-        ((strain(loads_LG, capacities(found, capacity_S, groups)), found) for found in candidates), default=(here, [])
-    )
-    return best if value < here * (1 - 1e-9) else None
+def _best(here: float, group_S: Sequence[int], changes: list[tuple[float, dict[int, int]]]) -> list[int] | None:
+    """``group_S`` after the change (seat -> group) with the least strain, if that is below ``here``."""
+    value = min((value for value, _ in changes), default=here)
+    if value >= here * (1 - 1e-9):
+        return None
+    return min(_changed(group_S, change) for found, change in changes if found == value)
+
+
+def _changed(group_S: Sequence[int], change: Mapping[int, int]) -> list[int]:
+    return [change.get(seat, group) for seat, group in enumerate(group_S)]
 
 
 def _cover(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: list[int | None]) -> None:
     """Give every group without seats one, the most loaded the strongest; where none is free, from a group with most."""
-    total_G = [sum(loads_L) for loads_L in zip(*loads_LG, strict=True)]
+    total_G = _totals(loads_LG)
     empty = [group for group in range(len(total_G)) if group not in group_S]
     for group in sorted(empty, key=lambda group: (-total_G[group], group)):
         free = _unassigned(group_S) or _spare(total_G, capacity_S, group_S)
@@ -117,22 +140,19 @@ def _spare(total_G: Sequence[float], capacity_S: Sequence[float], group_S: Seque
     return [seat for seat, group in enumerate(group_S) if group == donor]
 
 
-def _best_group(
-    loads_LG: Sequence[Sequence[float]],
-    capacity_S: Sequence[float],
-    group_S: Sequence[int | None],
-    seat: int,
-) -> int:
-    """Where the seat lowers the strain most; where several groups share the maximum, the one loaded most overall."""
-    groups = len(loads_LG[0])
-    capacity_G = capacities(group_S, capacity_S, groups)
-    total_G = [sum(loads_L) for loads_L in zip(*loads_LG, strict=True)]
+def _best_group(strains: Strains, total_G: Sequence[float], capacity: float) -> int:
+    """Where a seat lowers the strain most; where several groups share the maximum, the one loaded most overall."""
+    capacity_G, deciding, here = strains.capacity_G, strains.deciding(), strains.value
 
     def merit(group: int) -> tuple[float, float, int]:
-        with_it = [*capacity_G[:group], capacity_G[group] + capacity_S[seat], *capacity_G[group + 1 :]]
-        return strain(loads_LG, with_it), -total_G[group] / capacity_G[group], group
+        value = strains.after({group: capacity_G[group] + capacity}) if group in deciding else here
+        return value, -total_G[group] / capacity_G[group], group
 
-    return min(range(groups), key=merit)
+    return min(range(len(total_G)), key=merit)
+
+
+def _totals(loads_LG: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(loads_L) for loads_L in zip(*loads_LG, strict=True)]
 
 
 def _unassigned(group_S: Sequence[int | None]) -> list[int]:

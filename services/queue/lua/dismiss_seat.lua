@@ -6,4 +6,5 @@ local fenced = stale(ARGV[2])
 if fenced then return fenced end
 if not seated(ARGV[3]) then return 0 end
 redis.call('HSET', P .. 'seat:' .. ARGV[3], 'dismissed', 1)
+changed(ARGV[3])
 return 1

@@ -27,5 +27,6 @@ if redis.call('HSETNX', key, 'status', ARGV[7]) == 1 then
 end
 redis.call('HSET', key, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5])
 redis.call('PEXPIRE', key, C.stream_ms)
+changed(worker)
 wake()
 return number

@@ -1,5 +1,6 @@
 -- Library (needs base): expert seats, and the epochs of the routing table. All numbers only rise.
 -- seats: worker -> end of its lease; seat_numbers: worker -> number; seat:<worker>: what is known of it.
+-- seat_changes: worker -> version of its last change; seats_version, seats_gone: of the last change, and the last end.
 -- table_readers: worker -> end of its lease; table_epochs: worker -> oldest epoch that it may use.
 local YEAR_2026_S = 1767225600
 
@@ -23,14 +24,37 @@ local function epochs_in_use()
   return oldest, tonumber(last[2])
 end
 
+-- The published epoch and the oldest in use, as above, in two calls.
+local function published_and_oldest()
+  local v = redis.call('MGET', P .. 'table_epoch', P .. 'epochs_lost')
+  local first = not v[2] and redis.call('ZRANGE', P .. 'table_epochs', 0, 0, 'WITHSCORES')[2]
+  return tonumber(v[1]) or 0, v[2] and 0 or tonumber(first)
+end
+
 local function seated(worker)
   return redis.call('ZSCORE', P .. 'seats', worker) and redis.call('EXISTS', P .. 'seat:' .. worker) == 1
+end
+
+-- The next version: above all before it, also above those that Redis forgot, for it follows Redis TIME, in
+-- microseconds (53 bits last until 2255).
+local function next_version()
+  local known = tonumber(redis.call('GET', P .. 'seats_version')) or 0
+  local version = string.format('%.0f', math.max(known + 1, TIME[1] * 1000000 + TIME[2]))
+  redis.call('SET', P .. 'seats_version', version)
+  return version
+end
+
+-- To be called where the seats script would now answer otherwise for worker.
+local function changed(worker)
+  redis.call('ZADD', P .. 'seat_changes', next_version(), worker)
 end
 
 local function remove_seat(worker)
   redis.call('ZREM', P .. 'seats', worker)
   redis.call('ZREM', P .. 'seat_numbers', worker)
+  redis.call('ZREM', P .. 'seat_changes', worker)
   redis.call('DEL', P .. 'seat:' .. worker)
+  redis.call('SET', P .. 'seats_gone', next_version())
 end
 
 local function remove_reader(worker)

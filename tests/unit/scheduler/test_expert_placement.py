@@ -11,7 +11,7 @@ import pytest
 
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
-from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.experts import ExpertPlacement, intentions, told_whole
 from services.scheduler.load import LoadMeter
 from services.scheduler.room import Shortage
@@ -25,7 +25,7 @@ def seat(number: int, holds: int | None = None, *, assigned: bool = True, **chan
         id=f"w{number}", fingerprint="f", host="h", port=number, memory_bytes=1, pid=1, version="v", num_experts=8,
         layers=(1, 3), group=changes.pop("wish", None), capacity=changes.pop("capacity", 1.0),
     )  # fmt: skip
-    digest = group_digest(GROUPS[holds]) if holds is not None else None
+    digest = GROUPS[holds].digest if holds is not None else None
     report = SeatReport(status="ready" if digest else "waiting", group=holds, digest=digest or "")
     values: dict[str, Any] = {"status": report.status, "dismissed": False, "assigned": digest if assigned else None}
     return SeatState(number=number, info=info, report=report, **(values | changes))
@@ -204,8 +204,7 @@ def test_the_meter_counts_what_came_since_the_last_reading() -> None:
     def read(first: int, second: int) -> None:
         counts = [dict.fromkeys((1, 3), (rows,) * 4) for rows in (first, second)]
         rows = {
-            number + 1: SeatRows(digest=group_digest(GROUPS[number]), rows=counted)
-            for number, counted in enumerate(counts)
+            number + 1: SeatRows(digest=GROUPS[number].digest, rows=counted) for number, counted in enumerate(counts)
         }
         meter.read(rows, table)
 
@@ -247,7 +246,7 @@ class Quiet:
     async def rows(self) -> dict[int, SeatRows]:
         return {}
 
-    async def assign_group(self, *_: object) -> None:
+    async def assign_groups(self, *_: object) -> None:
         pass
 
 

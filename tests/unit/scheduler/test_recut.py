@@ -13,7 +13,7 @@ from services.errors import ConfigError
 from services.fabric.placement import Hysteresis, Plan
 from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
-from services.routing import RoutingTable, ShardGroup, even_groups, group_digest
+from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.recut import PATIENCE, Groups, Recutter, next_step
 
 OLD = even_groups([0], 8, 3)
@@ -31,7 +31,7 @@ NEW = cut((0, 2), (1, 3, 4), (5, 6, 7))
 def seat(number: int, group: ShardGroup, status: Any = "ready") -> SeatState:
     facts: dict[str, Any] = {"fingerprint": "f", "host": "h", "port": 1, "memory_bytes": 1, "pid": 1, "version": "v"}
     info = ExpertInfo(id=f"w{number}", num_experts=8, layers=(0,), **facts)
-    digest = group_digest(group)
+    digest = group.digest
     report = SeatReport(status=status, group=group.number, digest=digest if status == "ready" else "")
     return SeatState(number=number, info=info, status=status, report=report, dismissed=False, assigned=digest)
 

@@ -1,0 +1,47 @@
+"""How many series the metrics page of each role has, and how long it is, for a model of some layers and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from services.attention.observer import ExpertObserver
+from services.metrics import ExpertMetrics, GatewayMetrics, WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    count: int
+    size: int
+    """Bytes of a scrape."""
+
+    @classmethod
+    def of(cls, page: str) -> Series:
+        lines = [line for line in page.splitlines() if line and not line.startswith("#")]
+        return cls(len(lines), len(page))
+
+
+def series_of(scheduler_page: str, *, layers: int, num_experts: int) -> dict[str, Series]:
+    """By role, of one process of it that has seen traffic; the scheduler's page is given."""
+    gateway, attention, experts = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
+    served = GatewayMetrics(gateway)
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health"):
+        for status in ("200", "400", "429", "503"):
+            served.http_requests.labels(route, status).inc()
+    for finish in ("stop", "length", "cancelled", "error"):
+        served.requests.labels(finish).inc()
+    metrics = WorkerMetrics(attention)
+    rows = {layer: [1 + expert for expert in range(num_experts)] for layer in range(layers)}
+    ExpertObserver(metrics, lambda: rows).refresh()
+    for state in ("used", "cached", "free"):
+        metrics.kv_blocks.labels(state).set(1)
+    seat = ExpertMetrics(experts)
+    for status in ("waiting", "loading", "ready", "leaving"):
+        seat.status.labels(status).set(1)
+    for layer in range(layers):
+        seat.rows.labels(layer, "0").inc()
+    pages = {"gateway": gateway, "attention": attention, "experts": experts}
+    found = {role: Series.of(generate_latest(registry).decode()) for role, registry in pages.items()}
+    return found | {"scheduler": Series.of(scheduler_page)}
