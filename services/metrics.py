@@ -38,6 +38,8 @@ UPSTREAM_UP = _PREFIX + "metrics_upstream_up"
 """1 where a sibling answered, 0 where not. Written by the gateway as it merges the siblings' pages."""
 TOP_EXPERTS = 4
 """Busiest experts per layer that have a series of their own."""
+ALL_LAYERS = "all"
+"""The label of what is counted over all layers together: series of each take --layer-series."""
 
 
 class GatewayMetrics:
@@ -171,7 +173,7 @@ class ExpertMetrics:
             return Counter(_PREFIX + "experts_" + name, text, labels, registry=registry)
 
         self.seat = gauge("seat", "Number of the seat; 0 before there is one.")
-        self.status = gauge("status", "1 for what the worker is doing, 0 for the rest.", "status")
+        self.status = gauge("status", "1 for what the worker is doing.", "status")
         self.rows_in_flight = gauge("rows_in_flight", "Rows accepted and not yet answered.")
         self.rows = counter("rows_total", "Rows computed, by layer and shard group.", "layer", "shard")
         self.calls = counter("calls_total", "Exchanges answered, failed ones too.")

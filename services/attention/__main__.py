@@ -131,7 +131,9 @@ class AttentionRole:
         if isinstance(built.engine, LockStepEngine):
             built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
             built.engine.on_work(worker.nudge)
-        watched: list[Callable[[], None]] = [ExpertObserver(metrics, built.link.expert_rows).refresh]
+        watched: list[Callable[[], None]] = [
+            ExpertObserver(metrics, built.link.expert_rows, by_layer=settings.layer_series).refresh
+        ]
         if isinstance(built.link, SymmLink):
             watched.append(SharingObserver(metrics, built.link).refresh)
         if built.mesh:

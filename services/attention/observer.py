@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prometheus_client import Counter
 
-from services.metrics import TOP_EXPERTS, WorkerMetrics
+from services.metrics import ALL_LAYERS, TOP_EXPERTS, WorkerMetrics
 
 HALF_LIFE_S = 30.0
 """The busiest experts are those of about the last minute."""
@@ -112,10 +112,16 @@ class StepObserver:
 
 
 class ExpertObserver:
-    """Rows per layer, and the share of the busiest experts. ``read`` gives the totals by layer and expert."""
+    """Rows, and the share of the busiest experts: of each layer where ``by_layer``, else of all and the mean share.
 
-    def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[int, Sequence[int]]]) -> None:
+    ``read`` gives the totals by layer and expert.
+    """
+
+    def __init__(
+        self, metrics: WorkerMetrics, read: Callable[[], Mapping[int, Sequence[int]]], *, by_layer: bool = False
+    ) -> None:
         self._metrics = metrics
+        self._by_layer = by_layer
         self._read = read
         self._seen: dict[int, Sequence[int]] = {}
         self._recent: dict[int, list[float]] = {}
@@ -130,12 +136,15 @@ class ExpertObserver:
             self._seen[layer] = rows
             new = sum(rows) - sum(before)
             if new:
-                self._metrics.expert_tokens.labels(layer, SHARD).inc(new)
+                self._metrics.expert_tokens.labels(layer if self._by_layer else ALL_LAYERS, SHARD).inc(new)
                 recent = self._recent.get(layer) or [0.0] * len(rows)
                 self._recent[layer] = [
                     old * fade + now - then for old, now, then in zip(recent, rows, before, strict=True)
                 ]
-                self._show_busiest(layer)
+                if self._by_layer:
+                    self._show_busiest(layer)
+        if not self._by_layer:
+            self._show_mean()
 
     def _show_busiest(self, layer: int) -> None:
         recent = self._recent[layer]
@@ -144,6 +153,13 @@ class ExpertObserver:
         for rank, expert in enumerate(busiest, start=1):
             self._metrics.expert_top_share.labels(layer, rank).set(recent[expert] / total)
             self._metrics.expert_top_id.labels(layer, rank).set(expert)
+
+    def _show_mean(self) -> None:
+        """Over the layers, of the share that the busiest expert took, the second, and so on: ids say nothing then."""
+        loads = [(sorted(recent, reverse=True), total) for recent in self._recent.values() if (total := sum(recent))]
+        for rank in range(min(TOP_EXPERTS, *(len(load) for load, _ in loads)) if loads else 0):
+            mean = sum(load[rank] / total for load, total in loads) / len(loads)
+            self._metrics.expert_top_share.labels(ALL_LAYERS, rank + 1).set(mean)
 
 
 class SharingLink(Protocol):

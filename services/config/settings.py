@@ -272,6 +272,8 @@ class Settings(BaseSettings):
         1, "ranks over which each expert is split along its inner width", roles=(ATTENTION,), ge=1, le=256
     )
 
+    layer_series: bool = _knob(False, "metrics of each layer; without, of all together, as layer=all", roles=_COMPUTING)
+
     # Gateway
     auth: Literal["auto", "required", "off"] = _knob(
         "auto", "API keys: auto requires them unless --host is loopback", roles=(GATEWAY,)

@@ -80,7 +80,9 @@ async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
         timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
     )
     log.info("expert worker %s, metrics on port %d", name, port)
-    observing = asyncio.create_task(_observe(ExpertsObserver(ExpertMetrics(registry), worker)))
+    observing = asyncio.create_task(
+        _observe(ExpertsObserver(ExpertMetrics(registry), worker, by_layer=settings.layer_series))
+    )
     try:
         await check_access(redis, stop)
         await worker.run(stop)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from services.experts.serving import TcpServing
 from services.experts.worker import ExpertWorker
-from services.metrics import ExpertMetrics
-
-STATUSES = ("waiting", "loading", "ready", "leaving")
+from services.metrics import ALL_LAYERS, ExpertMetrics
 
 
 class ExpertsObserver:
     """Brings the series up to date. A group that is loaded anew counts from zero."""
 
-    def __init__(self, metrics: ExpertMetrics, worker: ExpertWorker) -> None:
+    def __init__(self, metrics: ExpertMetrics, worker: ExpertWorker, *, by_layer: bool = False) -> None:
         self._metrics = metrics
+        self._by_layer = by_layer
         self._worker = worker
         self._serving: object = None
+        self._status = ""
         self._rows: dict[int, int] = {}
         self._seen = (0, 0, 0, 0.0)
 
     def refresh(self) -> None:
         worker, metrics = self._worker, self._metrics
         metrics.seat.set(worker.seat)
-        for status in STATUSES:
-            metrics.status.labels(status).set(status == worker.status)
+        if self._status != worker.status:
+            metrics.status.clear()
+            metrics.status.labels(worker.status).set(1)
+            self._status = worker.status
         serving = worker.serving
         metrics.rows_in_flight.set(serving.rows_in_flight if serving else 0)
         if isinstance(serving, TcpServing):
@@ -34,7 +36,7 @@ class ExpertsObserver:
             self._serving, self._rows, self._seen = serving, {}, (0, 0, 0, 0.0)
         counts, metrics, shard = serving.server.counts, self._metrics, str(serving.group.number)
         for layer, rows in serving.layer_rows().items():
-            metrics.rows.labels(layer, shard).inc(rows - self._rows.get(layer, 0))
+            metrics.rows.labels(layer if self._by_layer else ALL_LAYERS, shard).inc(rows - self._rows.get(layer, 0))
             self._rows[layer] = rows
         now = (counts.calls, counts.failed, counts.computations, counts.seconds)
         series = (metrics.calls, metrics.failed, metrics.computations, metrics.busy)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from prometheus_client import disable_created_metrics
+
 from services.config import Role, Settings, load_settings
 from services.errors import StartupError
 from services.runtime.logs import configure_logging
@@ -41,6 +43,7 @@ def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> i
         print(f"expertmesh {role}: {error.message}", file=sys.stderr, flush=True)
         return error.exit_code
     configure_logging(role, settings.log_level, settings.log_format)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, of when each counter began
     if settings.supervisor_pid is not None:
         watch_parent(settings.supervisor_pid)
     return run_process(lambda stop: main(settings, stop))

@@ -12,6 +12,7 @@ from services.errors import FingerprintMismatch, QueueUnavailable, StaleLeader
 from services.messages import SeatReport, SeatRows
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
+from services.queue.seats import WHOLE_S, SeatRegistry
 from services.routing import Seat
 
 
@@ -284,3 +285,74 @@ async def test_after_redis_was_away_nobody_is_reaped_for_one_lease(durable_floor
             await asyncio.sleep(0.05)
     assert (report.seats, report.readers) == ((numbers[1],), 1)
     assert (await floor.join("e4"))[0] > numbers[1]
+
+
+async def test_only_what_changed_is_read_again(floor, monkeypatch):
+    now = 0.0
+    registry = SeatRegistry(floor.redis, floor.keys, floor.bench.limits, clock=lambda: now + 100)
+    read, run = [], registry._scripts.run
+
+    async def counted(name, *arguments):
+        reply = await run(name, *arguments)
+        if name == "seats":
+            read.append((reply[1], sorted(row[0] for row in reply[4])))
+        return reply
+
+    monkeypatch.setattr(registry._scripts, "run", counted)
+    first, second, third = await floor.join("e1", "e2", "e3")
+    whole = await registry.seats()
+    assert read.pop() == (1, [first, second, third])
+    assert [found is seat for found, seat in zip(await registry.seats(), whole, strict=True)] == [True] * 3
+    assert read.pop() == (0, [])
+    busy = SeatReport(status="waiting", outstanding_rows=7)
+    await floor.experts.heartbeat("e1", busy)
+    await floor.experts.heartbeat("e1", SeatReport(status="waiting", outstanding_rows=9))
+    await registry.seats()
+    assert len(read.pop()[1]) <= 1, "the first report of a seat is news, rows in flight are not"
+    await floor.experts.heartbeat("e1", SeatReport(status="waiting", outstanding_rows=8))
+    await registry.seats()
+    assert read.pop() == (0, [])
+    news = (
+        ("e1", floor.experts.heartbeat("e1", SeatReport(status="loading", group=1))),
+        ("e1", floor.experts.heartbeat("e1", SeatReport(status="loading", group=1, digest="d"))),
+        ("e2", floor.registry.assign_groups(floor.e, [("e2", GROUPS[0])])),
+        ("e2", floor.registry.dismiss(floor.e, "e2")),
+        ("e3", floor.experts.leave("e3")),
+        ("e3", floor.experts.join(structs.replace(expert("e3"), port=9), LEASE_S)),
+    )
+    numbers = {"e1": first, "e2": second, "e3": third}
+    for worker, change in news:
+        await change
+        assert await registry.seats() == await floor.registry.seats()
+        assert read.pop() == (0, [numbers[worker]])
+    await floor.experts.deregister("e2")
+    await floor.lapse("e3")
+    await floor.registry.reap(floor.e)
+    assert [state.number for state in await registry.seats()] == [first]
+    assert read.pop() == (0, [])
+    now = WHOLE_S
+    await registry.seats()
+    assert read.pop() == (1, [first])
+
+
+async def test_changes_are_read_whole_after_redis_lost_its_data_or_a_call_failed(floor, monkeypatch):
+    registry = SeatRegistry(floor.redis, floor.keys, floor.bench.limits, clock=lambda: 100.0)
+    await floor.join("e1", "e2")
+    assert len(await registry.seats()) == 2
+    await floor.redis.flushall()
+    assert await registry.seats() == []
+    await floor.bench.lead()
+    await floor.experts.heartbeat("e1", WAITING)
+    assert [state.info.id for state in await registry.seats()] == ["e1"]
+    run = registry._scripts.run
+
+    async def fails(name, *arguments):
+        await run(name, *arguments)
+        raise QueueUnavailable("The reply was lost.")
+
+    await floor.experts.leave("e1")
+    monkeypatch.setattr(registry._scripts, "run", fails)
+    with pytest.raises(QueueUnavailable):
+        await registry.seats()
+    monkeypatch.setattr(registry._scripts, "run", run)
+    assert [state.status for state in await registry.seats()] == ["leaving"]

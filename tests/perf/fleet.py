@@ -215,9 +215,11 @@ class Fleet:
         }
         args = self.args
         counts = {"attention": args.attention, "experts": args.experts, "gateway": args.gateways, "scheduler": 2}
-        per_role = series_of(self.leader.page(), layers=args.layers, num_experts=args.num_experts)
-        self.found["series"] = _series(per_role, counts)
-        for name in ("table", "memory", "series"):
+        for name, by_layer in (("series", False), ("series with --layer-series", True)):
+            page = self.leader.page()
+            per_role = series_of(page, layers=args.layers, num_experts=args.num_experts, by_layer=by_layer)
+            self.found[name] = _series(per_role, counts)
+        for name in ("table", "memory", "series", "series with --layer-series"):
             print(name, json.dumps(self.found[name]), flush=True)
 
     def close(self) -> None:

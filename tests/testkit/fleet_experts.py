@@ -61,6 +61,8 @@ class Member:
         self._held: Assignment | None = None
         self._since = self._rows_due = 0.0
         self._leaving = asyncio.Event()
+        self.dead = False
+        """A Redis command may swallow that its task was cancelled."""
 
     def leave(self) -> None:
         self._leaving.set()
@@ -70,6 +72,8 @@ class Member:
         await until_answered("seat", partial(self._queue.join, self.info, self._shape.lease_s), Backoff())
         pause_s = FIRST_BEAT_S
         while not self._leaving.is_set():
+            if self.dead:
+                return
             with suppress(QueueUnavailable):
                 if await self._beat():
                     continue
@@ -151,7 +155,9 @@ class ExpertFleet:
     def kill(self, count: int) -> list[str]:
         names = self._last(count)
         for name in names:
-            self._running.pop(name)[0].cancel()
+            task, member = self._running.pop(name)
+            member.dead = True
+            task.cancel()
         return names
 
     def failed(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,11 +100,12 @@ class Deployment:
         self._clients.append(client)
         return await client.__aenter__()
 
-    def scheduler(self) -> RunningScheduler:
+    def scheduler(self, placement: Callable[[], Any] | None = None) -> RunningScheduler:
         redis, registry = self.connection(), CollectorRegistry()
         queue = SchedulerQueue(redis, KEYS, self.limits)
         observer = Observer(SchedulerMetrics(registry), queue)
-        scheduler = Scheduler(queue, DispatchPolicy(), observer, token=uuid.uuid4().hex, lease_s=self.lease_s)
+        token = uuid.uuid4().hex
+        scheduler = Scheduler(queue, DispatchPolicy(), observer, token=token, lease_s=self.lease_s, placement=placement)
         task, stop = self._start(scheduler.run)
         running = RunningScheduler(redis, task, stop, registry)
         self._running.append(running)

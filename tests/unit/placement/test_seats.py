@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
 from services.fabric.placement.load import strain
-from services.fabric.placement.seats import assign_seats, capacities
+from services.fabric.placement.seats import assign_seats, capacities, next_move
 
 
 def value(loads: list[list[float]], seats: list[float], group_S: list[int]) -> float:
@@ -60,3 +60,32 @@ def test_fewer_seats_than_groups_is_not_ready() -> None:
 def test_a_seat_without_capacity_is_refused() -> None:
     with pytest.raises(ConfigError, match="not above 0"):
         assign_seats([[1]], [0])
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.data())
+def test_the_next_move_is_the_best_of_all_seats_and_groups(layers: int, groups: int, data: st.DataObject) -> None:
+    loads = [[data.draw(st.integers(0, 12)) for _ in range(groups)] for _ in range(layers)]
+    more = data.draw(st.lists(st.integers(0, groups - 1), max_size=5))
+    group_S = [*range(groups), *more]
+    seats = [float(data.draw(st.sampled_from([1, 1, 2, 3]))) for _ in group_S]
+    every = [
+        [*group_S[:seat], group, *group_S[seat + 1 :]]
+        for seat, own in enumerate(group_S)
+        if group_S.count(own) > 1
+        for group in range(groups)
+        if group != own
+    ]
+    found, here = next_move(loads, seats, group_S), value(loads, seats, group_S)
+    least = min(((value(loads, seats, moved), moved) for moved in every), default=(here, []))
+    assert found == (least[1] if least[0] < here * (1 - 1e-9) else None)
+
+
+def test_thousands_of_seats_get_their_groups_in_seconds() -> None:
+    loads = [[1.0 + (group * 7) % 5 for group in range(32)] for _ in range(8)]
+    seats = [1.0] * 2000
+    group_S = assign_seats(loads, seats, [None] * 2000)
+    assert value(loads, seats, group_S) <= 1.05 * sum(map(sum, loads)) / 2000
+    uneven = [[load * (2 if group == 9 else 1) for group, load in enumerate(loads_G)] for loads_G in loads]
+    moved = next_move(uneven, seats, group_S)
+    assert moved is not None
+    assert value(uneven, seats, moved) < value(uneven, seats, group_S)

@@ -262,6 +262,33 @@ async def test_load_and_plans_of_another_model_are_forgotten() -> None:
     assert placement._recutter.target is None
 
 
+async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = [seat(1, 0), seat(2, 1)]
+    redis: Any = Quiet(published(*seats), seats)
+    placement = ExpertPlacement(redis, redis, groups=2, clock=lambda: 1.0)
+    weighed: list[int] = []
+    weigh = placement._intentions
+
+    def counted(*arguments: Any) -> Any:
+        weighed.append(len(arguments[0]))
+        return weigh(*arguments)
+
+    monkeypatch.setattr(placement, "_intentions", counted)
+    for _ in range(3):
+        await placement.turn(1)
+    assert weighed == [2]
+    redis._seats = [*seats, seat(3)]
+    assert await placement.turn(1), "the seat is told its group"
+    assert await placement.turn(1), "it may not have heard: it is told again until it shows"
+    redis._seats = seats
+    for _ in range(3):
+        await placement.turn(1)
+    assert weighed == [2, 3, 3, 2]
+    placement._recutter.target = even_groups([1, 3], 8, 1)
+    await placement.turn(1)
+    assert weighed == [2, 3, 3, 2, 2]
+
+
 async def test_the_load_is_followed_although_a_seat_has_no_place() -> None:
     seats = [seat(1, 0), seat(2, 1)]
     redis: Any = Quiet(published(*seats), seats)

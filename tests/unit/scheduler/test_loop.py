@@ -11,6 +11,7 @@ from testkit.redis_server import RedisServer
 from testkit.roles import KEYS, Deployment, RunningScheduler, eventually
 from testkit.stepping import SteppingEngine
 
+from services.errors import StaleLeader
 from services.queue.scheduler_side import SchedulerQueue
 from services.scheduler.loop import Intervals
 
@@ -56,6 +57,46 @@ async def test_a_request_to_an_idle_system_is_dispatched_in_milliseconds(server:
         assert waits_ms[10] < 25  # about 1.5 where nothing else runs
         assert scheduler.value("request_queue_seconds_count") == 20
         assert scheduler.value("request_queue_seconds_sum") < 20 * 0.1
+
+
+class Stuck:
+    """A placement that takes for ever, or that meets another leader."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.turns = error, 0
+
+    async def turn(self, _epoch: int) -> bool:
+        self.turns += 1
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+        return False
+
+
+async def test_requests_do_not_wait_for_the_placement_of_experts(server: RedisServer) -> None:
+    async with Deployment(server.url, lease_s=1.0) as deployment:
+        stuck = Stuck()
+        scheduler = deployment.scheduler(lambda: stuck)
+        deployment.worker()
+        await eventually(lambda: stuck.turns == 1)
+        streams = await (await deployment.client()).submit(*PROMPTS, max_tokens=3)
+        await finish(streams)
+        check(streams, 3)
+        await asyncio.sleep(1.5)  # longer than the leader's lock lives
+        assert leads(scheduler)
+        assert stuck.turns == 1
+        await scheduler.stop()
+        assert not leads(scheduler)
+
+
+async def test_a_placement_that_meets_another_leader_ends_the_term(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deposed = Stuck(StaleLeader("Another scheduler leads."))
+        scheduler = deployment.scheduler(lambda: deposed)
+        await eventually(lambda: deposed.turns > 2)
+        deposed.error = RuntimeError("a fault")
+        with pytest.raises(RuntimeError, match="a fault"):
+            await scheduler.task
 
 
 async def test_of_two_schedulers_one_leads_and_a_resignation_is_succeeded_at_once(server: RedisServer) -> None:

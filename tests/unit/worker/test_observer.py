@@ -90,7 +90,9 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
 
 def test_expert_series_are_bounded_and_name_the_busiest(registry: CollectorRegistry) -> None:
     rows = {3: [0] * 64}
-    observer = ExpertObserver(WorkerMetrics(registry), lambda: {layer: list(row) for layer, row in rows.items()})
+    observer = ExpertObserver(
+        WorkerMetrics(registry), lambda: {layer: list(row) for layer, row in rows.items()}, by_layer=True
+    )
     observer.refresh()
     rows[3][7], rows[3][9] = 30, 10
     observer.refresh()
@@ -102,6 +104,21 @@ def test_expert_series_are_bounded_and_name_the_busiest(registry: CollectorRegis
     assert value("expertmesh_expert_top_share_ratio", {"layer": "3", "rank": "1"}) == pytest.approx(0.75)
     shares = [s for m in registry.collect() for s in m.samples if s.name == "expertmesh_expert_top_share_ratio"]
     assert len(shares) == TOP_EXPERTS
+
+
+def test_without_series_of_layers_the_rows_are_added_up_and_shares_are_means(registry: CollectorRegistry) -> None:
+    rows = {3: [0] * 8, 5: [0] * 8, 7: [0] * 8}
+    observer = ExpertObserver(WorkerMetrics(registry), lambda: {layer: list(row) for layer, row in rows.items()})
+    observer.refresh()
+    rows[3][7], rows[3][2], rows[5][1] = 30, 10, 8
+    observer.refresh()
+    value = registry.get_sample_value
+    assert value("expertmesh_expert_tokens_total", {"layer": "all", "shard": "0"}) == 48
+    assert value("expertmesh_expert_top_share_ratio", {"layer": "all", "rank": "1"}) == pytest.approx((0.75 + 1) / 2)
+    assert value("expertmesh_expert_top_share_ratio", {"layer": "all", "rank": "2"}) == pytest.approx((0.25 + 0) / 2)
+    names = [sample.name for metric in registry.collect() for sample in metric.samples]
+    assert names.count("expertmesh_expert_tokens_total") == 1
+    assert "expertmesh_expert_top_id" not in names
 
 
 @dataclass
