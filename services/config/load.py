@@ -276,7 +276,7 @@ def expected(name: str) -> str:
     field = Settings.model_fields[name]
     kind = bare(field.annotation)
     if name == "redis_url":
-        return "redis://, rediss:// or unix:// and an address"
+        return "redis://, rediss://, redis+sentinel:// or unix:// and an address"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     if get_origin(kind) is list:

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from services.config import redis_url as redis_urls
 
 ENV_PREFIX = "EXPERTMESH_"
 Role = Literal["gateway", "scheduler", "attention", "experts"]
@@ -20,7 +21,6 @@ EXPERTS: Literal["experts"] = "experts"
 ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION, EXPERTS)
 _WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION, EXPERTS)
 _COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
-_SCHEMES = ("redis", "rediss", "unix")
 
 
 def _knob(default: Any, summary: str, *, roles: tuple[Role, ...] = ROLES, **bounds: Any) -> Any:
@@ -45,7 +45,7 @@ def option(name: str) -> str:
 def mask_url(url: str) -> str:
     """``url`` with its password, in the authority or in the query, as ``***``."""
     authority = re.sub(r"(?<=://)([^:/@?#]*):.*@", r"\1:***@", url)
-    return re.sub(r"([?&]password=)[^&#]*", r"\1***", authority)
+    return re.sub(r"([?&](?:sentinel_)?password=)[^&#]*", r"\1***", authority)
 
 
 class Settings(BaseSettings):
@@ -105,7 +105,9 @@ class Settings(BaseSettings):
     )
 
     # Queue
-    redis_url: str | None = _knob(None, "redis://, rediss:// or unix:// URL; `serve` without it runs a private Redis")
+    redis_url: str | None = _knob(
+        None, "redis://, rediss://, redis+sentinel:// or unix:// URL; `serve` without it runs a private Redis"
+    )
     namespace: str = _knob(
         "expertmesh",
         "prefix of all keys in Redis; deployments that share a Redis differ in it",
@@ -329,13 +331,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, value: str | None) -> str | None:
-        if value is None:
-            return value
-        parts = urlsplit(value)
-        if parts.scheme not in _SCHEMES or not (parts.path if parts.scheme == "unix" else parts.hostname):
-            raise ValueError("is not a Redis URL")
-        _ = parts.port  # raises ValueError where the port is no port
-        return value
+        return value if value is None else redis_urls.checked(value)
 
     @property
     def model_name(self) -> str:

@@ -22,7 +22,9 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.config.redis_url import SCHEMES, SENTINEL_SCHEMES, SentinelUrl
 from services.errors import ConfigError, QueueUnavailable
+from services.queue.sentinel import connect_primary
 from services.queue.tasks import end_tasks
 
 SOCKET_TIMEOUT_S = 5.0
@@ -30,7 +32,6 @@ SOCKET_TIMEOUT_S = 5.0
 MAX_BLOCK_MS = 2_000
 """Longest blocking read; well under the socket timeout, which would end it as an error otherwise."""
 MIN_VERSION = (6, 2)
-_SCHEMES = ("redis", "rediss", "unix")
 _REFUSALS = {
     "OOM": "is out of memory; raise its maxmemory",
     "MISCONF": "cannot write to its disk; see its log",
@@ -48,7 +49,8 @@ _log = logging.getLogger(__name__)
 
 
 def connect(url: str, *, max_connections: int = 64) -> Redis:
-    """A client for ``redis://``, ``rediss://`` or ``unix://`` URLs (user and password in the URL). Connects lazily.
+    """A client for ``redis://``, ``rediss://`` or ``unix://`` URLs (user and password in the URL), or for the primary
+    that the Sentinels of a :class:`SentinelUrl` name. Connects lazily.
 
     Nothing is retried inside, so a call whose outcome is unknown is seen as such. A caller waits for a free connection
     when ``max_connections`` are in use. Raises ConfigError for another URL.
@@ -61,10 +63,17 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
         "health_check_interval": 15,
     }
     scheme = urlsplit(url).scheme
-    if scheme not in _SCHEMES:
+    if scheme in SENTINEL_SCHEMES:
+        try:
+            primary = SentinelUrl.parse(url)
+        except ValueError as error:
+            raise ConfigError(f"The Redis URL {error}.") from error
+        return connect_primary(primary, max_connections=max_connections, timeout_s=SOCKET_TIMEOUT_S, **options)
+    if scheme not in SCHEMES:
         raise ConfigError(
             f"{scheme or 'no scheme'!r} is not a scheme of a Redis URL.",
-            hint="Use redis://host:port/0, rediss://host:port/0 (TLS) or unix:///path/to/redis.sock.",
+            hint="Use redis://host:port/0, rediss://host:port/0 (TLS), redis+sentinel://host:port,host:port/name/0 or "
+            "unix:///path/to/redis.sock.",
         )
     if scheme != "unix":
         options["socket_keepalive"] = True

@@ -11,17 +11,23 @@
 - to: {{- include "expertmesh.peers" (dict "root" .root "roles" (list "redis")) | nindent 4 }}
   ports: [{port: 6379}]
 {{- else }}
-- ports: [{port: {{ include "expertmesh.redisPort" . }}}]
+- ports: {{ include "expertmesh.redisPorts" . }}
   {{- with .root.Values.networkPolicy.redisTo }}
   to: {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* Of an external Redis: the value, or what its URL says. */}}
-{{- define "expertmesh.redisPort" -}}
-{{- $host := (urlParse (.root.Values.redis.external.url | default "redis://")).host -}}
-{{- .root.Values.networkPolicy.redisPort | default (regexFind ":[0-9]+$" $host | trimPrefix ":" | default "6379") -}}
+{{/* Of an external Redis: the value, or what its URL says; with Sentinels theirs from the URL, and Redis' own. */}}
+{{- define "expertmesh.redisPorts" -}}
+{{- $url := .root.Values.redis.external.url | default "redis://" -}}
+{{- $hosts := splitList "," (regexReplaceAll "^[^:]*://(?:[^/?]*@)?([^/?]*).*$" $url "${1}") -}}
+{{- $default := ternary "26379" "6379" (contains "+sentinel:" $url) -}}
+{{- $ports := list -}}
+{{- range $hosts }}{{ $ports = append $ports (regexFind ":[0-9]+$" . | trimPrefix ":" | default $default) }}{{ end -}}
+{{- if contains "+sentinel:" $url }}{{ $ports = append $ports (.root.Values.networkPolicy.redisPort | default "6379" | toString) }}
+{{- else if .root.Values.networkPolicy.redisPort }}{{ $ports = list (toString .root.Values.networkPolicy.redisPort) }}{{ end -}}
+[{{ range $i, $port := uniq $ports }}{{ if $i }}, {{ end }}{port: {{ $port }}}{{ end }}]
 {{- end -}}
 
 {{- define "expertmesh.ingressOfMetrics" -}}

@@ -58,18 +58,20 @@ def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another
 
 
 @pytest.mark.parametrize(
-    ("settings", "port"),
+    ("settings", "ports"),
     [
-        (["redis.external.url=rediss://redis.db:6380/0"], 6380),
-        (["redis.external.url=redis://redis.db/0"], 6379),
-        (["redis.external.existingSecret=url"], 6379),
-        (["redis.external.existingSecret=url", "networkPolicy.redisPort=7000"], 7000),
+        (["redis.external.url=rediss://redis.db:6380/0"], [6380]),
+        (["redis.external.url=redis://redis.db/0"], [6379]),
+        (["redis.external.existingSecret=url"], [6379]),
+        (["redis.external.existingSecret=url", "networkPolicy.redisPort=7000"], [7000]),
+        (["redis.external.url=redis+sentinel://u:p@a.db:26380\\,b.db/mymaster/0"], [26380, 26379, 6379]),
+        (["redis.external.url=redis+sentinel://a.db\\,b.db/m", "networkPolicy.redisPort=7000"], [26379, 7000]),
     ],
 )
-def test_the_policies_open_the_port_of_an_external_redis(render: Render, settings: list[str], port: int) -> None:
+def test_the_policies_open_the_port_of_an_external_redis(render: Render, settings: list[str], ports: list[int]) -> None:
     objects = render("redis.enabled=false", *settings)
     for role in ("gateway", "scheduler", "attention", "experts"):
-        assert {"ports": [{"port": port}]} in named(objects, "NetworkPolicy", role)["spec"]["egress"]
+        assert {"ports": [{"port": port} for port in ports]} in named(objects, "NetworkPolicy", role)["spec"]["egress"]
 
 
 def test_every_role_trusts_the_authority_of_an_external_redis(render: Render) -> None:

@@ -119,7 +119,7 @@ def test_service_links_of_kubernetes_are_not_ours(monkeypatch: pytest.MonkeyPatc
         (["--request-timeout", "inf"], "expected a number"),
         (["--dtype", "int3"], "expected one of auto, float32, bfloat16, float16"),
         (["--namespace", "{x}"], "expected text matching"),
-        (["--redis-url", "http://h"], "expected redis://, rediss:// or unix://"),
+        (["--redis-url", "http://h"], "expected redis://, rediss://, redis+sentinel:// or unix://"),
         (["--redis-url", "redis://h:port"], "expected redis://"),
         (["--redis-url", "unix://"], "expected redis://"),
         (["--port"], "argument --port: expected one argument"),

@@ -1,0 +1,76 @@
+"""What a Redis URL says: one server's address, or the Sentinels that know which of several is the primary now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+SCHEMES = ("redis", "rediss", "unix")
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+SENTINEL_PORT = 26379
+_OPTIONS = (
+    "sentinel_username",
+    "sentinel_password",
+    "ssl_ca_certs",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_check_hostname",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentinelUrl:
+    """``redis+sentinel://[user:password@]host[:port],host[:port].../name[/db][?option=...]``; rediss: TLS to all.
+
+    User and password are those of Redis; Sentinels' own are ``sentinel_username`` and ``sentinel_password``. The other
+    options are files: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``; and ``ssl_check_hostname=false``.
+    """
+
+    sentinels: tuple[tuple[str, int], ...]
+    name: str
+    db: int = 0
+    tls: bool = False
+    username: str | None = None
+    password: str | None = None
+    options: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, url: str) -> SentinelUrl:
+        """Raises ValueError."""
+        parts = urlsplit(url)
+        login, _, hosts = parts.netloc.rpartition("@")
+        username, _, password = (unquote(part) for part in login.partition(":"))
+        name, _, db = parts.path.strip("/").partition("/")
+        options = tuple(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        if unknown := [option for option, _ in options if option not in _OPTIONS]:
+            raise ValueError(f"knows no option {unknown[0]}")
+        if not name:
+            raise ValueError("lacks the primary's name, as in redis+sentinel://host:26379/mymaster/0")
+        return cls(
+            sentinels=tuple(_address(host) for host in hosts.split(",")),
+            name=unquote(name),
+            db=int(db or 0),
+            tls=parts.scheme == "rediss+sentinel",
+            username=username or None,
+            password=password or None,
+            options=options,
+        )
+
+
+def _address(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError("lacks a Sentinel's host")
+    return parts.hostname, parts.port or SENTINEL_PORT
+
+
+def checked(url: str) -> str:
+    """``url`` if it is a Redis URL of some kind. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme in SENTINEL_SCHEMES:
+        SentinelUrl.parse(url)
+        return url
+    if parts.scheme not in SCHEMES or not (parts.path if parts.scheme == "unix" else parts.hostname):
+        raise ValueError("is not a Redis URL")
+    _ = parts.port  # raises ValueError where the port is no port
+    return url

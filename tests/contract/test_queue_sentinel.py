@@ -1,0 +1,87 @@
+"""Redis under Sentinel: the queue goes on at the new primary, and nothing that was replicated is lost."""
+
+from __future__ import annotations
+
+import pytest
+from testkit.client import check, finish
+from testkit.roles import Deployment, eventually
+from testkit.sentinels import PASSWORD, Watched, watched_redis
+from testkit.stepping import SteppingEngine
+
+from services.config.redis_url import SentinelUrl
+from services.errors import ConfigError, QueueUnavailable
+from services.queue.connect import check_server, command, connect
+from services.queue.embedded import find_redis_server
+
+PROMPTS = [[n, n + 1] for n in range(8)]
+
+
+@pytest.fixture
+def watched():
+    with watched_redis(str(find_redis_server())) as found:
+        yield found
+
+
+async def test_requests_pause_at_a_failover_and_go_on_with_the_same_tokens(watched: Watched) -> None:
+    async with Deployment(watched.url, lease_s=2.0, max_attempts=8) as deployment:
+        deployment.worker(engine=SteppingEngine(step_s=0.05))
+        scheduler = deployment.scheduler()
+        client = await deployment.client()
+        streams = await client.submit(*PROMPTS, max_tokens=80)
+        await streams[0].first_token.wait()
+        watched.kill_primary()
+        await finish(streams, timeout_s=60)
+        check(streams, 80)
+        later = await client.submit([99], max_tokens=3)
+        await finish(later)
+        check(later, 3)
+        await eventually(lambda: scheduler.value("scheduler_leader") == 1)
+        redis = deployment.connection()
+        await check_server(redis)
+        assert (await redis.role())[0] == b"master"
+        assert (await redis.info("server"))["tcp_port"] == watched.replica
+
+
+async def test_without_a_sentinel_redis_is_away_and_a_wrong_name_is_too(watched: Watched) -> None:
+    for url in (watched.url.replace("/mymaster/", "/other/"), "redis+sentinel://127.0.0.1:1/mymaster"):
+        redis = connect(url)
+        with pytest.raises(QueueUnavailable):
+            await command(redis, "PING")
+        await redis.aclose()
+
+
+async def test_a_password_that_redis_refuses_is_said(watched: Watched) -> None:
+    redis = connect(watched.url.replace(PASSWORD, "wrong"))
+    with pytest.raises(ConfigError, match="refuses the credentials"):
+        await check_server(redis)
+    await redis.aclose()
+
+
+def test_a_url_names_sentinels_the_primary_and_how_to_log_in() -> None:
+    url = SentinelUrl.parse("rediss+sentinel://u:p%40@a:1,[::1]:2,c/my/3?sentinel_password=s&ssl_ca_certs=/ca.crt")
+    assert url.sentinels == (("a", 1), ("::1", 2), ("c", 26379))
+    assert (url.name, url.db, url.tls, url.username, url.password) == ("my", 3, True, "u", "p@")
+    redis = connect("rediss+sentinel://u:p@a:1/my/3?sentinel_password=s&ssl_ca_certs=/ca.crt&ssl_check_hostname=false")
+    pool = redis.connection_pool
+    [sentinel] = pool.sentinel_manager.sentinels
+    theirs, own = sentinel.connection_pool.connection_kwargs, pool.connection_kwargs
+    assert (theirs["password"], theirs["host"], own["password"], own["username"]) == ("s", "a", "p", "u")
+    for found in (theirs, own):
+        assert (found["ssl_ca_certs"], found["ssl_check_hostname"]) == ("/ca.crt", False)
+    assert "SSL" in pool.connection_class.__name__
+    assert "SSL" in sentinel.connection_pool.connection_class.__name__
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("redis+sentinel://a:1", "lacks the primary's name"),
+        ("redis+sentinel://a:1,:2/m", "lacks a Sentinel's host"),
+        ("redis+sentinel://a:x/m", "Port could not be cast"),
+        ("redis+sentinel://a/m/x", "invalid literal"),
+        ("redis+sentinel://a/m?tls=1", "knows no option tls"),
+    ],
+)
+def test_a_url_that_sentinels_cannot_be_found_by_is_refused(url: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        connect(url)
