@@ -130,9 +130,10 @@ class BatchManager:
         self._held_back.launched(ahead)
         return ahead
 
-    def abandon(self, plan: StepPlan) -> list[int]:
-        """``plan``, launched ahead, counts for nothing and left nothing behind. Returns blocks to wipe."""
-        return self._held_back.abandon(plan)
+    def abandon(self, plan: StepPlan) -> None:
+        """``plan``, launched ahead, counts for nothing and left nothing behind. No sequence ended since."""
+        assert all(state.blocks for state in plan.decodes)
+        self._held_back.completing(plan)
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
         """Take in what the step computed, but for sequences that ended meanwhile. Returns the blocks to wipe: those of

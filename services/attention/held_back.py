@@ -1,7 +1,7 @@
 """Blocks of sequences that ended while a step launched ahead computes one more row of theirs. Pure Python.
 
 Such a row writes the KV of its token into a block that the sequence held alone, as all blocks that are not full are.
-The block goes back to the pool only when that step is completed, or given up: so nobody else gets it while it may still
+The block goes back to the pool only when that step is completed: so nobody else gets it while it may still
 be written to, nobody finds it by its name with such a row in it, and what the step left behind is known when it goes.
 """
 
@@ -26,7 +26,7 @@ class HeldBack:
         self._ahead = plan
 
     def completing(self, plan: StepPlan) -> None:
-        """``plan`` is done; sequences that end from now on are not in it."""
+        """``plan`` is done, or given up; sequences that end from now on are not in it."""
         if plan is self._ahead:
             self._ahead = StepPlan()
 
@@ -54,8 +54,3 @@ class HeldBack:
         self._failed.discard(state)
         self._pool.release(blocks)
         return self._pool.forget(blocks) if failed else []
-
-    def abandon(self, plan: StepPlan) -> list[int]:
-        """``plan`` is given up and left nothing behind. Returns the blocks to wipe, for what failed before it."""
-        self.completing(plan)
-        return [block for state in plan.decodes if not state.blocks for block in self.free(state, failed=False)]

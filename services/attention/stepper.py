@@ -87,7 +87,7 @@ class Stepper:
         self._mark: Callable[[torch.device], Awaited] = Mark
         self._launched, self._landed = 0, 0.0
         self.steps, self.overlapped_steps, self.launched_ahead = 0, 0, 0
-        """Since the start."""
+        """Since the start; one launched ahead counts when it is read, for it may be given up before."""
         self.step_tokens, self.step_seconds, self.step_overlapped = 0, 0.0, False
         """Of the last step. One launched ahead takes as long as it came after the one before."""
 
@@ -99,6 +99,7 @@ class Stepper:
     def step(self) -> None:
         """Read a step: that which is under way, or one launched now. Nothing, where there is nothing to compute."""
         flight, self._ahead = self._ahead, None
+        self.launched_ahead += flight is not None
         if flight is None and (plan := self._batch.plan()).sequences:
             flight = self._launch(plan)
         if flight is not None:
@@ -134,7 +135,6 @@ class Stepper:
                 logger.warning("A step launched ahead failed, and is planned anew.", exc_info=ahead.error)
             self._abandon(ahead)  # planned anew; where it fails again, that is told
             return None
-        self.launched_ahead += 1
         return ahead
 
     def _fly(self, flight: Flight, ahead_B: Tensor | None = None) -> None:
@@ -210,8 +210,7 @@ class Stepper:
                 self._settled()
         if flight.inputs is not None:
             self._kv.clear(flight.inputs.slots_T)
-        if wipe := self._batch.abandon(flight.plan):
-            self._kv.wipe(wipe)
+        self._batch.abandon(flight.plan)
 
     def _new(self, plan: StepPlan) -> Flight:
         self._launched += 1
