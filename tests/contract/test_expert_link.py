@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from testkit.gpu_fabric import GpuLinks, gpu_links
 from testkit.mesh_fabric import dealt_link
-from testkit.symm_fabric import symm_link
+from testkit.symm_fabric import SLOTS, symm_link
 from testkit.tcp_fabric import tcp_link
 from torch import Tensor
 
@@ -254,3 +254,28 @@ def test_result_does_not_depend_on_what_else_is_sent(open_link: OpenLink) -> Non
             part = slice(row, row + 1)
             alone_1D = link.combine(link.dispatch(0, x_TD[part], ids_TK[part], weights_TK[part]))
             assert_same(open_link, alone_1D, together_TD[part])
+
+
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_a_rehearsal_reaches_nobody_and_has_the_key_of_steps_like_it(name: str) -> None:
+    """Where there is no key a step needs the host, and is not replayed."""
+    batch = whole_rows(5, 1), *choice(5, SLOTS, 1)
+    with IMPLEMENTATIONS[name]({0: scaling_experts(SCALES)}) as opened:
+        link: Any = getattr(opened, "link", opened)  # the one inside, where steps are made of what is dispatched
+        rows = link.expert_rows if hasattr(link, "expert_rows") else dict
+        counted = rows()
+        with link.rehearsal(5) as key:
+            for _ in range(2 if key is not None else 0):  # without ids, as the rows that fill a graph up
+                assert not link.combine(link.dispatch(0, batch[0], torch.full((5, SLOTS), -1), batch[2])).any()
+        assert rows() == counted
+        keys = []
+        for step, known in ((1, [5]), (2, ()), (3, [5])):
+            settled = False
+            while not settled:
+                link.begin_step(step, known)
+                keys.append(link.graph_key())
+                y_TD = link.combine(link.dispatch(0, *batch))
+                settled = link.settled()
+            assert_sum(IMPLEMENTATIONS[name], y_TD, batch, SCALES)
+        assert {keys[0], keys[-1]} == {key}
+        assert (key is not None) == name.startswith(("local", "symm"))
