@@ -28,7 +28,7 @@ from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.asked import AskedGroups
 from services.scheduler.load import LoadMeter
 from services.scheduler.recut import Recutter, Step, next_step
-from services.scheduler.room import Shortage, can_hold_some, least_room, with_room
+from services.scheduler.room import Shortage, can_hold_some, rooms_of, with_room
 
 WINDOW_S = 2.0
 """Between two readings of the load, which take longer the more seats there are: see SEATS_PER_S."""
@@ -104,7 +104,7 @@ class ExpertPlacement:
         layout = self._table.groups if self._table else await self._first_layout(seats)
         load = await self._measured(seats)
         if self._table is not None:
-            self._recutter.follow(self._table, load, least_room(seats))
+            self._recutter.follow(self._table, load, rooms_of(seats, layout))
         if self._stands(seats, epochs, load):
             return False
         wanted = await asyncio.to_thread(self._intentions, seats, layout, epochs.following, load)

@@ -122,10 +122,10 @@ class Recutter:
             self._next = self._clock() + PATIENCE * self._hysteresis.wait_s
         self.target = None
 
-    def follow(self, table: RoutingTable, load: Load | None, room: int | None = None) -> None:
+    def follow(self, table: RoutingTable, load: Load | None, rooms: Mapping[int, int] | None = None) -> None:
         """Take what was planned, or plan; ``load`` is given while every seat is ready and the table has stood.
 
-        ``room``: the most experts of a layer that every seat can hold; None: not limited.
+        ``rooms``: by group number, the most experts of a layer that each of its seats can hold, where that is limited.
         """
         if self.target is not None and self.target == table.groups:
             log.info("the groups are cut anew")
@@ -134,10 +134,8 @@ class Recutter:
             (groups, planned), self._planned = self._planned, None
             self._take(groups, planned, table)
         elif load is not None and self.target is None and self._planned is None and self._clock() >= self._next:
-            if room is not None and room * len(table.groups) < table.num_experts:
-                return  # one small seat is enough for that; what it holds now fits
             self._next = self._clock() + self._hysteresis.wait_s
-            self._planned = table.groups, self._start(table, load, room)
+            self._planned = table.groups, self._start(table, load, rooms)
 
     def _take(self, groups: Groups, planned: Future[Plan], table: RoutingTable) -> None:
         error = planned.exception()
@@ -149,18 +147,17 @@ class Recutter:
             log.info("max / mean load %.2f: the groups are to be cut anew, for %.2f", plan.before, plan.after)
             self.target, self._since = plan.table.groups, self._clock()
 
-    def _start(self, table: RoutingTable, load: Load, room: int | None) -> Future[Plan]:
+    def _start(self, table: RoutingTable, load: Load, rooms: Mapping[int, int] | None) -> Future[Plan]:
         """Not asyncio's: it outlives the loop's interest in it without a word."""
         planned: Future[Plan] = Future()
-        limit = -(-int(SLACK * table.num_experts) // len(table.groups))
-        limit = limit if room is None else min(limit, room)
+        largest = max(group.size for group in table.groups)  # fits; smaller, and experts of it had to go anywhere
+        limit = max(-(-int(SLACK * table.num_experts) // len(table.groups)), largest)
+        options = {"hysteresis": self._hysteresis, "limit": limit, "rooms": rooms}
 
         def run() -> None:
             try:
                 elapsed_s = self._hysteresis.wait_s  # of which the caller made sure
-                planned.set_result(
-                    self._plan(table, load, table.seats, elapsed_s=elapsed_s, hysteresis=self._hysteresis, limit=limit)
-                )
+                planned.set_result(self._plan(table, load, table.seats, elapsed_s=elapsed_s, **options))
             except BaseException as error:  # noqa: BLE001  raised again where the result is taken
                 planned.set_exception(error)
 

@@ -11,9 +11,15 @@ from services.routing import ShardGroup
 log = logging.getLogger(__name__)
 
 
-def least_room(seats: Sequence[SeatState]) -> int | None:
-    """The most experts of a layer that each of the seats that hold a group can have; None: not limited."""
-    return min((most for seat in seats if seat.assigned and (most := seat.info.max_experts) is not None), default=None)
+def rooms_of(seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> dict[int, int]:
+    """By group number, the most experts of a layer that each of its seats can have, where that is limited."""
+    number_of = {group.digest: group.number for group in layout}
+    rooms: dict[int, int] = {}
+    for seat in seats:
+        most, number = seat.info.max_experts, number_of.get(seat.assigned or "")
+        if most is not None and number is not None:
+            rooms[number] = min(most, rooms.get(number, most))
+    return rooms
 
 
 def can_hold_some(seat: SeatState, layout: Sequence[ShardGroup]) -> bool:

@@ -5,7 +5,7 @@ Legend: G groups, B bins of the search (here the groups).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.errors import ConfigError
 from services.fabric.placement.load import Load, checked_load
@@ -46,6 +46,7 @@ def regrouped(
     limit: int | None,
     capacities: Sequence[float],
     prices: Sequence[float],
+    rooms: Mapping[int, int] | None = None,
 ) -> tuple[ShardGroup, ...]:
     """``groups`` with experts moved or exchanged where that evens the load by more than the price of loading them.
 
@@ -53,10 +54,13 @@ def regrouped(
 
     Args:
         prices: by group: what loading one more expert is worth, in units of max / mean.
+        rooms: by group number, experts of a layer that its seats have memory for, where that is less than ``limit``.
     """
     experts: list[dict[int, tuple[int, ...]]] = [{} for _ in groups]
     for layer, loads_E in rows.items():
-        bins = Bins(capacity_B=capacities, room=limit or len(loads_E), price_B=prices, replicate=False)
+        most = limit or len(loads_E)
+        room_B = [min(most, (rooms or {}).get(group.number, most)) for group in groups]
+        bins = Bins(capacity_B=capacities, room_B=room_B, price_B=prices, replicate=False)
         home = [set(group.experts.get(layer, ())) for group in groups]
         found = Arrangement([loads_E], bins, home, home)
         found.climb()

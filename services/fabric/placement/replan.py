@@ -47,6 +47,14 @@ class Plan:
     after: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Experts of a layer that a seat of any group, and of some groups, has memory for; None: not limited."""
+
+    limit: int | None = None
+    rooms: Mapping[int, int] | None = None
+
+
 def replan(
     current: RoutingTable,
     load: Load,
@@ -55,6 +63,7 @@ def replan(
     elapsed_s: float,
     hysteresis: Hysteresis | None = None,
     limit: int | None = None,
+    rooms: Mapping[int, int] | None = None,
     groups: int | None = None,
 ) -> Plan:
     """Follow changes of membership at once, and shifts of load where that pays.
@@ -69,6 +78,7 @@ def replan(
             its group and loads everything.
         elapsed_s: since ``current`` came into force.
         limit: experts of a layer that a seat has memory for; all by default.
+        rooms: by group number, the same of the seats of that group; what they hold now fits.
         groups: how many to have, seats permitting; by default as many as now. Splitting merged groups again may even
             the load less than the replicas of before did: it saves memory traffic.
 
@@ -83,7 +93,7 @@ def replan(
     wanted = groups or len(current.groups)
     layout = settled(current, rows, seats, wanted=wanted, limit=limit, price=hysteresis.price)
     if elapsed_s >= hysteresis.wait_s:
-        layout = _improved(layout, rows, capacity_S, hysteresis, limit)
+        layout = _improved(layout, rows, capacity_S, hysteresis, Room(limit=limit, rooms=rooms))
     even = even_strain(rows, capacity_S)
     plan_seats = tuple(
         msgspec.structs.replace(seat, group=layout.groups[group].number)
@@ -99,15 +109,13 @@ def replan(
     )
 
 
-def _improved(
-    layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresis: Hysteresis, limit: int | None
-) -> Layout:
+def _improved(layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresis: Hysteresis, room: Room) -> Layout:
     """Each step gains at least ``hysteresis.gain`` of what is left, so there are few."""
     while True:
         here = _layout_strain(layout, rows, capacity_S)
         found = [
             (value * (1 + hysteresis.price * loaded_fraction(layout, candidate)), position, candidate)
-            for position, candidate in enumerate(_candidates(layout, rows, capacity_S, hysteresis.price, limit))
+            for position, candidate in enumerate(_candidates(layout, rows, capacity_S, hysteresis.price, room))
             if (value := _layout_strain(candidate, rows, capacity_S)) < here * (1 - hysteresis.gain)
         ]
         score, _, best = min(found, key=lambda entry: entry[:2], default=(here, 0, layout))
@@ -116,25 +124,24 @@ def _improved(
         layout = best
 
 
-def _candidates(
-    layout: Layout, rows: Load, capacity_S: Sequence[float], price: float, limit: int | None
-) -> Iterator[Layout]:
+def _candidates(layout: Layout, rows: Load, capacity_S: Sequence[float], price: float, room: Room) -> Iterator[Layout]:
     """One seat moved, two, and so on while each helps; experts regrouped, sparingly and freely, before and after."""
-    yield _regrouped(layout, rows, capacity_S, price, limit)
-    yield _regrouped(layout, rows, capacity_S, 0.0, limit)
+    yield _regrouped(layout, rows, capacity_S, price, room)
+    yield _regrouped(layout, rows, capacity_S, 0.0, room)
     loads_LG = group_loads(rows, layout.groups)
     group_S = next_move(loads_LG, capacity_S, layout.group_S)
     while group_S is not None:
         layout = Layout(groups=layout.groups, group_S=tuple(group_S))
         yield layout
         group_S = next_move(loads_LG, capacity_S, layout.group_S)
-    yield _regrouped(layout, rows, capacity_S, price, limit)
-    yield _regrouped(layout, rows, capacity_S, 0.0, limit)
+    yield _regrouped(layout, rows, capacity_S, price, room)
+    yield _regrouped(layout, rows, capacity_S, 0.0, room)
 
 
-def _regrouped(layout: Layout, rows: Load, capacity_S: Sequence[float], price: float, limit: int | None) -> Layout:
+def _regrouped(layout: Layout, rows: Load, capacity_S: Sequence[float], price: float, room: Room) -> Layout:
     capacity_G = capacities(layout.group_S, capacity_S, len(layout.groups))
-    groups = regrouped(rows, layout.groups, limit=limit, capacities=capacity_G, prices=layout.prices(price))
+    prices = layout.prices(price)
+    groups = regrouped(rows, layout.groups, limit=room.limit, capacities=capacity_G, prices=prices, rooms=room.rooms)
     return Layout(groups=groups, group_S=layout.group_S)
 
 

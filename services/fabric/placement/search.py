@@ -21,13 +21,13 @@ _LEVELLING = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bins:
-    """``room``: experts that a bin may hold. ``price_B``: of loading one more expert, in units of max / mean.
+    """``room_B``: experts that a bin may hold. ``price_B``: of loading one more expert, in units of max / mean.
 
     ``replicate``: an expert may be in several bins, its load split evenly. Otherwise no bin is ever emptied.
     """
 
     capacity_B: Sequence[float]
-    room: int
+    room_B: Sequence[int]
     price_B: Sequence[float]
     replicate: bool
 
@@ -109,7 +109,7 @@ class Arrangement:
         self, hot: int, expert: int, number: int, each_E: Sequence[float]
     ) -> Iterator[tuple[Estimates, tuple[Change, ...]]]:
         """``expert`` of ``hot`` moves to bin ``number``, is exchanged for one there, or gets a copy there."""
-        free, replicate = len(self.held[number]) < self._bins.room, self._bins.replicate
+        free, replicate = len(self.held[number]) < self._bins.room_B[number], self._bins.replicate
         load, copied = each_E[expert], each_E[expert] * self._diluted(expert)
         if free and (replicate or len(self.held[hot]) > 1):
             yield [(hot, -load), (number, load)], ((hot, expert, -1), (number, -1, expert))
@@ -191,7 +191,7 @@ class Arrangement:
     def _place(self, experts: list[int]) -> None:
         """Each to the bin with room that is least loaded with it; at the end, to those that would stay empty."""
         for position, expert in enumerate(experts):
-            open_bins = [number for number, held in enumerate(self.held) if len(held) < self._bins.room]
+            open_bins = [number for number, held in enumerate(self.held) if len(held) < self._bins.room_B[number]]
             if not open_bins:
                 open_bins = [self._evict()]
             empty = [number for number in open_bins if not self.held[number]]

@@ -105,7 +105,7 @@ def _climbed(
 def _arranged(
     loads_WE: Sequence[Sequence[float]], slots: int, start: Sequence[set[int]], home: Sequence[set[int]], price: float
 ) -> Arrangement:
-    bins = Bins(capacity_B=[1.0] * len(home), room=slots, price_B=[price] * len(home), replicate=True)
+    bins = Bins(capacity_B=[1.0] * len(home), room_B=[slots] * len(home), price_B=[price] * len(home), replicate=True)
     return Arrangement(loads_WE, bins, start, home)
 
 

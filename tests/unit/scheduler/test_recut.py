@@ -15,6 +15,7 @@ from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.recut import PATIENCE, Groups, Recutter, next_step
+from services.scheduler.room import rooms_of
 
 OLD = even_groups([0], 8, 3)
 HOLD = {"wait_s": 10.0, "gain": 0.1}
@@ -134,8 +135,7 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
     clock = Clock()
     recutter = Recutter(Hysteresis(**HOLD), clock=clock, plan=plan)
     recutter.follow(TABLE, None)
-    recutter.follow(TABLE, LOAD, 8 // len(OLD) - 1)
-    assert asked == [], "three groups of one expert less hold no model of 8"
+    assert asked == []
     recutter.follow(TABLE, LOAD)
     planned(recutter)
     recutter.follow(TABLE, LOAD)
@@ -194,3 +194,26 @@ def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
     clock.now += 1
     recutter.follow(TABLE, LOAD)
     assert recutter._planned is not None
+
+
+def test_one_small_seat_keeps_no_others_from_being_cut_anew() -> None:
+    """Where each group had to fit it, three groups of 2 would not hold 8 experts."""
+    small = roomy(2)
+    here = [small(seat(0, OLD[0])), *(seat(number, group) for number, group in ((1, OLD[0]), (2, OLD[1])))]
+    here += [seat(number, group) for number, group in ((3, OLD[1]), (4, OLD[2]), (5, OLD[2]))]
+    rooms = rooms_of([*here, small(seat(6, OLD[0])), roomy(3)(replace(here[4], assigned=None))], OLD)
+    assert rooms == {0: 2}
+    load = {0: [20.0, 20.0, 30.0, 30.0, 1.0, 1.0, 1.0, 1.0]}
+    table = RoutingTable(
+        epoch=1, fingerprint="f", num_experts=8, groups=OLD,
+        seats=tuple(each.seat(each.report.group or 0) for each in here),
+    )  # fmt: skip
+    recutter = Recutter(Hysteresis(**HOLD), clock=Clock())
+    recutter.follow(table, load, rooms)
+    planned(recutter)
+    recutter.follow(table, load, rooms)
+    assert recutter.target is not None
+    heaviest = max(sum(load[0][expert] for expert in group.experts[0]) for group in recutter.target)
+    assert heaviest < 61, "group 1 had both of the hottest"
+    assert [group.size for group in recutter.target if group.number == 0] == [2]
+    assert next_step(here, OLD, recutter.target) is not None, "every seat has room for what its group becomes"
