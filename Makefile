@@ -6,6 +6,8 @@
 # make chart  write what follows from the chart's values: schema, table, manifests/
 # make images, make images-cuda   build the chart's images, by docker or BUILD='buildah bud'; TAG=... names another version
 # make cluster-test   prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
+# make fleet  the control plane with 2,000 expert workers that compute nothing: times, CPU, Redis, series; 3 minutes
+# make fleet-nodes  the chart on 500 fake nodes of a cluster (KUBE_TOOL): objects, Helm's release, pods, KEDA
 # make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
 
 PYTHON ?= python3
@@ -18,6 +20,7 @@ CHAOS_MINUTES ?= 10
 CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
+FLEET_ARGS ?=
 KUBE_TOOL ?= ../shared/tools/kube/kube
 BUILD ?= docker build
 TAG ?= $(shell sed -n 's/^appVersion: "\(.*\)"/\1/p' helm/expertmesh/Chart.yaml)
@@ -26,7 +29,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test gpu-test lint types imports check bench-cpu chaos demo-model chart manifests images images-cuda cluster-test \
+.PHONY: env run test gpu-test lint types imports check bench-cpu chaos fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test \
   constraints locks clean
 
 env: $(STAMP)
@@ -71,6 +74,13 @@ bench-cpu: env
 chaos: env
 	PYTHONPATH=tests:examples/pocket-moe $(BIN)/python -m chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) \
 	  --json $(CHAOS_OUT)/chaos.json --svg $(CHAOS_OUT)/chaos.svg $(CHAOS_ARGS)
+
+# Alone on its machine: it plays 2,000 workers as well. FLEET_ARGS='--experts 500': see --help.
+fleet: env
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m perf.fleet $(FLEET_ARGS)
+
+fleet-nodes: env
+	KUBE_TOOL=$(KUBE_TOOL) PYTHONPATH=.:tests $(BIN)/python -m perf.fleet_nodes $(FLEET_ARGS)
 
 demo-model: env
 	examples/pocket-moe/rebuild.sh

@@ -25,6 +25,10 @@ from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy
 
+SWITCH_S = 0.0005
+"""For so long a thread that computes where experts go may keep the interpreter from a request; Python's own is 5 ms, at
+each answer from Redis again."""
+
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +72,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the role."""
+    sys.setswitchinterval(SWITCH_S)
     return run_role(SCHEDULER, schedule, argv)
 
 

@@ -43,9 +43,9 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
     values["model"] = {"name": "m", "source": "hostPath", "hostPath": {"path": "/models/m"}}
     if args.scaled:
         url = "http://prometheus.monitoring.svc:9090"
-        bounds = {"minReplicas": 1, "maxReplicas": 64}
-        values["autoscaling"] = {"enabled": True, "prometheus": {"serverAddress": url}}
-        values["autoscaling"] |= dict.fromkeys(("experts", "attention", "gateway"), bounds)
+        fewest = {"experts": args.replicas, "attention": args.attention, "gateway": args.gateways}
+        bounds = {role: {"minReplicas": count, "maxReplicas": max(64, count)} for role, count in fewest.items()}
+        values["autoscaling"] = {"enabled": True, "prometheus": {"serverAddress": url}, **bounds}
         values["metrics"] = {"podMonitor": {"enabled": True}}
     return values
 
@@ -91,14 +91,11 @@ class Nodes:
         values.write_text(json.dumps(_values(self._args)))
         chart = self._args.chart
         words = [RELEASE, str(chart), "-n", NAMESPACE, "-f", str(chart / "values-multi-node.yaml"), "-f", str(values)]
-        objects = Counter(
-            line.removeprefix("kind: ")
-            for line in self._cluster.helm("template", *words, "--no-hooks").splitlines()
-            if line.startswith("kind: ")
-        )
         began = time.monotonic()
         self._cluster.helm("install", *words, "--no-hooks", "--timeout", "9m")
         took = time.monotonic() - began
+        lines = self._cluster.helm("get", "manifest", RELEASE, "-n", NAMESPACE).splitlines()
+        objects = Counter(line.removeprefix("kind: ") for line in lines if line.startswith("kind: "))
         secret = self._cluster.get(NAMESPACE, "secret", f"sh.helm.release.v1.{RELEASE}.v1")
         size = len(base64.b64decode(secret["data"]["release"]))
         self.show("objects", {"total": sum(objects.values()), **objects})
