@@ -13,22 +13,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import msgspec
 
-from services.errors import ConfigError, NotReady
-from services.fabric.placement import Hysteresis, Load, assign_seats, strain
-from services.fabric.placement.groups import group_loads
-from services.fabric.placement.seats import capacities, next_move
+from services.errors import ConfigError
+from services.fabric.placement import Hysteresis, Load
 from services.messages import ExpertInfo
 from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.asked import AskedGroups
+from services.scheduler.assign import assignments
 from services.scheduler.load import LoadMeter
 from services.scheduler.recut import Recutter, Step, next_step
-from services.scheduler.room import Shortage, can_hold_some, rooms_of, with_room
+from services.scheduler.room import Shortage, can_hold_some, rooms_of
 
 WINDOW_S = 2.0
 """Between two readings of the load, which take longer the more seats there are: see SEATS_PER_S."""
@@ -217,7 +215,7 @@ def intentions(
     ahead = step.ahead if step else frozenset()
     staying = [seat for seat in seats if seat.stays and seat.number not in ahead]
     holds = {seat.number: group for seat in staying if (group := _held(seat, digests)) is not None}
-    assign = _assignments(staying, holds, layout, load, gain)
+    assign = assignments(staying, holds, layout, load, gain)
     moved = {seat.number for seat, _ in assign}
     assign += [(seat, holds[seat.number]) for seat in staying if seat.number in holds and seat.assigned not in digests]
     listed = tuple(
@@ -246,84 +244,3 @@ def told_whole(told: Mapping[int, ShardGroup], info: ExpertInfo) -> bool:
         return set(table.group_of) == set(info.layers)
     except ConfigError:
         return False
-
-
-def _assignments(
-    seats: Sequence[SeatState],
-    holds: Mapping[int, ShardGroup],
-    layout: Sequence[ShardGroup],
-    load: Load | None,
-    gain: float,
-) -> list[tuple[SeatState, ShardGroup]]:
-    """A group for each seat without one. Else at most one seat that changes its group: to one that nobody holds, or,
-    where ``load`` is known, where that evens it by ``gain``. The next turn sees what it brought."""
-    seats = [seat for seat in seats if seat.number in holds or can_hold_some(seat, layout)]
-    if len(holds) < len(seats):
-        return _groups_for_new(seats, holds, layout, load)
-    held = {group.number for group in holds.values()}
-    if bare := [group for group in layout if group.number not in held]:
-        movable = [seat for seat in reversed(seats) if seat.info.group is None]
-        fitting = ((seat, group) for group in bare for seat in movable if seat.has_room(group))
-        return list(islice((move for move in fitting if _spared(move[0], seats, holds)), 1))
-    return _evened(seats, holds, layout, load, gain) if load is not None else []
-
-
-def _groups_for_new(
-    seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load | None
-) -> list[tuple[SeatState, ShardGroup]]:
-    """For the seats that hold none: what they ask for, or where they relieve most."""
-    index: dict[int | None, int] = {group.number: position for position, group in enumerate(layout)}
-    places = [index.get(holds[seat.number].number if seat.number in holds else seat.info.group) for seat in seats]
-    loads_LG = group_loads(load or _even(layout), layout)
-    try:
-        group_S = assign_seats(loads_LG, [seat.info.capacity for seat in seats], places)
-    except NotReady:
-        group_S = _in_turn(places, len(layout))
-    wanted = [
-        (seat, layout[group if place is None else place])
-        for seat, group, place in zip(seats, group_S, places, strict=True)
-        if seat.number not in holds
-    ]
-    return with_room(wanted, holds, layout)
-
-
-def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
-    """With fewer seats than groups each new one gets a group that nobody holds."""
-    bare = iter(group for group in range(groups) if group not in places)
-    return [next(bare) if place is None else place for place in places]
-
-
-def _evened(
-    seats: Sequence[SeatState],
-    holds: Mapping[int, ShardGroup],
-    layout: Sequence[ShardGroup],
-    load: Load,
-    gain: float,
-) -> list[tuple[SeatState, ShardGroup]]:
-    """The one move that lowers the highest load per capacity most, if that is by ``gain`` and may be."""
-    index = {group.number: position for position, group in enumerate(layout)}
-    group_S = [index[holds[seat.number].number] for seat in seats]
-    capacity_S, loads_LG = [seat.info.capacity for seat in seats], group_loads(load, layout)
-    moved = next_move(loads_LG, capacity_S, group_S)
-    if moved is None:
-        return []
-    before, after = (strain(loads_LG, capacities(each, capacity_S, len(layout))) for each in (group_S, moved))
-    if after >= before * (1 - gain):
-        return []
-    return [
-        (seat, layout[group])
-        for seat, group, own in zip(seats, moved, group_S, strict=True)
-        if group != own and seat.info.group is None and _spared(seat, seats, holds) and seat.has_room(layout[group])
-    ]
-
-
-def _spared(seat: SeatState, seats: Sequence[SeatState], holds: Mapping[int, ShardGroup]) -> bool:
-    """Whether the group of ``seat`` is served without it."""
-    group = holds[seat.number]
-    return any(other is not seat and holds.get(other.number) == group and other.serves(group) for other in seats)
-
-
-def _even(layout: Sequence[ShardGroup]) -> Load:
-    """Nothing is known: every expert takes as many rows."""
-    layers = layout[0].experts
-    return {layer: [1.0] * sum(len(group.experts[layer]) for group in layout) for layer in layers}

@@ -21,17 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
-import re
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,82 +32,15 @@ from typing import Any
 
 import psutil
 import redis
-import uvloop
-from testkit.fleet_experts import FleetShape, obey
-from testkit.fleet_front import stand
+from testkit.fleet_experts import FleetShape
+from testkit.fleet_processes import Remote, Scheduler, free_port, front, members
 from testkit.fleet_series import Series, series_of
 from testkit.redis_server import running_redis
 
 from services.queue.embedded import find_redis_server
 from services.routing import decode_table, encode_table
-from services.runtime import die_with_parent
 
 REDIS_FIGURES = ("total_commands_processed", "total_net_input_bytes", "total_net_output_bytes")
-
-
-def _members(shape: FleetShape, name: str, pipe: Any) -> None:
-    logging.disable(logging.WARNING)
-    uvloop.run(obey(shape, name, pipe))
-
-
-def _front(shape: FleetShape, pipe: Any) -> None:
-    uvloop.run(stand(shape, pipe))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Remote:
-    """A process that obeys."""
-
-    def __init__(self, work: Any, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
-        self._process.start()
-
-    def __call__(self, *command: Any) -> Any:
-        self.send(*command)
-        return self.answer()
-
-    def send(self, *command: Any) -> None:
-        self._pipe.send(command)
-
-    def answer(self) -> Any:
-        return self._pipe.recv()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-
-class Scheduler:
-    """``python -m services.scheduler``; its metrics page."""
-
-    def __init__(self, url: str, args: argparse.Namespace, log: Path) -> None:
-        self._port = _free_port()
-        options = ["--redis-url", url, "--lease", str(args.lease), "--metrics-port", str(self._port)]
-        options += ["--expert-groups", str(args.groups), "--rebalance-after", str(args.rebalance_after)]
-        command = [sys.executable, "-m", "services.scheduler", *options]
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=die_with_parent())
-        self.stats = psutil.Process(self._process.pid)
-
-    def page(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=30) as answer:
-            return str(answer.read().decode())
-
-    def value(self, name: str) -> float:
-        found = re.search(rf"^expertmesh_{name} (\S+)", self.page(), re.M)
-        return float(found[1]) if found else 0.0
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 class Fleet:
@@ -124,8 +50,8 @@ class Fleet:
         self.args, self.shape, self.schedulers = args, shape, schedulers
         self.store = redis.Redis.from_url(shape.url)
         self.redis = psutil.Process(pid)
-        self.parts = [Remote(_members, shape, f"experts{part}") for part in range(args.processes)]
-        self.front, self.traffic = Remote(_front, shape), Remote(_front, shape)
+        self.parts = [Remote(members, shape, f"experts{part}") for part in range(args.processes)]
+        self.front, self.traffic = Remote(front, shape), Remote(front, shape)
         self.seats = 0
         self.found: dict[str, dict[str, Any]] = {}
 
@@ -261,7 +187,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with ExitStack() as stack:
-        port = _free_port()
+        port = free_port()
         server = stack.enter_context(running_redis(str(find_redis_server()), "--port", str(port)))
         url = f"redis://127.0.0.1:{port}/0"
         assert server._process is not None
@@ -277,7 +203,9 @@ def main() -> None:
         )
         folder = Path(tempfile.mkdtemp(prefix="fleet"))
         print(f"logs in {folder}", flush=True)
-        schedulers = [Scheduler(url, args, folder / f"scheduler-{number}.log") for number in range(2)]
+        options = ["--lease", str(args.lease), "--expert-groups", str(args.groups)]
+        options += ["--rebalance-after", str(args.rebalance_after)]
+        schedulers = [Scheduler(url, options, folder / f"scheduler-{number}.log") for number in range(2)]
         for scheduler in schedulers:
             stack.callback(scheduler.close)
         time.sleep(5)
