@@ -129,8 +129,7 @@ class SeatRegistry:
         report may be those of before.
         """
         whole = self._clock() >= self._whole_at + WHOLE_S
-        known, self._version = 0 if whole else self._version, 0  # read all again if this fails
-        version, every, ended, numbers, rows = await self._scripts.run("seats", known)
+        version, every, ended, numbers, rows = await self._scripts.run("seats", 0 if whole else self._version)
         if every:
             self._whole_at = self._clock()
             numbers = [row[0] for row in rows]

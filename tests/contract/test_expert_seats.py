@@ -335,7 +335,7 @@ async def test_only_what_changed_is_read_again(floor, monkeypatch):
     assert read.pop() == (1, [first])
 
 
-async def test_changes_are_read_whole_after_redis_lost_its_data_or_a_call_failed(floor, monkeypatch):
+async def test_no_change_is_missed_where_redis_lost_its_data_or_a_reply_was_lost(floor, monkeypatch):
     registry = SeatRegistry(floor.redis, floor.keys, floor.bench.limits, clock=lambda: 100.0)
     await floor.join("e1", "e2")
     assert len(await registry.seats()) == 2
