@@ -12,9 +12,9 @@ from services.fabric.nccl_setup import lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import PeerMemory, memory_for
+from services.fabric.tcp_call import Rider
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_seat import Rider
 from services.fabric.tcp_wire import NAMES
 from services.fabric.tls import client_context
 from services.model.spec import ModelSpec

@@ -1,4 +1,5 @@
-"""From two offers in a handshake to a lane that has carried bytes there and back. Never on the path of a call.
+"""From two offers in a handshake to a lane that has carried bytes there and back. Never on the path of a call: rows go
+in frames meanwhile.
 
 both       -> LANE  entries of the groups' stores, such as NCCL's unique id
 attention  ~~ bytes over the lane ~~> experts ~~> attention
@@ -32,6 +33,8 @@ _UNHANG_S = 0.2
 OPENING_S = 30.0
 """Longest time from two offers to a lane; NCCL takes a second, more where a GPU is new to the process."""
 ENDING_S = 2.0
+FRAMES_BYTES = 96 << 10
+"""Below this rows are there sooner in frames than over NCCL, which needs both hosts as well (docs/adr/0006)."""
 MOST_HUNG = 4
 """Openings that may hang in one process before it tries no more of them."""
 
@@ -41,10 +44,14 @@ class Lanes:
 
     Args:
         required: refuse seats that can have no lane.
+        least_bytes: of a call's rows or its answer's, from which on they go by the lane.
     """
 
-    def __init__(self, groups: Groups, *, required: bool = False, opening_s: float = OPENING_S) -> None:
+    def __init__(
+        self, groups: Groups, *, required: bool = False, opening_s: float = OPENING_S, least_bytes: int = 0
+    ) -> None:
         self._groups, self._required, self._opening_s = groups, required, opening_s
+        self.least_bytes = least_bytes
         self._launches = Launches()
         self._gate = threading.Lock()
         self._hung: list[threading.Thread] = []
@@ -82,21 +89,25 @@ class Lanes:
             LaneFailed: there is no lane; the connection should end, as the other side may believe in one.
             SeatLeaving, SeatLost, WireError: as frames say.
         """
-        self.refuse_if_many_hang()
         until = soon(self._opening_s)
-        opening = Opening(self, peer, ATTENTION, self._opening_s)
+        opening = self.approach(peer, lambda: None)
         try:
             while not opening.take(frame := _next_frame(peer, until)):
                 if frame.kind == Kind.LEAVING:
                     raise SeatLeaving(f"{peer.name} is leaving.", hint="The routing table will follow.")
-            opening.wait(until)
+            opening.wait()
         except BaseException:
             opening.cancel()
             raise
 
     def welcome(self, peer: Peer) -> Opening:
-        """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.take`."""
+        """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.heed`."""
         return Opening(self, peer, EXPERTS, self._opening_s)
+
+    def approach(self, peer: Peer, adopted: Callable[[], None]) -> Opening:
+        """The attention side's part, in the background. Raises LaneFailed as :meth:`refuse_if_many_hang`."""
+        self.refuse_if_many_hang()
+        return Opening(self, peer, ATTENTION, self._opening_s, adopted)
 
     def wait_ended(self, seconds: float = ENDING_S) -> bool:
         """Before the process exits: whether the lanes that were ended are gone."""
@@ -126,15 +137,21 @@ class Lanes:
 def lanes_for(choice: str, device: torch.device, *, required: bool = False) -> Lanes | None:
     """What ``--fabric-lane`` asks for. Raises ConfigError where this machine cannot do it."""
     groups = groups_for(choice, device)
-    return None if groups is None else Lanes(groups, required=required)
+    if groups is None:
+        return None
+    return Lanes(groups, required=required, least_bytes=FRAMES_BYTES if groups.name == "nccl" else 0)
 
 
 class Opening:
     """One attempt at a lane, in a thread of its own: making a group has no deadline, so nobody waits inside."""
 
-    def __init__(self, lanes: Lanes, peer: Peer, rank: int, seconds: float) -> None:
-        self._lanes, self._peer, self._rank = lanes, peer, rank
-        self._seconds = seconds
+    def __init__(
+        self, lanes: Lanes, peer: Peer, rank: int, seconds: float, adopted: Callable[[], None] = lambda: None
+    ) -> None:
+        """``adopted`` is called, by that thread, when rows may go by the lane."""
+        self._lanes, self._peer, self._rank, self._adopted = lanes, peer, rank, adopted
+        self._seconds, self._until = seconds, soon(seconds)
+        self._told, self._cancelled = threading.Event(), threading.Event()
         self._stores = PairStore("forth/", self._tell, seconds), PairStore("back/", self._tell, seconds)
         self._problem: ExpertMeshError | None = None
         self._thread = threading.Thread(target=self._run, name=f"lane of {peer.name}", daemon=True)
@@ -149,17 +166,36 @@ class Opening:
             raise LaneFailed(f"{self._peer.name} has no lane: {note.problem}")
         for store in self._stores:
             store.put(note.key, note.value)
+        if not note.key:
+            self._told.set()
         return not note.key
 
-    def wait(self, until: float) -> None:
-        self._thread.join(max(0.0, until - soon(0)))
+    def heed(self, frame: Frame) -> None:
+        """As :meth:`take`; an attention worker that gives the lane up sends its rows in frames."""
+        try:
+            self.take(frame)
+        except LaneFailed as error:
+            log.info("%s", error)
+            self.cancel()
+
+    def wait(self) -> None:
+        """Until the lane is there. Raises LaneFailed as :meth:`check`."""
+        self._thread.join(max(0.0, self._until - soon(0)))
+        self.check()
+
+    def check(self) -> None:
+        """Raises LaneFailed: there is no lane, or not in time."""
         if self._problem is not None:
             raise LaneFailed(f"No lane to {self._peer.name}: {self._problem.message}") from self._problem
-        if self._thread.is_alive():
+        if self._thread.is_alive() and soon(0) >= self._until:
             raise LaneFailed(f"No lane to {self._peer.name} within {self._seconds:g} s.")
 
     def cancel(self) -> None:
-        """Nobody waits for the lane any more. One that is there ends with its connection."""
+        """Nobody waits for the lane any more. One that is there ends with its connection. Twice is once."""
+        if self._cancelled.is_set():
+            return
+        self._cancelled.set()
+        self._told.set()
         for store in self._stores:
             store.close()
         self._thread.join(_UNHANG_S)
@@ -177,7 +213,9 @@ class Opening:
             self._fail(_typed(error))
             return
         try:
-            (_prove if self._rank == ATTENTION else _echo)(lane, soon(self._seconds), self._peer.broken)
+            (_prove if self._rank == ATTENTION else _echo)(lane, self._until, self._peer.broken)
+            if self._rank == ATTENTION:
+                self._wait_told()
         except Exception as error:  # noqa: BLE001  as above
             self._fail(_typed(error))
             lane.abort()
@@ -185,12 +223,51 @@ class Opening:
         self._peer.adopt(lane)
         if self._rank == EXPERTS:
             self._peer.send(Kind.LANE, LaneNote(key="", value=b""))
+        self._adopted()
+
+    def _wait_told(self) -> None:
+        """The other end reads rows from its lane only once it says that it has one."""
+        if not self._told.wait(max(0.0, self._until - soon(0))) or self._cancelled.is_set():
+            raise LaneFailed(f"{self._peer.name} did not say that it has its lane.")
 
     def _fail(self, error: ExpertMeshError) -> None:
         self._problem = error
         if self._rank == EXPERTS:
             log.warning("No lane to %s: %s", self._peer.name, error)
             self._peer.send(Kind.LANE, LaneNote(key="", value=b"", problem=error.message[:1000]))
+
+
+class Attempt:
+    """The attention side's, beside calls that go in frames meanwhile. For the thread that receives.
+
+    Args:
+        adopted: called when rows may go by the lane, by another thread.
+    """
+
+    def __init__(self, lanes: Lanes, peer: Peer, adopted: Callable[[], None]) -> None:
+        """Raises LaneFailed: too many hang already."""
+        self._peer = peer
+        self._opening = lanes.approach(peer, adopted)
+
+    def over(self, frame: Frame) -> bool:
+        """Whether rows go by the lane. Asked with each frame: they come at least as often as signs of life.
+
+        Raises:
+            LaneFailed: there is no lane at one end, or not in time.
+        """
+        if self._peer.lane is None:
+            self._opening.check()  # before what the other end says of it
+        self._opening.take(frame)
+        return self._peer.lane is not None
+
+    def give_up(self, error: LaneFailed) -> None:
+        """Tell the other end that none of its rows will come by a lane."""
+        self._opening.cancel()
+        self._peer.send(Kind.LANE, LaneNote(key="", value=b"", problem=error.message[:1000]))
+
+    def cancel(self) -> None:
+        """The connection has ended."""
+        self._opening.cancel()
 
 
 def _next_frame(peer: Peer, until: float) -> Frame:

@@ -62,7 +62,7 @@ def give(peer: Peer, frame: Frame, held: Mapping[int, tuple[tuple[int, ...], Lay
     for name, tensor in of_layer[1].items():
         with peer.reading():
             message = Weights(layer=wanted.layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
-        peer.send(Kind.WEIGHTS, message, rows=tensor)
+        peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
 
 
 def fetch(

@@ -26,8 +26,8 @@ from services.fabric.symm_control import ControlBlock
 from services.fabric.symm_lane import SharedSeat, SymmLane
 from services.fabric.symm_memory import PeerMemory
 from services.fabric.symm_wire import Step, bucket_of, buckets
+from services.fabric.tcp_call import Rider
 from services.fabric.tcp_link import TcpHandle, TcpLink
-from services.fabric.tcp_seat import Rider
 from services.routing import RoutingTable
 
 log = logging.getLogger(__name__)

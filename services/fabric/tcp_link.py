@@ -24,12 +24,13 @@ from torch import Tensor
 from services.errors import ExpertUnavailable, FingerprintMismatch
 from services.fabric.expert_rows import ExpertRows
 from services.fabric.nccl_setup import Lanes
+from services.fabric.tcp_call import Rider
 from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_handshake import Hello, check_facts
 from services.fabric.tcp_part import Part, Seats
 from services.fabric.tcp_peer import Timing, soon
 from services.fabric.tcp_rows import split, sum_pairs, sum_rows
-from services.fabric.tcp_seat import Rider, SeatLink
+from services.fabric.tcp_seat import SeatLink
 from services.fabric.tcp_wire import DTYPES, MAX_BYTES, Dispatch
 from services.routing import RoutingTable, Seat
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from services.errors import BadAnswer, DeadlineExceeded, ExpertMeshError, ExpertUnavailable
+from services.fabric.tcp_call import Call
 from services.fabric.tcp_peer import soon
 from services.fabric.tcp_rows import Rows
-from services.fabric.tcp_seat import Call, SeatLink
+from services.fabric.tcp_seat import SeatLink
 from services.fabric.tcp_wire import Dispatch
 from services.routing import ShardGroup
 
@@ -140,11 +141,13 @@ class Seats:
         link.quarantined_until = soon(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:
-        """The replica with the fewest rows outstanding for its speed, the lowest seat of equals."""
-        candidates = [link for link in self.links.values() if self._may_take(link, part, now)]
-        return min(
-            candidates, key=lambda link: (link.outstanding_rows / link.seat.capacity, link.seat.number), default=None
-        )
+        """The replica with the fewest rows outstanding for its speed, the lowest seat of equals; one whose lane is not
+        there yet only where there is no other."""
+
+        def order(link: SeatLink) -> tuple[bool, float, int]:
+            return link.awaits_lane, link.outstanding_rows / link.seat.capacity, link.seat.number
+
+        return min((link for link in self.links.values() if self._may_take(link, part, now)), key=order, default=None)
 
     def _may_take(self, link: SeatLink, part: Part, now: float) -> bool:
         """A table that came since the dispatch may have cut the groups anew: the experts count, not the number."""

@@ -46,7 +46,7 @@ class Peer:
     """Frames go out by :meth:`send` from any thread and come in by :meth:`receive` in one.
 
     Signs of life flow even while a peer does not read, so one that holds back for want of room is not taken for dead.
-    Once it has a lane (:meth:`adopt`), rows travel there and not in frames, in the order of the frames.
+    Once it has a lane (:meth:`adopt`), rows may travel there and not in frames, in the order of the frames.
 
     Args:
         patient: the other side may stop reading on purpose; wait for it as long as it lives.
@@ -72,17 +72,21 @@ class Peer:
         tensors: Sequence[Tensor] = (),
         on_sent: Callable[[], None] = lambda: None,
         rows: Tensor | None = None,
+        by_lane: bool = False,
     ) -> Shipment | None:
         """Queue a frame. ``on_sent`` is called when it has been sent or never will be.
 
         Args:
-            rows: by the lane if there is one, else behind ``tensors``.
+            rows: behind ``tensors``, or ``by_lane``, which there is; the message says which.
 
         Returns:
             With a patient peer, what to hold until an answer shows that the rows are there.
         """
-        shipment = self._lane.pack(rows) if self._lane is not None and rows is not None and rows.numel() else None
-        if shipment is None and rows is not None:
+        shipment = None
+        if by_lane and rows is not None and rows.numel():
+            assert self._lane is not None
+            shipment = self._lane.pack(rows)
+        elif rows is not None:
             tensors = [*tensors, rows.cpu()]
         outgoing = _Outgoing(frame_parts(kind, message, tensors), on_sent, shipment)
         with self._gate:
@@ -96,15 +100,15 @@ class Peer:
         """The next frame, signs of life included. Raises as :func:`read_frame`."""
         return read_frame(self._stream, self._limits, until)
 
-    def receive_rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor | None:
-        """``[rows, hidden]`` that the last frame announced on the lane; None where they are in the frame.
+    def receive_rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """``[rows, hidden]`` that the last frame announced on the lane.
 
         Raises:
-            WireError: they are more than allowed.
+            WireError: they are more than allowed, or there is no lane.
             SeatLost: they did not come.
         """
         if self._lane is None:
-            return None
+            raise WireError(f"{self.name} announced rows on a lane that there is not.")
         if not 0 <= rows * hidden * dtype.itemsize <= self._limits.payload:
             raise WireError(f"{self.name} announced {rows} rows on the lane.")
         try:
@@ -128,7 +132,7 @@ class Peer:
         return self._lane
 
     def adopt(self, lane: Lane) -> None:
-        """Rows go by ``lane`` from now on; it ends with the connection."""
+        """Rows may go by ``lane`` from now on; it ends with the connection."""
         with self._gate:
             ended = self._ended
             self._lane = None if ended else lane

@@ -10,9 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -27,11 +25,10 @@ from services.errors import (
     SeatLost,
     WireError,
 )
-from services.fabric.nccl_lane import Shipment
-from services.fabric.nccl_setup import Lanes
+from services.fabric.nccl_setup import Attempt, Lanes
+from services.fabric.tcp_call import Call, Connection, Rider
 from services.fabric.tcp_connect import Facts, connect, prove, seat_name
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_peer import Peer, soon
+from services.fabric.tcp_peer import soon
 from services.fabric.tcp_wire import (
     DTYPES,
     Answer,
@@ -48,46 +45,6 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
 _WITHOUT_LANE_S = 60.0
 """After a lane could not be made: how long rows go in frames before the next attempt."""
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Call:
-    """One sending of some rows to one replica. ``outcome`` is set once, under the link's condition."""
-
-    seat: SeatLink
-    connection: int
-    rows: int
-    answer_rows: int
-    deadline: float
-    outcome: Tensor | ExpertMeshError | None = None
-    finite: bool = True
-    abandoned: bool = False
-    shipment: Shipment | None = None
-
-
-@dataclass(slots=True)
-class _Connection:
-    peer: Peer
-    theirs: Hello
-    calls: dict[int, Call] = field(default_factory=dict)
-    lost: dict[int, Call] = field(default_factory=dict)
-    """Calls that it took with it: their rows may be in the sender's hands until the connection is closed."""
-
-
-class Rider(Protocol):
-    """What else goes over a seat's connection. Called in the seat's thread, ``busy`` under the link's condition."""
-
-    def opened(self, seat: SeatLink, peer: Peer) -> None: ...
-
-    def take(self, seat: SeatLink, frame: Frame) -> bool:
-        """Whether the frame was for it."""
-        ...
-
-    def lost(self, seat: SeatLink) -> None: ...
-
-    def busy(self, seat: SeatLink) -> bool:
-        """Whether the connection is needed although no call is in flight."""
-        ...
 
 
 class SeatLink:
@@ -107,9 +64,10 @@ class SeatLink:
         """Why it is not connected."""
         self._facts = facts
         self._changed = changed
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._leaving = False
         self._retire_by: float | None = None
+        self._lane_required = facts.lanes is not None and facts.lanes.required
         self._no_lane_until = 0.0
         self._stop = threading.Event()
         self._ids = itertools.count(1)
@@ -123,12 +81,19 @@ class SeatLink:
     @property
     def usable(self) -> bool:
         """Connected and proven, and not about to leave. It may be in quarantine."""
-        return self._connection is not None and not self._leaving and self._retire_by is None
+        if self._connection is None or self._leaving or self._retire_by is not None:
+            return False
+        return self.lane or not self._lane_required
 
     @property
     def lane(self) -> bool:
         """Whether rows go from device to device."""
         return self._connection is not None and self._connection.peer.lane is not None
+
+    @property
+    def awaits_lane(self) -> bool:
+        """Whether rows go in frames for now only: another replica may be faster."""
+        return self._connection is not None and self._connection.attempt is not None and not self.lane
 
     @property
     def ended(self) -> bool:
@@ -153,9 +118,14 @@ class SeatLink:
         )
         self._connection.calls[number] = call
         self.outstanding_rows += call.rows
-        dispatch = msgspec.structs.replace(dispatch, call=number)
-        call.shipment = self._connection.peer.send(Kind.DISPATCH, dispatch, tensors, rows=x_RD)
+        by_lane = self.lane and self._worth_lane(max(dispatch.rows, answer_rows))
+        dispatch = msgspec.structs.replace(dispatch, call=number, lane=by_lane)
+        call.shipment = self._connection.peer.send(Kind.DISPATCH, dispatch, tensors, rows=x_RD, by_lane=by_lane)
         return call
+
+    def _worth_lane(self, rows: int) -> bool:
+        hello, lanes = self._facts.hello, self._facts.lanes
+        return lanes is not None and rows * hello.hidden * DTYPES[hello.dtype].itemsize >= lanes.least_bytes
 
     def retire(self, by: float) -> None:
         """Take no new calls, and close when those in flight have ended, at the monotonic time ``by`` at the latest."""
@@ -175,14 +145,16 @@ class SeatLink:
     def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while not self._stop.is_set():
-            before = self.connections
+            before, no_lane = self.connections, False
             try:
                 self._converse()
             except Exception as error:  # the thread's boundary: whatever it was, it connects again
+                no_lane = isinstance(error, LaneFailed)
                 if not isinstance(error, ExpertMeshError | OSError):
                     log.exception("The connection to %s failed.", self.name)
                 self._tell(self._typed(error))
-            backoff_s = _FIRST_BACKOFF_S if self.connections > before else min(2 * backoff_s, _MOST_BACKOFF_S)
+            fine = self.connections > before and not no_lane
+            backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MOST_BACKOFF_S)
             self._stop.wait(backoff_s)
 
     def _typed(self, error: Exception) -> ExpertMeshError:
@@ -201,47 +173,73 @@ class SeatLink:
 
     def _converse(self) -> None:
         facts = self._facts
-        if facts.lanes is not None and not facts.lanes.required and time.monotonic() < self._no_lane_until:
+        if not self._lane_required and time.monotonic() < self._no_lane_until:
             facts = dataclasses.replace(facts, lanes=None)
         peer, theirs = connect(self.seat, facts)
         try:
             prove(peer, facts.timing.handshake_s)
-            if facts.lanes is not None and facts.lanes.agreed(theirs, self.name):
-                self._join_lane(peer, facts.lanes)
-            connection = _Connection(peer, theirs)
+            lanes = facts.lanes if facts.lanes is not None and facts.lanes.agreed(theirs, self.name) else None
+            connection = Connection(peer, theirs)
             if self._open(connection):
-                if self._rider is not None:
-                    self._rider.opened(self, peer)
-                self._follow(connection)
+                self._follow(connection, lanes)
         finally:
             peer.close()
 
-    def _join_lane(self, peer: Peer, lanes: Lanes) -> None:
-        try:
-            lanes.join(peer)
-        except LaneFailed:
-            self._no_lane_until = soon(_WITHOUT_LANE_S)
-            raise
-
-    def _open(self, connection: _Connection) -> bool:
+    def _open(self, connection: Connection) -> bool:
         with self._changed:
             if self._stop.is_set():
                 return False
-            self._connection, self._leaving, self.problem = connection, False, None
+            self._connection, self._leaving = connection, False
             self.connections += 1
-            self._changed.notify_all()
+            self._note_usable()
             return True
 
-    def _follow(self, connection: _Connection) -> None:
+    def _note_usable(self) -> None:
+        with self._changed:
+            if self.usable:
+                self.problem = None
+            self._changed.notify_all()
+
+    def _follow(self, connection: Connection, lanes: Lanes | None) -> None:
         try:
+            if lanes is not None:
+                self._try_lane(connection, lambda: self._begin_lane(connection, lanes))
+            if self._rider is not None:
+                self._rider.opened(self, connection.peer)
             while True:
                 self._take(connection, connection.peer.receive())
         except Exception as error:
             self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
+            if connection.attempt is not None:
+                connection.attempt.cancel()
             raise
 
-    def _take(self, connection: _Connection, frame: Frame) -> None:
+    def _begin_lane(self, connection: Connection, lanes: Lanes) -> None:
+        connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
+
+    def _follow_lane(self, attempt: Attempt, connection: Connection, frame: Frame) -> None:
+        if attempt.over(frame):
+            connection.attempt = None
+
+    def _try_lane(self, connection: Connection, work: Callable[[], None]) -> None:
+        """Where there will be no lane rows go on in frames, unless one is required: then the connection ends."""
+        try:
+            work()
+        except LaneFailed as error:
+            attempt, connection.attempt = connection.attempt, None
+            self._no_lane_until = soon(_WITHOUT_LANE_S)
+            if attempt is not None:
+                attempt.give_up(error)
+            if self._lane_required:
+                raise
+            log.warning("Rows of %s go in frames: %s", self.name, error)
+
+    def _take(self, connection: Connection, frame: Frame) -> None:
+        if (attempt := connection.attempt) is not None:
+            self._try_lane(connection, lambda: self._follow_lane(attempt, connection, frame))
         match frame.kind:
+            case Kind.LANE:
+                pass
             case Kind.ANSWER:
                 self._take_answer(connection, message_of(frame, Answer), frame.payload)
             case Kind.FAILED:
@@ -254,10 +252,10 @@ class SeatLink:
             case _ if self._rider is None or not self._rider.take(self, frame):
                 raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
 
-    def _take_answer(self, connection: _Connection, answer: Answer, payload: Tensor) -> None:
+    def _take_answer(self, connection: Connection, answer: Answer, payload: Tensor) -> None:
         hidden, dtype = self._facts.hello.hidden, DTYPES[self._facts.hello.dtype]
         with connection.peer.reading():
-            came_ND = connection.peer.receive_rows(answer.rows, hidden, dtype)
+            came_ND = connection.peer.receive_rows(answer.rows, hidden, dtype) if answer.lane else None
             payload = payload if came_ND is None else came_ND.view(-1).view(torch.uint8)
             if (call := connection.calls.get(answer.call)) is not None:
                 self._end(connection, answer.call, self._rows_of(answer, payload, call))
@@ -273,14 +271,14 @@ class SeatLink:
             )
         return payload.view(DTYPES[name]).view(answer.rows, hidden)
 
-    def _fail(self, connection: _Connection, failed: Failed) -> None:
+    def _fail(self, connection: Connection, failed: Failed) -> None:
         if failed.code == SeatLeaving.code:
             self._set_leaving()
             self._end(connection, failed.call, SeatLeaving(failed.message))
         else:
             self._end(connection, failed.call, CallFailed(failed.message))
 
-    def _end(self, connection: _Connection, number: int, outcome: Tensor | ExpertMeshError) -> None:
+    def _end(self, connection: Connection, number: int, outcome: Tensor | ExpertMeshError) -> None:
         """An answer that nobody waits for any more, or that was never asked for, ends here."""
         finite = not isinstance(outcome, Tensor) or bool(outcome.isfinite().all())
         with self._changed:
@@ -291,7 +289,7 @@ class SeatLink:
             self._close_if_retired(connection)
             self._changed.notify_all()
 
-    def _lose(self, connection: _Connection, error: ExpertMeshError) -> None:
+    def _lose(self, connection: Connection, error: ExpertMeshError) -> None:
         if self._rider is not None:
             self._rider.lost(self)
         with self._changed:
@@ -309,10 +307,10 @@ class SeatLink:
             self._leaving = True
             self._changed.notify_all()
 
-    def _close_if_retired(self, connection: _Connection) -> None:
+    def _close_if_retired(self, connection: Connection) -> None:
         if self._retire_by is not None and (not self._busy(connection) or time.monotonic() >= self._retire_by):
             self.shut()
 
-    def _busy(self, connection: _Connection) -> bool:
+    def _busy(self, connection: Connection) -> bool:
         rider_busy = self._rider is not None and self._rider.busy(self)
         return rider_busy or any(not call.abandoned for call in connection.calls.values())

@@ -248,7 +248,7 @@ class ExpertServer:
             give(peer, frame, self._weights)
         elif frame.kind == Kind.LANE and lanes is not None:
             opening = opening or lanes.welcome(peer)
-            opening.take(frame)
+            opening.heed(frame)
         elif frame.kind == Kind.REFUSED:
             raise refusal(message_of(frame, Refused), peer.name)
         elif self._symm is not None and self._symm.take(peer, frame):
@@ -260,7 +260,7 @@ class ExpertServer:
     def _dispatch(self, peer: Peer, frame: Frame) -> None:
         facts = message_of(frame, Dispatch)
         hidden, dtype = self._hello.hidden, DTYPES[self._hello.dtype]
-        came_RD = peer.receive_rows(facts.rows, hidden, dtype)
+        came_RD = peer.receive_rows(facts.rows, hidden, dtype) if facts.lane else None
         x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, hidden, dtype, came_RD)
         if self._leaving:
             _fail(peer, facts.call, SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica."))
@@ -286,8 +286,8 @@ class ExpertServer:
             _fail(peer, facts.call, CallFailed(problem[:1000]))
             release()
             return
-        answer = Answer(call=facts.call, rows=len(result), dtype=NAMES[result.dtype])
-        peer.send(Kind.ANSWER, answer, rows=result, on_sent=release)
+        answer = Answer(call=facts.call, rows=len(result), dtype=NAMES[result.dtype], lane=facts.lane)
+        peer.send(Kind.ANSWER, answer, rows=result, on_sent=release, by_lane=facts.lane)
 
 
 def _fail(peer: Peer, call: int, error: FabricError) -> None:

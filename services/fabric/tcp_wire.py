@@ -21,7 +21,7 @@ from torch import Tensor
 from services.errors import ProtocolMismatch, WireError
 from services.fabric.tcp_stream import Stream
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"EMXF"
 FIXED = struct.Struct("!4sHHIQ")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,7 +59,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Dispatch(Message, frozen=True, kw_only=True):
-    """Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD`` unless there is a lane.
+    """Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD`` unless they go by the ``lane``.
 
     ``reduced`` asks for one row per row, the weighted sum over its slots; else for one per pair, unweighted, row by row
     and slot by slot. (epoch, step, layer, micro_batch) say what is computed; computing it again changes nothing.
@@ -73,14 +73,16 @@ class Dispatch(Message, frozen=True, kw_only=True):
     rows: int
     slots: int
     reduced: bool
+    lane: bool = False
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Payload: ``rows`` rows of D elements, unless there is a lane."""
+    """Payload: ``rows`` rows of D elements, unless they come by the ``lane``, as those that they answer did."""
 
     call: int
     rows: int
     dtype: str
+    lane: bool = False
 
 
 class Failed(Message, frozen=True, kw_only=True):

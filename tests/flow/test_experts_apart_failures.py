@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -144,8 +143,11 @@ async def answers_of_one_batch(server: Server, disturb: Callable[[], None]) -> N
     """All at once, so that none is new while Redis is away; longer than the recorded ones, which they begin with."""
     wanted = recorded()[:64]
     asking = asyncio.create_task(long_answers(server.url, [record["prompt"] for record in wanted]))
-    in_flight = partial(server.metric, "expertmesh_gateway_requests_in_flight")
-    await asyncio.to_thread(wait_until, lambda: in_flight() == len(wanted), 20, "all were admitted")
+
+    def with_workers() -> float:
+        return server.metric("expertmesh_requests_running") + server.metric("expertmesh_requests_waiting")
+
+    await asyncio.to_thread(wait_until, lambda: with_workers() == len(wanted), 60, "the workers have them all")
     await asyncio.to_thread(disturb)
     for record, found in zip(wanted, await asking, strict=True):
         assert len(found) == LONG_TOKENS

@@ -52,7 +52,7 @@ def test_seats_with_and_without_a_lane_serve_one_link(served: Serve) -> None:
     with_lane, without = served(lane="gloo"), served()
     table = table_of(seat_of(with_lane, 0), seat_of(without, 1))
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
-        assert lanes_in_use(link) == {0: True, 1: False}
+        assert settled(lambda: lanes_in_use(link) == {0: True, 1: False})
         handles = [link.dispatch(0, ONES, torch.zeros(3, 1).long(), torch.ones(3, 1)) for _ in range(20)]
         assert all(torch.equal(link.combine(handle), 2 * ONES) for handle in handles)
     assert with_lane.counts.calls > 0
@@ -73,6 +73,73 @@ def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:
         send(link, ONES)
 
 
+def held_proof(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No lane is proven before this is set."""
+    go, real = threading.Event(), nccl_setup._prove
+
+    def waiting(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
+        assert go.wait(20)
+        real(lane, until, broken)
+
+    monkeypatch.setattr(nccl_setup, "_prove", waiting)
+    return go
+
+
+def connections(link: TcpLink) -> dict[int, int]:
+    return {seat.seat.number: seat.connections for seat in link._seats.links.values()}
+
+
+def test_rows_go_in_frames_until_the_lane_is_there_and_none_is_lost(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = held_proof(monkeypatch)
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert lanes_in_use(link) == {0: False}
+        go.set()
+        until, since = time.monotonic() + 20, 0
+        while since < 50:  # some calls are under way whenever it changes
+            assert time.monotonic() < until, "there is no lane"
+            since += lanes_in_use(link)[0]
+            xs = [torch.randn(rows, 4) for rows in (1, 7, 64)]
+            handles = [link.dispatch(0, x, torch.zeros(len(x), 1).long(), torch.ones(len(x), 1)) for x in xs]
+            assert all(torch.equal(link.combine(h), 2 * x) for h, x in zip(handles, xs, strict=True))
+        assert connections(link) == {0: 1}
+
+
+def test_small_calls_go_in_frames_beside_a_lane(served: Serve) -> None:
+    """What goes by the lane waits for the lane alone: once that is ended, only calls in frames are answered."""
+    server = served(lane="gloo")
+    lanes = Lanes(GlooGroups(), least_bytes=64 * 4 * 4)
+    with linked(table_of(seat_of(server, 0)), lanes=lanes) as link:
+        assert settled(lambda: lanes_in_use(link)[0])
+        for rows in (1, 63, 64, 3, 200, 5):
+            x_TD = torch.randn(rows, 4)
+            assert torch.equal(send(link, x_TD), 2 * x_TD)
+        for peer in list(server._peers):
+            assert peer.lane is not None
+            peer.lane.abort()
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert connections(link) == {0: 1}
+        send(link, torch.randn(64, 4))
+        assert connections(link)[0] > 1
+
+
+def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = served(lane="gloo"), served()
+    go = held_proof(monkeypatch)
+    with linked(table_of(seat_of(first, 0), seat_of(second, 1)), lanes=lanes_of("gloo", required=False)) as link:
+        for _ in range(5):
+            send(link, ONES)
+        assert (first.counts.calls, second.counts.calls) == (0, 5)
+        go.set()
+        assert settled(lambda: lanes_in_use(link)[0])
+        send(link, ONES)
+        assert (first.counts.calls, second.counts.calls) == (1, 5)
+
+
 def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
         real(lane, until, broken)
@@ -81,8 +148,35 @@ def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest
     real = nccl_setup._prove
     monkeypatch.setattr(nccl_setup, "_prove", damaged)
     with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
+        assert settled(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert lanes_in_use(link) == {0: False}
+        assert connections(link) == {0: 1}
+
+
+def test_an_expert_worker_whose_end_fails_is_sent_frames(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise LaneFailed("No memory.")
+
+    monkeypatch.setattr(nccl_setup, "_echo", failing)
+    table = table_of(seat_of(served(lane="gloo"), 0))
+    with linked(table, lanes=lanes_of("gloo", required=False)) as link:
+        assert settled(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert (lanes_in_use(link), connections(link)) == ({0: False}, {0: 1})
+
+
+def test_where_a_required_lane_fails_the_seat_is_not_used(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise LaneFailed("No memory.")
+
+    monkeypatch.setattr(nccl_setup, "_prove", failing)
+    table = table_of(seat_of(served(lane="gloo"), 0))
+    with (
+        linked(table, ready=False, lane="gloo", unavailable_s=5.0) as link,
+        pytest.raises(ExpertUnavailable, match="No memory"),
+    ):
+        send(link, ONES)
 
 
 def test_openings_that_hang_are_counted_and_no_thread_is_given_to_more(

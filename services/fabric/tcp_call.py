@@ -1,0 +1,59 @@
+"""What a seat's connection carries for others: the calls of a link, and whoever rides along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from services.errors import ExpertMeshError
+from services.fabric.nccl_lane import Shipment
+from services.fabric.nccl_setup import Attempt
+from services.fabric.tcp_handshake import Hello
+from services.fabric.tcp_peer import Peer
+from services.fabric.tcp_wire import Frame
+
+if TYPE_CHECKING:
+    from services.fabric.tcp_seat import SeatLink
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Call:
+    """One sending of some rows to one replica. ``outcome`` is set once, under the link's condition."""
+
+    seat: SeatLink
+    connection: int
+    rows: int
+    answer_rows: int
+    deadline: float
+    outcome: Tensor | ExpertMeshError | None = None
+    finite: bool = True
+    abandoned: bool = False
+    shipment: Shipment | None = None
+
+
+@dataclass(slots=True)
+class Connection:
+    peer: Peer
+    theirs: Hello
+    attempt: Attempt | None = None
+    calls: dict[int, Call] = field(default_factory=dict)
+    lost: dict[int, Call] = field(default_factory=dict)
+    """Calls that it took with it: their rows may be in the sender's hands until the connection is closed."""
+
+
+class Rider(Protocol):
+    """What else goes over a seat's connection. Called in the seat's thread, ``busy`` under the link's condition."""
+
+    def opened(self, seat: SeatLink, peer: Peer) -> None: ...
+
+    def take(self, seat: SeatLink, frame: Frame) -> bool:
+        """Whether the frame was for it."""
+        ...
+
+    def lost(self, seat: SeatLink) -> None: ...
+
+    def busy(self, seat: SeatLink) -> bool:
+        """Whether the connection is needed although no call is in flight."""
+        ...
