@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -198,6 +198,10 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         ("rediss://user:sec:ret@h", "rediss://user:***@h"),
         ("redis://:se@cret@h", "redis://:***@h"),
         ("unix:///tmp/s?db=0&password=secret", "unix:///tmp/s?db=0&password=***"),
+        (
+            "redis+sentinel://u:secret@a:1,b:2/m?sentinel_password=s",
+            "redis+sentinel://u:***@a:1,b:2/m?sentinel_password=***",
+        ),
     ],
 )
 def test_passwords_are_masked(url: str, masked: str) -> None:
@@ -231,13 +235,14 @@ def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:
         },
     )
 )
+@settings(deadline=None)
 def test_settings_survive_the_file_they_are_handed_over_in(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, object]
 ) -> None:
-    settings = Settings(**values)  # type: ignore[arg-type]
+    written = Settings(**values)  # type: ignore[arg-type]
     file = tmp_path_factory.mktemp("handover") / "x.yaml"
-    file.write_text(yaml.safe_dump(settings.model_dump(mode="json"), allow_unicode=True), encoding="utf-8")
-    assert load_settings(["--config", str(file)]) == settings
+    file.write_text(yaml.safe_dump(written.model_dump(mode="json"), allow_unicode=True), encoding="utf-8")
+    assert load_settings(["--config", str(file)]) == written
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
@@ -63,6 +63,7 @@ def test_a_seat_without_capacity_is_refused() -> None:
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.data())
+@settings(deadline=None)
 def test_the_next_move_is_the_best_of_all_seats_and_groups(layers: int, groups: int, data: st.DataObject) -> None:
     loads = [[data.draw(st.integers(0, 12)) for _ in range(groups)] for _ in range(layers)]
     more = data.draw(st.lists(st.integers(0, groups - 1), max_size=5))
