@@ -100,6 +100,9 @@ class SchedulerMetrics:
         )
         self.seats = gauge("expert_seats", "Expert workers in the routing table, by shard group.", "shard")
         self.table_epoch = gauge("routing_table_epoch", "Epoch of the routing table; 0 without one.")
+        self.wanted_replicas = gauge(
+            "wanted_replicas", "Replicas that the leader wants; 0: asleep. No series without a leader.", "role", "shard"
+        )
         self.reclaimed = Counter(
             _PREFIX + "reclaimed_leases_total", "Leases that expired, by what followed.", ["outcome"], registry=registry
         )

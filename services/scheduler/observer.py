@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
 from services.routing import RoutingTable
 from services.scheduler.policy import Choice
+from services.scheduler.scaling import Target
 
 _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 """Fields of :class:`ReapReport` that are outcomes of ``reclaimed_leases_total``."""
@@ -33,6 +34,13 @@ class Observer:
         metrics.outstanding_tokens.clear()
         metrics.seats.clear()
         metrics.table_epoch.set(0)
+        metrics.wanted_replicas.clear()
+
+    def wants(self, targets: Mapping[Target, int]) -> None:
+        """``targets`` are replicas."""
+        self._metrics.wanted_replicas.clear()
+        for target, replicas in targets.items():
+            self._metrics.wanted_replicas.labels(target.role, target.label).set(replicas)
 
     def tabled(self, table: RoutingTable) -> None:
         """``table`` is the one that stands."""

@@ -1,0 +1,15 @@
+"""How many replicas of each shard group, of attention workers and of gateways the load asks for. No I/O in the policy.
+
+In: what heartbeats and gateways tell, and how many replicas there are (:class:`ReplicaCounts`). Out: absolute targets,
+which the leading scheduler shows as a series for whoever sets replica counts (docs/autoscaling.md).
+"""
+
+from services.scheduler.scaling.targets import (
+    Bounds,
+    ReplicaCounts,
+    Replicas,
+    ScalingOptions,
+    Target,
+)
+
+__all__ = ["Bounds", "ReplicaCounts", "Replicas", "ScalingOptions", "Target"]
