@@ -76,7 +76,7 @@ def _verdict(found: Comparison, gpu_hour_cost: float) -> list[str]:
         if other is not found.shards
     ]
     if found.equal is None:
-        lines.append("No fixed server up to the peak's size meets the targets as often.")
+        lines.append("No fixed server up to twice the peak's size meets the targets as often.")
     return lines
 
 

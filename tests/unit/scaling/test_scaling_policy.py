@@ -111,6 +111,13 @@ def test_more_seats_than_callers_are_never_wanted() -> None:
     assert after([at(1, {HOT: 5.0}, useful=2)]).targets[HOT] == 2
 
 
+def test_shards_grow_for_the_attention_workers_that_are_about_to_come() -> None:
+    """Twice as many are needed as there are: seats for their work are asked for with them, not after them."""
+    work = {HOT: 0.6, COLD: 0.2, ATTENTION: 2 * UTILISATION["attention"]}
+    assert after([at(1, work)]).targets == {HOT: 2, COLD: 1, ATTENTION: 2, GATEWAY: 2}
+    assert after([at(1, work, ready={ATTENTION: 2})]).targets[HOT] == 1
+
+
 def test_without_signals_the_wish_stands_or_rises() -> None:
     state = after([at(1, {HOT: 1.8})])
     state = after(every_second(2, 200, unknown=[HOT]), state)
