@@ -11,6 +11,7 @@ from services.scheduler.scaling import Load, ScalingOptions, Signals, State, Tar
 from services.scheduler.scaling.meter import held_back
 
 ROUNDS, SETTLING = 300, 30
+MANY = 1 << 30
 
 
 def peak_of(trace: Trace) -> Minute:
@@ -44,7 +45,8 @@ def _steady(plant: Plant, minute: Minute, requests_per_s: float, replicas: dict[
         assert now is not None, "there is one of each"
         batch = min(4.0 * attention * plant.places, requests_per_s * minute.output_tokens * now.step_s)
     assert now is not None
-    loads = {ATTENTION: Load(work=batch / plant.places, ready=attention)}
+    # As if all attention workers were there: seats are not to be asked for in advance here.
+    loads = {ATTENTION: Load(work=batch / plant.places, ready=MANY)}
     for group, target in enumerate(plant.shards):
         work = now.busy[group] * held_back(now.callers, now.waiting[group])
         loads[target] = Load(work=work, ready=seats[group], useful=attention)

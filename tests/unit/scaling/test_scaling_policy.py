@@ -194,6 +194,12 @@ def test_a_push_waits_for_the_replicas_that_the_one_before_asked_for() -> None:
     assert after(every_second(400, 2, **how, ready={ATTENTION: 2}), state).targets[ATTENTION] > 2
 
 
+def test_what_starts_for_the_load_counts_before_a_push() -> None:
+    """Three of five are there: that latencies are twice their target now does not say that five are too few."""
+    how = {"work": {ATTENTION: 4.0}, "ready": {ATTENTION: 3}, "ttft": 3.0}
+    assert after(every_second(1, 200, **how)).targets[ATTENTION] == 5
+
+
 def test_a_target_that_cannot_be_met_costs_no_more_than_the_bound_on_pushes() -> None:
     state = START
     for second in range(5000):
