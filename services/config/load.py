@@ -150,6 +150,8 @@ def require(settings: Settings, role: Role) -> None:
             f"The {_TITLES[role]} needs a Redis.",
             hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
         )
+    if role == SCHEDULER:
+        _require_bounds(settings)
     if role == ATTENTION and settings.overlap == "on" and settings.experts != "tcp":
         raise ConfigError(
             f"--overlap on has nothing to overlap with --experts {settings.experts}.",
@@ -183,6 +185,15 @@ def require(settings: Settings, role: Role) -> None:
             f"What goes by --fabric-lane {settings.fabric_lane} cannot be encrypted.",
             hint="Choose auto or tcp, or leave TLS out.",
         )
+
+
+def _require_bounds(settings: Settings) -> None:
+    for what in ("replicas", "attention", "gateways"):
+        fewest, most = getattr(settings, f"fewest_{what}"), getattr(settings, f"most_{what}")
+        if fewest > most:
+            raise ConfigError(
+                f"--fewest-{what} {fewest} is more than --most-{what} {most}.", hint="Lower the one or raise the other."
+            )
 
 
 def _require_mesh(settings: Settings) -> None:

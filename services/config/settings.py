@@ -291,6 +291,49 @@ class Settings(BaseSettings):
     )
     drain_timeout: float = _knob(30.0, "seconds that open requests get to end at shutdown", ge=0, le=3600)
 
+    # Autoscaling
+    autoscale: Literal["off", "on"] = _knob(
+        "off",
+        "whether the leading scheduler says how many replicas it wants (expertmesh_wanted_replicas)",
+        roles=(SCHEDULER,),
+    )
+    sleep_after: float = _knob(
+        0.0,
+        "seconds without requests after which no attention or expert workers are wanted; 0: never",
+        roles=(SCHEDULER,),
+        ge=0,
+        le=31_536_000,
+    )
+    scale_down_after: float = _knob(
+        120.0,
+        "seconds for which fewer replicas must have sufficed before fewer are wanted",
+        roles=(SCHEDULER,),
+        ge=0,
+        le=86_400,
+    )
+    target_ttft: float = _knob(
+        2.0, "seconds to the first token that requests should stay below", roles=(GATEWAY,), gt=0, le=3600
+    )
+    target_tpot: float = _knob(
+        0.1,
+        "seconds between a request's tokens, on average, that it should stay below",
+        roles=(GATEWAY,),
+        gt=0,
+        le=3600,
+    )
+    fewest_replicas: int = _knob(
+        1, "expert workers wanted of each shard group at least, while awake", roles=(SCHEDULER,), ge=1, le=4096
+    )
+    most_replicas: int = _knob(
+        4, "expert workers wanted of each shard group at most", roles=(SCHEDULER,), ge=1, le=4096
+    )
+    fewest_attention: int = _knob(
+        1, "attention workers wanted at least, while awake", roles=(SCHEDULER,), ge=1, le=4096
+    )
+    most_attention: int = _knob(4, "attention workers wanted at most", roles=(SCHEDULER,), ge=1, le=4096)
+    fewest_gateways: int = _knob(1, "gateways wanted at least", roles=(SCHEDULER,), ge=1, le=4096)
+    most_gateways: int = _knob(4, "gateways wanted at most", roles=(SCHEDULER,), ge=1, le=4096)
+
     # Process
     log_level: Literal["debug", "info", "warning", "error"] = _knob("info", "least severe message that is logged")
     log_format: Literal["auto", "text", "json"] = _knob("auto", "auto is text on a terminal and JSON lines elsewhere")

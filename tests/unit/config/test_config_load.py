@@ -288,3 +288,11 @@ def test_a_lane_that_was_asked_for_is_not_dropped_for_tls(role: Any, tls: list[s
     load_settings([*argv, "--fabric-lane", "auto"], role=role)
     with pytest.raises(ConfigError, match="--fabric-lane nccl cannot be encrypted"):
         load_settings([*argv, "--fabric-lane", "nccl"], role=role)
+
+
+@pytest.mark.parametrize("what", ["replicas", "attention", "gateways"])
+def test_the_fewest_replicas_are_no_more_than_the_most(what: str) -> None:
+    argv = ["--redis-url", "redis://h", f"--most-{what}", "2"]
+    assert load_settings([*argv, f"--fewest-{what}", "2"], role="scheduler")
+    with pytest.raises(ConfigError, match=f"--fewest-{what} 3 is more than --most-{what} 2"):
+        load_settings([*argv, f"--fewest-{what}", "3"], role="scheduler")

@@ -1,0 +1,106 @@
+"""What is scaled, how many of it there are, and within which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from services.config import Settings
+
+ScaledRole = Literal["experts", "attention", "gateway"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One number that is decided: replicas of a shard group (``shard`` is its number), or of a whole role (None)."""
+
+    role: ScaledRole
+    shard: int | None = None
+
+    @property
+    def label(self) -> str:
+        """``shard`` as a series has it."""
+        return "" if self.shard is None else str(self.shard)
+
+    @property
+    def name(self) -> str:
+        return self.role if self.shard is None else f"{self.role}/{self.shard}"
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it goes with the model. Gateways stay: they take the request that wakes it."""
+        return self.role != "gateway"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """``wanted`` is what whoever starts replicas was told last, ``ready`` how many of them serve."""
+
+    wanted: int
+    ready: int
+
+
+class ReplicaCounts(Protocol):
+    """Who knows what was asked for and not only what is there."""
+
+    def counts(self) -> Mapping[Target, Replicas] | None:
+        """By target; None: not known (any more), then what is registered in Redis stands in. Must not block."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Fewest replicas while the model is awake, and most."""
+
+    fewest: int
+    most: int
+
+    def clamp(self, replicas: int) -> int:
+        return max(self.fewest, min(self.most, replicas))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingOptions:
+    """What an operator sets. Times in seconds."""
+
+    bounds: Mapping[ScaledRole, Bounds]
+    """Those of ``experts`` hold for each shard group."""
+    sleep_after_s: float = 0.0
+    """Without requests; 0: the model never sleeps."""
+    down_after_s: float = 120.0
+    """For so long fewer replicas must have sufficed before there are fewer."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> ScalingOptions:
+        return cls(
+            bounds={
+                "experts": Bounds(fewest=settings.fewest_replicas, most=settings.most_replicas),
+                "attention": Bounds(fewest=settings.fewest_attention, most=settings.most_attention),
+                "gateway": Bounds(fewest=settings.fewest_gateways, most=settings.most_gateways),
+            },
+            sleep_after_s=settings.sleep_after,
+            down_after_s=settings.scale_down_after,
+        )
+
+
+def pack_targets(targets: Mapping[Target, int]) -> bytes:
+    """As a leader keeps them for its successor: JSON, readable for an operator too."""
+    return msgspec.json.encode({target.name: wanted for target, wanted in targets.items()})
+
+
+def unpack_targets(kept: bytes | None) -> dict[Target, int]:
+    """Nothing where ``kept`` is of a version that is not understood."""
+    try:
+        return {
+            _target(name): wanted for name, wanted in msgspec.json.decode(kept or b"{}", type=dict[str, int]).items()
+        }
+    except (msgspec.MsgspecError, ValueError):
+        return {}
+
+
+def _target(name: str) -> Target:
+    role, _, shard = name.partition("/")
+    return Target(msgspec.convert(role, ScaledRole), int(shard) if shard else None)
