@@ -28,6 +28,7 @@ OWNED = {
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
     *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "mesh_timeout"),
     *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices", "fabric_shared"),
+    *("kubernetes", "kubernetes_selector", "pod"),
 }
 """Knobs that the chart sets from other values, or that mean nothing in a cluster."""
 HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"}

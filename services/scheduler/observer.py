@@ -9,7 +9,7 @@ from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
 from services.routing import RoutingTable
 from services.scheduler.policy import Choice
-from services.scheduler.scaling import Target
+from services.scheduler.scaling import ReplicaCounts, Replicas, Target
 
 _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 """Fields of :class:`ReapReport` that are outcomes of ``reclaimed_leases_total``."""
@@ -18,9 +18,10 @@ _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 class Observer:
     """Keeps the metrics of one scheduler."""
 
-    def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue) -> None:
+    def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue, replicas: ReplicaCounts | None = None) -> None:
         self._metrics = metrics
         self._queue = queue
+        self._replicas = replicas
 
     def leads(self) -> None:
         self._metrics.leader.set(1)
@@ -34,7 +35,8 @@ class Observer:
         metrics.outstanding_tokens.clear()
         metrics.seats.clear()
         metrics.table_epoch.set(0)
-        metrics.wanted_replicas.clear()
+        for series in (metrics.wanted_replicas, metrics.told_replicas, metrics.ready_replicas):
+            series.clear()
 
     def wants(self, targets: Mapping[Target, int]) -> None:
         """``targets`` are replicas."""
@@ -60,6 +62,16 @@ class Observer:
         self._metrics.outstanding_tokens.clear()
         for worker in workers:
             self._metrics.outstanding_tokens.labels(worker.info.id).set(worker.outstanding_tokens)
+        if self._replicas is not None:
+            self._counted(self._replicas.counts() or {})
+
+    def _counted(self, counts: Mapping[Target, Replicas]) -> None:
+        told, ready = self._metrics.told_replicas, self._metrics.ready_replicas
+        told.clear()
+        ready.clear()
+        for target, replicas in counts.items():
+            told.labels(target.role, target.label).set(replicas.wanted)
+            ready.labels(target.role, target.label).set(replicas.ready)
 
     def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment]) -> None:
         """Count what the queue made of ``choices``."""
