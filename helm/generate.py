@@ -28,7 +28,8 @@ OWNED = {
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
     *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "mesh_timeout"),
     *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices", "fabric_shared"),
-    *("kubernetes", "kubernetes_selector", "pod", "autoscale", "sleep_after", "target_ttft", "target_tpot"),
+    *("kubernetes", "kubernetes_selector", "pod", "autoscale", "sleep_after", "scale_down_after"),
+    *("target_ttft", "target_tpot"),
     *("fewest_replicas", "most_replicas", "fewest_attention", "most_attention", "fewest_gateways", "most_gateways"),
 }
 """Knobs that the chart sets from other values, or that mean nothing in a cluster."""

@@ -168,6 +168,44 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     pod: str | None = None
 
 
+class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Seconds since the seat's group was loaded: in all, spent computing, and spent by calls that waited for others.
+
+    Totals, as in all loads: a report may be lost, and whoever reads two of them knows the rates between.
+    """
+
+    up_s: float
+    busy_s: float
+    waited_s: float
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Seconds of an attention worker: in all, in steps, and in steps but waiting, by the shard group waited for.
+
+    ``lanes``: micro-batches of its last step, so many exchanges it has under way at a time.
+    """
+
+    up_s: float
+    busy_s: float
+    stalled_s: dict[int, float] = {}
+    lanes: int = 1
+
+
+LATENCY_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
+"""A latency over its target falls into the bucket of the first edge that it does not exceed, or into one more."""
+
+
+class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Of a gateway, since its start: seconds, those of them its process computed, requests that came, and how many
+    latencies fell into each bucket of :data:`LATENCY_EDGES`."""
+
+    up_s: float
+    cpu_s: float
+    requests: int
+    ttft: tuple[int, ...]
+    tpot: tuple[int, ...]
+
+
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What an expert worker says with each heartbeat. ``digest`` tells which experts of ``group`` it has loaded."""
 
@@ -175,6 +213,7 @@ class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     group: int | None = None
     digest: str = ""
     outstanding_rows: int = 0
+    load: SeatLoad | None = None
 
 
 class SeatRows(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -206,8 +245,10 @@ _worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
 _expert_decoder = msgspec.msgpack.Decoder(ExpertInfo)
 _report_decoder = msgspec.msgpack.Decoder(SeatReport)
 _rows_decoder = msgspec.msgpack.Decoder(SeatRows)
+_worker_load_decoder = msgspec.msgpack.Decoder(WorkerLoad)
+_gateway_load_decoder = msgspec.msgpack.Decoder(GatewayLoad)
 
-Message = GenerateRequest | InboxMessage | WorkerInfo | ExpertInfo | SeatReport | SeatRows
+Message = GenerateRequest | InboxMessage | WorkerInfo | ExpertInfo | SeatReport | SeatRows | WorkerLoad | GatewayLoad
 
 
 def encode(message: Message | Sequence[ResultEvent]) -> bytes:
@@ -241,3 +282,11 @@ def decode_seat_report(data: bytes) -> SeatReport:
 
 def decode_seat_rows(data: bytes) -> SeatRows:
     return _rows_decoder.decode(data)
+
+
+def decode_worker_load(data: bytes) -> WorkerLoad:
+    return _worker_load_decoder.decode(data)
+
+
+def decode_gateway_load(data: bytes) -> GatewayLoad:
+    return _gateway_load_decoder.decode(data)

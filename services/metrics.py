@@ -107,6 +107,21 @@ class SchedulerMetrics:
             "told_replicas", "Replicas that Kubernetes was told; no series where that is not known.", "role", "shard"
         )
         self.ready_replicas = gauge("ready_replicas", "Replicas that are ready, as Kubernetes has it.", "role", "shard")
+        self.needed_replicas = gauge(
+            "needed_replicas", "Need of the moment, before rounding, bounds and patience.", "role", "shard"
+        )
+        self.boost = gauge("scaling_boost", "How many times the need is what the load asks for.", "role", "shard")
+        self.shard_rows = gauge("shard_rows_in_flight", "Rows accepted and not answered, per seat of a group.", "shard")
+        self.shard_busy = gauge("shard_busy_ratio", "Share of time that the seats of a group compute.", "shard")
+        self.shard_waiting = gauge("shard_waiting_calls", "Calls that wait for others, per seat of a group.", "shard")
+        self.shard_stall = gauge(
+            "shard_stall_ratio", "Share of the attention workers' steps spent waiting for a group.", "shard"
+        )
+        self.latency_over_target = gauge(
+            "latency_over_target_ratio",
+            "Nine of ten requests lately had a latency of so many times its target: ttft, tpot.",
+            "latency",
+        )
         self.reclaimed = Counter(
             _PREFIX + "reclaimed_leases_total", "Leases that expired, by what followed.", ["outcome"], registry=registry
         )
@@ -143,6 +158,9 @@ class WorkerMetrics:
         self.overlapped_steps = counter("overlapped_steps_total", "Iterations that ran as two micro-batches.")
         self.steps_ahead = counter("steps_ahead_total", "Iterations launched before the one before them was read.")
         self.exchange_wait = counter("exchange_wait_seconds_total", "Time spent waiting for the experts' answers.")
+        self.shard_stall = counter(
+            "shard_stall_seconds_total", "Time spent waiting for answers of a shard group.", "shard"
+        )
         self.shared_seats = gauge("shared_seats", "Seats whose memory this worker writes rows into.")
         self.shared_steps = counter("shared_steps_total", "Iterations with rows in memory that seats share.")
         self.repeated_steps = counter("repeated_steps_total", "Iterations run again: a seat was lost or late in them.")

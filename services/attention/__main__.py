@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -19,19 +20,20 @@ from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.colocated import LockStepEngine
 from services.attention.engine import Engine
-from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StepObserver
+from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StallObserver, StepObserver
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.errors import MeshBroken, QueueUnavailable
 from services.fabric.symm_link import SymmLink
 from services.fabric.tcp_link import TcpLink
-from services.messages import WorkerInfo
+from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import WorkerMetrics
 from services.queue.clock import RedisClock
 from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.loads import LoadNotes
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
@@ -116,13 +118,14 @@ class AttentionRole:
             await _unless_stopped(built.engine.prepare, stop)
             if stop.is_set():
                 return
+        steps = StepObserver(metrics, built.engine.stats)
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,
             queue=WorkerQueue(self._redis, Keys(settings.namespace), QueueLimits.of(settings)),
             clock=self._clock,
             options=self._options(built),
-            after_step=StepObserver(metrics, built.engine.stats).after_step,
+            after_step=steps.after_step,
             on_refused=metrics.stale_results.inc,
             on_given_up=metrics.given_up.inc,
             lacks=self._experts.missing if self._experts else lambda: (),
@@ -132,12 +135,15 @@ class AttentionRole:
             built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
             built.engine.on_work(worker.nudge)
         watched: list[Callable[[], None]] = [ExpertObserver(metrics, built.link.expert_rows).refresh]
+        if isinstance(built.link, TcpLink | SymmLink):
+            watched.append(StallObserver(metrics, built.link.stalled_s).refresh)
         if isinstance(built.link, SymmLink):
             watched.append(SharingObserver(metrics, built.link).refresh)
         if built.mesh:
-            steps = built.mesh.steps
-            watched.append(MeshObserver(metrics, built.mesh.traffic, lambda: steps.turns).refresh)
+            mesh = built.mesh
+            watched.append(MeshObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
         experts = asyncio.create_task(_watch(watched))
+        telling = asyncio.create_task(self._load_notes(built, steps).run())
         try:
             await worker.run(stop)
             if built.mesh:
@@ -153,6 +159,18 @@ class AttentionRole:
             raise error.__cause__ from error
         finally:
             experts.cancel()
+            telling.cancel()
+
+    def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:
+        link, began = built.link, time.monotonic()
+        stalled_s = link.stalled_s if isinstance(link, TcpLink | SymmLink) else dict
+
+        def load() -> WorkerLoad:
+            up_s = time.monotonic() - began
+            return WorkerLoad(up_s=up_s, busy_s=steps.busy_s, stalled_s=stalled_s(), lanes=steps.lanes)
+
+        settings = self._settings
+        return LoadNotes(self._redis, Keys(settings.namespace), member_id=self._id, lease_s=settings.lease, read=load)
 
     async def _hand_over(self, worker_id: str, blamed: Mapping[str, int]) -> None:
         """Requests go on at once. Those that were computed count as failed, as when their worker dies: one may have

@@ -83,6 +83,10 @@ class StepObserver:
             (metrics.graph_steps, "graph_steps", 0),
         ]
         self._steps = 0
+        self.busy_s = 0.0
+        """In steps, since the start."""
+        self.lanes = 1
+        """Micro-batches of the last step."""
         self.after_step()
 
     def after_step(self) -> None:
@@ -92,6 +96,8 @@ class StepObserver:
             return
         self._metrics.steps.inc(reading.steps - self._steps)
         self._steps = reading.steps
+        self.busy_s += reading.step_seconds
+        self.lanes = 2 if reading.step_overlapped else 1
         self._metrics.step_time.observe(reading.step_seconds)
         self._metrics.batch_tokens.observe(reading.step_tokens)
         self._metrics.overlapped.set(reading.step_overlapped)
@@ -144,6 +150,19 @@ class ExpertObserver:
         for rank, expert in enumerate(busiest, start=1):
             self._metrics.expert_top_share.labels(layer, rank).set(recent[expert] / total)
             self._metrics.expert_top_id.labels(layer, rank).set(expert)
+
+
+class StallObserver:
+    """Time spent waiting, by the shard group waited for. ``read`` gives the totals in seconds."""
+
+    def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[int, float]]) -> None:
+        self._metrics, self._read = metrics, read
+        self._seen: dict[int, float] = {}
+
+    def refresh(self) -> None:
+        for group, seconds in self._read().items():
+            self._metrics.shard_stall.labels(group).inc(seconds - self._seen.get(group, 0.0))
+            self._seen[group] = seconds
 
 
 class SharingLink(Protocol):

@@ -300,13 +300,20 @@ class Settings(BaseSettings):
         ge=0,
         le=31_536_000,
     )
+    scale_down_after: float = _knob(
+        120.0,
+        "seconds for which fewer replicas must have sufficed before fewer are wanted",
+        roles=(SCHEDULER,),
+        ge=0,
+        le=86_400,
+    )
     target_ttft: float = _knob(
-        2.0, "seconds to the first token that requests should stay below", roles=(GATEWAY, SCHEDULER), gt=0, le=3600
+        2.0, "seconds to the first token that requests should stay below", roles=(GATEWAY,), gt=0, le=3600
     )
     target_tpot: float = _knob(
         0.1,
         "seconds between a request's tokens, on average, that it should stay below",
-        roles=(GATEWAY, SCHEDULER),
+        roles=(GATEWAY,),
         gt=0,
         le=3600,
     )

@@ -55,6 +55,14 @@ class TcpServing:
         return self.server.rows_in_flight
 
     @property
+    def busy_s(self) -> float:
+        return self.server.counts.seconds
+
+    @property
+    def waited_s(self) -> float:
+        return self.server.waited_s
+
+    @property
     def failure(self) -> BaseException | None:
         return self.server.failure
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from services.errors import QueueUnavailable
-from services.messages import ExpertInfo, SeatReport, SeatRows, SeatStatus
+from services.messages import ExpertInfo, SeatLoad, SeatReport, SeatRows, SeatStatus
 from services.queue.backoff import Backoff, until_answered
 from services.queue.expert_side import Assignment, ExpertQueue, Orders
 from services.queue.tables import TableReader, unused
@@ -43,6 +43,14 @@ class Serving(Protocol):
 
     @property
     def rows_in_flight(self) -> int: ...
+
+    @property
+    def busy_s(self) -> float:
+        """Spent computing since the start."""
+
+    @property
+    def waited_s(self) -> float:
+        """By calls that waited to be computed, added up."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -85,6 +93,7 @@ class ExpertWorker:
         self._seat = 0
         self._held: Assignment | None = None
         self._serving: Serving | None = None
+        self._serving_since = 0.0
         self._orders = Orders(number=0)
         self._rows_due, self._told = 0.0, ""
         self._counting: tuple[str, asyncio.Future[dict[int, tuple[int, ...]]]] | None = None
@@ -186,6 +195,7 @@ class ExpertWorker:
         serving = await self._loaded(wanted.group)
         info = msgspec.structs.replace(self._info, port=serving.port)
         await until_answered("seat", partial(self._queue.join, info, self._timing.lease), Backoff())
+        self._serving_since = time.monotonic()
         self._serving, self._held, self._info, self._status = serving, wanted, info, "ready"
         await until_answered("heartbeat", self._heartbeat, self._pulse)
         log.info("group %d is ready on port %d", wanted.group.number, serving.port)
@@ -249,6 +259,9 @@ class ExpertWorker:
         rows = counted.result()
         return SeatRows(digest=digest, rows=rows) if of == digest else None
 
+    def _load_of(self, serving: Serving) -> SeatLoad:
+        return SeatLoad(up_s=time.monotonic() - self._serving_since, busy_s=serving.busy_s, waited_s=serving.waited_s)
+
     async def _heartbeat(self) -> None:
         serving, held = self._serving, self._held
         report = SeatReport(
@@ -256,6 +269,7 @@ class ExpertWorker:
             group=held.group.number if held else None,
             digest=held.digest if held else "",
             outstanding_rows=serving.rows_in_flight if serving else 0,
+            load=self._load_of(serving) if serving else None,
         )
         rows = None
         if serving and held and (time.monotonic() >= self._rows_due or self._told != held.digest):

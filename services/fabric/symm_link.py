@@ -256,6 +256,10 @@ class SymmLink:
             for layer, at in self._order.items()
         }
 
+    def stalled_s(self) -> dict[int, float]:
+        """As :meth:`TcpLink.stalled_s`, of rows over tcp: the host does not see what a device waits for."""
+        return self.tcp.stalled_s()
+
     def shared(self) -> Mapping[int, int]:
         """Group -> number of the seat that the last step used by shared memory."""
         return {group: seat.link.seat.number for group, seat in self._step.seats.items()}

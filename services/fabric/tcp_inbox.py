@@ -7,6 +7,7 @@ Legend: R rows of a call, D hidden size, K slots per row.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,14 +54,24 @@ class Inbox:
         self._waiting: deque[Call] = deque()
         self._in_flight: set[Call] = set()
         self._closed = False
+        self._waited_s, self._looked_at = 0.0, time.monotonic()
         self.rows_in_flight = 0
         """Accepted and not yet answered."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that calls have waited before they were computed, added up; over the time, how many waited."""
+        with self._changed:
+            self._add_waits()
+            return self._waited_s
 
     def put(self, call: Call) -> bool:
         """Wait for room, first come first served, and queue ``call``; False if the inbox was closed instead."""
         with self._changed:
+            self._add_waits()
             self._line.append(call)
             self._changed.wait_for(lambda: self._closed or (self._line[0] is call and self._fits(call)))
+            self._add_waits()
             self._line.remove(call)
             if self._closed:
                 return False
@@ -77,6 +88,7 @@ class Inbox:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting)
+            self._add_waits()
             if self._closed:
                 return []
             taken, rows = [first := self._waiting.popleft()], 0
@@ -106,6 +118,12 @@ class Inbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _add_waits(self) -> None:
+        """Before what waits changes."""
+        now = time.monotonic()
+        self._waited_s += (now - self._looked_at) * (len(self._line) + len(self._waiting))
+        self._looked_at = now
 
     def _fits(self, call: Call) -> bool:
         return not self._in_flight or self.rows_in_flight + call.rows <= self._rows

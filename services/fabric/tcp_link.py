@@ -24,6 +24,7 @@ from torch import Tensor
 from services.errors import ExpertUnavailable, FingerprintMismatch
 from services.fabric.expert_rows import ExpertRows
 from services.fabric.nccl_setup import Lanes
+from services.fabric.stalls import Stalls
 from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_handshake import Hello, check_facts
 from services.fabric.tcp_part import Part, Seats
@@ -99,6 +100,7 @@ class TcpLink:
         self._step = 0
         self._micro_batches = itertools.count()
         self._under_way: Counter[int] = Counter()
+        self._stalls = Stalls()
         self._rows = ExpertRows(table.group_of, table.num_experts)
         self._table = table
         self._adopt(table)
@@ -203,7 +205,8 @@ class TcpLink:
             try:
                 while waiting := [part for part in handle.parts if not self._seats.settle(part)]:
                     until = min(self._seats.wake_at(part) for part in waiting)
-                    self._changed.wait(max(0.0, until - time.monotonic()))
+                    with self._stalls.waiting([part.rows.group for part in waiting]):
+                        self._changed.wait(max(0.0, until - time.monotonic()))
             except BaseException:
                 for part in handle.parts:
                     part.abandon()
@@ -218,6 +221,10 @@ class TcpLink:
     def expert_rows(self) -> dict[int, list[int]]:
         """Rows that each expert of each layer has taken since the link was made; resending counts nothing."""
         return self._rows.totals()
+
+    def stalled_s(self) -> dict[int, float]:
+        """Seconds that :meth:`combine` has waited, by shard group; where it waited for several, each has its part."""
+        return self._stalls.totals()
 
     def close(self) -> None:
         """End all connections; a combine that waits raises ExpertUnavailable."""

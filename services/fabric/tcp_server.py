@@ -127,6 +127,11 @@ class ExpertServer:
     def rows_in_flight(self) -> int:
         return self._inbox.rows_in_flight
 
+    @property
+    def waited_s(self) -> float:
+        """As :attr:`services.fabric.tcp_inbox.Inbox.waited_s`."""
+        return self._inbox.waited_s
+
     def drain(self, seconds: float) -> bool:
         """Refuse new calls, finish those that are here, close. Whether all were answered within ``seconds``."""
         with self._gate:

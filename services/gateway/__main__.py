@@ -28,6 +28,7 @@ from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
+from services.gateway.targets import LatencyTargets
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
 from services.model.spec import ModelSpec, load_spec
@@ -35,6 +36,7 @@ from services.queue.connect import check_server, connect
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.loads import LoadNotes
 from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class Gateway:
     table: JobTable
     follower: ResultFollower
     parts: Parts
+    notes: LoadNotes
 
 
 @asynccontextmanager
@@ -95,7 +98,8 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
     name = incarnation()
     queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings))
-    table = JobTable(metrics)
+    latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
+    table = JobTable(metrics, latencies)
     follower = ResultFollower(
         queue,
         table,
@@ -129,7 +133,8 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         max_body_bytes=settings.max_body_bytes,
     )
     try:
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts)
+        notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes)
     finally:
         await siblings.close()
 
@@ -159,6 +164,7 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
 async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
         following = group.create_task(gateway.follower.run())
+        telling = group.create_task(gateway.notes.run())
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         await stop.wait()
@@ -174,6 +180,7 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         server.stop()
         await serving
         following.cancel()
+        telling.cancel()
     with contextlib.suppress(QueueUnavailable):
         await gateway.queue.leave()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from services.errors import RequestError
 from services.gateway.job import Choice, Job, Step
+from services.gateway.targets import LatencyTargets
 from services.messages import AttemptLost, FinishReason, ResultEvent, TokenEvent
 from services.metrics import GatewayMetrics
 
@@ -34,8 +35,11 @@ class Followups:
 class JobTable:
     """Every job that waits for events, by the ids of its sequences. ``idle`` is set while there is none."""
 
-    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, latencies: LatencyTargets, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = metrics
+        self._latencies = latencies
         self._clock = clock
         self._owners: dict[str, tuple[Job, Choice]] = {}
         self.idle = asyncio.Event()
@@ -45,6 +49,7 @@ class JobTable:
         return len(self._owners)
 
     def add(self, job: Job) -> None:
+        self._latencies.arrived()
         for choice in job.choices:
             self._owners[choice.request.id] = (job, choice)
         self._count()
@@ -143,6 +148,7 @@ class JobTable:
         if choice.last_at is None:
             choice.first_at = now
             self._metrics.ttft.observe(now - job.arrived)
+            self._latencies.first_token(now - job.arrived)
         else:
             self._metrics.inter_token.observe(now - choice.last_at)
         choice.last_at = now
@@ -157,7 +163,9 @@ class JobTable:
         metrics.e2e.observe(self._clock() - job.arrived)
         metrics.output_len.observe(count)
         if count > 1 and choice.first_at is not None and choice.last_at is not None:
-            metrics.tpot.observe((choice.last_at - choice.first_at) / (count - 1))
+            per_token_s = (choice.last_at - choice.first_at) / (count - 1)
+            metrics.tpot.observe(per_token_s)
+            self._latencies.per_token(per_token_s)
 
 
 def _answer_stranger(event: ResultEvent, todo: Followups) -> None:

@@ -115,5 +115,12 @@ class Keys:
     def table_epochs(self) -> str:
         return f"{self.prefix}table_epochs"
 
+    def load(self, member_id: str) -> str:
+        return f"{self.prefix}load:{member_id}"
+
+    @property
+    def targets(self) -> str:
+        return f"{self.prefix}targets"
+
     def dead_letter(self, request_id: str) -> str:
         return f"{self.prefix}dead:{request_id}"

@@ -16,6 +16,7 @@ from services.metrics import SchedulerMetrics
 from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.loads import LoadReader
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.seats import SeatRegistry
 from services.queue.tables import TableReader
@@ -25,6 +26,7 @@ from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_n
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy
+from services.scheduler.scaling import Autoscaler, ScalingOptions, Sources
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,23 @@ def _placement(
     )
 
 
+def _autoscaler(
+    settings: Settings, redis: Redis, observer: Observer, watched: KubeReplicas | None
+) -> Callable[[], Autoscaler] | None:
+    if settings.autoscale == "off":
+        return None
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    sources = Sources(
+        queue=SchedulerQueue(redis, keys, limits),
+        registry=SeatRegistry(redis, keys, limits),
+        loads=LoadReader(redis, keys, limits),
+        counts=watched,
+    )
+    options = ScalingOptions.of(settings)
+    groups = settings.expert_groups or settings.expert_workers
+    return lambda: Autoscaler(sources, options, groups=groups, lease_s=settings.lease, on_decision=observer.decided)
+
+
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     """Run a scheduler until ``stop``; then resign, so that a standby leads at once."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
@@ -74,6 +93,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         token=token,
         lease_s=settings.lease,
         placement=_placement(settings, redis, observer, watched),
+        autoscaler=_autoscaler(settings, redis, observer, watched),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
     try:

@@ -24,6 +24,7 @@ from services.queue.scheduler_side import SchedulerQueue, WorkerState
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.observer import Observer
 from services.scheduler.policy import Choice, DispatchPolicy
+from services.scheduler.scaling import Autoscaler
 
 MAX_TAKEOVER_S = 3.0
 """A leader that was killed is succeeded within this time, or a lease if that is shorter."""
@@ -47,6 +48,7 @@ class Intervals:
     renew: float
     reap: float
     experts: float
+    scaling: float
     gauges: float
     tick: float
 
@@ -59,6 +61,7 @@ class Intervals:
             renew=takeover * 0.3,
             reap=min(0.5, lease_s / 8),
             experts=min(0.25, lease_s / 16),
+            scaling=1.0,
             gauges=1.0,
             tick=min(0.25, lease_s / 16),
         )
@@ -85,7 +88,7 @@ class Timer:
 
 class Scheduler:
     """One scheduler process, leader or standby. ``token`` names it in the lock and is never reused; ``placement``
-    makes what a term needs to place experts."""
+    makes what a term needs to place experts, ``autoscaler`` what it needs to say how many replicas it wants."""
 
     def __init__(
         self,
@@ -96,11 +99,13 @@ class Scheduler:
         token: str,
         lease_s: float,
         placement: Callable[[], ExpertPlacement] | None = None,
+        autoscaler: Callable[[], Autoscaler] | None = None,
     ) -> None:
         self._queue = queue
         self._policy = policy
         self._observer = observer
         self._token = token
+        self._autoscaler = autoscaler
         self._lease_s = lease_s
         self._placement = placement
         self._intervals = Intervals.of(lease_s)
@@ -136,7 +141,9 @@ class Scheduler:
         log.info("leading", extra={"epoch": epoch})
         self._observer.leads()
         placement = self._placement() if self._placement else None
-        await _Term(self._queue, self._policy, self._observer, self._intervals, epoch, placement).serve(stop)
+        autoscaler = self._autoscaler() if self._autoscaler else None
+        term = _Term(self._queue, self._policy, self._observer, self._intervals, epoch, placement, autoscaler)
+        await term.serve(stop)
 
     async def _wait_for_redis(self, stop: asyncio.Event, error: QueueUnavailable) -> None:
         if not self._redis.failing:
@@ -155,6 +162,7 @@ class _Term:
         intervals: Intervals,
         epoch: int,
         placement: ExpertPlacement | None,
+        autoscaler: Autoscaler | None,
     ) -> None:
         self._queue = queue
         self._policy = policy
@@ -162,6 +170,8 @@ class _Term:
         self._intervals = intervals
         self._epoch = epoch
         self._placement = placement
+        self._autoscaler = autoscaler
+        self._scaling = Timer(intervals.scaling)
         self._renewal = Timer(intervals.renew)
         self._placing = Timer(intervals.experts)
         self._reaping = Timer(intervals.reap)
@@ -196,6 +206,8 @@ class _Term:
             await self._reap()
         if self._placement is not None and self._placing.due():
             await self._place(self._placement)
+        if self._autoscaler is not None and self._scaling.due():
+            await self._autoscaler.turn(self._epoch)
         if self._gauges.due():
             await self._observer.refresh()
 

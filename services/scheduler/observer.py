@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+
+from prometheus_client import Gauge
 
 from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
 from services.routing import RoutingTable
 from services.scheduler.policy import Choice
-from services.scheduler.scaling import ReplicaCounts, Replicas, Target
+from services.scheduler.scaling import Decision, ReplicaCounts, Replicas, Target
 
 _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 """Fields of :class:`ReapReport` that are outcomes of ``reclaimed_leases_total``."""
@@ -35,14 +38,33 @@ class Observer:
         metrics.outstanding_tokens.clear()
         metrics.seats.clear()
         metrics.table_epoch.set(0)
-        for series in (metrics.wanted_replicas, metrics.told_replicas, metrics.ready_replicas):
+        for series in self._of_scaling():
             series.clear()
 
-    def wants(self, targets: Mapping[Target, int]) -> None:
-        """``targets`` are replicas."""
-        self._metrics.wanted_replicas.clear()
-        for target, replicas in targets.items():
-            self._metrics.wanted_replicas.labels(target.role, target.label).set(replicas)
+    def _of_scaling(self) -> tuple[Gauge, ...]:
+        """Without values where nobody decides: whoever scales by them holds what it has."""
+        metrics = self._metrics
+        return (
+            *(metrics.told_replicas, metrics.ready_replicas),
+            *(metrics.wanted_replicas, metrics.needed_replicas, metrics.boost, metrics.latency_over_target),
+            *(metrics.shard_rows, metrics.shard_busy, metrics.shard_waiting, metrics.shard_stall),
+        )
+
+    def decided(self, decision: Decision) -> None:
+        """Show what is wanted, and why."""
+        metrics, state, signals = self._metrics, decision.state, decision.signals
+        for target, wanted in state.targets.items():
+            labels = (target.role, target.label)
+            metrics.wanted_replicas.labels(*labels).set(wanted)
+            metrics.needed_replicas.labels(*labels).set(state.courses[target].need)
+            metrics.boost.labels(*labels).set(state.courses[target].boost)
+        for group, reading in decision.groups.items():
+            metrics.shard_rows.labels(group).set(reading.rows)
+            metrics.shard_busy.labels(group).set(reading.busy)
+            metrics.shard_waiting.labels(group).set(reading.waiting)
+            metrics.shard_stall.labels(group).set(reading.stall)
+        for latency, ratio in (("ttft", signals.ttft), ("tpot", signals.tpot)):
+            metrics.latency_over_target.labels(latency).set(math.nan if ratio is None else ratio)
 
     def tabled(self, table: RoutingTable) -> None:
         """``table`` is the one that stands."""

@@ -32,6 +32,8 @@ class Served:
     group: ShardGroup
     port: int
     rows_in_flight: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
     drained: bool = False
     failure: BaseException | None = None
 

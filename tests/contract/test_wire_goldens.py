@@ -111,7 +111,7 @@ def test_reports_of_a_seat_round_trip_and_keep_their_layout() -> None:
     rows = messages.SeatRows(digest="d", rows={0: (5, 0), 3: (1, 300)})
     assert messages.decode_seat_report(messages.encode(report)) == report
     assert messages.decode_seat_rows(messages.encode(rows)) == rows
-    assert msgspec.msgpack.decode(messages.encode(report)) == ["ready", 2, "d", 40]
+    assert msgspec.msgpack.decode(messages.encode(report)) == ["ready", 2, "d", 40, None]
     plain = msgspec.msgpack.decode(messages.encode(rows), strict=False)
     assert plain == ["d", {0: [5, 0], 3: [1, 300]}]
 

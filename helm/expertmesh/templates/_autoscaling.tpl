@@ -25,7 +25,7 @@ true
 {{/* The scheduler's knobs, and the targets that gateways count by. Bounds of experts are the widest of all groups: KEDA keeps each group's own. */}}
 {{- define "expertmesh.autoscalingConfig" -}}
 {{- $scaling := .root.Values.autoscaling -}}
-{{- if has .role (list "gateway" "scheduler") -}}
+{{- if eq .role "gateway" -}}
 target_ttft: {{ $scaling.targetTtftSeconds }}
 target_tpot: {{ $scaling.targetTpotSeconds }}
 {{- end }}
@@ -34,6 +34,7 @@ autoscale: "on"
 kubernetes: "on"
 kubernetes_selector: {{ include "expertmesh.matchLabels" . | quote }}
 sleep_after: {{ $scaling.sleepAfterSeconds }}
+scale_down_after: {{ $scaling.scaleDownAfterSeconds }}
 {{- $fewest := int $scaling.experts.minReplicas }}
 {{- $most := int $scaling.experts.maxReplicas }}
 {{- range $group, $_ := .root.Values.experts.perGroup }}

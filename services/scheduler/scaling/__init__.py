@@ -4,12 +4,23 @@ In: what heartbeats and gateways tell, and how many replicas there are (:class:`
 which the leading scheduler shows as a series for whoever sets replica counts (docs/autoscaling.md).
 """
 
-from services.scheduler.scaling.targets import (
-    Bounds,
-    ReplicaCounts,
-    Replicas,
-    ScalingOptions,
-    Target,
-)
+from services.scheduler.scaling.autoscaler import Autoscaler, Decision, Sources
+from services.scheduler.scaling.policy import State, decide
+from services.scheduler.scaling.signals import Load, Signals
+from services.scheduler.scaling.targets import Bounds, ReplicaCounts, Replicas, ScaledRole, ScalingOptions, Target
 
-__all__ = ["Bounds", "ReplicaCounts", "Replicas", "ScalingOptions", "Target"]
+__all__ = [
+    "Autoscaler",
+    "Bounds",
+    "Decision",
+    "Load",
+    "ReplicaCounts",
+    "Replicas",
+    "ScaledRole",
+    "ScalingOptions",
+    "Signals",
+    "Sources",
+    "State",
+    "Target",
+    "decide",
+]

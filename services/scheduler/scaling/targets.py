@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
+
 from services.config import Settings
 
 ScaledRole = Literal["experts", "attention", "gateway"]
@@ -22,6 +24,15 @@ class Target:
     def label(self) -> str:
         """``shard`` as a series has it."""
         return "" if self.shard is None else str(self.shard)
+
+    @property
+    def name(self) -> str:
+        return self.role if self.shard is None else f"{self.role}/{self.shard}"
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it goes with the model. Gateways stay: they take the request that wakes it."""
+        return self.role != "gateway"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +70,8 @@ class ScalingOptions:
     """Those of ``experts`` hold for each shard group."""
     sleep_after_s: float = 0.0
     """Without requests; 0: the model never sleeps."""
-    target_ttft_s: float = 2.0
-    target_tpot_s: float = 0.1
+    down_after_s: float = 120.0
+    """For so long fewer replicas must have sufficed before there are fewer."""
 
     @classmethod
     def of(cls, settings: Settings) -> ScalingOptions:
@@ -71,6 +82,25 @@ class ScalingOptions:
                 "gateway": Bounds(fewest=settings.fewest_gateways, most=settings.most_gateways),
             },
             sleep_after_s=settings.sleep_after,
-            target_ttft_s=settings.target_ttft,
-            target_tpot_s=settings.target_tpot,
+            down_after_s=settings.scale_down_after,
         )
+
+
+def pack_targets(targets: Mapping[Target, int]) -> bytes:
+    """As a leader keeps them for its successor: JSON, readable for an operator too."""
+    return msgspec.json.encode({target.name: wanted for target, wanted in targets.items()})
+
+
+def unpack_targets(kept: bytes | None) -> dict[Target, int]:
+    """Nothing where ``kept`` is of a version that is not understood."""
+    try:
+        return {
+            _target(name): wanted for name, wanted in msgspec.json.decode(kept or b"{}", type=dict[str, int]).items()
+        }
+    except (msgspec.MsgspecError, ValueError):
+        return {}
+
+
+def _target(name: str) -> Target:
+    role, _, shard = name.partition("/")
+    return Target(msgspec.convert(role, ScaledRole), int(shard) if shard else None)

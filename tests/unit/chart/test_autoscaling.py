@@ -79,11 +79,12 @@ def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
 
 def test_the_scheduler_reads_what_it_is_told(render: Render, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://:x@host:6379/0")
-    objects = render(*ON, "autoscaling.sleepAfterSeconds=900", "autoscaling.targetTtftSeconds=3", apis=KEDA)
+    seconds = {"sleepAfter": 900, "scaleDownAfter": 60, "targetTtft": 3}
+    objects = render(*ON, *(f"autoscaling.{name}Seconds={value}" for name, value in seconds.items()), apis=KEDA)
     file = tmp_path / "config.yaml"
     file.write_text(named(objects, "ConfigMap", "scheduler")["data"]["config.yaml"])
     read = load_settings(["--config", str(file)], role="scheduler")
-    assert (read.autoscale, read.kubernetes, read.sleep_after, read.target_ttft) == ("on", "on", 900.0, 3.0)
+    assert (read.autoscale, read.kubernetes, read.sleep_after, read.scale_down_after) == ("on", "on", 900.0, 60.0)
     pairs = dict(pair.split("=") for pair in (read.kubernetes_selector or "").split(","))
     labels = named(objects, "StatefulSet", "experts-0")["metadata"]["labels"]
     assert pairs.items() <= labels.items()

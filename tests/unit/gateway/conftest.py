@@ -27,6 +27,7 @@ from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
+from services.gateway.targets import LatencyTargets
 from services.gateway.tokenizer import SpecialTokens, TextCodec
 from services.messages import AttemptLost, GenerateRequest, ResultEvent, TokenEvent, TokenLogprob, WorkerInfo
 from services.metrics import GatewayMetrics
@@ -331,7 +332,7 @@ async def _running(
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
-    table = JobTable(metrics)
+    table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1))
     follower = ResultFollower(queue, table, metrics, lease_s=lease_s, request_timeout_s=request_timeout_s)
     model = ServedModel(
         name="tiny",

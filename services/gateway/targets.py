@@ -1,0 +1,38 @@
+"""How this gateway's latencies stand against their targets. In: each latency. Out: totals for the leading scheduler."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+
+from services.messages import LATENCY_EDGES, GatewayLoad
+
+
+class LatencyTargets:
+    """Counts latencies by how far they are from ``ttft_s`` and ``tpot_s``, the targets in seconds."""
+
+    def __init__(self, *, ttft_s: float, tpot_s: float) -> None:
+        self._ttft_s, self._tpot_s = ttft_s, tpot_s
+        self._ttft, self._tpot = ([0] * (len(LATENCY_EDGES) + 1) for _ in range(2))
+        self._requests = 0
+        self._began = time.monotonic()
+
+    def arrived(self) -> None:
+        """A request of a client."""
+        self._requests += 1
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft[bisect_left(LATENCY_EDGES, seconds / self._ttft_s)] += 1
+
+    def per_token(self, seconds: float) -> None:
+        """Mean gap between the tokens of a request that ended."""
+        self._tpot[bisect_left(LATENCY_EDGES, seconds / self._tpot_s)] += 1
+
+    def load(self) -> GatewayLoad:
+        return GatewayLoad(
+            up_s=time.monotonic() - self._began,
+            cpu_s=time.process_time(),
+            requests=self._requests,
+            ttft=tuple(self._ttft),
+            tpot=tuple(self._tpot),
+        )

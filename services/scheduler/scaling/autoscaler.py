@@ -1,0 +1,111 @@
+"""The leader's turn at scaling: read the loads, decide, show and keep the targets. One per term."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.queue.loads import LoadReader
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.seats import SeatRegistry
+from services.scheduler.scaling.meter import GroupReading, Meter, Reading
+from services.scheduler.scaling.policy import State, decide
+from services.scheduler.scaling.signals import Signals
+from services.scheduler.scaling.targets import (
+    ReplicaCounts,
+    ScalingOptions,
+    Target,
+    pack_targets,
+    unpack_targets,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What is wanted, and what it follows from; for series."""
+
+    state: State
+    signals: Signals
+    groups: Mapping[int, GroupReading]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """Where loads are read. ``counts`` None: nobody knows what was asked for."""
+
+    queue: SchedulerQueue
+    registry: SeatRegistry
+    loads: LoadReader
+    counts: ReplicaCounts | None = None
+
+
+class Autoscaler:
+    """One term's. ``groups``: shard groups that there are at least; ``on_decision`` hears of each."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        options: ScalingOptions,
+        *,
+        groups: int,
+        lease_s: float,
+        on_decision: Callable[[Decision], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sources, self._options = sources, options
+        self._meter = Meter(groups=groups, lease_s=lease_s)
+        self._on_decision = on_decision
+        self._clock = clock
+        self._state: State | None = None
+
+    async def turn(self, epoch: int) -> None:
+        """
+        Raises:
+            StaleLeader: another scheduler leads.
+            QueueUnavailable: Redis does not answer.
+        """
+        reading = await self._read()
+        signals = self._meter.signals(reading)
+        before = self._state or await self._inherited(reading)
+        state = decide(signals, before, self._options)
+        if self._state is None or state.targets != before.targets:
+            self._say(before, state)
+            await self._sources.loads.keep_targets(epoch, pack_targets(state.targets))
+        self._state = state
+        self._on_decision(Decision(state=state, signals=signals, groups=dict(self._meter.groups)))
+
+    async def _read(self) -> Reading:
+        sources = self._sources
+        return Reading(
+            seats=await sources.registry.seats(),
+            workers=await sources.queue.workers(),
+            loads=await sources.loads.loads(),
+            depth=await sources.queue.depth(),
+            counts=sources.counts.counts() if sources.counts else None,
+            at=self._clock(),
+        )
+
+    async def _inherited(self, reading: Reading) -> State:
+        """What the leader before wanted; where Redis forgot that, what was asked for; else what is there."""
+        kept = unpack_targets(await self._sources.loads.targets())
+        asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
+        return State.starting(reading.at, {**_there(reading), **asked, **kept})
+
+    def _say(self, before: State, state: State) -> None:
+        told = before.targets
+        for target, wanted in state.targets.items():
+            if told.get(target) != wanted:
+                log.info("%s: %d replicas wanted (%s before)", target.name, wanted, told.get(target, "none"))
+
+
+def _there(reading: Reading) -> dict[Target, int]:
+    """Targets of which something is registered: of nothing it is not known whether it sleeps or starts."""
+    groups = [seat.report.group for seat in reading.seats if seat.report.group is not None]
+    there = {Target("experts", group): groups.count(group) for group in set(groups)}
+    there[Target("attention")] = len(reading.workers)
+    there[Target("gateway")] = len(reading.loads.gateways)
+    return {target: many for target, many in there.items() if many}

@@ -1,0 +1,201 @@
+"""What the leader reads from Redis, as the policy's signals. In: a reading every second or two. Out: work by target.
+
+A shard group's work is the time that its seats compute, and what they would compute in addition if nobody waited for
+another. A attention workers that step call the experts, W calls on average wait behind others: A - W of the A make
+progress, and without waiting the calls would come A / (A - W) times as fast (each worker has one exchange under way, or
+one for each micro-batch: a closed queue). Two workers call a seat that computes all the time (busy 1, A = 2), and half
+of the time one of them waits for the other (W = 0.5): the work is 1 * 2 / 1.5 = 1.33 replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.messages import LATENCY_EDGES, GatewayLoad, WorkerLoad
+from services.queue.loads import Loads
+from services.queue.scheduler_side import QueueDepth, WorkerState
+from services.queue.seats import SeatState
+from services.scheduler.scaling.rates import Rates, Share, Smoothed
+from services.scheduler.scaling.signals import Load, Signals
+from services.scheduler.scaling.targets import Replicas, Target
+
+LOAD_HALF_LIFE_S = 4.0
+LATENCY_HALF_LIFE_S = 20.0
+MOST_HELD_BACK = 4.0
+"""How many times the work may be taken for what it was measured as, where most workers wait."""
+SLOTS, TOKENS = 64, 65_536
+"""Of an attention worker, before there was one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """All from one moment; ``at`` in seconds. ``counts`` None: not known."""
+
+    at: float
+    seats: Sequence[SeatState]
+    workers: Sequence[WorkerState]
+    loads: Loads
+    depth: QueueDepth
+    counts: Mapping[Target, Replicas] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupReading:
+    """Of a shard group, for series: means over its seats."""
+
+    rows: float
+    """Accepted and not answered."""
+    busy: float
+    waiting: float
+    """Calls that wait for others."""
+    stall: float
+
+
+class Meter:
+    """One leader's. ``groups``: shard groups that there are at least; ``lease_s``: who is silent for so long is not
+    known."""
+
+    def __init__(self, *, groups: int, lease_s: float) -> None:
+        self._groups = set(range(groups))
+        self._lease_s = lease_s
+        self._seats, self._workers, self._gateways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
+        self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
+        self._told: dict[str, GatewayLoad] = {}
+        self._demand = Smoothed(LOAD_HALF_LIFE_S)
+        self._slots, self._tokens = float(SLOTS), float(TOKENS)
+        self._at: float | None = None
+        self.groups: dict[int, GroupReading] = {}
+        """What was last read of each group."""
+
+    def signals(self, reading: Reading) -> Signals:
+        passed_s = 0.0 if self._at is None else reading.at - self._at
+        self._at = reading.at
+        self._groups |= {seat.report.group for seat in reading.seats if seat.report.group is not None}
+        arrived = self._hear_gateways(reading, passed_s)
+        self._hear_workers(reading)
+        self._hear_seats(reading)
+        loads = {Target("experts", group): self._of_group(group, reading) for group in sorted(self._groups)}
+        loads[Target("attention")] = self._of_attention(reading, passed_s)
+        loads[Target("gateway")] = self._of_gateways(reading)
+        under_way = reading.depth.requests + sum(worker.outstanding_requests for worker in reading.workers)
+        return Signals(
+            at=reading.at,
+            loads=loads,
+            active=under_way > 0 or arrived,
+            ttft=self._ttft.ratio(),
+            tpot=self._tpot.ratio(),
+        )
+
+    def _hear_gateways(self, reading: Reading, passed_s: float) -> bool:
+        """Whether a request came since the last reading."""
+        told, first = reading.loads.gateways, not self._told
+        news = [] if first else [_since(load, self._told.get(name)) for name, load in told.items()]
+        self._told |= told
+        self._ttft.add(_sums([load.ttft for load in news]), passed_s)
+        self._tpot.add(_sums([load.tpot for load in news]), passed_s)
+        for name, load in told.items():
+            self._gateways.tell(name, load.up_s, {"cpu": load.cpu_s}, reading.at)
+        self._gateways.keep(told)
+        return any(load.requests for load in news)
+
+    def _hear_workers(self, reading: Reading) -> None:
+        for name, load in reading.loads.workers.items():
+            if load is not None:
+                stalls = {f"stalled {group}": seconds for group, seconds in load.stalled_s.items()}
+                self._workers.tell(name, load.up_s, {"busy": load.busy_s, **stalls}, reading.at)
+        self._workers.keep(reading.loads.workers)
+
+    def _hear_seats(self, reading: Reading) -> None:
+        for seat in reading.seats:
+            if (load := seat.report.load) is not None:
+                totals = {"busy": load.busy_s, "waited": load.waited_s}
+                self._seats.tell(seat.info.id, load.up_s, totals, reading.at)
+        self._seats.keep([seat.info.id for seat in reading.seats])
+
+    def _of_group(self, group: int, reading: Reading) -> Load:
+        seats = [seat for seat in reading.seats if seat.report.group == group and seat.stays and seat.status == "ready"]
+        names = [seat.info.id for seat in seats]
+        busy, waiting = self._seats.total("busy", names), self._seats.total("waited", names)
+        stall = self._stall(group, reading)
+        count = max(1, len(seats))
+        self.groups[group] = GroupReading(
+            rows=sum(seat.report.outstanding_rows for seat in seats) / count,
+            busy=busy / count,
+            waiting=waiting / count,
+            stall=stall,
+        )
+        fresh = bool(seats) and all(self._seats.fresh(name, reading.at, self._lease_s) for name in names)
+        return Load(
+            work=busy * held_back(self._callers(reading), waiting),
+            ready=len(seats),
+            known=fresh and len(seats) >= _ready(reading, Target("experts", group)),
+            useful=max(1, sum(_lanes(load) for load in reading.loads.workers.values())),
+            stall=stall,
+        )
+
+    def _callers(self, reading: Reading) -> float:
+        """Exchanges that attention workers would have under way at a time if their steps were nothing else."""
+        return sum(self._workers.of(name, "busy") * _lanes(load) for name, load in reading.loads.workers.items())
+
+    def _stall(self, group: int, reading: Reading) -> float:
+        """Share of the time in steps."""
+        busy = self._workers.total("busy", reading.loads.workers)
+        return min(1.0, self._workers.total(f"stalled {group}", reading.loads.workers) / busy) if busy > 0 else 0.0
+
+    def _of_attention(self, reading: Reading, passed_s: float) -> Load:
+        workers = [worker for worker in reading.workers if worker.credit_requests > 0]
+        if workers:
+            self._slots = sum(worker.info.max_num_seqs for worker in workers) / len(workers)
+            self._tokens = sum(worker.credit_tokens for worker in workers) / len(workers)
+        requests = reading.depth.requests + sum(worker.outstanding_requests for worker in reading.workers)
+        tokens = reading.depth.tokens + sum(worker.outstanding_tokens for worker in reading.workers)
+        return Load(
+            work=self._demand.add(max(requests / self._slots, tokens / self._tokens), passed_s),
+            ready=len(workers),
+            known=bool(workers) and len(workers) >= _ready(reading, Target("attention")),
+        )
+
+    def _of_gateways(self, reading: Reading) -> Load:
+        names = reading.loads.gateways
+        fresh = bool(names) and all(self._gateways.fresh(name, reading.at, self._lease_s) for name in names)
+        known = fresh and len(names) >= _ready(reading, Target("gateway"))
+        return Load(work=self._gateways.total("cpu", names), ready=len(names), known=known)
+
+
+def held_back(callers: float, waiting: float) -> float:
+    """How many times as fast calls would come if none of ``callers`` waited for another, of which ``waiting`` do.
+
+    >>> held_back(2, 0.5)
+    1.3333333333333333
+    """
+    if waiting <= 0 or callers <= 0:
+        return 1.0
+    return callers / max(callers - waiting, callers / MOST_HELD_BACK)
+
+
+def _lanes(load: WorkerLoad | None) -> int:
+    return load.lanes if load else 1
+
+
+def _ready(reading: Reading, target: Target) -> int:
+    """As whoever starts replicas sees them; 0: not known."""
+    replicas = reading.counts.get(target) if reading.counts else None
+    return replicas.ready if replicas else 0
+
+
+def _since(load: GatewayLoad, earlier: GatewayLoad | None) -> GatewayLoad:
+    """What came after ``earlier``; all where that is none or of a process before."""
+    if earlier is None or earlier.up_s > load.up_s:
+        return load
+    return GatewayLoad(
+        up_s=load.up_s - earlier.up_s,
+        cpu_s=load.cpu_s - earlier.cpu_s,
+        requests=load.requests - earlier.requests,
+        ttft=tuple(new - old for new, old in zip(load.ttft, earlier.ttft, strict=True)),
+        tpot=tuple(new - old for new, old in zip(load.tpot, earlier.tpot, strict=True)),
+    )
+
+
+def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*counts, strict=True)] if counts else [0] * (len(LATENCY_EDGES) + 1)

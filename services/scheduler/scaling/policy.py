@@ -1,0 +1,161 @@
+"""How many replicas are wanted. Pure: signals and the state before in, the state after out; no I/O, no clock.
+
+    need    = work / utilisation[role] * boost          in replicas, for each shard group and role by itself
+    wanted  = highest need of the last --scale-down-after seconds, rounded up, within the bounds
+
+``work`` says how many replicas would just do what is asked for, however many there are (:class:`Load`), so a wish is
+the same while replicas start and nothing is asked for twice; more replicas come at once, fewer only when fewer have
+sufficed for a while. ``boost`` is the latencies' say: where nine of ten requests miss a target, the target that is to
+blame gets as many replicas more as the latency is too high, once those asked for are there and had time to show what
+they change; it fades while latencies are well below the targets. Where signals are missing the wish stands, or rises.
+Without requests for ``sleep_after_s`` all shard groups and attention workers are wanted no more, together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.scheduler.scaling.signals import Load, Signals
+from services.scheduler.scaling.targets import ScaledRole, ScalingOptions, Target
+
+UTILISATION: Mapping[ScaledRole, float] = {"experts": 0.7, "attention": 0.8, "gateway": 0.6}
+"""Of the time that a seat computes, of an attention worker's places, of a gateway's core."""
+TOLERANCE = 0.1
+"""Of a replica: a need that is no further above a whole number is not rounded up."""
+MOST_BOOST = 4.0
+"""A target that no number of replicas can meet costs no more than so many times what the load needs."""
+MOST_RATIO = 2.0
+SETTLE_S = 45.0
+"""After replicas came, before latencies say that they were too few."""
+COMFORTABLE = 0.8
+"""Latencies over their targets below which a boost fades; between this and 1 it stands."""
+BOOST_HALF_LIFE_S = 300.0
+STALLED, MOSTLY_STALLED = 0.2, 0.5
+"""Share of steps spent waiting for a shard group from which on it is to blame for time per token, and for TTFT."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What is remembered of one target. ``highest``: (time, replicas), the replicas falling: maxima of what came
+    after, within the window."""
+
+    highest: tuple[tuple[float, int], ...] = ()
+    boost: float = 1.0
+    need: float = 0.0
+    ready: int = 0
+    came_at: float = -math.inf
+    """When more were ready than before, or a boost rose."""
+
+    @property
+    def wanted(self) -> int:
+        return self.highest[0][1] if self.highest else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """After a decision. Make the first one with :meth:`starting`."""
+
+    at: float
+    active_at: float
+    courses: Mapping[Target, Course] = field(default_factory=dict)
+    asleep: bool = False
+
+    @classmethod
+    def starting(cls, at: float, targets: Mapping[Target, int]) -> State:
+        """A leader that just took over: ``targets`` stand until fewer have sufficed for as long as it must be."""
+        courses = {target: Course(highest=((at, wanted),)) for target, wanted in targets.items()}
+        model = [course.wanted for target, course in courses.items() if target.sleeps]
+        return cls(at=at, active_at=at, courses=courses, asleep=bool(model) and not any(model))
+
+    @property
+    def targets(self) -> dict[Target, int]:
+        """Replicas wanted."""
+        return {
+            target: 0 if self.asleep and target.sleeps else course.wanted for target, course in self.courses.items()
+        }
+
+
+def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
+    """The next state; its :attr:`State.targets` are what is wanted from ``signals.at`` on.
+
+    A target without a load in ``signals`` is not decided about and keeps what it had.
+    """
+    active_at = signals.at if signals.active else state.active_at
+    idle_s = signals.at - active_at
+    may_sleep = options.sleep_after_s > 0 and not signals.active
+    asleep = may_sleep and (state.asleep or idle_s >= options.sleep_after_s)
+    blamed = _blamed(signals, state, options)
+    courses = dict(state.courses)
+    for target, load in signals.loads.items():
+        before = state.courses.get(target, Course())
+        if state.asleep and not asleep and target.sleeps:
+            before = Course()  # awake: what was wanted before it fell asleep says nothing
+        passed_s = signals.at - state.at
+        boosted = _boosted(before, load, target, blamed.get(target), signals, passed_s)
+        courses[target] = _next(boosted, load, target, signals.at, options)
+    return State(at=signals.at, active_at=active_at, courses=courses, asleep=asleep)
+
+
+def _next(course: Course, load: Load, target: Target, at: float, options: ScalingOptions) -> Course:
+    """``course`` with this moment's need."""
+    need = load.work / UTILISATION[target.role] * course.boost
+    if load.useful is not None:
+        need = min(need, load.useful)
+    replicas = options.bounds[target.role].clamp(math.ceil(need - TOLERANCE))
+    if not load.known:
+        replicas = max(replicas, course.wanted)
+    recent = [(then, many) for then, many in course.highest if then > at - options.down_after_s and many > replicas]
+    came_at = at if load.ready > course.ready else course.came_at
+    highest = (*recent, (at, replicas))
+    return Course(highest=highest, boost=course.boost, need=need, ready=load.ready, came_at=came_at)
+
+
+def _boosted(
+    course: Course, load: Load, target: Target, ratio: float | None, signals: Signals, passed_s: float
+) -> Course:
+    """``course`` with the boost that latencies ask for; ``ratio``: of the worst that ``target`` is to blame for."""
+    boost, came_at = course.boost, course.came_at
+    base = load.work / UTILISATION[target.role]
+    if ratio is not None:
+        settled = load.ready >= course.wanted and load.ready <= course.ready
+        if settled and base > 0 and signals.at - came_at >= SETTLE_S:
+            wished = load.ready * min(ratio, MOST_RATIO) / base
+            if wished > boost:
+                boost, came_at = min(MOST_BOOST, wished), signals.at
+    elif _comfortable(signals):
+        boost = 1.0 + (boost - 1.0) * 0.5 ** (passed_s / BOOST_HALF_LIFE_S)
+    return Course(highest=course.highest, boost=boost, need=course.need, ready=course.ready, came_at=came_at)
+
+
+def _comfortable(signals: Signals) -> bool:
+    ratios = [ratio for ratio in (signals.ttft, signals.tpot) if ratio is not None]
+    return bool(ratios) and max(ratios) < COMFORTABLE
+
+
+def _blamed(signals: Signals, state: State, options: ScalingOptions) -> dict[Target, float]:
+    """Targets that are to blame for latencies above their targets, and by how much these are missed."""
+    attention = Target("attention")
+    if attention not in signals.loads:
+        return {}
+    slowest = max(
+        (target for target in signals.loads if target.role == "experts"),
+        key=lambda target: (signals.loads[target].stall, -(target.shard or 0)),
+        default=None,
+    )
+    blamed: dict[Target, float] = {}
+    for ratio, stalled in ((signals.tpot, STALLED), (signals.ttft, MOSTLY_STALLED)):
+        if ratio is None or ratio <= 1:
+            continue
+        stalls = slowest is not None and signals.loads[slowest].stall >= stalled
+        target = slowest if stalls and slowest and _can_gain(slowest, signals, state, options) else attention
+        blamed[target] = max(ratio, blamed.get(target, 0.0))
+    return blamed
+
+
+def _can_gain(target: Target, signals: Signals, state: State, options: ScalingOptions) -> bool:
+    """Whether more replicas than are wanted would help at all."""
+    load, course = signals.loads[target], state.courses.get(target, Course())
+    most = options.bounds[target.role].most
+    return course.wanted < (most if load.useful is None else min(most, load.useful))

@@ -1,0 +1,280 @@
+"""How many replicas are wanted, given signals: rules one by one, and properties of all."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.scaling import Bounds, Load, ScalingOptions, Signals, State, Target, decide
+from services.scheduler.scaling.policy import SETTLE_S, UTILISATION
+
+OPTIONS = ScalingOptions(
+    bounds={
+        "experts": Bounds(fewest=1, most=6),
+        "attention": Bounds(fewest=1, most=6),
+        "gateway": Bounds(fewest=2, most=4),
+    },
+    down_after_s=60.0,
+)
+SLEEPY = replace(OPTIONS, sleep_after_s=30.0)
+HOT, COLD = Target("experts", 0), Target("experts", 1)
+ATTENTION, GATEWAY = Target("attention"), Target("gateway")
+ALL = (HOT, COLD, ATTENTION, GATEWAY)
+START = State.starting(0.0, {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2})
+
+
+def at(
+    time: float,
+    work: Mapping[Target, float] | None = None,
+    *,
+    ready: Mapping[Target, int] | None = None,
+    active: bool = True,
+    unknown: Sequence[Target] = (),
+    stall: Mapping[Target, float] | None = None,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    useful: int | None = None,
+) -> Signals:
+    """Little work everywhere, but for ``work``."""
+    given_work, there, stalls = work or {}, ready or {}, stall or {}
+    loads = {
+        target: Load(
+            work=given_work.get(target, 0.1),
+            ready=there.get(target, 1),
+            known=target not in unknown,
+            stall=stalls.get(target, 0.0),
+            useful=useful if target.role == "experts" else None,
+        )
+        for target in ALL
+    }
+    return Signals(at=time, loads=loads, active=active, ttft=ttft, tpot=tpot)
+
+
+def after(readings: Sequence[Signals], state: State = START, options: ScalingOptions = OPTIONS) -> State:
+    for reading in readings:
+        state = decide(reading, state, options)
+    return state
+
+
+def every_second(start: float, seconds: float, **how: object) -> list[Signals]:
+    return [at(start + second, **how) for second in range(int(seconds))]  # type: ignore[arg-type]
+
+
+def test_a_hot_shard_grows_at_once_and_alone() -> None:
+    wanted = after([at(1, {HOT: 1.8})]).targets
+    assert wanted == {HOT: math.ceil(1.8 / UTILISATION["experts"]), COLD: 1, ATTENTION: 1, GATEWAY: 2}
+
+
+def test_replicas_that_start_are_not_asked_for_again() -> None:
+    state = after(every_second(1, 50, work={HOT: 1.8}))
+    assert state.targets[HOT] == 3
+    assert after(every_second(51, 50, work={HOT: 1.8}, ready={HOT: 2}), state).targets[HOT] == 3
+
+
+def test_fewer_are_wanted_only_when_fewer_sufficed_for_a_while() -> None:
+    state = after([at(1, {HOT: 1.8})])
+    state = after(every_second(2, 59), state)
+    assert state.targets[HOT] == 3
+    assert after(every_second(61, 2), state).targets[HOT] == 1
+
+
+def test_the_way_down_goes_to_the_highest_need_of_the_last_while() -> None:
+    state = after([at(1, {HOT: 2.7}), at(2, {HOT: 2.7}), at(50, {HOT: 1.3})])
+    assert state.targets[HOT] == 4
+    assert after([at(63)], state).targets[HOT] == 2
+    assert after([at(63), at(111)], state).targets[HOT] == 1
+
+
+def test_bounds_hold_whatever_the_load() -> None:
+    state = after([at(1, {HOT: 99.0, GATEWAY: 99.0})])
+    assert (state.targets[HOT], state.targets[GATEWAY]) == (6, 4)
+    assert after(every_second(2, 200), state).targets == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+
+
+def test_more_seats_than_callers_are_never_wanted() -> None:
+    assert after([at(1, {HOT: 5.0}, useful=2)]).targets[HOT] == 2
+
+
+def test_without_signals_the_wish_stands_or_rises() -> None:
+    state = after([at(1, {HOT: 1.8})])
+    state = after(every_second(2, 200, unknown=[HOT]), state)
+    assert state.targets[HOT] == 3
+    assert after([at(300, {HOT: 3.0}, unknown=[HOT])], state).targets[HOT] == 5
+    assert after(every_second(202, 59), state).targets[HOT] == 3, "it is known again, and has to suffice for a while"
+    assert after(every_second(202, 70), state).targets[HOT] == 1
+
+
+def test_a_target_that_is_not_read_keeps_what_it_had() -> None:
+    state = after([at(1, {HOT: 1.8})])
+    reading = at(200)
+    known = {target: load for target, load in reading.loads.items() if target != HOT}
+    assert after([replace(reading, loads=known)], state).targets[HOT] == 3
+
+
+def test_a_leader_that_takes_over_holds_what_was_wanted() -> None:
+    state = State.starting(1000.0, {HOT: 5, COLD: 1, ATTENTION: 4, GATEWAY: 2})
+    state = after(every_second(1000, 59), state)
+    assert (state.targets[HOT], state.targets[ATTENTION]) == (5, 4)
+    assert after(every_second(1059, 3), state).targets[HOT] == 1
+
+
+def test_the_model_sleeps_as_a_whole_and_wakes_at_once() -> None:
+    state = after(every_second(1, 5, work={HOT: 1.8}), options=SLEEPY)
+    state = after(every_second(6, 29, active=False), state, SLEEPY)
+    assert not state.asleep
+    state = after(every_second(35, 10, active=False), state, SLEEPY)
+    assert state.targets == {HOT: 0, COLD: 0, ATTENTION: 0, GATEWAY: 2}
+    state = after([at(50, {ATTENTION: 2.0}, unknown=[HOT, COLD, ATTENTION])], state, SLEEPY)
+    assert state.targets == {HOT: 1, COLD: 1, ATTENTION: 3, GATEWAY: 2}
+
+
+def test_a_successor_lets_the_sleeping_sleep_and_wakes_them() -> None:
+    state = State.starting(9.0, {HOT: 0, COLD: 0, ATTENTION: 0, GATEWAY: 1})
+    state = after([at(10, active=False)], state, SLEEPY)
+    assert state.asleep
+    assert after([at(11)], state, SLEEPY).targets[HOT] == 1
+
+
+def test_a_model_that_shall_not_sleep_any_more_wakes() -> None:
+    state = State.starting(9.0, {HOT: 0, COLD: 0, ATTENTION: 0, GATEWAY: 1})
+    assert after([at(10, active=False)], state, OPTIONS).targets[ATTENTION] == 1
+
+
+def test_slow_tokens_push_the_shard_that_is_waited_for() -> None:
+    how = {"work": {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}, "stall": {HOT: 0.5, COLD: 0.1}, "tpot": 1.5}
+    assert after(every_second(1, 3, **how)).targets == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+    pushed = after(every_second(1, SETTLE_S + 3, **how))
+    assert pushed.targets == {HOT: 2, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+
+
+def test_slow_tokens_push_attention_where_no_shard_is_waited_for_or_more_seats_would_not_help() -> None:
+    work = {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}
+    assert after(every_second(1, SETTLE_S + 3, work=work, tpot=1.5)).targets[ATTENTION] == 2
+    stalled = every_second(1, SETTLE_S + 3, work=work, stall={HOT: 0.9}, tpot=1.5, useful=1)
+    assert after(stalled).targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
+
+
+def test_late_first_tokens_push_attention() -> None:
+    how = {"work": {HOT: 0.6, ATTENTION: 0.5}, "stall": {HOT: 0.3}, "ttft": 3.0}
+    pushed = after(every_second(1, SETTLE_S + 3, **how))
+    assert pushed.targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
+
+
+def test_a_push_waits_for_the_replicas_that_the_one_before_asked_for() -> None:
+    how = {"work": {ATTENTION: 0.7}, "ttft": 3.0}
+    state = after(every_second(1, SETTLE_S + 3, **how))
+    assert state.targets[ATTENTION] == 2
+    state = after(every_second(100, 200, **how), state)
+    assert state.targets[ATTENTION] == 2, "the second one has not come"
+    state = after(every_second(300, SETTLE_S - 5, **how, ready={ATTENTION: 2}), state)
+    assert state.targets[ATTENTION] == 2, "it has had no time to show what it changes"
+    assert after(every_second(400, 2, **how, ready={ATTENTION: 2}), state).targets[ATTENTION] > 2
+
+
+def test_a_target_that_cannot_be_met_costs_no_more_than_the_bound_on_pushes() -> None:
+    state = START
+    for second in range(5000):
+        ready = {target: max(1, wanted) for target, wanted in state.targets.items()}
+        state = decide(at(second, {ATTENTION: 0.2}, ready=ready, ttft=3.0), state, OPTIONS)
+    assert state.targets[ATTENTION] == 1
+
+
+def test_a_push_fades_when_latencies_are_well_below_their_targets() -> None:
+    how = {"work": {ATTENTION: 0.7}, "ready": {ATTENTION: 2}}
+    state = after(every_second(1, SETTLE_S + 3, **how, ttft=2.0))
+    pushed = state.targets[ATTENTION]
+    assert pushed > 1
+    assert after(every_second(60, 1000, **how, ttft=0.9), state).targets[ATTENTION] == pushed, "just met: it stands"
+    assert after(every_second(60, 3000, **how, ttft=0.5), state).targets[ATTENTION] == 1
+
+
+WORK = st.floats(0, 20)
+READING = st.tuples(
+    st.floats(0.1, 30),
+    st.fixed_dictionaries(dict.fromkeys(ALL, WORK)),
+    st.fixed_dictionaries(dict.fromkeys(ALL, st.integers(0, 6))),
+    st.booleans(),
+    st.lists(st.sampled_from(ALL), max_size=2),
+    st.sampled_from([None, 0.25, 0.7, 0.9, 1.25, 3.0]),
+    st.sampled_from([None, 0.25, 0.7, 0.9, 1.25, 3.0]),
+    st.fixed_dictionaries({HOT: st.floats(0, 1), COLD: st.floats(0, 1)}),
+)
+
+
+def course(drawn: Sequence[tuple]) -> list[Signals]:  # type: ignore[type-arg]
+    time, readings = 0.0, []
+    for passed, work, ready, active, unknown, ttft, tpot, stall in drawn:
+        time += passed
+        readings.append(at(time, work, ready=ready, active=active, unknown=unknown, ttft=ttft, tpot=tpot, stall=stall))
+    return readings
+
+
+@given(st.lists(READING, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_bounds_hold_and_the_model_sleeps_whole_or_not_at_all(drawn: list) -> None:  # type: ignore[type-arg]
+    state = START
+    for reading in course(drawn):
+        state = decide(reading, state, SLEEPY)
+        model = [wanted for target, wanted in state.targets.items() if target.sleeps]
+        assert all(wanted == 0 for wanted in model) if state.asleep else all(1 <= wanted <= 6 for wanted in model)
+        assert 2 <= state.targets[GATEWAY] <= 4
+        assert not (state.asleep and reading.active)
+
+
+@given(st.lists(READING, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_what_is_not_known_does_not_shrink(drawn: list) -> None:  # type: ignore[type-arg]
+    state = START
+    for reading in course(drawn):
+        before, state = state, decide(reading, state, OPTIONS)
+        for target, load in reading.loads.items():
+            if not load.known:
+                assert state.targets[target] >= before.targets[target]
+
+
+@given(st.lists(READING, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_nothing_shrinks_below_what_was_needed_within_the_window(drawn: list) -> None:  # type: ignore[type-arg]
+    state, needs = START, []
+    for reading in course(drawn):
+        state = decide(reading, state, OPTIONS)
+        needs.append((reading.at, state.courses[HOT].need))
+        recent = max(need for then, need in needs if then > reading.at - OPTIONS.down_after_s)
+        assert state.targets[HOT] >= min(6, math.ceil(recent - 0.1))
+
+
+@given(WORK, st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_a_steady_load_is_answered_once_whatever_becomes_ready_when(work: float, held: int, ready: list[int]) -> None:
+    state = State.starting(0.0, {HOT: held, COLD: 1, ATTENTION: 1, GATEWAY: 2})
+    wanted = []
+    for second, there in enumerate(ready):
+        state = decide(at(100.0 + 61 * second, {HOT: work}, ready={HOT: there}), state, OPTIONS)
+        wanted.append(state.targets[HOT])
+    assert len(set(wanted)) == 1
+
+
+@given(WORK, WORK)
+@settings(max_examples=100, deadline=None)
+def test_more_work_never_asks_for_fewer(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    assert after([at(1, {HOT: low})]).targets[HOT] <= after([at(1, {HOT: high})]).targets[HOT]
+
+
+@given(st.floats(0.3, 4.0), st.floats(0.0, 0.25), st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_noise_around_a_load_moves_nothing_back_and_forth(work: float, noise: float, seed: int) -> None:
+    """Once up it stays up: in ten minutes of one load, within noise, replicas are taken away every other minute at
+    most, where the noise reaches the next whole number so rarely."""
+    chance, state, path = random.Random(seed), START, []
+    for second in range(600):
+        state = decide(at(second, {HOT: work * (1 + chance.uniform(-noise, noise))}), state, OPTIONS)
+        path.append(state.targets[HOT])
+    falls = sum(later < earlier for earlier, later in pairwise(path[120:]))
+    assert falls <= 4
