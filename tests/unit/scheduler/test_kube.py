@@ -12,12 +12,12 @@ import pytest
 from kubernetes.client.api_client import ApiClient
 from kubernetes.client.configuration import Configuration
 from kubernetes.config.incluster_config import InClusterConfigLoader
-from testkit.api_server import ApiServer, stateful_set
+from testkit.workload_api import ApiServer, stateful_set
 
 from services.errors import ConfigError
 from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
-from services.scheduler.kube import Api, KubeReplicas, own_namespace
+from services.scheduler.kube import Api, Heeded, KubeReplicas, own_namespace
 from services.scheduler.kube.follower import Follower
 from services.scheduler.kube.replicas import without_leaving
 from services.scheduler.kube.workloads import Workload, ordinal_of, workload
@@ -289,3 +289,16 @@ def test_a_group_keeps_its_last_seat_until_that_one_says_that_it_leaves() -> Non
 def test_of_whom_nothing_is_known_nobody_leaves() -> None:
     assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1")], None) == set()
     assert leaving([seat(1, "s-0-0"), seat(2, None), seat(3, "t-0-9")], 1) == set()
+
+
+def test_a_wish_that_nobody_heeds_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    heeded = Heeded(lambda: now[0])
+    caplog.set_level("INFO")
+    for second, wanted, told in ((0, 3, 1), (60, 3, 2), (80, 3, 3), (85, 3, 1), (170, 2, 1), (176, 3, 1), (300, 3, 1)):
+        now[0] = second
+        heeded.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=told, ready=1)})
+        assert [record.levelname for record in caplog.records] == (["WARNING"] if second >= 176 else [])
+    assert caplog.records[0].getMessage().startswith("experts/0: 3 replicas are wanted, and Kubernetes has been told 1")
+    heeded.note({EXPERTS: 3}, {EXPERTS: Replicas(wanted=3, ready=1)})
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
