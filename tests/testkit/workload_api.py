@@ -33,6 +33,8 @@ class ApiServer:
         self.watch_s = 60.0
         self.bookmarks = False
         self.asked: list[str] = []
+        self.watched_from: list[int] = []
+        self.refused = 0
         self._objects: dict[str, dict[str, Json]] = {"statefulsets": {}, "deployments": {}}
         self._events: list[tuple[int, str, Json]] = []
         self._news = threading.Condition()
@@ -104,9 +106,11 @@ class ApiServer:
         if self.token is not None and handler.headers.get("authorization") != f"bearer {self.token}":
             refusal = 401
         if refusal is not None:
+            self.refused += 1
             _send(handler, refusal, {"kind": "Status", "code": refusal, "message": "refused"})
         elif "watch" in query:
-            self._watch(handler, kind, int(query["resourceVersion"]))
+            self.watched_from.append(int(query["resourceVersion"]))
+            self._watch(handler, kind, self.watched_from[-1])
         else:
             with self._news:
                 body = {"metadata": {"resourceVersion": str(self.version)}, "items": list(self._objects[kind].values())}

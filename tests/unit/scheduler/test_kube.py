@@ -98,6 +98,7 @@ def test_a_watch_that_ends_is_resumed_where_it_ended(server: ApiServer, replicas
     until(lambda: sum("watch" in line for line in server.asked) > 6)
     server.put("statefulsets", stateful_set("mesh-experts-0", 4))
     until(lambda: told(replicas) == 4)
+    until(lambda: max(server.watched_from) == server.version)
     assert sum("list" in line for line in server.asked) == 2
 
 
@@ -177,8 +178,9 @@ def test_a_token_that_was_renewed_is_read_anew(server: ApiServer, tmp_path: Path
         replicas.start()
         until(lambda: told(replicas) == 2)
         server.token = "second"
-        token.write_text("second")
         server.cut()
+        until(lambda: server.refused > 2)
+        token.write_text("second")
         server.put("statefulsets", stateful_set("mesh-experts-0", 7))
         until(lambda: told(replicas) == 7)
         replicas.close()
