@@ -196,12 +196,13 @@ LATENCY_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of a gateway, since its start: seconds, those of them its process computed, requests that came, and how many
-    latencies fell into each bucket of :data:`LATENCY_EDGES`."""
+    """Of a gateway, since its start: seconds, those of them its process computed, sequences that came and that ended,
+    and how many latencies fell into each bucket of :data:`LATENCY_EDGES`."""
 
     up_s: float
     cpu_s: float
-    requests: int
+    came: int
+    ended: int
     ttft: tuple[int, ...]
     tpot: tuple[int, ...]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from services.cli import plan_trace
 from services.cli.plan_figures import (
     ACROSS_GB,
     ACROSS_US,
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: figures that cannot be, or weights that fit in no way.
         CheckpointError: there is no config.json that can be read.
     """
+    if any(word.split("=")[0] == "--trace" for word in argv):
+        return plan_trace.main(argv)
     given = _parser().parse_args(argv)
     spec = load_spec(_folder(Path(given.model)))
     if not spec.moe_layers:
@@ -57,7 +60,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser("expertmesh plan", "Say which way to run a model on so many GPUs, and why.")
+    parser = OptionParser(
+        "expertmesh plan",
+        "Say which way to run a model on so many GPUs, and why. With --trace FILE: replicas and cost for a day of "
+        "load; see `expertmesh plan --trace FILE --help`.",
+    )
     parser.add_argument("--model", required=True, metavar="PATH", help="folder of a checkpoint, or its config.json")
     parser.add_argument("--gpus", required=True, type=int, metavar="N", help="how many, in all")
     parser.add_argument("--gpu", default="h200", metavar="KIND", help=f"{', '.join(KINDS)} (default: h200)")

@@ -49,7 +49,7 @@ class JobTable:
         return len(self._owners)
 
     def add(self, job: Job) -> None:
-        self._latencies.arrived()
+        self._latencies.came(len(job.choices))
         for choice in job.choices:
             self._owners[choice.request.id] = (job, choice)
         self._count()
@@ -156,6 +156,7 @@ class JobTable:
     def _count_end(self, job: Job, choice: Choice) -> None:
         metrics, count = self._metrics, len(choice.generated)
         metrics.requests.labels(choice.finish).inc()
+        self._latencies.ended()
         if choice.error is not None:
             if choice.finish == "error":
                 metrics.errors.labels(choice.error.code).inc()

@@ -14,12 +14,16 @@ class LatencyTargets:
     def __init__(self, *, ttft_s: float, tpot_s: float) -> None:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._ttft, self._tpot = ([0] * (len(LATENCY_EDGES) + 1) for _ in range(2))
-        self._requests = 0
+        self._came = self._ended = 0
         self._began = time.monotonic()
 
-    def arrived(self) -> None:
+    def came(self, sequences: int) -> None:
         """A request of a client."""
-        self._requests += 1
+        self._came += sequences
+
+    def ended(self) -> None:
+        """A sequence, somehow."""
+        self._ended += 1
 
     def first_token(self, seconds: float) -> None:
         self._ttft[bisect_left(LATENCY_EDGES, seconds / self._ttft_s)] += 1
@@ -32,7 +36,8 @@ class LatencyTargets:
         return GatewayLoad(
             up_s=time.monotonic() - self._began,
             cpu_s=time.process_time(),
-            requests=self._requests,
+            came=self._came,
+            ended=self._ended,
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),
         )

@@ -16,12 +16,14 @@ from services.messages import LATENCY_EDGES, GatewayLoad, WorkerLoad
 from services.queue.loads import Loads
 from services.queue.scheduler_side import QueueDepth, WorkerState
 from services.queue.seats import SeatState
-from services.scheduler.scaling.rates import Rates, Share, Smoothed
+from services.scheduler.scaling.rates import Places, Rates, Share, Smoothed
 from services.scheduler.scaling.signals import Load, Signals
 from services.scheduler.scaling.targets import Replicas, Target
 
 LOAD_HALF_LIFE_S = 4.0
 LATENCY_HALF_LIFE_S = 20.0
+STAY_HALF_LIFE_S, LINE_S = 30.0, 10.0
+"""See :class:`Places`: how sequences' stay fades, and how long a line may take to go."""
 MOST_HELD_BACK = 4.0
 """How many times the work may be taken for what it was measured as, where most workers wait."""
 SLOTS, TOKENS = 64, 65_536
@@ -62,7 +64,8 @@ class Meter:
         self._seats, self._workers, self._gateways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
         self._told: dict[str, GatewayLoad] = {}
-        self._demand = Smoothed(LOAD_HALF_LIFE_S)
+        self._places, self._demand = Places(STAY_HALF_LIFE_S, LINE_S), Smoothed(LOAD_HALF_LIFE_S)
+        self._ended = 0
         self._slots, self._tokens = float(SLOTS), float(TOKENS)
         self._at: float | None = None
         self.groups: dict[int, GroupReading] = {}
@@ -97,7 +100,8 @@ class Meter:
         for name, load in told.items():
             self._gateways.tell(name, load.up_s, {"cpu": load.cpu_s}, reading.at)
         self._gateways.keep(told)
-        return any(load.requests for load in news)
+        self._ended = sum(load.ended for load in news)
+        return any(load.came for load in news)
 
     def _hear_workers(self, reading: Reading) -> None:
         for name, load in reading.loads.workers.items():
@@ -148,10 +152,11 @@ class Meter:
         if workers:
             self._slots = sum(worker.info.max_num_seqs for worker in workers) / len(workers)
             self._tokens = sum(worker.credit_tokens for worker in workers) / len(workers)
-        requests = reading.depth.requests + sum(worker.outstanding_requests for worker in reading.workers)
-        tokens = reading.depth.tokens + sum(worker.outstanding_tokens for worker in reading.workers)
+        running = sum(worker.outstanding_requests for worker in reading.workers)
+        places = self._places.asked(running, reading.depth.requests, self._ended, passed_s)
+        tokens = sum(worker.outstanding_tokens for worker in reading.workers)
         return Load(
-            work=self._demand.add(max(requests / self._slots, tokens / self._tokens), passed_s),
+            work=self._demand.add(max(places / self._slots, tokens / self._tokens), passed_s),
             ready=len(workers),
             known=bool(workers) and len(workers) >= _ready(reading, Target("attention")),
         )
@@ -191,7 +196,8 @@ def _since(load: GatewayLoad, earlier: GatewayLoad | None) -> GatewayLoad:
     return GatewayLoad(
         up_s=load.up_s - earlier.up_s,
         cpu_s=load.cpu_s - earlier.cpu_s,
-        requests=load.requests - earlier.requests,
+        came=load.came - earlier.came,
+        ended=load.ended - earlier.ended,
         ttft=tuple(new - old for new, old in zip(load.ttft, earlier.ttft, strict=True)),
         tpot=tuple(new - old for new, old in zip(load.tpot, earlier.tpot, strict=True)),
     )

@@ -82,6 +82,28 @@ class Share:
         return BEYOND
 
 
+class Places:
+    """How many places are asked for by sequences that run and by those that wait for a place.
+
+    A place serves several that wait, one after the other, if they stay for less time than the line may take to go: so
+    one that waits counts for ``stay / line_s`` places, 1 at most. A line that grew while replicas start does not ask
+    for as many as it is long. How long sequences stay is known from how many run and end (Little's law).
+    """
+
+    def __init__(self, half_life_s: float, line_s: float) -> None:
+        self._running, self._ended = Smoothed(half_life_s), Smoothed(half_life_s)
+        self._line_s = line_s
+        self._stay_s = line_s
+
+    def asked(self, running: float, waiting: float, ended: float, passed_s: float) -> float:
+        """``ended`` in the last ``passed_s``."""
+        if passed_s > 0 and running > 0:
+            there, ends_per_s = self._running.add(running, passed_s), self._ended.add(ended / passed_s, passed_s)
+            if ends_per_s > 0:
+                self._stay_s = there / ends_per_s
+        return running + waiting * min(1.0, self._stay_s / self._line_s)
+
+
 class Smoothed:
     """A level, fading."""
 

@@ -1,0 +1,64 @@
+"""The day by the policy, against servers that do not scale and against engines that scale whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.cli.day.replay import Outcome, Plant, Way, replay
+from services.cli.day.sizing import peak_of, sized
+from services.cli.day.trace import Trace
+from services.scheduler.scaling import ScalingOptions, Target
+
+SEARCHES = 5
+"""Replays to find the smallest fixed server that meets the targets as often: to 3 % of the peak."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """``peak``: fixed, sized by the policy's rules for the day's peak minute; ``equal``: the smallest of that kind
+    that meets the targets as often as ``shards``, None where even ``peak`` does not."""
+
+    shards: Outcome
+    engines: Outcome
+    peak: Outcome
+    equal: Outcome | None
+
+
+def compare(
+    trace: Trace,
+    plant: Plant,
+    options: ScalingOptions,
+    *,
+    scale: float,
+    seed: int,
+    progress: Callable[[str, int], None] = lambda _name, _minute: None,
+) -> Comparison:
+    """``progress`` hears which replay has come to which minute."""
+
+    def run(name: str, way: Way, start: Mapping[Target, int]) -> Outcome:
+        def told(minute: int) -> None:
+            progress(name, minute)
+
+        return replay(trace, plant, options, start, way=way, scale=scale, seed=seed, progress=told)
+
+    first = sized(plant, options, trace.minutes[0], scale)
+    shards = run("shard groups", "shards", first)
+    engines = run("whole engines", "engines", dict.fromkeys(first, max(first.values())))
+    at_peak = peak_of(trace)
+    peak = run("fixed for the peak", "fixed", sized(plant, options, at_peak, scale))
+    equal: Outcome | None = None
+    if peak.attainment >= shards.attainment:
+        equal, low, high = peak, 0.0, 1.0
+        for _ in range(SEARCHES):
+            part = (low + high) / 2
+            replicas = sized(plant, options, at_peak, scale * part)
+            if replicas == equal.most:
+                high = part
+                continue
+            tried = run("fixed, as good", "fixed", replicas)
+            if tried.attainment >= shards.attainment:
+                equal, high = tried, part
+            else:
+                low = part
+    return Comparison(shards=shards, engines=engines, peak=peak, equal=equal)

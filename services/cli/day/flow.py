@@ -1,0 +1,90 @@
+"""How fast a server steps with so many replicas and so many sequences: a closed queue at each shard group.
+
+Attention workers call every group in each step and wait for the slowest answer. At a seat that several workers call, a
+call meets those of the others (Schweitzer's approximation of mean-value analysis: what an arrival meets is what is
+there on average, but for its own share).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.cli.day.times import ServiceTimes
+
+ROUNDS = 6
+MOST_PREFILL = 0.9
+"""Of a worker's time that prompts may take from decoding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """``batch``: sequences that decode, on all workers; ``prefill``: prompt tokens per second, of all; ``shares``: of
+    the rows, by shard group."""
+
+    batch: float
+    prefill: float
+    shares: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """``step_s``: seconds from token to token of a sequence. By group: seats busy, calls that wait for others, share of
+    the step that is waited for it."""
+
+    step_s: float
+    busy: tuple[float, ...]
+    waiting: tuple[float, ...]
+    stall: tuple[float, ...]
+    callers: float
+
+
+def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Demand, guess_s: float) -> Flow | None:
+    """None: something is not there at all. ``guess_s``: the step's time of a moment ago."""
+    if attention < 1 or min(seats) < 1:
+        return None
+    rows = max(1.0, demand.batch / attention)
+    duty = min(1.0, demand.batch / attention)
+    service = [times.experts_step + rows * share * times.experts_row for share in demand.shares]
+    own_s = times.attention_step + rows * times.attention_row + times.link_step
+    prompts = [demand.prefill * share * times.experts_prefill for share in demand.shares]
+    prefill_s = times.attention_prefill + max(demand.shares) * times.experts_prefill
+    taken = min(MOST_PREFILL, demand.prefill / attention * prefill_s)
+    others = (attention - 1) / attention
+    step_s, answers = max(guess_s, own_s), service
+    for _ in range(ROUNDS):
+        calls = attention * duty * (1 - taken) / step_s
+        answers = [
+            _answer(
+                alone, min(attention * duty / many, calls / many * wait), attention * duty / many, others * load / many
+            )
+            for alone, wait, many, load in zip(service, answers, seats, prompts, strict=True)
+        ]
+        step_s = 0.5 * (step_s + own_s + max(answers))
+    calls = attention * duty * (1 - taken) / step_s
+    return Flow(
+        step_s=step_s / (1 - taken),
+        busy=tuple(
+            min(float(many), calls * alone + load) for alone, many, load in zip(service, seats, prompts, strict=True)
+        ),
+        waiting=tuple(calls * (wait - alone) for alone, wait in zip(service, answers, strict=True)),
+        stall=_stalls(answers, step_s),
+        callers=attention * max(duty, taken),
+    )
+
+
+def _answer(alone_s: float, there: float, callers: float, prompts: float) -> float:
+    """Of a call that takes ``alone_s`` by itself, at a seat of which so many call."""
+    met = there * max(0.0, 1 - 1 / callers) if callers > 0 else 0.0
+    return alone_s * (1 + met) / (1 - min(MOST_PREFILL, prompts))
+
+
+def _stalls(answers: Sequence[float], step_s: float) -> tuple[float, ...]:
+    """As :class:`services.fabric.stalls.Stalls` counts: each moment is shared by those that are waited for."""
+    stalls, before, share = [0.0] * len(answers), 0.0, 0.0
+    order = sorted(range(len(answers)), key=lambda group: answers[group])
+    for passed, group in enumerate(order):
+        share += (answers[group] - before) / (len(order) - passed)
+        before = answers[group]
+        stalls[group] = share / step_s
+    return tuple(stalls)

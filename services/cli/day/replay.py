@@ -1,0 +1,159 @@
+"""The trace, tick by tick, through a server whose replicas somebody decides: the policy, or nobody."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.cli.day.fleet import Fleet
+from services.cli.day.server import Server, Tally, Targets
+from services.cli.day.times import ServiceTimes
+from services.cli.day.trace import Minute, Trace
+from services.scheduler.scaling import ScalingOptions, State, Target, decide
+
+TICK_S = 2.0
+"""Of the simulated clock, and between two decisions; the server's leader decides every second."""
+TAIL_S = 900.0
+"""After the trace: as long as requests may take to end."""
+ATTENTION = Target("attention")
+Way = Literal["shards", "engines", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plant:
+    """What there is to run on. ``shares``: topic -> shard -> share of its rows."""
+
+    times: ServiceTimes
+    targets: Targets
+    places: int
+    shares: Sequence[Sequence[float]]
+    start_s: float
+    drain_s: float
+    attention_gpus: float
+    shard_gpus: float
+
+    @property
+    def shards(self) -> list[Target]:
+        return [Target("experts", number) for number in range(len(self.shares[0]))]
+
+    def gpus(self, replicas: Mapping[Target, float]) -> float:
+        return sum(
+            many * (self.attention_gpus if target == ATTENTION else self.shard_gpus)
+            for target, many in replicas.items()
+        )
+
+    def mix(self, minute: Minute) -> list[float]:
+        """Share of the rows by shard."""
+        topics = minute.topics or (1.0,)
+        rows = [share * minute.requests_per_s for share in topics] if minute.requests_per_s else list(topics)
+        total = sum(rows) or 1.0
+        shards = range(len(self.shares[0]))
+        return [sum(row * self.shares[topic][shard] for topic, row in enumerate(rows)) / total for shard in shards]
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """Of a replay. ``by_minute``: replicas that occupy a place, at the end of each minute."""
+
+    way: Way
+    gpu_hours: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    by_minute: list[dict[Target, int]] = field(default_factory=list)
+    slo_by_minute: list[tuple[float, float]] = field(default_factory=list)
+    """Requests that ended, and those of them that met both targets, since the start."""
+    changes: int = 0
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests that met both targets; those given up met none."""
+        total = self.tally.ended + self.tally.given_up
+        return self.tally.both_met / total if total else 1.0
+
+    @property
+    def most(self) -> dict[Target, int]:
+        return {target: max(row[target] for row in self.by_minute) for target in self.by_minute[0]}
+
+
+def replay(
+    trace: Trace,
+    plant: Plant,
+    options: ScalingOptions,
+    start: Mapping[Target, int],
+    *,
+    way: Way,
+    scale: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """``start``: replicas at the beginning, and all the time where ``way`` is fixed. ``scale``: times the requests."""
+    server = Server(times=plant.times, targets=plant.targets, places=plant.places)
+    fleets = {target: Fleet(start_s=plant.start_s, drain_s=plant.drain_s, ready=many) for target, many in start.items()}
+    state = State.starting(0.0, start)
+    outcome, chance = Outcome(way=way, tally=server.tally), random.Random(seed)
+    for at, minute in _ticks(trace, server):
+        shares = plant.mix(minute)
+        for fleet in fleets.values():
+            fleet.advance(at)
+        attention = fleets[ATTENTION]
+        seats = [fleets[target].computing for target in plant.shards]
+        server.come(
+            at + TICK_S / 2,
+            _came(minute.requests_per_s * scale * TICK_S, chance),
+            minute.prompt_tokens,
+            minute.output_tokens,
+        )
+        server.run(at + TICK_S, TICK_S, attention.ready, len(attention.draining), seats, shares)
+        if way != "fixed":
+            ready = {target: fleet.ready for target, fleet in fleets.items()}
+            signals = server.signals(at, TICK_S, ready, whole=way == "engines")
+            before, state = state, decide(signals, state, options)
+            outcome.changes += before.targets != state.targets
+            for target, many in _asked(state, way).items():
+                fleets[target].want(many, at)
+        _account(outcome, plant, fleets, at, progress)
+    return outcome
+
+
+def _asked(state: State, way: Way) -> dict[Target, int]:
+    wanted = state.targets
+    return dict.fromkeys(wanted, max(wanted.values())) if way == "engines" else wanted
+
+
+def _account(
+    outcome: Outcome, plant: Plant, fleets: Mapping[Target, Fleet], at: float, progress: Callable[[int], None]
+) -> None:
+    billed = {target: fleet.billed for target, fleet in fleets.items()}
+    outcome.gpu_hours += plant.gpus(billed) * TICK_S / 3600
+    if (at + TICK_S) % 60 < TICK_S:
+        outcome.by_minute.append(billed)
+        outcome.slo_by_minute.append((outcome.tally.ended, outcome.tally.both_met))
+        progress(len(outcome.by_minute))
+
+
+def _ticks(trace: Trace, server: Server) -> Iterator[tuple[float, Minute]]:
+    """Of every minute, then until what runs has ended."""
+    each, first = int(60 / TICK_S), trace.minutes[0].number
+    for minute in trace.minutes:
+        for tick in range(each):
+            yield (minute.number - first) * 60 + tick * TICK_S, minute
+    last, ticks = trace.minutes[-1], 0
+    idle = Minute(number=0, requests_per_s=0.0, prompt_tokens=1, output_tokens=1, topics=last.topics)
+    while server.queued + server.running > 1e-6 and ticks * TICK_S < TAIL_S:
+        yield (last.number - first + 1) * 60 + ticks * TICK_S, idle
+        ticks += 1
+
+
+def _came(mean: float, chance: random.Random) -> float:
+    """Poisson, or its normal neighbour where the mean is large."""
+    if mean > 30:
+        return max(0.0, chance.gauss(mean, math.sqrt(mean)))
+    if mean <= 0:
+        return 0.0
+    floor, number, product = math.exp(-mean), 0, chance.random()
+    while product > floor:
+        number += 1
+        product *= chance.random()
+    return float(number)

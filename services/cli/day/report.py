@@ -1,0 +1,110 @@
+"""What `expertmesh plan --trace` prints, and writes for plots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.day.compare import Comparison
+from services.cli.day.replay import ATTENTION, Outcome, Plant
+from services.cli.day.trace import Trace
+
+HOUR = 60
+
+
+def show(console: Console, trace: Trace, plant: Plant, found: Comparison, *, gpu_hour_cost: float) -> None:
+    console.print(_replicas(trace, plant, found.shards))
+    console.print(_ways(plant, found, gpu_hour_cost))
+    for line in _verdict(found, gpu_hour_cost):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _replicas(trace: Trace, plant: Plant, outcome: Outcome) -> Table:
+    """Most in each hour."""
+    table = Table(title="Attention workers and seats of each shard group, most in each hour", title_justify="left")
+    table.add_column("minute", justify="right")
+    table.add_column("requests/s", justify="right")
+    for target in (ATTENTION, *plant.shards):
+        table.add_column(target.label or target.role, justify="right")
+    for start in range(0, len(trace.minutes), HOUR):
+        hour, rows = trace.minutes[start : start + HOUR], outcome.by_minute[start : start + HOUR]
+        rate = max(minute.requests_per_s for minute in hour)
+        counts = [str(max(row[target] for row in rows)) for target in (ATTENTION, *plant.shards)]
+        table.add_row(str(hour[0].number), f"{rate:.1f}", *counts)
+    return table
+
+
+def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
+    table = Table(title="The day", title_justify="left")
+    table.add_column("scaled")
+    for column in ("most replicas", "GPU-hours", "cost", "TTFT met", "TPOT met", "both met", "given up"):
+        table.add_column(column, justify="right")
+    for name, outcome in _named(found).items():
+        tally = outcome.tally
+        total = max(tally.ended + tally.given_up, 1e-9)
+        table.add_row(
+            name,
+            _most(plant, outcome),
+            f"{outcome.gpu_hours:.1f}",
+            f"{outcome.gpu_hours * gpu_hour_cost:.2f}",
+            *(f"{met / total:.2%}" for met in (tally.ttft_met, tally.tpot_met, tally.both_met)),
+            f"{tally.given_up:.0f}",
+        )
+    return table
+
+
+def _most(plant: Plant, outcome: Outcome) -> str:
+    """Attention workers, and of the shard groups the least and the most scaled."""
+    most = outcome.most
+    shards = [most[target] for target in plant.shards]
+    low, high = min(shards), max(shards)
+    return f"{most[ATTENTION]} + {len(shards)} x {low}" + (f"-{high}" if high > low else "")
+
+
+def _named(found: Comparison) -> dict[str, Outcome]:
+    named = {"shard groups": found.shards, "whole engines": found.engines, "fixed for the peak": found.peak}
+    return named | ({"fixed, as good": found.equal} if found.equal else {})
+
+
+def _verdict(found: Comparison, gpu_hour_cost: float) -> list[str]:
+    lines = [
+        f"Shard groups and attention workers by themselves take {_saved(found.shards, other)} GPU-hours than {name} "
+        f"({(other.gpu_hours - found.shards.gpu_hours) * gpu_hour_cost:+.2f})."
+        for name, other in _named(found).items()
+        if other is not found.shards
+    ]
+    if found.equal is None:
+        lines.append("No fixed server up to the peak's size meets the targets as often.")
+    return lines
+
+
+def _saved(mine: Outcome, other: Outcome) -> str:
+    share = 1 - mine.gpu_hours / other.gpu_hours if other.gpu_hours else 0.0
+    return f"{abs(share):.0%} {'fewer' if share >= 0 else 'more'}"
+
+
+def figures(trace: Trace, plant: Plant, found: Comparison) -> dict[str, Any]:
+    """For plots and for comparisons; JSON."""
+    return {
+        "source": plant.times.source,
+        "requests_per_s": [minute.requests_per_s for minute in trace.minutes],
+        "ways": {name: _way(outcome) for name, outcome in _named(found).items()},
+    }
+
+
+def _way(outcome: Outcome) -> dict[str, Any]:
+    tally = outcome.tally
+    return {
+        "gpu_hours": round(outcome.gpu_hours, 3),
+        "attainment": round(outcome.attainment, 5),
+        "ttft_met": round(tally.ttft_met),
+        "tpot_met": round(tally.tpot_met),
+        "both_met": round(tally.both_met),
+        "ended": round(tally.ended),
+        "given_up": round(tally.given_up),
+        "changes": outcome.changes,
+        "replicas": {target.name: [row[target] for row in outcome.by_minute] for target in outcome.by_minute[0]},
+        "ended_and_met": [[round(ended), round(met)] for ended, met in outcome.slo_by_minute],
+    }

@@ -1,0 +1,185 @@
+"""A model of the server under a trace: requests queue, get a place, a first token and the rest. A simulated clock.
+
+Requests are counted in lots that came together and are alike; tokens tick for all running sequences alike, so that a
+lot ends when the count of tokens has gone as far as its answer is long.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from services.cli.day.flow import Demand, Flow, flow
+from services.cli.day.times import ServiceTimes
+from services.messages import LATENCY_EDGES
+from services.scheduler.scaling import Load, Signals, Target
+from services.scheduler.scaling.meter import (
+    LATENCY_HALF_LIFE_S,
+    LINE_S,
+    LOAD_HALF_LIFE_S,
+    STAY_HALF_LIFE_S,
+    held_back,
+)
+from services.scheduler.scaling.rates import Places, Share, Smoothed
+
+LENGTHS = (0.4, 1.0, 1.6)
+"""Answers of a third of the requests each, times the mean."""
+PATIENCE_S = 600.0
+"""A request that waits for longer is given up, as --request-timeout does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """Seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(slots=True)
+class Lot:
+    """Requests that came together. ``ends``: tokens counted when they are through."""
+
+    came: float
+    requests: float
+    prompt: float
+    output: float
+    first: float = 0.0
+    on_time: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """Requests so far."""
+
+    ended: float = 0.0
+    ttft_met: float = 0.0
+    tpot_met: float = 0.0
+    both_met: float = 0.0
+    given_up: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Server:
+    """``places``: sequences of one attention worker."""
+
+    times: ServiceTimes
+    targets: Targets
+    places: int
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.queue: deque[Lot] = deque()
+        self.queued = self.running = 0.0
+        self._ends: list[tuple[float, int, Lot]] = []
+        self._number = count()
+        self._tokens = self._prompts = 0.0
+        self._step_s = self._at = 0.0
+        self._flow: Flow | None = None
+        self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
+        self._told = [[0.0] * (len(LATENCY_EDGES) + 1) for _ in range(2)]
+        self._work: dict[Target, Smoothed] = {}
+        self._line, self._ended = Places(STAY_HALF_LIFE_S, LINE_S), 0.0
+
+    def come(self, at: float, requests: float, prompt: float, output: float) -> None:
+        for length in LENGTHS if requests > 0 else ():
+            self.queue.append(Lot(at, requests / len(LENGTHS), prompt, max(1.0, output * length)))
+        self.queued += requests
+
+    def run(
+        self, at: float, passed_s: float, attention: int, draining: int, seats: Sequence[int], shares: Sequence[float]
+    ) -> None:
+        """``passed_s`` up to ``at``: ``attention`` workers that take requests, ``draining`` ones that end theirs."""
+        computing = attention + (draining if self.running else 0)
+        demand = Demand(batch=self.running, prefill=self._prompts / passed_s, shares=shares)
+        self._flow = flow(self.times, computing, seats, demand, self._step_s)
+        middle = at - passed_s / 2  # when, on average, requests come and places become free
+        self._give_up(middle)
+        if self._flow is None:
+            return
+        self._step_s, self._at = self._flow.step_s, at
+        self._tokens += passed_s / self._step_s
+        self._end(at)
+        per_token_s = self.times.attention_prefill + max(shares) * self.times.experts_prefill
+        capacity = computing * 0.9 / per_token_s if per_token_s > 0 else float("inf")
+        self._prompts = max(0.0, self._prompts - capacity * passed_s)
+        self._admit(middle, attention * self.places - self.running, capacity)
+
+    def signals(self, at: float, passed_s: float, replicas: Mapping[Target, int], *, whole: bool) -> Signals:
+        """As the leader would have them. ``whole``: engines of attention and all shards, each to itself."""
+        now, attention = self._flow, replicas[Target("attention")]
+        ended, self._ended = self.tally.ended - self._ended, self.tally.ended
+        asked = self._line.asked(self.running, self.queued, ended, passed_s) / self.places
+        loads = {
+            Target("attention"): Load(
+                work=self._smooth(Target("attention"), asked, passed_s),
+                ready=attention,
+                known=attention > 0,
+            )
+        }
+        for target, ready in replicas.items():
+            if target.shard is not None:
+                group = target.shard
+                work = now.busy[group] * held_back(now.callers, now.waiting[group]) if now else 0.0
+                loads[target] = Load(
+                    work=self._smooth(target, work, passed_s),
+                    ready=ready,
+                    known=now is not None and ready > 0,
+                    useful=None if whole else max(1, attention),
+                    stall=now.stall[group] if now and self.running else 0.0,
+                )
+        for share, told in zip((self._ttft, self._tpot), self._told, strict=True):
+            share.add(told, passed_s)
+        self._told = [[0.0] * (len(LATENCY_EDGES) + 1) for _ in range(2)]
+        active = self.queued + self.running > 0
+        return Signals(at=at, loads=loads, active=active, ttft=self._ttft.ratio(), tpot=self._tpot.ratio())
+
+    def _smooth(self, target: Target, work: float, passed_s: float) -> float:
+        return self._work.setdefault(target, Smoothed(LOAD_HALF_LIFE_S)).add(work, passed_s)
+
+    def _admit(self, at: float, free: float, capacity: float) -> None:
+        while self.queue and free > 1e-9:
+            lot = self.queue[0]
+            taken = min(lot.requests, free)
+            free -= taken
+            if taken < lot.requests:
+                lot.requests -= taken
+                lot = Lot(lot.came, taken, lot.prompt, lot.output)
+            else:
+                self.queue.popleft()
+            self.queued, self.running = max(0.0, self.queued - taken), self.running + taken
+            self._prompts += taken * lot.prompt
+            wait_s = self._prompts / capacity + lot.prompt * self.times.attention_prefill
+            self._begin(lot, at + wait_s + self._step_s)
+
+    def _begin(self, lot: Lot, first: float) -> None:
+        lot.first, ttft_s = first, first - lot.came
+        lot.on_time = ttft_s <= self.targets.ttft_s
+        self._told[0][bisect_left(LATENCY_EDGES, ttft_s / self.targets.ttft_s)] += lot.requests
+        behind_s = self._at - first  # tokens are counted up to the end of this tick
+        ends = self._tokens - behind_s / self._step_s + lot.output
+        heapq.heappush(self._ends, (ends, next(self._number), lot))
+
+    def _end(self, at: float) -> None:
+        while self._ends and self._ends[0][0] <= self._tokens:
+            ends, _, lot = heapq.heappop(self._ends)
+            ended = at - (self._tokens - ends) * self._step_s
+            tpot_s = max(0.0, ended - lot.first) / lot.output
+            self._told[1][bisect_left(LATENCY_EDGES, tpot_s / self.targets.tpot_s)] += lot.requests
+            met = tpot_s <= self.targets.tpot_s
+            self.running = max(0.0, self.running - lot.requests)
+            tally = self.tally
+            tally.ended += lot.requests
+            tally.ttft_met += lot.requests * lot.on_time
+            tally.tpot_met += lot.requests * met
+            tally.both_met += lot.requests * (met and lot.on_time)
+
+    def _give_up(self, at: float) -> None:
+        while self.queue and at - self.queue[0].came > PATIENCE_S:
+            lot = self.queue.popleft()
+            self.queued = max(0.0, self.queued - lot.requests)
+            self.tally.given_up += lot.requests
