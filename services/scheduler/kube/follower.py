@@ -56,7 +56,8 @@ class Follower:
         self._stopped.set()
         if self._api is not None:
             self._api.close()
-        self._thread.join(timeout=1.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
 
     @property
     def workloads(self) -> Mapping[str, Workload] | None:

@@ -193,6 +193,7 @@ def test_closing_ends_the_threads_while_they_wait(server: ApiServer) -> None:
         until(lambda: any("watch" in line for line in server.asked))
         follower.close()
         until(lambda: not follower._thread.is_alive())
+    KubeReplicas(connecting("http://127.0.0.1:1")).close()  # that never began
 
 
 def test_what_answers_but_is_no_api_server_does_no_harm() -> None:
