@@ -82,7 +82,6 @@ def scaled(cluster: Cluster) -> Iterator[Scaled]:
         found.upgrade("experts.perGroup.1.replicas=2", wait=False)
         assert (found.told(HOT), found.told(COLD), found.told("attention")) == (1, 2, 3), "an upgrade scales nothing"
         yield found
-        cluster.helm("uninstall", NAME, "--namespace", namespace, "--wait", check=False)
 
 
 def test_keda_takes_over_what_was_fixed_and_lowers_it_when_that_suffices(scaled: Scaled) -> None:
@@ -101,18 +100,18 @@ async def test_a_hot_shard_gets_replicas_and_gives_them_back(scaled: Scaled) -> 
 
     async with tide.flowing(CLIENTS):
         await phase("calm", clients=1, rest_s=CALM_REST_S)
-        await asyncio.sleep(30)
+        await asyncio.sleep(25)
         await phase("hot", clients=CLIENTS, rest_s=0.0)
         await asyncio.to_thread(until, lambda: scaled.told(HOT) == 3, 240, "KEDA has raised the hot group to three")
         await asyncio.to_thread(until, lambda: scaled.seats("0") == 3, 150, "all three serve")
         marks["three serve"] = time.time()
-        await asyncio.sleep(30)
+        await asyncio.sleep(25)
         assert scaled.told(COLD) == 1, "the other group stays"
         await phase("calm again", clients=1, rest_s=CALM_REST_S)
         await asyncio.to_thread(until, lambda: scaled.told(HOT) == 1, 240, "KEDA has lowered it to one")
         await asyncio.to_thread(until, lambda: scaled.seats("0") == 1, 60, "those that left are out of the table")
         marks["one serves"] = time.time()
-        await asyncio.sleep(15)
+        await asyncio.sleep(12)
     ended = time.time()
     edges = [*marks.values(), ended]
     rows = [
@@ -130,6 +129,44 @@ def _draw(scaled: Scaled, marks: dict[str, float], ended: float, title: str) -> 
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "scaling.json").write_text(json.dumps(found), encoding="utf-8")
         Path(folder, "scaling.svg").write_text(timeline(found, title), encoding="utf-8")
+
+
+def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -> None:
+    """With one attention worker, as a small model has."""
+    awake = ("autoscaling.attention.minReplicas=1", "autoscaling.attention.maxReplicas=1")
+    scaled.upgrade("autoscaling.sleepAfterSeconds=10", *awake, wait=False)
+    sleeping = ("experts-0", "experts-1", "attention")
+    slept = until(lambda: not any(scaled.told(name) for name in sleeping), 180, "all that may sleep is at zero")
+    until(lambda: not scaled.release.pods("attention") + scaled.release.pods("experts"), 120, "their pods are gone")
+    assert scaled.told("gateway") == 1
+    client = scaled.release.client()
+    assert [model.id for model in client.models.list().data] == ["pocket"]
+    phases, began, clock = [("idle until all is at zero", slept)], time.time(), time.monotonic()
+    stream = client.completions.create(model="pocket", prompt="define: moor\n", stream=True, timeout=300)
+    next(iter(stream))
+    first = time.monotonic() - clock
+    phases += [(name, after) for name, after in _woken(scaled, began)]
+    phases.append(("first token", first))
+    print("\ns, from the request on but for the first line\n" + table(phases))
+    for _ in stream:
+        pass
+    scaled.upgrade(wait=False)
+    until(lambda: scaled.told("attention") == 3, 120, "it is awake, and as before")
+
+
+def _woken(scaled: Scaled, began: float) -> list[tuple[str, float]]:
+    """When the scheduler wanted replicas, and when each pod was made and ready; s after ``began``."""
+    labels = f'namespace="{scaled.namespace}",role="attention"'
+    wanted = scaled.prometheus.lines(f"max(expertmesh_wanted_replicas{{{labels}}})", began, time.time())
+    at = [at - began for at, value in next(iter(wanted.values()), []) if value > 0]
+    made = {
+        pod["metadata"]["name"]: datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp() - began
+        for pod in scaled.release.pods()
+    }
+    ready = scaled.release.ready_after(began)
+    rows = [(f"{name} is made", after) for name, after in made.items() if after > 0]
+    rows += [(f"{name} is ready", after) for name, after in ready.items() if after > 0]
+    return [("replicas are wanted", at[0] if at else float("nan")), *sorted(rows, key=lambda row: row[1])]
 
 
 async def test_an_upgrade_under_load_scales_nothing(scaled: Scaled) -> None:
@@ -178,39 +215,3 @@ def test_replicas_hold_while_prometheus_is_away(scaled: Scaled) -> None:
 def _ready(scaled: Scaled, status: str) -> bool:
     conditions = scaled.cluster.get(scaled.namespace, "scaledobject", HOT)["status"]["conditions"]
     return {each["type"]: each["status"] for each in conditions}["Ready"] == status
-
-
-def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -> None:
-    """With one attention worker, as a small model has."""
-    awake = ("autoscaling.attention.minReplicas=1", "autoscaling.attention.maxReplicas=1")
-    scaled.upgrade("autoscaling.sleepAfterSeconds=10", *awake, wait=False)
-    sleeping = ("experts-0", "experts-1", "attention")
-    slept = until(lambda: not any(scaled.told(name) for name in sleeping), 180, "all that may sleep is at zero")
-    until(lambda: not scaled.release.pods("attention") + scaled.release.pods("experts"), 120, "their pods are gone")
-    assert scaled.told("gateway") == 1
-    client = scaled.release.client()
-    assert [model.id for model in client.models.list().data] == ["pocket"]
-    phases, began, clock = [("idle until all is at zero", slept)], time.time(), time.monotonic()
-    stream = client.completions.create(model="pocket", prompt="define: moor\n", stream=True, timeout=300)
-    next(iter(stream))
-    first = time.monotonic() - clock
-    phases += [(name, after) for name, after in _woken(scaled, began)]
-    phases.append(("first token", first))
-    print("\ns, from the request on but for the first line\n" + table(phases))
-    for _ in stream:
-        pass
-
-
-def _woken(scaled: Scaled, began: float) -> list[tuple[str, float]]:
-    """When the scheduler wanted replicas, and when each pod was made and ready; s after ``began``."""
-    labels = f'namespace="{scaled.namespace}",role="attention"'
-    wanted = scaled.prometheus.lines(f"max(expertmesh_wanted_replicas{{{labels}}})", began, time.time())
-    at = [at - began for at, value in next(iter(wanted.values()), []) if value > 0]
-    made = {
-        pod["metadata"]["name"]: datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp() - began
-        for pod in scaled.release.pods()
-    }
-    ready = scaled.release.ready_after(began)
-    rows = [(f"{name} is made", after) for name, after in made.items() if after > 0]
-    rows += [(f"{name} is ready", after) for name, after in ready.items() if after > 0]
-    return [("replicas are wanted", at[0] if at else float("nan")), *sorted(rows, key=lambda row: row[1])]
