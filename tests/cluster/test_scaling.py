@@ -20,7 +20,7 @@ from testkit.release import NAME, PREFIX, Release
 from testkit.scaling_picture import figures, timeline
 from testkit.tide import Tide
 
-HOT, COLD = f"{PREFIX}-experts-0", f"{PREFIX}-experts-1"
+HOT, COLD = "experts-0", "experts-1"
 CLIENTS = 8
 CALM_REST_S = 4.0
 SETTINGS = (
@@ -55,13 +55,16 @@ class Scaled:
         chart = [*self.cluster.chart("dev", *SETTINGS, *settings), *TARGETS]
         self.cluster.helm("upgrade", "--install", NAME, *chart, "--namespace", self.namespace, *words)
 
-    def told(self, name: str) -> int:
-        """Replicas of a workload, by its end of the name."""
+    def counts(self) -> dict[str, int]:
+        """Replicas that Kubernetes was told, of all that KEDA scales."""
         found = self.cluster.items(
             self.namespace, "statefulsets,deployments", "-l", f"app.kubernetes.io/instance={NAME}"
         )
-        [spec] = [each["spec"] for each in found if each["metadata"]["name"].endswith(name)]
-        return int(spec["replicas"])
+        told = {each["metadata"]["name"].removeprefix(f"{PREFIX}-"): each["spec"]["replicas"] for each in found}
+        return {name: told[name] for name in (HOT, COLD, "attention", "gateway")}
+
+    def told(self, name: str) -> int:
+        return self.counts()[name]
 
     def wanted(self, role: str, shard: str = "") -> float | None:
         labels = f'namespace="{self.namespace}",role="{role}",shard="{shard}"'
@@ -78,9 +81,10 @@ def scaled(cluster: Cluster) -> Iterator[Scaled]:
         found = Scaled(cluster, namespace)
         fixed = ("autoscaling.enabled=false", "experts.perGroup.1.replicas=2", "attention.replicas=3")
         found.upgrade(*fixed)
-        assert (found.told(HOT), found.told(COLD), found.told("attention")) == (1, 2, 3)
+        given = {HOT: 1, COLD: 2, "attention": 3, "gateway": 1}
+        assert found.counts() == given
         found.upgrade("experts.perGroup.1.replicas=2", wait=False)
-        assert (found.told(HOT), found.told(COLD), found.told("attention")) == (1, 2, 3), "an upgrade scales nothing"
+        assert found.counts() == given, "an upgrade scales nothing"
         yield found
 
 
@@ -88,7 +92,7 @@ def test_keda_takes_over_what_was_fixed_and_lowers_it_when_that_suffices(scaled:
     until(lambda: scaled.wanted("experts", "1") == 1, 120, "one replica of group 1 suffices")
     until(lambda: scaled.told(COLD) == 1, 120, "KEDA has followed")
     until(lambda: (scaled.seats("0"), scaled.seats("1")) == (1, 1), 60, "the seat that left is out of the table")
-    assert (scaled.told(HOT), scaled.told("attention"), scaled.told("gateway")) == (1, 3, 1)
+    assert scaled.counts() == {HOT: 1, COLD: 1, "attention": 3, "gateway": 1}
 
 
 async def test_a_hot_shard_gets_replicas_and_gives_them_back(scaled: Scaled) -> None:
@@ -135,10 +139,9 @@ def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -
     """With one attention worker, as a small model has."""
     awake = ("autoscaling.attention.minReplicas=1", "autoscaling.attention.maxReplicas=1")
     scaled.upgrade("autoscaling.sleepAfterSeconds=10", *awake, wait=False)
-    sleeping = ("experts-0", "experts-1", "attention")
-    slept = until(lambda: not any(scaled.told(name) for name in sleeping), 180, "all that may sleep is at zero")
+    asleep = {HOT: 0, COLD: 0, "attention": 0, "gateway": 1}
+    slept = until(lambda: scaled.counts() == asleep, 180, "all but the gateway is at zero")
     until(lambda: not scaled.release.pods("attention") + scaled.release.pods("experts"), 120, "their pods are gone")
-    assert scaled.told("gateway") == 1
     client = scaled.release.client()
     assert [model.id for model in client.models.list().data] == ["pocket"]
     phases, began, clock = [("idle until all is at zero", slept)], time.time(), time.monotonic()
@@ -170,8 +173,7 @@ def _woken(scaled: Scaled, began: float) -> list[tuple[str, float]]:
 
 
 async def test_an_upgrade_under_load_scales_nothing(scaled: Scaled) -> None:
-    names = ("experts-0", "experts-1", "attention", "gateway")
-    before, seen = {name: scaled.told(name) for name in names}, []
+    before, seen = scaled.counts(), []
 
     def upgrade() -> None:
         upgrading = subprocess.Popen(
@@ -180,7 +182,7 @@ async def test_an_upgrade_under_load_scales_nothing(scaled: Scaled) -> None:
             stdout=subprocess.DEVNULL,
         )
         while upgrading.poll() is None:
-            seen.append({name: scaled.told(name) for name in names})
+            seen.append(scaled.counts())
             time.sleep(1)
         assert upgrading.returncode == 0
 
@@ -197,14 +199,13 @@ def _helm(scaled: Scaled) -> list[str]:
 
 def test_replicas_hold_while_prometheus_is_away(scaled: Scaled) -> None:
     """Zero is wanted, and nobody hears of it."""
-    names = ("experts-0", "experts-1", "attention", "gateway")
-    before = {name: scaled.told(name) for name in names}
+    before = scaled.counts()
     nobody = "autoscaling.prometheus.serverAddress=http://nobody.monitoring.svc.cluster.local:9090"
     scaled.upgrade("autoscaling.sleepAfterSeconds=3", nobody, wait=False)
     until(lambda: scaled.wanted("attention") == 0, 120, "the scheduler wants none")
     until(lambda: _ready(scaled, "False"), 120, "KEDA says that its trigger fails")
     time.sleep(30)
-    assert {name: scaled.told(name) for name in names} == before
+    assert scaled.counts() == before
     assert all(before.values())
     said = scaled.cluster.kubectl("-n", scaled.namespace, "get", "events", "--field-selector", "type=Warning")
     assert "KEDAScalerFailed" in said
@@ -213,5 +214,5 @@ def test_replicas_hold_while_prometheus_is_away(scaled: Scaled) -> None:
 
 
 def _ready(scaled: Scaled, status: str) -> bool:
-    conditions = scaled.cluster.get(scaled.namespace, "scaledobject", HOT)["status"]["conditions"]
+    conditions = scaled.cluster.get(scaled.namespace, "scaledobject", f"{PREFIX}-{HOT}")["status"]["conditions"]
     return {each["type"]: each["status"] for each in conditions}["Ready"] == status
