@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.cli.day.fleet import Fleet
-from services.cli.day.server import Server, Tally, Targets
+from services.cli.day.server import NOTHING, Arrivals, Server, Tally, Targets
 from services.cli.day.times import ServiceTimes
 from services.cli.day.trace import Minute, Trace
 from services.scheduler.scaling import ScalingOptions, State, Target, decide
@@ -99,13 +99,19 @@ def replay(
             fleet.advance(at)
         attention = fleets[ATTENTION]
         seats = [fleets[target].computing for target in plant.shards]
-        server.come(
-            at + TICK_S / 2,
-            _came(minute.requests_per_s * scale * TICK_S, chance),
-            minute.prompt_tokens,
-            minute.output_tokens,
+        server.run(
+            at,
+            TICK_S,
+            Arrivals(
+                requests=_came(minute.requests_per_s * scale * TICK_S, chance),
+                prompt=minute.prompt_tokens,
+                output=minute.output_tokens,
+            ),
+            attention=attention.ready,
+            draining=len(attention.draining),
+            seats=seats,
+            shares=shares,
         )
-        server.run(at + TICK_S, TICK_S, attention.ready, len(attention.draining), seats, shares)
         if way != "fixed":
             ready = {target: fleet.ready for target, fleet in fleets.items()}
             signals = server.signals(at, TICK_S, ready, whole=way == "engines")
@@ -141,7 +147,7 @@ def _ticks(trace: Trace, server: Server) -> Iterator[tuple[float, Minute]]:
             yield (minute.number - first) * 60 + tick * TICK_S, minute
     last, ticks = trace.minutes[-1], 0
     idle = Minute(number=0, requests_per_s=0.0, prompt_tokens=1, output_tokens=1, topics=last.topics)
-    while server.queued + server.running > 1e-6 and ticks * TICK_S < TAIL_S:
+    while server.queued + server.running > NOTHING and ticks * TICK_S < TAIL_S:
         yield (last.number - first + 1) * 60 + ticks * TICK_S, idle
         ticks += 1
 

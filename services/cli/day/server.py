@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from services.cli.day.flow import Demand, Flow, flow
+from services.cli.day.flow import MOST_PREFILL, Demand, Flow, flow
 from services.cli.day.times import ServiceTimes
 from services.messages import LATENCY_EDGES
 from services.scheduler.scaling import Load, Signals, Target
@@ -28,6 +28,10 @@ from services.scheduler.scaling.rates import Places, Share, Smoothed
 
 LENGTHS = (0.4, 1.0, 1.6)
 """Answers of a third of the requests each, times the mean."""
+PARTS = 6
+"""Of a tick, in each of which requests come, begin and end: shorter than most stay."""
+NOTHING = 1e-6
+"""Of a request: less is what rounding leaves."""
 PATIENCE_S = 600.0
 """A request that waits for longer is given up, as --request-timeout does."""
 
@@ -40,9 +44,18 @@ class Targets:
     tpot_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrivals:
+    """Requests of a tick; tokens of each."""
+
+    requests: float
+    prompt: float
+    output: float
+
+
 @dataclass(slots=True)
 class Lot:
-    """Requests that came together. ``ends``: tokens counted when they are through."""
+    """Requests that came together; ``first``: when they have their first token."""
 
     came: float
     requests: float
@@ -77,7 +90,7 @@ class Server:
         self.queued = self.running = 0.0
         self._ends: list[tuple[float, int, Lot]] = []
         self._number = count()
-        self._tokens = self._prompts = 0.0
+        self._tokens = self._prompts = self._prefilled = 0.0
         self._step_s = self._at = 0.0
         self._flow: Flow | None = None
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
@@ -85,29 +98,34 @@ class Server:
         self._work: dict[Target, Smoothed] = {}
         self._line, self._ended = Places(STAY_HALF_LIFE_S, LINE_S), 0.0
 
-    def come(self, at: float, requests: float, prompt: float, output: float) -> None:
-        for length in LENGTHS if requests > 0 else ():
-            self.queue.append(Lot(at, requests / len(LENGTHS), prompt, max(1.0, output * length)))
-        self.queued += requests
-
     def run(
-        self, at: float, passed_s: float, attention: int, draining: int, seats: Sequence[int], shares: Sequence[float]
+        self,
+        at: float,
+        passed_s: float,
+        arrivals: Arrivals,
+        *,
+        attention: int,
+        draining: int,
+        seats: Sequence[int],
+        shares: Sequence[float],
     ) -> None:
-        """``passed_s`` up to ``at``: ``attention`` workers that take requests, ``draining`` ones that end theirs."""
-        computing = attention + (draining if self.running else 0)
-        demand = Demand(batch=self.running, prefill=self._prompts / passed_s, shares=shares)
+        """The ``passed_s`` after ``at``. ``attention``: workers that take requests; ``draining``: that end theirs."""
+        computing = attention + (draining if self.running > NOTHING else 0)
+        demand = Demand(batch=self.running, prefill=self._prefilled / passed_s, shares=shares)
         self._flow = flow(self.times, computing, seats, demand, self._step_s)
-        middle = at - passed_s / 2  # when, on average, requests come and places become free
-        self._give_up(middle)
-        if self._flow is None:
-            return
-        self._step_s, self._at = self._flow.step_s, at
-        self._tokens += passed_s / self._step_s
-        self._end(at)
+        self._step_s = self._flow.step_s if self._flow else self._step_s
+        self._prefilled = 0.0
         per_token_s = self.times.attention_prefill + max(shares) * self.times.experts_prefill
-        capacity = computing * 0.9 / per_token_s if per_token_s > 0 else float("inf")
-        self._prompts = max(0.0, self._prompts - capacity * passed_s)
-        self._admit(middle, attention * self.places - self.running, capacity)
+        capacity = computing * MOST_PREFILL / per_token_s if per_token_s > 0 else float("inf")
+        each_s = passed_s / PARTS
+        for part in range(PARTS):
+            self._at = at + (part + 0.5) * each_s
+            self._come(arrivals, LENGTHS[part % len(LENGTHS)])
+            if self._flow is not None:
+                self._tokens += each_s / self._step_s
+                self._end()
+                self._prompts = max(0.0, self._prompts - capacity * each_s)
+                self._admit(attention * self.places - self.running, capacity)
 
     def signals(self, at: float, passed_s: float, replicas: Mapping[Target, int], *, whole: bool) -> Signals:
         """As the leader would have them. ``whole``: engines of attention and all shards, each to itself."""
@@ -130,19 +148,29 @@ class Server:
                     ready=ready,
                     known=now is not None and ready > 0,
                     useful=None if whole else max(1, attention),
-                    stall=now.stall[group] if now and self.running else 0.0,
+                    stall=now.stall[group] if now and self.running > NOTHING else 0.0,
                 )
         for share, told in zip((self._ttft, self._tpot), self._told, strict=True):
             share.add(told, passed_s)
         self._told = [[0.0] * (len(LATENCY_EDGES) + 1) for _ in range(2)]
-        active = self.queued + self.running > 0
+        active = self.queued + self.running > NOTHING
         return Signals(at=at, loads=loads, active=active, ttft=self._ttft.ratio(), tpot=self._tpot.ratio())
 
     def _smooth(self, target: Target, work: float, passed_s: float) -> float:
         return self._work.setdefault(target, Smoothed(LOAD_HALF_LIFE_S)).add(work, passed_s)
 
-    def _admit(self, at: float, free: float, capacity: float) -> None:
-        while self.queue and free > 1e-9:
+    def _come(self, arrivals: Arrivals, length: float) -> None:
+        while self.queue and self._at - self.queue[0].came > PATIENCE_S:
+            lot = self.queue.popleft()
+            self.queued = max(0.0, self.queued - lot.requests)
+            self.tally.given_up += lot.requests
+        if arrivals.requests > 0:
+            requests = arrivals.requests / PARTS
+            self.queue.append(Lot(self._at, requests, arrivals.prompt, max(1.0, arrivals.output * length)))
+            self.queued += requests
+
+    def _admit(self, free: float, capacity: float) -> None:
+        while self.queue and free > NOTHING:
             lot = self.queue[0]
             taken = min(lot.requests, free)
             free -= taken
@@ -153,21 +181,21 @@ class Server:
                 self.queue.popleft()
             self.queued, self.running = max(0.0, self.queued - taken), self.running + taken
             self._prompts += taken * lot.prompt
+            self._prefilled += taken * lot.prompt
             wait_s = self._prompts / capacity + lot.prompt * self.times.attention_prefill
-            self._begin(lot, at + wait_s + self._step_s)
+            self._begin(lot, self._at + wait_s + self._step_s)
 
     def _begin(self, lot: Lot, first: float) -> None:
         lot.first, ttft_s = first, first - lot.came
         lot.on_time = ttft_s <= self.targets.ttft_s
         self._told[0][bisect_left(LATENCY_EDGES, ttft_s / self.targets.ttft_s)] += lot.requests
-        behind_s = self._at - first  # tokens are counted up to the end of this tick
-        ends = self._tokens - behind_s / self._step_s + lot.output
+        ends = self._tokens + (first - self._at) / self._step_s + lot.output
         heapq.heappush(self._ends, (ends, next(self._number), lot))
 
-    def _end(self, at: float) -> None:
+    def _end(self) -> None:
         while self._ends and self._ends[0][0] <= self._tokens:
             ends, _, lot = heapq.heappop(self._ends)
-            ended = at - (self._tokens - ends) * self._step_s
+            ended = self._at - (self._tokens - ends) * self._step_s
             tpot_s = max(0.0, ended - lot.first) / lot.output
             self._told[1][bisect_left(LATENCY_EDGES, tpot_s / self.targets.tpot_s)] += lot.requests
             met = tpot_s <= self.targets.tpot_s
@@ -177,9 +205,3 @@ class Server:
             tally.ttft_met += lot.requests * lot.on_time
             tally.tpot_met += lot.requests * met
             tally.both_met += lot.requests * (met and lot.on_time)
-
-    def _give_up(self, at: float) -> None:
-        while self.queue and at - self.queue[0].came > PATIENCE_S:
-            lot = self.queue.popleft()
-            self.queued = max(0.0, self.queued - lot.requests)
-            self.tally.given_up += lot.requests

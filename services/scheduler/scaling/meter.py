@@ -21,7 +21,7 @@ from services.scheduler.scaling.signals import Load, Signals
 from services.scheduler.scaling.targets import Replicas, Target
 
 LOAD_HALF_LIFE_S = 4.0
-LATENCY_HALF_LIFE_S = 20.0
+LATENCY_HALF_LIFE_S = 10.0
 STAY_HALF_LIFE_S, LINE_S = 30.0, 10.0
 """See :class:`Places`: how sequences' stay fades, and how long a line may take to go."""
 MOST_HELD_BACK = 4.0

@@ -1,7 +1,8 @@
 """How many replicas are wanted. Pure: signals and the state before in, the state after out; no I/O, no clock.
 
     need    = work / utilisation[role] * boost          in replicas, for each shard group and role by itself
-    wanted  = highest need of the last --scale-down-after seconds, rounded up, within the bounds
+    wanted  = highest need of the last --scale-down-after seconds, rounded up, within the bounds; to get along with
+              fewer, a quarter less than what they are meant for
 
 ``work`` says how many replicas would just do what is asked for, however many there are (:class:`Load`), so a wish is
 the same while replicas start and nothing is asked for twice; more replicas come at once, fewer only when fewer have
@@ -24,6 +25,9 @@ UTILISATION: Mapping[ScaledRole, float] = {"experts": 0.7, "attention": 0.8, "ga
 """Of the time that a seat computes, of an attention worker's places, of a gateway's core."""
 TOLERANCE = 0.1
 """Of a replica: a need that is no further above a whole number is not rounded up."""
+ROOMY = 0.75
+"""Fewer replicas are wanted only where they would be used less than those that more are wanted for: work that fewer do
+takes longer, and more of it is under way at a time."""
 MOST_BOOST = 4.0
 """A target that no number of replicas can meet costs no more than so many times what the load needs."""
 MOST_RATIO = 2.0
@@ -31,7 +35,7 @@ SETTLE_S = 45.0
 """After replicas came, before latencies say that they were too few."""
 COMFORTABLE = 0.8
 """Latencies over their targets below which a boost fades; between this and 1 it stands."""
-BOOST_HALF_LIFE_S = 300.0
+BOOST_HALF_LIFE_S = 120.0
 STALLED, MOSTLY_STALLED = 0.2, 0.5
 """Share of steps spent waiting for a shard group from which on it is to blame for time per token, and for TTFT."""
 
@@ -103,7 +107,10 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
     need = load.work / UTILISATION[target.role] * course.boost
     if load.useful is not None:
         need = min(need, load.useful)
-    replicas = options.bounds[target.role].clamp(math.ceil(need - TOLERANCE))
+    bounds = options.bounds[target.role]
+    replicas = bounds.clamp(math.ceil(need - TOLERANCE))
+    if replicas < course.wanted:
+        replicas = min(course.wanted, bounds.clamp(math.ceil(need / ROOMY - TOLERANCE)))
     if not load.known:
         replicas = max(replicas, course.wanted)
     recent = [(then, many) for then, many in course.highest if then > at - options.down_after_s and many > replicas]

@@ -85,10 +85,20 @@ def test_fewer_are_wanted_only_when_fewer_sufficed_for_a_while() -> None:
 
 
 def test_the_way_down_goes_to_the_highest_need_of_the_last_while() -> None:
-    state = after([at(1, {HOT: 2.7}), at(2, {HOT: 2.7}), at(50, {HOT: 1.3})])
+    state = after([at(1, {HOT: 2.7}), at(2, {HOT: 2.7}), at(50, {HOT: 1.0})])
     assert state.targets[HOT] == 4
     assert after([at(63)], state).targets[HOT] == 2
     assert after([at(63), at(111)], state).targets[HOT] == 1
+
+
+def test_fewer_are_wanted_only_where_they_would_be_used_less_than_what_they_are_meant_for() -> None:
+    """Just one replica's work: whoever has one keeps it, whoever has two keeps them."""
+    state = after([at(1, {HOT: 1.0 * UTILISATION["experts"]})])
+    assert state.targets[HOT] == 1
+    state = after([at(1, {HOT: 1.5 * UTILISATION["experts"]})])
+    state = after(every_second(2, 200, work={HOT: 1.0 * UTILISATION["experts"]}), state)
+    assert state.targets[HOT] == 2
+    assert after(every_second(300, 62, work={HOT: 0.75 * UTILISATION["experts"]}), state).targets[HOT] == 1
 
 
 def test_bounds_hold_whatever_the_load() -> None:
@@ -186,7 +196,7 @@ def test_a_target_that_cannot_be_met_costs_no_more_than_the_bound_on_pushes() ->
 
 
 def test_a_push_fades_when_latencies_are_well_below_their_targets() -> None:
-    how = {"work": {ATTENTION: 0.7}, "ready": {ATTENTION: 2}}
+    how = {"work": {ATTENTION: 0.5}, "ready": {ATTENTION: 2}}
     state = after(every_second(1, SETTLE_S + 3, **how, ttft=2.0))
     pushed = state.targets[ATTENTION]
     assert pushed > 1

@@ -1,0 +1,159 @@
+"""Loads and targets across Redis, and a leader's turns over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from services.errors import StaleLeader
+from services.messages import LATENCY_EDGES, GatewayLoad, SeatLoad, SeatReport, WorkerLoad
+from services.queue.loads import LoadNotes, LoadReader
+from services.scheduler.scaling import Autoscaler, Bounds, Decision, Replicas, ScalingOptions, Sources, Target
+
+NONE = (0,) * (len(LATENCY_EDGES) + 1)
+HOT, COLD = Target("experts", 0), Target("experts", 1)
+ATTENTION, GATEWAY = Target("attention"), Target("gateway")
+OPTIONS = ScalingOptions(
+    bounds={role: Bounds(fewest=1, most=4) for role in ("experts", "attention", "gateway")},
+    sleep_after_s=20.0,
+    down_after_s=10.0,
+)
+
+
+class Known:
+    """Replica counts that a test sets."""
+
+    def __init__(self) -> None:
+        self.told: Mapping[Target, Replicas] | None = None
+
+    def counts(self) -> Mapping[Target, Replicas] | None:
+        return self.told
+
+
+class Stage:
+    """Two seats of two groups, one attention worker, one gateway; ``at`` is the leader's clock in seconds."""
+
+    def __init__(self, floor) -> None:
+        self.floor, self.bench = floor, floor.bench
+        self.at = 100.0
+        self.known = Known()
+        self.reader = LoadReader(floor.redis, floor.keys, floor.bench.limits)
+        self.decisions: list[Decision] = []
+        self.came = 0
+        self.busy_s = 0.0
+
+    def leader(self) -> Autoscaler:
+        sources = Sources(
+            queue=self.bench.scheduler, registry=self.floor.registry, loads=self.reader, counts=self.known
+        )
+        return Autoscaler(
+            sources, OPTIONS, groups=2, lease_s=60.0, on_decision=self.decisions.append, clock=lambda: self.at
+        )
+
+    async def tell(self, *, busy: float) -> None:
+        """One round of heartbeats, a second after the one before: in it the hot seat was so busy."""
+        self.busy_s += busy
+        for worker, group, busy_s in (("e0", 0, self.busy_s), ("e1", 1, 0.1 * self.at)):
+            load = SeatLoad(up_s=self.at, busy_s=busy_s, waited_s=0.0)
+            report = SeatReport(status="ready", group=group, digest="d", load=load)
+            await self.floor.experts.heartbeat(worker, report)
+        for member, load in (
+            ("w", WorkerLoad(up_s=self.at, busy_s=self.at, lanes=2)),
+            ("g1", GatewayLoad(up_s=self.at, cpu_s=0.1, came=self.came, ended=0, ttft=NONE, tpot=NONE)),
+        ):
+            notes = LoadNotes(
+                self.floor.redis, self.floor.keys, member_id=member, lease_s=60.0, read=lambda load=load: load
+            )
+            await notes.note()
+
+    async def turns(self, leader: Autoscaler, count: int, *, busy: float = 0.1, tell: bool = True) -> dict[Target, int]:
+        for _ in range(count):
+            self.at += 1
+            if tell:
+                await self.tell(busy=busy)
+            await leader.turn(self.floor.e)
+        return self.decisions[-1].state.targets
+
+
+@pytest.fixture
+async def stage(floor) -> Stage:
+    made = Stage(floor)
+    await floor.join("e0", "e1")
+    await floor.bench.add_worker("w")
+    await made.tell(busy=0.1)
+    return made
+
+
+async def test_loads_come_back_as_they_were_told_and_expire(stage):
+    loads = await stage.reader.loads()
+    assert loads.workers == {"w": WorkerLoad(up_s=100.0, busy_s=100.0, lanes=2)}
+    assert loads.gateways["g1"].up_s == 100.0
+    assert 0 < await stage.floor.redis.pttl(stage.floor.keys.load("w")) <= 60_000
+    await stage.floor.redis.delete(stage.floor.keys.load("w"), stage.floor.keys.load("g1"))
+    loads = await stage.reader.loads()
+    assert (loads.workers, loads.gateways) == ({"w": None}, {}), "who told nothing is known to be there"
+
+
+async def test_who_has_no_lease_is_not_listed(stage):
+    await stage.bench.expire_lease(stage.floor.keys.workers, "w")
+    assert (await stage.reader.loads()).workers == {}
+
+
+async def test_a_leader_that_was_paused_keeps_no_targets(stage):
+    await stage.reader.keep_targets(stage.floor.e, b"{}")
+    with pytest.raises(StaleLeader):
+        await stage.reader.keep_targets(stage.floor.e - 1, b"other")
+    assert await stage.reader.targets() == b"{}"
+
+
+async def test_the_hot_shard_grows_and_a_successor_holds_it(stage):
+    wanted = await stage.turns(stage.leader(), 3, busy=0.95)
+    assert wanted == {HOT: 2, COLD: 1, ATTENTION: 1, GATEWAY: 1}
+    kept = json.loads(await stage.reader.targets())
+    assert kept == {"attention": 1, "gateway": 1, "experts/0": 2, "experts/1": 1}
+    successor = stage.leader()
+    assert (await stage.turns(successor, 9))[HOT] == 2
+    assert (await stage.turns(successor, 4))[HOT] == 1
+
+
+async def test_targets_that_redis_lost_are_those_asked_for_or_there(stage):
+    await stage.turns(stage.leader(), 1)
+    await stage.floor.redis.delete(stage.floor.keys.targets)
+    stage.known.told = {HOT: Replicas(wanted=3, ready=1), ATTENTION: Replicas(wanted=2, ready=1)}
+    assert await stage.turns(stage.leader(), 2) == {HOT: 3, COLD: 1, ATTENTION: 2, GATEWAY: 1}
+
+
+@pytest.mark.parametrize("kept", [b"\xff", b"[]", b'{"experts/x":1}', b'{"other":1}', b'{"attention":"2"}'])
+async def test_targets_that_nobody_understands_are_no_targets(stage, kept):
+    await stage.reader.keep_targets(stage.floor.e, kept)
+    assert await stage.turns(stage.leader(), 1) == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 1}
+
+
+async def test_heartbeats_that_stop_shrink_nothing(stage):
+    leader = stage.leader()
+    await stage.turns(leader, 3, busy=0.95)
+    stage.at += 70  # longer than a lease, and than fewer must have sufficed
+    await stage.bench.admit(stage.bench.request("r"))
+    for _ in range(3):
+        stage.at += 12
+        assert (await stage.turns(leader, 1, tell=False))[HOT] == 2
+
+
+async def test_it_sleeps_whole_and_wakes_with_the_first_request(stage):
+    leader = stage.leader()
+    assert (await stage.turns(leader, 20))[ATTENTION] == 1
+    asleep = {HOT: 0, COLD: 0, ATTENTION: 0, GATEWAY: 1}
+    assert await stage.turns(leader, 2) == asleep
+    assert await stage.turns(stage.leader(), 1) == asleep, "a successor lets it sleep"
+    await stage.bench.admit(stage.bench.request("r"))
+    assert await stage.turns(leader, 1) == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 1}
+
+
+async def test_a_request_between_two_looks_keeps_it_awake(stage):
+    leader = stage.leader()
+    for _ in range(5):
+        await stage.turns(leader, 10)
+        stage.came += 1
+    assert (await stage.turns(leader, 1))[ATTENTION] == 1

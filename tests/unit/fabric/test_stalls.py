@@ -1,0 +1,54 @@
+"""Whom an attention worker waits for, and how long calls wait for each other at a seat."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from services.fabric.stalls import Stalls
+from services.fabric.tcp_inbox import Call, Inbox
+
+
+def test_a_moment_is_shared_by_those_that_are_waited_for() -> None:
+    stalls, began = Stalls(), time.perf_counter()
+    with stalls.waiting([0, 1]):
+        time.sleep(0.04)
+    with stalls.waiting([1]):
+        time.sleep(0.02)
+    passed, told = time.perf_counter() - began, stalls.totals()
+    assert sum(told.values()) == pytest.approx(passed, abs=0.02)
+    assert told[1] >= told[0] + 0.02
+    assert told[0] >= 0.02
+
+
+def test_a_wait_that_ends_in_an_error_counts() -> None:
+    stalls = Stalls()
+    with suppress(KeyError), stalls.waiting([3]):
+        time.sleep(0.01)
+        raise KeyError
+    assert stalls.totals()[3] >= 0.01
+
+
+def call() -> Call:
+    row = torch.zeros(1, 1)
+    return Call(layer=0, reduced=False, x_RD=row, ids_RK=row, weights_RK=row, answer=lambda _: None)
+
+
+def test_an_inbox_counts_the_time_of_calls_that_wait_and_of_no_others() -> None:
+    inbox = Inbox(rows=8, join_rows=1)
+    time.sleep(0.02)
+    assert inbox.waited_s == 0.0, "nobody waits"
+    for _ in range(2):
+        inbox.put(call())
+    began = time.monotonic()
+    time.sleep(0.02)
+    [_] = inbox.take()
+    both_s = time.monotonic() - began
+    assert 0.04 <= inbox.waited_s <= 2 * both_s + 0.02
+    [_] = inbox.take()
+    waited_s = inbox.waited_s
+    time.sleep(0.02)
+    assert inbox.waited_s == waited_s, "what is computed does not wait"
