@@ -115,7 +115,7 @@ async def test_a_hot_shard_gets_replicas_and_gives_them_back(scaled: Scaled) -> 
         await asyncio.to_thread(until, lambda: scaled.told(HOT) == 1, 240, "KEDA has lowered it to one")
         await asyncio.to_thread(until, lambda: scaled.seats("0") == 1, 60, "those that left are out of the table")
         marks["one serves"] = time.time()
-        await asyncio.sleep(12)
+        await asyncio.sleep(20)
     ended = time.time()
     edges = [*marks.values(), ended]
     rows = [
