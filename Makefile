@@ -21,6 +21,7 @@ CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
 FLEET_ARGS ?=
+KUBE_PLOTS ?= .cache/cluster
 KUBE_TOOL ?= ../shared/tools/kube/kube
 BUILD ?= docker build
 TAG ?= $(shell sed -n 's/^appVersion: "\(.*\)"/\1/p' helm/expertmesh/Chart.yaml)
@@ -99,9 +100,9 @@ images:
 images-cuda:
 	$(IMAGE) -t expertmesh-worker-cuda:$(TAG) --target worker-cuda .
 
-# Brings the cluster up, and down again unless it ran before.
+# Brings the cluster up, and down again unless it ran before. The timeline of test_scaling.py goes to KUBE_PLOTS.
 cluster-test: env
-	KUBE_TOOL=$(KUBE_TOOL) $(BIN)/pytest -q -s --durations=0 tests/cluster
+	KUBE_TOOL=$(KUBE_TOOL) KUBE_PLOTS=$(KUBE_PLOTS) $(BIN)/pytest -q -s --durations=0 tests/cluster
 
 # Exact versions of what the extras need now, without the local tag of a torch build.
 constraints:

@@ -28,9 +28,15 @@ OWNED = {
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
     *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "mesh_timeout"),
     *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices", "fabric_shared"),
+    *("kubernetes", "kubernetes_selector", "pod", "autoscale", "sleep_after", "scale_down_after"),
+    *("target_ttft", "target_tpot"),
+    *("fewest_replicas", "most_replicas", "fewest_attention", "most_attention", "fewest_gateways", "most_gateways"),
 }
 """Knobs that the chart sets from other values, or that mean nothing in a cluster."""
-HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"}
+HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"} | {
+    "minReplicas": "fewest_replicas",
+    "maxReplicas": "most_replicas",
+}
 """Values that are handed on as a knob of the server, and share its bounds."""
 _STRICT = {"additionalProperties": False}
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -126,6 +132,8 @@ def definitions() -> dict[str, Any]:
     probe["properties"] = {field: {"type": "integer", "minimum": 0} for field in fields}
     overrides: dict[str, Any] = {
         "replicas": {"type": ["integer", "null"], "minimum": 0},
+        "minReplicas": {"type": "integer"} | _bounds("minReplicas"),
+        "maxReplicas": {"type": "integer"} | _bounds("maxReplicas"),
         "resources": {"type": "object"},
         "resourceClaims": _OBJECTS,
         "nodeSelector": _TEXTS,

@@ -12,6 +12,8 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   `-- FingerprintMismatch another model is served in this namespace
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
+    |-- KubernetesUnavailable   the API server does not answer, or refuses; what it said last grows stale
+    |   `-- WatchExpired        it does not know any more since when it was watched
     |-- FabricError             two workers do not get along; the calls go to another replica
     |   |-- WireError           the peer sent bytes that are no frame, or a frame larger than allowed
     |   |-- ProtocolMismatch    the peer speaks another version, or serves rows of another width or dtype
@@ -117,6 +119,18 @@ class StaleTable(ExpertMeshError):
     """The epoch of a routing table is not above the published one and those in use. The call changed nothing."""
 
     code = "stale_table"
+
+
+class KubernetesUnavailable(ExpertMeshError):
+    """The API server of Kubernetes does not answer, or refuses."""
+
+    code = "kubernetes_unavailable"
+
+
+class WatchExpired(KubernetesUnavailable):
+    """The API server does not know the version any more from which it is to be watched: list anew."""
+
+    code = "watch_expired"
 
 
 class FabricError(ExpertMeshError):

@@ -148,7 +148,7 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     It listens on ``host``:``port`` and has ``memory_bytes`` for experts, and room for ``max_experts`` of a layer, if
     that is limited. ``capacity`` is its speed against the others; ``group`` the shard group that it would rather hold.
-    The model has ``num_experts`` in each of ``layers``.
+    ``pod``: its pod's name on Kubernetes. The model has ``num_experts`` in each of ``layers``.
     """
 
     id: str
@@ -165,6 +165,7 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     layers: tuple[int, ...] = ()
     max_experts: int | None = None
+    pod: str | None = None
 
 
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

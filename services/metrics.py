@@ -111,6 +111,10 @@ class SchedulerMetrics:
         self.wanted_replicas = gauge(
             "wanted_replicas", "Replicas that the leader wants; 0: asleep. No series without a leader.", "role", "shard"
         )
+        self.told_replicas = gauge(
+            "told_replicas", "Replicas that Kubernetes was told; no series where that is not known.", "role", "shard"
+        )
+        self.ready_replicas = gauge("ready_replicas", "Replicas that are ready, as Kubernetes has it.", "role", "shard")
         self.needed_replicas = gauge(
             "needed_replicas", "Need of the moment, before rounding, bounds and patience.", "role", "shard"
         )

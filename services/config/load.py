@@ -152,6 +152,11 @@ def require(settings: Settings, role: Role) -> None:
         )
     if role == SCHEDULER:
         _require_bounds(settings)
+        if settings.kubernetes == "on" and settings.kubernetes_selector is None:
+            raise ConfigError(
+                "--kubernetes on does not say which workloads are this deployment's.",
+                hint="Give --kubernetes-selector app.kubernetes.io/instance=RELEASE.",
+            )
     if role == ATTENTION and settings.overlap == "on" and settings.experts != "tcp":
         raise ConfigError(
             f"--overlap on has nothing to overlap with --experts {settings.experts}.",

@@ -334,6 +334,22 @@ class Settings(BaseSettings):
     fewest_gateways: int = _knob(1, "gateways wanted at least", roles=(SCHEDULER,), ge=1, le=4096)
     most_gateways: int = _knob(4, "gateways wanted at most", roles=(SCHEDULER,), ge=1, le=4096)
 
+    # Kubernetes
+    kubernetes: Literal["off", "on"] = _knob(
+        "off",
+        "watch replica counts in this pod's namespace: who is about to leave is out of the routing table before",
+        roles=(SCHEDULER,),
+    )
+    kubernetes_selector: str | None = _knob(
+        None,
+        "labels of this deployment's StatefulSets and Deployments, as `kubectl get -l` takes them",
+        roles=(SCHEDULER,),
+        min_length=1,
+    )
+    pod: str | None = _knob(
+        None, "name of this worker's pod, by which the scheduler knows who leaves", roles=(EXPERTS,), min_length=1
+    )
+
     # Process
     log_level: Literal["debug", "info", "warning", "error"] = _knob("info", "least severe message that is logged")
     log_format: Literal["auto", "text", "json"] = _knob("auto", "auto is text on a terminal and JSON lines elsewhere")

@@ -115,6 +115,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
         metrics_url=metrics_url,
         group=settings.expert_group,
         max_experts=settings.expert_capacity,
+        pod=settings.pod,
     )
 
 

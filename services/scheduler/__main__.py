@@ -22,6 +22,7 @@ from services.queue.seats import SeatRegistry
 from services.queue.tables import TableReader
 from services.runtime import MetricsServer, incarnation, run_role
 from services.scheduler.experts import ExpertPlacement
+from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy
@@ -34,18 +35,38 @@ each answer from Redis again."""
 log = logging.getLogger(__name__)
 
 
-def _placement(settings: Settings, redis: Redis, observer: Observer) -> Callable[[], ExpertPlacement]:
+def _watched(settings: Settings) -> KubeReplicas | None:
+    """What Kubernetes says of replicas, with --kubernetes on."""
+    if settings.kubernetes == "off":
+        return None
+    assert settings.kubernetes_selector is not None, "load_settings requires it"
+    namespace, selector = own_namespace(), settings.kubernetes_selector
+    connect_in_cluster()  # what is missing is said at once
+    return KubeReplicas(lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector))
+
+
+def _placement(
+    settings: Settings, redis: Redis, observer: Observer, watched: KubeReplicas | None
+) -> Callable[[], ExpertPlacement]:
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     asked = settings.expert_groups
     groups = asked or max(1, settings.expert_workers)
     registry, reader = SeatRegistry(redis, keys, limits), TableReader(redis, keys, limits)
     hysteresis = Hysteresis(wait_s=settings.rebalance_after)
     return lambda: ExpertPlacement(
-        registry, reader, groups=groups, asked=asked, on_table=observer.tabled, hysteresis=hysteresis
+        registry,
+        reader,
+        groups=groups,
+        asked=asked,
+        on_table=observer.tabled,
+        staying=watched.staying if watched else list,
+        hysteresis=hysteresis,
     )
 
 
-def _autoscaler(settings: Settings, redis: Redis, observer: Observer) -> Callable[[], Autoscaler] | None:
+def _autoscaler(
+    settings: Settings, redis: Redis, observer: Observer, watched: KubeReplicas | None
+) -> Callable[[], Autoscaler] | None:
     if settings.autoscale == "off":
         return None
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
@@ -53,6 +74,7 @@ def _autoscaler(settings: Settings, redis: Redis, observer: Observer) -> Callabl
         queue=SchedulerQueue(redis, keys, limits),
         registry=SeatRegistry(redis, keys, limits),
         loads=LoadReader(redis, keys, limits),
+        counts=watched,
     )
     options = ScalingOptions.of(settings)
     groups = settings.expert_groups or settings.expert_workers
@@ -63,9 +85,10 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     """Run a scheduler until ``stop``; then resign, so that a standby leads at once."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     registry = CollectorRegistry()
+    watched = _watched(settings)
     redis = connect(settings.redis_url)
     queue = SchedulerQueue(redis, Keys(settings.namespace), QueueLimits.of(settings))
-    observer = Observer(SchedulerMetrics(registry), queue)
+    observer = Observer(SchedulerMetrics(registry), queue, watched)
     token = incarnation()
     scheduler = Scheduler(
         queue,
@@ -73,16 +96,20 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         observer,
         token=token,
         lease_s=settings.lease,
-        placement=_placement(settings, redis, observer),
-        autoscaler=_autoscaler(settings, redis, observer),
+        placement=_placement(settings, redis, observer, watched),
+        autoscaler=_autoscaler(settings, redis, observer, watched),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
     try:
         port = await server.start()
         log.info("scheduler %s up, metrics on port %d", token, port)
         await check_access(redis, stop)
+        if watched:
+            watched.start()
         await scheduler.run(stop)
     finally:
+        if watched:
+            watched.close()
         await server.close()
         await redis.aclose()
 

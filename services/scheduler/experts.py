@@ -51,7 +51,7 @@ class Intentions:
 
 class ExpertPlacement:
     """One term's view. ``groups`` is how many there are where no table says it; ``asked``: --expert-groups;
-    ``on_table`` hears of each table."""
+    ``on_table`` hears of each table; ``staying`` marks seats as dismissed that something else is about to end."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class ExpertPlacement:
         groups: int,
         asked: int | None = None,
         on_table: Callable[[RoutingTable], None] = lambda _: None,
+        staying: Callable[[Sequence[SeatState]], list[SeatState]] = list,
         hysteresis: Hysteresis = HYSTERESIS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,6 +70,7 @@ class ExpertPlacement:
         self._groups = groups
         self._asked = AskedGroups(asked)
         self._on_table = on_table
+        self._staying = staying
         self._clock = clock
         self._meter = LoadMeter()
         self._hysteresis = hysteresis
@@ -88,14 +90,14 @@ class ExpertPlacement:
             QueueUnavailable: Redis does not answer.
         """
         await self._follow()
-        seats = await self._registry.seats()
+        seats = self._staying(await self._registry.seats())
         if seats and self._table and self._table.fingerprint != seats[0].info.fingerprint:
             self._forget()  # a model that this namespace served before
         if not seats and self._table is None:
             return False
         reaped = await self._registry.reap(epoch)
         if reaped.seats:
-            seats = await self._registry.seats()
+            seats = self._staying(await self._registry.seats())
         epochs = await self._registry.table_epochs()
         if self._table is None and reaped.held and epochs.oldest == 0:
             return False  # Redis lost the table: the seats that it listed are about to tell what they hold

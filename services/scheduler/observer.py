@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from prometheus_client import Gauge
@@ -11,8 +11,9 @@ from prometheus_client import Gauge
 from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
 from services.routing import RoutingTable
+from services.scheduler.kube.heeded import Heeded
 from services.scheduler.policy import Choice
-from services.scheduler.scaling import Decision
+from services.scheduler.scaling import Decision, ReplicaCounts, Replicas, Target
 
 _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 """Fields of :class:`ReapReport` that are outcomes of ``reclaimed_leases_total``."""
@@ -21,9 +22,11 @@ _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 class Observer:
     """Keeps the metrics of one scheduler."""
 
-    def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue) -> None:
+    def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue, replicas: ReplicaCounts | None = None) -> None:
         self._metrics = metrics
         self._queue = queue
+        self._replicas = replicas
+        self._heeded = Heeded()
 
     def leads(self) -> None:
         self._metrics.leader.set(1)
@@ -39,11 +42,13 @@ class Observer:
         metrics.table_epoch.set(0)
         for series in self._of_scaling():
             series.clear()
+        self._heeded = Heeded()
 
     def _of_scaling(self) -> tuple[Gauge, ...]:
         """Without values where nobody decides: whoever scales by them holds what it has."""
         metrics = self._metrics
         return (
+            *(metrics.told_replicas, metrics.ready_replicas),
             *(metrics.wanted_replicas, metrics.needed_replicas, metrics.boost, metrics.latency_over_target),
             *(metrics.shard_rows, metrics.shard_busy, metrics.shard_waiting, metrics.shard_stall),
         )
@@ -63,6 +68,8 @@ class Observer:
             metrics.shard_stall.labels(group).set(reading.stall)
         for latency, ratio in (("ttft", signals.ttft), ("tpot", signals.tpot)):
             metrics.latency_over_target.labels(latency).set(math.nan if ratio is None else ratio)
+        if self._replicas is not None:
+            self._heeded.note(state.targets, self._replicas.counts() or {})
 
     def tabled(self, table: RoutingTable) -> None:
         """``table`` is the one that stands."""
@@ -86,6 +93,16 @@ class Observer:
         self._metrics.outstanding_tokens.clear()
         for worker in workers:
             self._metrics.outstanding_tokens.labels(worker.info.id).set(worker.outstanding_tokens)
+        if self._replicas is not None:
+            self._counted(self._replicas.counts() or {})
+
+    def _counted(self, counts: Mapping[Target, Replicas]) -> None:
+        told, ready = self._metrics.told_replicas, self._metrics.ready_replicas
+        told.clear()
+        ready.clear()
+        for target, replicas in counts.items():
+            told.labels(target.role, target.label).set(replicas.wanted)
+            ready.labels(target.role, target.label).set(replicas.ready)
 
     def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment]) -> None:
         """Count what the queue made of ``choices``."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from testkit.kube import Cluster, table, until
+from testkit.kube import TAG, Cluster, table, until
 from testkit.pocket_answers import MOST_TOKENS, recorded
 from testkit.release import NAME, PREFIX, Release
 
@@ -15,6 +16,8 @@ KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-fabric", "-api-ke
 KINDS = (
     "deployments,statefulsets,pods,services,endpoints,configmaps,secrets,serviceaccounts,networkpolicies,pdb,jobs,pvc"
 )
+WATCHING = "import kubernetes.client.api_client; "
+"""What a scheduler loads with autoscaling."""
 OURS = f"app.kubernetes.io/instance={NAME}"
 
 
@@ -63,11 +66,22 @@ def test_helm_test_passes(installed: Installed) -> None:
 def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str) -> None:
     """Of processor time: what else runs on this machine must not count."""
     release = installed.release
-    look = f"import services.{role}.__main__, time; print(time.process_time())"
+    look = f"import services.{role}.__main__, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
     python = ("deploy/" + f"{PREFIX}-{role}", "--", "/opt/expertmesh/bin/python", "-c", look)
     seconds = min(float(release.cluster.kubectl("-n", release.namespace, "exec", *python)) for _ in range(3))
     print(f"\n{role} loads in {seconds:.2f} s")
     assert seconds < 2
+
+
+def test_the_control_image_stays_small(cluster: Cluster) -> None:
+    """Less than 250 MB, unpacked: it starts everywhere a gateway is needed in a hurry."""
+    [line] = [
+        line for line in cluster.run("ctr", "images", "ls").splitlines() if f"library/expertmesh-control:{TAG} " in line
+    ]
+    size, unit = re.search(r" ([0-9.]+) (MiB|GiB) ", line).groups()  # type: ignore[union-attr]
+    megabytes = float(size) * {"MiB": 1.048576, "GiB": 1073.741824}[unit]
+    print(f"\ncontrol is {megabytes:.0f} MB")
+    assert megabytes < 250
 
 
 def test_an_upgrade_to_other_groups_or_another_model_changes_nothing(installed: Installed) -> None:

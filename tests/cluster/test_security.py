@@ -19,6 +19,13 @@ HOPS = {
     ("attention", "experts", 7100),
 }
 """What one role's pods open to another's; the gateways' port is open to all."""
+AUTOSCALED = (
+    *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true"),
+    "autoscaling.prometheus.serverAddress=http://prometheus.monitoring:9090",
+)
+TOLD = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+SEES = ("deployments.apps", "statefulsets.apps")
+"""What the scheduler may get, list and watch."""
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 CONTEXT = {
     "allowPrivilegeEscalation": False,
@@ -30,11 +37,12 @@ CONTEXT = {
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """In a namespace that enforces `restricted`, beside a pod of somebody else."""
+    """In a namespace that enforces `restricted`, beside a pod of somebody else. With autoscaling, as the scheduler asks
+    the API server then."""
     with cluster.namespace("t-security") as namespace:
         _stranger(cluster, namespace, "stranger", {})
         wait = ("--wait", "--timeout", "10m")
-        cluster.helm("install", NAME, *cluster.chart("dev"), "--namespace", namespace, *wait)
+        cluster.helm("install", NAME, *cluster.chart("dev", *AUTOSCALED), "--namespace", namespace, *wait)
         cluster.kubectl("-n", namespace, "wait", "pod/stranger", "--for=condition=Ready", "--timeout=120s")
         yield Release(cluster=cluster, namespace=namespace)
 
@@ -113,10 +121,22 @@ def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
     assert not {hop for hop in open_ if hop[1] == "gateway"}
 
 
-def test_nothing_leaves_the_namespace(release: Release) -> None:
+def test_nothing_leaves_the_namespace_but_the_schedulers_question_to_the_api_server(release: Release) -> None:
     api = release.cluster.get("default", "service", "kubernetes")["spec"]["clusterIP"]
-    for role in ("gateway", "scheduler", "attention", "experts"):
-        assert not _reaches(release, _of(release, role)[0], api, 443)
+    roles = ("gateway", "scheduler", "attention", "experts")
+    assert [role for role in roles if _reaches(release, _of(release, role)[0], api, 443)] == ["scheduler"]
+
+
+def test_the_scheduler_hears_how_many_replicas_there_are(release: Release) -> None:
+    python = ("deploy/" + f"{PREFIX}-scheduler", "--", "/opt/expertmesh/bin/python", "-c", TOLD)
+
+    def told() -> set[str]:
+        page = release.cluster.kubectl("-n", release.namespace, "exec", *python)
+        return {line for line in page.splitlines() if line.startswith("expertmesh_told_replicas{")}
+
+    groups = {f'expertmesh_told_replicas{{role="experts",shard="{group}"}} 1.0' for group in range(2)}
+    others = {f'expertmesh_told_replicas{{role="{role}",shard=""}} 1.0' for role in ("attention", "gateway")}
+    until(lambda: told() == groups | others, 60, "it shows what Kubernetes was told")
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -129,9 +149,11 @@ def test_a_service_account_may_do_nothing_that_others_may_not(release: Release, 
         groups = ("--as-group=system:serviceaccounts", "--as-group=system:authenticated")
         return sorted(cluster.kubectl("-n", namespace, "auth", "can-i", "--list", who, *groups).splitlines())
 
-    mine = rights(f"{PREFIX}-{role}")
-    assert mine == rights("nobody")
-    asked = [line.split()[0] for line in mine if not line.startswith(("Resources", " "))]
+    mine, everybodys = rights(f"{PREFIX}-{role}"), rights("nobody")
+    own = [line.split() for line in mine if line not in everybodys]
+    assert own == ([[what, "[]", "[]", "[get", "list", "watch]"] for what in SEES] if role == "scheduler" else [])
+    assert set(everybodys) <= set(mine)
+    asked = [line.split()[0] for line in everybodys if not line.startswith(("Resources", " "))]
     assert {word for word in asked if "." in word} == {
         "selfsubjectreviews.authentication.k8s.io",
         "selfsubjectaccessreviews.authorization.k8s.io",
@@ -139,12 +161,12 @@ def test_a_service_account_may_do_nothing_that_others_may_not(release: Release, 
     }
 
 
-def test_no_pod_holds_a_token_or_runs_as_root(release: Release) -> None:
+def test_no_pod_but_the_schedulers_holds_a_token_and_none_runs_as_root(release: Release) -> None:
     for pod in release.pods():
         name = pod["metadata"]["name"]
         look = "id -u; ls /var/run/secrets/kubernetes.io 2>&1; touch /x 2>&1 || true"
         said = release.cluster.kubectl("-n", release.namespace, "exec", name, "--", "sh", "-c", look)
         uid, *rest = said.splitlines()
         assert uid != "0"
-        assert "No such file" in rest[0]
+        assert ("No such file" in rest[0]) is ("scheduler" not in name)
         assert "Read-only file system" in rest[-1]

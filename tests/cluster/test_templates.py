@@ -25,6 +25,19 @@ OPTIONS = {
     ],
     "secrets of others": [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")],
     "no keys, no policies": ["auth.enabled=false", "networkPolicy.enabled=false", "metrics.podMonitor.enabled=true"],
+    "autoscaled": [
+        *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true", "metrics.prometheusRule.enabled=true"),
+        *(
+            "autoscaling.prometheus.serverAddress=http://prometheus.monitoring:9090",
+            "autoscaling.sleepAfterSeconds=600",
+        ),
+        *("autoscaling.prometheus.authModes=bearer", "autoscaling.prometheus.existingSecret=token"),
+        *("experts.perGroup.0.maxReplicas=8", "networkPolicy.apiServerTo[0].ipBlock.cidr=10.0.0.1/32"),
+    ],
+    "autoscaled without KEDA": [
+        *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true"),
+        "autoscaling.prometheus.serverAddress=http://prometheus.monitoring:9090",
+    ],
     "prefetched": [
         *("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://a/b@c"),
         f"model.pvc.prefetch.sha256.model\\.safetensors={'0' * 64}",
@@ -63,9 +76,11 @@ def namespace(bare_cluster: Cluster) -> Iterator[str]:
 def test_every_rendering_is_accepted(bare_cluster: Cluster, namespace: str, profile: str, option: str) -> None:
     settings = [word for setting in [MODEL, *OPTIONS[option]] for word in ("--set", setting)]
     values = ("--values", str(CHART / f"values-{profile}.yaml"))
-    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *values, *settings)
+    apis = () if option == "autoscaled without KEDA" else ("--api-versions", "keda.sh/v1alpha1")
+    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *apis, *values, *settings)
     said = bare_cluster.kubectl("-n", namespace, "apply", "--dry-run=server", "-f", "-", text=text)
     assert said.count("server dry run") == text.count("\nkind: ")
+    assert ("kind: ScaledObject" in text) is (option == "autoscaled")
 
 
 @pytest.mark.parametrize("profile", PROFILES)

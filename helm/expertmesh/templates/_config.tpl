@@ -41,6 +41,9 @@ the release's scheduler, if there is one.
 {{- if and (eq .role "scheduler") (eq $values.attention.experts "tcp") -}}
 {{- $_ := set $own "expert_groups" $values.experts.groups -}}
 {{- end -}}
+{{- if include "expertmesh.autoscaled" . -}}
+{{- $own = merge $own (include "expertmesh.autoscalingConfig" . | fromYaml) -}}
+{{- end -}}
 {{- if eq .role "attention" }}{{ $_ := set $own "experts" $values.attention.experts }}{{ end -}}
 {{- if eq .role "experts" }}{{ $_ := set $own "fabric_port" 7100 }}{{ end -}}
 {{- if and (has .role (list "attention" "experts")) (eq $values.attention.experts "tcp") -}}

@@ -10,6 +10,7 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $hasModel := ne .role "scheduler" -}}
 {{- $ca := and (not $values.redis.enabled) $values.redis.external.caSecret -}}
 {{- $apart := and $computes (eq $values.attention.experts "tcp") -}}
+{{- $watches := and (eq .role "scheduler") (include "expertmesh.autoscaled" .) -}}
 metadata:
   labels:
     {{- include "expertmesh.podLabels" (merge (dict "labels" $role.podLabels) .) | nindent 4 }}
@@ -54,6 +55,8 @@ spec:
         {{- end }}
         {{- if hasKey . "group" }}
         - {name: EXPERTMESH_EXPERT_GROUP, value: {{ .group | quote }}}
+        - name: EXPERTMESH_POD
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
         {{- end }}
         {{- with $role.extraEnv }}
         {{- toYaml . | nindent 8 }}
@@ -80,6 +83,9 @@ spec:
         {{- end }}
         {{- if and (eq .role "gateway") $values.auth.enabled }}
         - {name: keys, mountPath: /etc/expertmesh/keys, readOnly: true}
+        {{- end }}
+        {{- if $watches }}
+        - {name: api-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
         {{- end }}
         {{- if $ca }}
         - {name: redis-ca, mountPath: /etc/expertmesh/redis-ca, readOnly: true}
@@ -112,6 +118,15 @@ spec:
         secretName: {{ include "expertmesh.keysSecret" . | quote }}
         defaultMode: 0440
         items: [{key: {{ $values.auth.key | quote }}, path: keys.yaml}]
+    {{- end }}
+    {{- if $watches }}
+    - name: api-token
+      projected:
+        defaultMode: 0440
+        sources:
+          - serviceAccountToken: {path: token, expirationSeconds: 3607}
+          - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+          - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
     {{- end }}
     {{- if $ca }}
     - name: redis-ca
@@ -188,10 +203,19 @@ image:
 {{- end }}
 {{- end -}}
 
-{{/* Left out where something else counts the pods: an upgrade must not set them back. */}}
+{{/*
+Takes `root`, `kind`, `name` and `replicas` of a workload. Left out where something else counts the pods: an upgrade must not
+set them back. Where KEDA counts them the upgrade names the number that it finds: to leave out what the release before gave
+would set it to 1.
+*/}}
 {{- define "expertmesh.replicas" -}}
-{{- if not (kindIs "invalid" .) -}}
-replicas: {{ . }}
+{{- if include "expertmesh.autoscaled" . -}}
+{{- $spec := (lookup "apps/v1" .kind .root.Release.Namespace .name).spec | default dict -}}
+{{- if hasKey $spec "replicas" -}}
+replicas: {{ int $spec.replicas }}
+{{- end -}}
+{{- else if not (kindIs "invalid" .replicas) -}}
+replicas: {{ .replicas }}
 {{- end -}}
 {{- end -}}
 

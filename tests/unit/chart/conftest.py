@@ -31,7 +31,8 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
-    """Objects by kind and name, of ``settings`` (``path=value``) over a profile."""
+    """Objects by kind and name, of ``settings`` (``path=value``) over a profile, in a cluster with ``apis`` beside
+    Kubernetes's own."""
 
     def run(
         *settings: str,
@@ -39,8 +40,10 @@ def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
         release: str = "mesh",
         namespace: str = "there",
         chart: Path = CHART,
+        apis: tuple[str, ...] = (),
     ) -> Objects:
         words = ["template", release, str(chart), "--namespace", namespace]
+        words += [word for api in apis for word in ("--api-versions", api)]
         words += ["--values", str(Path(CHART) / f"values-{profile}.yaml")] if profile else []
         done = helm(*words, *(word for setting in settings for word in ("--set", setting)))
         assert done.returncode == 0, done.stderr

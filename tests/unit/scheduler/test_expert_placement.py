@@ -308,3 +308,32 @@ async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: 
     await placement.turn(1)
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("the experts are in 2 shard groups, and --expert-groups asks for 4")
+
+
+class Printed(Quiet):
+    """Keeps the last table."""
+
+    async def publish_table(self, epoch: int, table: RoutingTable) -> None:  # noqa: ARG002
+        self._table = table
+
+    async def table_epochs(self) -> Any:
+        epoch = self._table.epoch
+        return SimpleNamespace(oldest=epoch, published=epoch, following=epoch + 1)
+
+    @property
+    def listed(self) -> list[int]:
+        return [seat.number for seat in self._table.seats]
+
+
+async def test_what_something_else_is_about_to_end_is_out_of_the_next_table_until_that_thinks_better_of_it() -> None:
+    seats, leaving = [seat(1, 0), seat(2, 1), seat(3, 0)], {3}
+    redis: Any = Printed(published(*seats), seats)
+    placement = ExpertPlacement(
+        redis, redis, groups=2, staying=lambda found: [replace(s, dismissed=s.number in leaving) for s in found]
+    )
+    assert await placement.turn(1)
+    assert redis.listed == [1, 2]
+    assert not await placement.turn(1), "once"
+    leaving.clear()
+    assert await placement.turn(1)
+    assert redis.listed == [1, 2, 3]

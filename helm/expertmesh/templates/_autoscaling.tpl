@@ -1,0 +1,97 @@
+{{/* "true" where KEDA sets the replicas. What it needs is asked for whether or not the cluster has it. */}}
+{{- define "expertmesh.autoscaled" -}}
+{{- $values := .root.Values -}}
+{{- if $values.autoscaling.enabled -}}
+{{- $prometheus := $values.autoscaling.prometheus -}}
+{{- $address := required "Give autoscaling.prometheus.serverAddress: KEDA asks Prometheus how many replicas are wanted." $prometheus.serverAddress -}}
+{{- if not (or $values.metrics.podMonitor.enabled $prometheus.matchers) -}}
+{{- fail "autoscaling needs the scheduler's metrics in Prometheus: set metrics.podMonitor.enabled, or say in autoscaling.prometheus.matchers which labels they have there." -}}
+{{- end -}}
+{{- if and $prometheus.authModes (not (or $prometheus.authenticationRef $prometheus.existingSecret)) -}}
+{{- fail "autoscaling.prometheus.authModes needs authenticationRef or existingSecret." -}}
+{{- end -}}
+{{- if .root.Capabilities.APIVersions.Has "keda.sh/v1alpha1" -}}
+true
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* minReplicas and maxReplicas of a shard group: its own, or those of all groups. Takes `root` and `group`. */}}
+{{- define "expertmesh.groupBounds" -}}
+{{- $own := pick (get .root.Values.experts.perGroup (toString .group) | default dict) "minReplicas" "maxReplicas" -}}
+{{- include "expertmesh.layered" (list .root.Values.autoscaling.experts $own) -}}
+{{- end -}}
+
+{{/* The scheduler's knobs, and the targets that gateways count by. Bounds of experts are the widest of all groups: KEDA keeps each group's own. */}}
+{{- define "expertmesh.autoscalingConfig" -}}
+{{- $scaling := .root.Values.autoscaling -}}
+{{- if eq .role "gateway" -}}
+target_ttft: {{ $scaling.targetTtftSeconds }}
+target_tpot: {{ $scaling.targetTpotSeconds }}
+{{- end }}
+{{- if eq .role "scheduler" }}
+autoscale: "on"
+kubernetes: "on"
+kubernetes_selector: {{ include "expertmesh.matchLabels" . | quote }}
+sleep_after: {{ $scaling.sleepAfterSeconds }}
+scale_down_after: {{ $scaling.scaleDownAfterSeconds }}
+{{- $fewest := int $scaling.experts.minReplicas }}
+{{- $most := int $scaling.experts.maxReplicas }}
+{{- range $group, $_ := .root.Values.experts.perGroup }}
+{{- $bounds := include "expertmesh.groupBounds" (dict "root" $.root "group" $group) | fromYaml }}
+{{- $fewest = min $fewest (int $bounds.minReplicas) }}
+{{- $most = max $most (int $bounds.maxReplicas) }}
+{{- end }}
+fewest_replicas: {{ $fewest }}
+most_replicas: {{ $most }}
+fewest_attention: {{ $scaling.attention.minReplicas }}
+most_attention: {{ $scaling.attention.maxReplicas }}
+fewest_gateways: {{ $scaling.gateway.minReplicas }}
+most_gateways: {{ $scaling.gateway.maxReplicas }}
+{{- end }}
+{{- end -}}
+
+{{/* The release's labels, as `kubectl -l` takes them. */}}
+{{- define "expertmesh.matchLabels" -}}
+{{- $pairs := list -}}
+{{- range $key, $value := include "expertmesh.selector" (dict "root" .root) | fromYaml }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end -}}
+{{- join "," $pairs -}}
+{{- end -}}
+
+{{/* Labels of the release's series, as Prometheus has them. */}}
+{{- define "expertmesh.series" -}}
+{{- $own := printf "namespace=%q,app_kubernetes_io_instance=%q" .root.Release.Namespace .root.Release.Name -}}
+{{- .root.Values.autoscaling.prometheus.matchers | default $own -}}
+{{- end -}}
+
+{{/* Takes `root`, `role`, `shard` ("" but for experts), `kind` and `name` of the workload, `bounds`. Zero is asleep: gateways never are. */}}
+{{- define "expertmesh.scaledObject" -}}
+{{- $scaling := .root.Values.autoscaling -}}
+{{- $sleeps := and (ne .role "gateway") (gt (float64 $scaling.sleepAfterSeconds) 0.0) -}}
+{{- $own := dict "serverAddress" $scaling.prometheus.serverAddress "threshold" "1" "activationThreshold" "0" "ignoreNullValues" "false" "query" (printf "max(expertmesh_wanted_replicas{%s,role=%q,shard=%q})" (include "expertmesh.series" .) .role .shard) -}}
+{{- if gt (int .bounds.minReplicas) (int .bounds.maxReplicas) -}}
+{{- fail (printf "autoscaling: minReplicas %v of %s is more than maxReplicas %v." .bounds.minReplicas .name .bounds.maxReplicas) -}}
+{{- end -}}
+{{- with $scaling.prometheus.authModes }}{{ $_ := set $own "authModes" . }}{{ end -}}
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata: {{- include "expertmesh.metadata" (pick . "root" "role" "name" "group") | nindent 2 }}
+spec:
+  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ .name | quote }}}
+  minReplicaCount: {{ ternary 0 (int .bounds.minReplicas) $sleeps }}
+  maxReplicaCount: {{ .bounds.maxReplicas }}
+  pollingInterval: {{ $scaling.pollingInterval }}
+  cooldownPeriod: {{ $scaling.cooldownPeriod }}
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior: {{- toYaml $scaling.behavior | nindent 8 }}
+  triggers:
+    - type: prometheus
+      metricType: AverageValue
+      metadata: {{- include "expertmesh.layered" (list $scaling.prometheus.metadata $own) | nindent 8 }}
+      {{- if $scaling.prometheus.authenticationRef }}
+      authenticationRef: {{- toYaml $scaling.prometheus.authenticationRef | nindent 8 }}
+      {{- else if $scaling.prometheus.existingSecret }}
+      authenticationRef: {name: {{ include "expertmesh.name" (dict "root" .root "role" "prometheus") | quote }}}
+      {{- end }}
+{{- end -}}

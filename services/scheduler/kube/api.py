@@ -1,0 +1,178 @@
+"""The API server as the scheduler asks it: lists and watches of workloads in one namespace, read-only, in plain dicts.
+
+Generated calls and models of the `kubernetes` client are not used: images leave them out (helm/images/Dockerfile).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from services.errors import ConfigError, KubernetesUnavailable, WatchExpired
+
+if TYPE_CHECKING:
+    from kubernetes.client.api_client import ApiClient
+    from kubernetes.client.rest import RESTResponse
+
+Kind = Literal["statefulsets", "deployments"]
+Json = dict[str, Any]
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes puts a pod's token, the API server's authority and the name of the namespace."""
+WATCH_S = 30
+"""After this the API server ends a watch, and the next one says that it is still there."""
+LATE_S = 10.0
+"""A connection takes no longer; nor is the end of a watch later by more than this."""
+_GONE = 410
+
+
+def connect_in_cluster() -> ApiClient:
+    """A client with what this pod's service account has, its token read anew as it is renewed.
+
+    Raises:
+        ConfigError: this is no pod, or one without a token.
+    """
+    from kubernetes.client.api_client import ApiClient
+    from kubernetes.client.configuration import Configuration
+    from kubernetes.config.config_exception import ConfigException
+    from kubernetes.config.incluster_config import load_incluster_config
+
+    configuration = Configuration()
+    try:
+        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except ConfigException as error:
+        raise ConfigError(
+            f"There is no way to the API server of Kubernetes ({error}).",
+            hint="--kubernetes on is for pods with a service account's token; the chart sets it with "
+            "autoscaling.enabled. Leave it off elsewhere.",
+        ) from error
+    configuration.retries = False
+    return ApiClient(configuration)
+
+
+def own_namespace(account: Path = ACCOUNT) -> str:
+    """Raises ConfigError where this is no pod, or one without a token."""
+    try:
+        return (account / "namespace").read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"The namespace of this pod cannot be read ({error}).",
+            hint="--kubernetes on is for pods with a service account's token.",
+        ) from error
+
+
+class Api:
+    """One connection at a time; used by one thread, but for :meth:`close`."""
+
+    def __init__(self, client: ApiClient, *, namespace: str, selector: str) -> None:
+        self._client, self._namespace, self._selector = client, namespace, selector
+        self._open: RESTResponse | None = None
+
+    def list(self, kind: Kind) -> tuple[list[Json], str]:
+        """All of ``kind`` that the selector finds, and the version from which to watch.
+
+        Raises:
+            KubernetesUnavailable: no answer, or another than asked for.
+        """
+        with self._answer(kind, {}) as answer:
+            found = _decoded(answer.read_all())
+            return list(found["items"]), str(found["metadata"]["resourceVersion"])
+
+    def watch(self, kind: Kind, version: str) -> Iterator[Json]:
+        """Events since ``version``, until the API server ends the watch.
+
+        Raises:
+            WatchExpired: it does not know ``version`` any more: list anew.
+            KubernetesUnavailable: the connection broke, or it refuses.
+        """
+        asked = {"watch": "true", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
+        with self._answer(kind, asked | {"allowWatchBookmarks": "true"}) as answer:
+            for line in answer.lines():
+                event = _decoded(line)
+                if event["type"] == "ERROR":
+                    status = event["object"]
+                    raise _refusal(int(status.get("code") or 0), str(status.get("message")))
+                yield event
+
+    def close(self) -> None:
+        """Ends what another thread waits for."""
+        response = self._open
+        connection = getattr(response.response, "connection", None) if response else None
+        if (sock := getattr(connection, "sock", None)) is not None:
+            with suppress(OSError):  # it is closed already
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, kind: Kind, query: dict[str, str]) -> _Answer:
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        words = self._client.param_serialize(
+            "GET",
+            "/apis/apps/v1/namespaces/{namespace}/" + kind,
+            path_params={"namespace": self._namespace},
+            query_params=[("labelSelector", self._selector), *query.items()],
+            header_params={"Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            self._open = self._client.call_api(*words, _request_timeout=(LATE_S, WATCH_S + LATE_S))
+        except (HTTPError, ApiException, OSError) as error:
+            raise KubernetesUnavailable(f"The API server does not answer: {error}") from error
+        return _Answer(self._open)
+
+
+class _Answer:
+    """A response under way; its errors are ours."""
+
+    def __init__(self, response: RESTResponse) -> None:
+        self._response = response
+
+    def __enter__(self) -> _Answer:
+        if self._response.status != 200:
+            text = self.read_all().decode(errors="replace")[:300]
+            self._response.response.close()
+            raise _refusal(self._response.status, text)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._response.response.close()
+
+    def read_all(self) -> bytes:
+        return b"".join(self._pieces())
+
+    def lines(self) -> Iterator[bytes]:
+        """Whole ones: what a broken connection cut off is not one."""
+        rest = b""
+        for piece in self._pieces():
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from filter(None, whole)
+
+    def _pieces(self) -> Iterator[bytes]:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield from self._response.response.stream(amt=None, decode_content=True)
+        except (HTTPError, OSError) as error:
+            raise KubernetesUnavailable(f"The API server broke off: {error}") from error
+
+
+def _decoded(text: bytes) -> Json:
+    try:
+        found: Json = json.loads(text)
+    except ValueError as error:
+        raise KubernetesUnavailable(f"What answers is no API server: {text[:100]!r}") from error
+    return found
+
+
+def _refusal(status: int, text: str) -> KubernetesUnavailable:
+    if status == _GONE:
+        return WatchExpired(f"The API server has forgotten what came since: {text}")
+    hint = {
+        401: "The token is refused; it is read anew.",
+        403: "The service account may not get, list and watch StatefulSets and Deployments of its namespace: the "
+        "chart's Role is missing.",
+    }
+    return KubernetesUnavailable(f"The API server answers {status}: {text}", hint=hint.get(status))

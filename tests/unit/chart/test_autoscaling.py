@@ -1,0 +1,212 @@
+"""Autoscaling by KEDA: what the chart makes of it, where there is KEDA and where there is none."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testkit.chart import CHART, Objects, Render, named, pods
+
+from services.config import load_settings
+
+KEDA = ("keda.sh/v1alpha1",)
+ON = (
+    *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true", "metrics.prometheusRule.enabled=true"),
+    "autoscaling.prometheus.serverAddress=http://prometheus:9090",
+)
+NAMES = {"gateway", "attention", "experts-0", "experts-1"}
+
+
+def scaled(objects: Objects) -> dict[str, Any]:
+    """What each ScaledObject says, by the end of its name."""
+    found = {name: each["spec"] for (kind, name), each in objects.items() if kind == "ScaledObject"}
+    return {name.removeprefix("mesh-expertmesh-"): spec for name, spec in found.items()}
+
+
+@pytest.fixture
+def rendered(render: Render) -> Objects:
+    return render(*ON, apis=KEDA)
+
+
+def test_gateways_attention_workers_and_each_group_are_scaled_by_what_the_scheduler_wants(rendered: Objects) -> None:
+    objects = scaled(rendered)
+    assert objects.keys() == NAMES
+    for name, spec in objects.items():
+        target = spec["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in rendered, "it is there"
+        [trigger] = spec["triggers"]
+        role, _, shard = name.partition("-")
+        assert trigger["metadata"] == {
+            "serverAddress": "http://prometheus:9090",
+            "query": 'max(expertmesh_wanted_replicas{namespace="there",app_kubernetes_io_instance="mesh",'
+            f'role="{role}",shard="{shard}"}})',
+            "threshold": "1",
+            "activationThreshold": "0",
+            "ignoreNullValues": "false",  # no leader, no series: that is not zero
+        }
+        assert trigger["metricType"] == "AverageValue"
+        assert "fallback" not in spec, "what cannot be asked holds"
+
+
+def test_what_keda_counts_is_given_no_number(rendered: Objects) -> None:
+    counted = {name for name, each in [(n, e) for (_, n), e in rendered.items()] if "replicas" in each.get("spec", {})}
+    assert counted == {"mesh-expertmesh-scheduler", "mesh-expertmesh-redis"}
+
+
+@pytest.mark.parametrize(("after", "least"), [("0", 1), ("600", 0)])
+def test_only_a_model_that_may_sleep_goes_to_zero_and_gateways_never(render: Render, after: str, least: int) -> None:
+    objects = scaled(render(*ON, f"autoscaling.sleepAfterSeconds={after}", apis=KEDA))
+    assert {name: spec["minReplicaCount"] for name, spec in objects.items()} == dict.fromkeys(NAMES, least) | {
+        "gateway": 1
+    }
+
+
+def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
+    bounds = ("experts.minReplicas=2", "experts.maxReplicas=6", "attention.maxReplicas=9", "gateway.minReplicas=3")
+    settings = [f"autoscaling.{bound}" for bound in bounds]
+    rendered = render(*ON, *settings, "experts.perGroup.1.maxReplicas=8", "experts.perGroup.0.minReplicas=1", apis=KEDA)
+    objects = scaled(rendered)
+    found = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in objects.items()}
+    assert found == {"gateway": (3, 4), "attention": (1, 9), "experts-0": (1, 6), "experts-1": (2, 8)}
+    config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
+    assert (config["fewest_replicas"], config["most_replicas"], config["most_attention"]) == (1, 8, 9)
+
+
+def test_the_scheduler_reads_what_it_is_told(render: Render, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://:x@host:6379/0")
+    seconds = {"sleepAfter": 900, "scaleDownAfter": 60, "targetTtft": 3}
+    objects = render(*ON, *(f"autoscaling.{name}Seconds={value}" for name, value in seconds.items()), apis=KEDA)
+    file = tmp_path / "config.yaml"
+    file.write_text(named(objects, "ConfigMap", "scheduler")["data"]["config.yaml"])
+    read = load_settings(["--config", str(file)], role="scheduler")
+    assert (read.autoscale, read.kubernetes, read.sleep_after, read.scale_down_after) == ("on", "on", 900.0, 60.0)
+    pairs = dict(pair.split("=") for pair in (read.kubernetes_selector or "").split(","))
+    labels = named(objects, "StatefulSet", "experts-0")["metadata"]["labels"]
+    assert pairs.items() <= labels.items()
+    file.write_text(named(objects, "ConfigMap", "gateway")["data"]["config.yaml"])
+    assert load_settings(["--config", str(file)], role="gateway").target_ttft == 3.0
+
+
+def test_the_scheduler_alone_may_look_at_replicas_and_nothing_more(rendered: Objects) -> None:
+    roles = [each for (kind, _), each in rendered.items() if kind == "Role"]
+    assert [role["rules"] for role in roles] == [
+        [{"apiGroups": ["apps"], "resources": ["statefulsets", "deployments"], "verbs": ["get", "list", "watch"]}]
+    ]
+    binding = named(rendered, "RoleBinding", "scheduler")
+    assert [each["name"] for each in binding["subjects"]] == ["mesh-expertmesh-scheduler"]
+    for name, template in pods(rendered):
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        tokens = [each["name"] for each in spec["volumes"] if "projected" in each]
+        assert tokens == (["api-token"] if name == "mesh-expertmesh-scheduler" else [])
+    rules = named(rendered, "NetworkPolicy", "scheduler")["spec"]["egress"]
+    assert {"ports": [{"port": 443}, {"port": 6443}]} in rules
+    others = [named(rendered, "NetworkPolicy", role)["spec"]["egress"] for role in ("gateway", "attention", "experts")]
+    assert "443" not in str(others)
+
+
+def test_the_way_to_the_api_server_may_be_narrowed(render: Render) -> None:
+    narrow = ("networkPolicy.apiServerTo[0].ipBlock.cidr=10.0.0.1/32", "networkPolicy.apiServerPorts={6443}")
+    rules = named(render(*ON, *narrow, apis=KEDA), "NetworkPolicy", "scheduler")["spec"]["egress"]
+    assert {"ports": [{"port": 6443}], "to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]} in rules
+
+
+def test_expert_workers_know_their_pods_name(rendered: Objects) -> None:
+    env = named(rendered, "StatefulSet", "experts-1")["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "EXPERTMESH_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in env
+
+
+def test_without_keda_replicas_are_fixed(render: Render) -> None:
+    off, on = render(*ON[1:]), render(*ON)
+    secrets = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "fabric", "api-keys")}
+    assert {key: each for key, each in on.items() if key not in secrets} == {
+        key: each for key, each in off.items() if key not in secrets
+    }
+
+
+@pytest.fixture
+def notes(render: Render, tmp_path: Path) -> Callable[..., str]:
+    """What helm says after an installation, shown by a chart that has it in an object."""
+    folder = shutil.copytree(CHART, tmp_path / "chart")
+    (folder / "templates/NOTES.txt").rename(folder / "notes")
+    probe = '{kind: Notes, metadata: {name: notes}, text: {{ tpl (.Files.Get "notes") . | quote }}}'
+    (folder / "templates/probe.yaml").write_text(probe)
+    return lambda *settings, apis=(): str(render(*settings, chart=folder, apis=apis)["Notes", "notes"]["text"])
+
+
+def test_the_notes_say_who_sets_the_replicas(notes: Callable[..., str]) -> None:
+    fixed, missing = "Replicas are fixed, by experts.replicas", "this cluster has no KEDA (keda.sh/v1alpha1)"
+    said = notes(*ON)
+    assert missing in said
+    assert "Replicas are FIXED" in said
+    assert fixed in said
+    assert (missing in notes(), fixed in notes()) == (False, True)
+    said = notes(*ON, apis=KEDA)
+    assert "get scaledobjects,hpa" in said
+    assert missing not in said
+    assert fixed not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["metrics.podMonitor.enabled=true"], "Give autoscaling.prometheus.serverAddress"),
+        (["autoscaling.prometheus.serverAddress=http://p"], "set metrics.podMonitor.enabled, or say in"),
+        ([*ON, "autoscaling.prometheus.authModes=bearer"], "authModes needs authenticationRef or existingSecret"),
+        ([*ON, "autoscaling.attention.minReplicas=5"], "minReplicas 5 of mesh-expertmesh-attention is more than"),
+        ([*ON, "experts.perGroup.0.minReplicas=9"], "minReplicas 9 of mesh-expertmesh-experts-0 is more than"),
+        ([*ON, "autoscaling.gateway.minReplicas=0"], "Must be greater than or equal to 1"),
+        ([*ON, "autoscaling.sleepAfterSeconds=soon"], "autoscaling.sleepAfterSeconds: Invalid type"),
+        ([*ON, "autoscaling.experts.replicas=2"], "Additional property replicas is not allowed"),
+    ],
+)
+def test_what_it_needs_is_asked_for(helm: Any, settings: list[str], says: str) -> None:
+    words = ["template", "mesh", str(CHART), "--api-versions", *KEDA, "--set", "autoscaling.enabled=true"]
+    done = helm(*words, *(word for setting in settings for word in ("--set", setting)))
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def test_keda_may_have_to_say_who_it_is(render: Render) -> None:
+    secret = ("autoscaling.prometheus.authModes=bearer", "autoscaling.prometheus.existingSecret=token")
+    objects = render(*ON, *secret, apis=KEDA)
+    [trigger] = scaled(objects)["gateway"]["triggers"]
+    assert trigger["metadata"]["authModes"] == "bearer"
+    made = named(objects, "TriggerAuthentication", "prometheus")
+    assert trigger["authenticationRef"] == {"name": made["metadata"]["name"]}
+    assert made["spec"]["secretTargetRef"] == [{"parameter": "bearerToken", "name": "token", "key": "bearerToken"}]
+    given = ("autoscaling.prometheus.authenticationRef.name=a", "autoscaling.prometheus.authModes=basic")
+    objects = render(*ON, *given, apis=KEDA)
+    assert scaled(objects)["gateway"]["triggers"][0]["authenticationRef"] == {"name": "a"}
+    assert not [kind for kind, _ in objects if kind == "TriggerAuthentication"]
+
+
+def test_what_is_scraped_otherwise_is_found_by_its_labels(render: Render) -> None:
+    settings = (ON[0], ON[3], 'autoscaling.prometheus.matchers=job="mesh"')
+    for spec in scaled(render(*settings, apis=KEDA)).values():
+        assert '{job="mesh",role=' in spec["triggers"][0]["metadata"]["query"]
+
+
+def test_experts_that_stay_with_attention_have_no_scale_of_their_own(render: Render) -> None:
+    assert scaled(render(*ON, "attention.experts=local", apis=KEDA)).keys() == {"gateway", "attention"}
+
+
+def test_alerts_ask_for_series_that_there_are(rendered: Objects) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from services.metrics import SchedulerMetrics
+
+    registry = CollectorRegistry()
+    SchedulerMetrics(registry)
+    known = set(re.findall(r"^# TYPE (\w+)", generate_latest(registry).decode(), re.M))
+    rules = named(rendered, "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
+    asked = {name for rule in rules for name in re.findall(r"expertmesh_\w+", rule["expr"])}
+    assert len(rules) >= 6
+    assert asked <= known
+    assert all(rule["annotations"]["summary"] for rule in rules)
+    assert "app.kubernetes.io/instance" in named(rendered, "PodMonitor", "roles")["spec"]["podTargetLabels"]

@@ -1,0 +1,307 @@
+"""Replica counts by Kubernetes: a list and watches of a real HTTP server, and which seats leave by them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes.client.api_client import ApiClient
+from kubernetes.client.configuration import Configuration
+from kubernetes.config.incluster_config import InClusterConfigLoader
+from testkit.workload_api import ApiServer, stateful_set
+
+from services.errors import ConfigError
+from services.messages import ExpertInfo, SeatReport
+from services.queue.seats import SeatState
+from services.scheduler.kube import Api, Heeded, KubeReplicas, own_namespace
+from services.scheduler.kube.follower import Follower
+from services.scheduler.kube.replicas import without_leaving
+from services.scheduler.kube.workloads import Workload, ordinal_of, workload
+from services.scheduler.scaling import Replicas, Target
+
+PATIENCE_S = 20.0
+EXPERTS = Target("experts", 0)
+Connect = Callable[[], Api]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def connecting(url: str) -> Connect:
+    def connect() -> Api:
+        configuration = Configuration(host=url)
+        configuration.retries = False
+        return Api(ApiClient(configuration), namespace="there", selector="app.kubernetes.io/instance=mesh")
+
+    return connect
+
+
+@pytest.fixture
+def server() -> ApiServer:
+    found = ApiServer()
+    found.put("statefulsets", stateful_set("mesh-experts-0", 2, ready=1))
+    found.put("deployments", stateful_set("mesh-attention", None, ready=1, role="attention"))
+    return found
+
+
+@pytest.fixture
+def replicas(server: ApiServer) -> Iterator[KubeReplicas]:
+    with server.serving() as url:
+        found = KubeReplicas(connecting(url))
+        found.start()
+        yield found
+        found.close()
+
+
+def told(replicas: KubeReplicas, target: Target = EXPERTS) -> int | None:
+    counts = replicas.counts()
+    return counts[target].wanted if counts and target in counts else None
+
+
+def test_counts_are_unknown_before_the_first_answer_and_absolute_after(
+    server: ApiServer, replicas: KubeReplicas
+) -> None:
+    assert KubeReplicas(connecting("http://127.0.0.1:1")).counts() is None
+    until(lambda: replicas.counts() is not None)
+    assert replicas.counts() == {EXPERTS: Replicas(wanted=2, ready=1), Target("attention"): Replicas(wanted=1, ready=1)}
+    assert {line.split()[1] for line in server.asked} == {
+        "/apis/apps/v1/namespaces/there/statefulsets",
+        "/apis/apps/v1/namespaces/there/deployments",
+    }
+    assert all(line.endswith(" app.kubernetes.io/instance=mesh") for line in server.asked)
+
+
+def test_what_changes_is_heard_of(server: ApiServer, replicas: KubeReplicas) -> None:
+    until(lambda: told(replicas) == 2)
+    server.put("statefulsets", stateful_set("mesh-experts-0", 5, ready=2))
+    until(lambda: told(replicas) == 5)
+    server.put("statefulsets", stateful_set("mesh-experts-0", 0))
+    until(lambda: told(replicas) == 0)
+    server.put("statefulsets", stateful_set("mesh-experts-1", 3, shard="1"))
+    until(lambda: told(replicas, Target("experts", 1)) == 3)
+    server.delete("statefulsets", "mesh-experts-1")
+    until(lambda: told(replicas, Target("experts", 1)) is None)
+    assert told(replicas) == 0
+
+
+def test_a_watch_that_ends_is_resumed_where_it_ended(server: ApiServer, replicas: KubeReplicas) -> None:
+    server.watch_s, server.bookmarks = 0.05, True
+    until(lambda: told(replicas) == 2)
+    until(lambda: sum("watch" in line for line in server.asked) > 6)
+    server.put("statefulsets", stateful_set("mesh-experts-0", 4))
+    until(lambda: told(replicas) == 4)
+    until(lambda: max(server.watched_from) == server.version)
+    assert sum("list" in line for line in server.asked) == 2
+
+
+def test_a_version_that_is_forgotten_is_listed_anew(server: ApiServer, replicas: KubeReplicas) -> None:
+    until(lambda: sum("watch" in line for line in server.asked) == 2)
+    server.forget()
+    server.put("statefulsets", stateful_set("mesh-experts-0", 3))
+    until(lambda: told(replicas) == 3)
+    assert sum("list" in line for line in server.asked) >= 3
+
+
+def test_a_broken_connection_costs_no_change(server: ApiServer, replicas: KubeReplicas) -> None:
+    until(lambda: sum("watch" in line for line in server.asked) == 2)
+    server.cut()
+    server.put("statefulsets", stateful_set("mesh-experts-0", 6))
+    until(lambda: told(replicas) == 6)
+
+
+def test_an_api_server_that_restarts_is_found_again_and_held_meanwhile(server: ApiServer) -> None:
+    with server.serving() as url:
+        replicas = KubeReplicas(connecting(url))
+        replicas.start()
+        until(lambda: told(replicas) == 2)
+    assert told(replicas) == 2, "what was known holds for a while"
+    server.put("statefulsets", stateful_set("mesh-experts-0", 3))
+    with server.serving(port=int(url.rsplit(":", 1)[1])):
+        until(lambda: told(replicas) == 3)
+        replicas.close()
+
+
+def test_what_is_old_is_not_known_any_more(server: ApiServer) -> None:
+    now = [0.0]
+    with server.serving() as url:
+        follower = Follower("statefulsets", connecting(url), stale_s=60.0, clock=lambda: now[0])
+        follower.start()
+        until(lambda: follower.workloads)
+        server.refusal = 500
+        server.cut()
+        now[0] = 59.0
+        assert follower.workloads
+        now[0] = 61.0
+        assert follower.workloads is None, "unknown, not none"
+        server.refusal = None
+        until(lambda: follower.workloads)
+        follower.close()
+
+
+def test_missing_rights_are_said_once_with_what_to_do(
+    server: ApiServer, replicas: KubeReplicas, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refusal = 403
+    server.cut()
+    until(lambda: len(server.asked) > 12)
+    said = [record.getMessage() for record in caplog.records if "may not get, list and watch" in record.getMessage()]
+    assert 1 <= len(said) <= 2, "once for each kind"
+    server.refusal = None
+    until(lambda: told(replicas) == 2)
+
+
+def test_a_token_that_was_renewed_is_read_anew(server: ApiServer, tmp_path: Path) -> None:
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("first")
+    authority.write_text("an authority")
+    server.token = "first"
+
+    def connect() -> Api:
+        host, port = url.removeprefix("http://").split(":")
+        environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+        configuration = Configuration()
+        InClusterConfigLoader(str(token), str(authority), environ=environ).load_and_set(configuration)
+        configuration.host, configuration.retries = url, False
+        configuration.refresh_api_key_hook = None  # within its minute: what is told here is the refusal's effect
+        return Api(ApiClient(configuration), namespace="there", selector="a=b")
+
+    with server.serving() as url:
+        replicas = KubeReplicas(connect)
+        replicas.start()
+        until(lambda: told(replicas) == 2)
+        server.token = "second"
+        server.cut()
+        until(lambda: server.refused > 2)
+        token.write_text("second")
+        server.put("statefulsets", stateful_set("mesh-experts-0", 7))
+        until(lambda: told(replicas) == 7)
+        replicas.close()
+
+
+def test_closing_ends_the_threads_while_they_wait(server: ApiServer) -> None:
+    with server.serving() as url:
+        follower = Follower("statefulsets", connecting(url))
+        follower.start()
+        until(lambda: any("watch" in line for line in server.asked))
+        follower.close()
+        until(lambda: not follower._thread.is_alive())
+    KubeReplicas(connecting("http://127.0.0.1:1")).close()  # that never began
+
+
+def test_what_answers_but_is_no_api_server_does_no_harm() -> None:
+    server = ApiServer()
+    server.refusal = 200  # a page, and not a list
+    with server.serving() as url:
+        follower = Follower("statefulsets", connecting(url))
+        follower.start()
+        until(lambda: len(server.asked) > 2)
+        assert follower.workloads is None
+        follower.close()
+
+
+def test_outside_of_a_pod_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kubernetes on is for pods"):
+        own_namespace(tmp_path)
+
+
+def test_the_package_is_imported_where_it_is_needed_alone() -> None:
+    look = "import services.scheduler.__main__, sys, time; print('kubernetes' in sys.modules, time.process_time())"
+    known, seconds = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.split()
+    assert known == "False"
+    assert float(seconds) < 2
+
+
+def test_a_scheduler_that_watches_is_loaded_in_two_seconds() -> None:
+    """Of processor time: what else runs on this machine must not count."""
+    look = (
+        "import services.scheduler.__main__, time\nfrom services.scheduler.kube import connect_in_cluster\n"
+        "try: connect_in_cluster()\nexcept Exception as error: assert 'autoscaling.enabled' in str(error), error\n"
+        "print(time.process_time())"
+    )
+    took = [
+        float(subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(took) < 2
+
+
+@pytest.mark.parametrize(
+    ("pod", "parts"),
+    [
+        ("mesh-experts-0-2", ("mesh-experts-0", 2)),
+        ("a-10", ("a", 10)),
+        ("mesh-attention-7d9f-x2x", None),
+        ("mesh-02", None),
+        ("", None),
+    ],
+)
+def test_a_pods_name_tells_its_set_and_ordinal(pod: str, parts: tuple[str, int] | None) -> None:
+    assert ordinal_of(pod) == parts
+
+
+def test_workloads_of_nobody_are_left_out() -> None:
+    assert workload(stateful_set("mesh-redis", 1, role="redis")) is None
+    assert workload(stateful_set("mesh-experts-0", 1, shard="first")) is None
+    assert workload({"metadata": {"name": "bare"}}) is None
+
+
+def seat(number: int, pod: str | None, *, status: str = "ready", digest: str = "g0") -> SeatState:
+    info = ExpertInfo(
+        id=f"worker-{number}", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="1", pod=pod
+    )
+    report = SeatReport(status=status, digest=digest)  # type: ignore[arg-type]
+    return SeatState(
+        number=number, info=info, status=report.status, report=report, dismissed=False, assigned=digest or None
+    )
+
+
+def leaving(seats: list[SeatState], wanted: int | None, first: int = 0) -> set[int]:
+    sets = {}
+    if wanted is not None:
+        target = Target("experts", 0)
+        sets["s-0"] = Workload(name="s-0", target=target, replicas=Replicas(wanted=wanted, ready=0), first=first)
+    return {each.number for each in without_leaving(seats, sets) if each.dismissed}
+
+
+def test_seats_beyond_the_count_leave_and_come_back_with_it() -> None:
+    seats = [seat(1, "s-0-0"), seat(2, "s-0-1"), seat(3, "s-0-2")]
+    assert leaving(seats, 3) == set()
+    assert leaving(seats, 1) == {2, 3}
+    assert leaving(seats, 1) == {2, 3}, "again the same"
+    assert leaving(seats, 3) == set(), "nothing was written down"
+    assert leaving(seats, 1, first=1) == {3}, "ordinals may begin elsewhere"
+
+
+def test_a_group_keeps_its_last_seat_until_that_one_says_that_it_leaves() -> None:
+    assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1")], 0) == set()
+    assert leaving([seat(1, "s-0-0", status="loading"), seat(2, "s-0-1")], 1) == set()
+    assert leaving([seat(1, "s-0-0", digest="other"), seat(2, "s-0-1")], 1) == set()
+    assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1", status="loading", digest="")], 1) == {2}
+
+
+def test_of_whom_nothing_is_known_nobody_leaves() -> None:
+    assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1")], None) == set()
+    assert leaving([seat(1, "s-0-0"), seat(2, None), seat(3, "t-0-9")], 1) == set()
+
+
+def test_a_wish_that_nobody_heeds_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    heeded = Heeded(lambda: now[0])
+    caplog.set_level("INFO")
+    for second, wanted, told in ((0, 3, 1), (60, 3, 2), (80, 3, 3), (85, 3, 1), (170, 2, 1), (176, 3, 1), (300, 3, 1)):
+        now[0] = second
+        heeded.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=told, ready=1)})
+        assert [record.levelname for record in caplog.records] == (["WARNING"] if second >= 176 else [])
+    assert caplog.records[0].getMessage().startswith("experts/0: 3 replicas are wanted, and Kubernetes has been told 1")
+    heeded.note({EXPERTS: 3}, {EXPERTS: Replicas(wanted=3, ready=1)})
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
