@@ -1,0 +1,188 @@
+"""Pods are killed, evicted and lost under load, on a release with two of each role and on one with a single one.
+
+What "lost" means: where a pod of another role than the gateway dies, clients notice nothing but a pause. A gateway
+takes its connections with it, so its clients send the same request again under the same Idempotency-Key. While Redis
+is away new requests are refused with 503 and come back. Every request ends with the recorded answer, once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from testkit.kube import Cluster, until
+from testkit.release import COMES_BACK, NAME, PLAIN, PREFIX, TAKES_UP, Manner, Outcome, Release
+
+ROLES = ("gateway", "scheduler", "attention", "experts")
+TWICE = (
+    *("gateway.replicas=2", "scheduler.replicas=2", "attention.replicas=2", "experts.replicas=2"),
+    *("redis.persistence.enabled=true", "redis.persistence.size=1Gi"),
+)
+LEAD_S = 2.0
+"""So that requests run when the disturbance comes."""
+
+
+def _installed(cluster: Cluster, namespace: str, *settings: str) -> Release:
+    wait = ("--wait", "--timeout", "8m")
+    cluster.helm("install", NAME, *cluster.chart("dev", *settings), "--namespace", namespace, *wait)
+    return Release(cluster=cluster, namespace=namespace)
+
+
+@pytest.fixture(scope="module")
+def doubled(cluster: Cluster) -> Iterator[Release]:
+    """Two of everything but Redis, which keeps its file on a volume."""
+    with cluster.namespace("t-disruptions") as namespace:
+        cluster.claim(namespace, f"data-{PREFIX}-redis-0")
+        yield _installed(cluster, namespace, *TWICE)
+
+
+@pytest.fixture(scope="module")
+def single(cluster: Cluster) -> Iterator[Release]:
+    """Profile dev as it is: one of each, and a Redis that forgets all when it ends."""
+    with cluster.namespace("t-disruptions-single") as namespace:
+        yield _installed(cluster, namespace)
+
+
+def _names(release: Release, role: str) -> list[str]:
+    return sorted(pod["metadata"]["name"] for pod in release.pods(role))
+
+
+def _uids(release: Release, role: str | None = None) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in release.pods(role)}
+
+
+def _kill(release: Release, *pods: str) -> None:
+    """As if their node were gone: no drain, no word to anybody."""
+    names = [f"pod/{pod}" for pod in pods]
+    release.cluster.kubectl("-n", release.namespace, "delete", *names, "--force", "--grace-period=0", "--wait=false")
+
+
+def _whole(release: Release, count: int) -> bool:
+    """Whether there are so many pods, all ready, and none that is about to end."""
+    pods = release.pods()
+    conditions = [each for pod in pods for each in pod["status"].get("conditions", []) if each["type"] == "Ready"]
+    leaving = [pod for pod in pods if "deletionTimestamp" in pod["metadata"]]
+    return len(pods) == len(conditions) == count and not leaving and all(c["status"] == "True" for c in conditions)
+
+
+def _leader(release: Release) -> str:
+    """The pod of the leading scheduler, by its own metrics."""
+    for pod in release.pods("scheduler"):
+        page = httpx.get(f"http://{pod['status']['podIP']}:9100/metrics", trust_env=False).text
+        if "\nexpertmesh_scheduler_leader 1.0" in page:
+            return str(pod["metadata"]["name"])
+    raise AssertionError("no scheduler leads")
+
+
+async def _survives(release: Release, disturb: Callable[[], object], manner: Manner = PLAIN, what: str = "") -> Outcome:
+    """``disturb`` under load until all pods are back and ready: nothing fails, no answer differs."""
+    count, back = len(release.pods()), 0.0
+
+    def disturbed() -> None:
+        nonlocal back
+        before = _uids(release)
+        disturb()
+        until(lambda: _uids(release) != before, 60, "a pod has been replaced")
+        back = until(lambda: _whole(release, count), 240, "all pods are ready again")
+
+    outcome = await release.under_load(disturbed, manner=manner, lead_s=LEAD_S)
+    print(
+        f"\n{what}: ready again after {back:.0f} s; {outcome.finished} finished, {outcome.refused} refused, "
+        f"{outcome.resumed} taken up, longest gap {outcome.longest_gap_s:.1f} s"
+    )
+    assert (outcome.failed, outcome.wrong) == ([], [])
+    assert outcome.finished > 5
+    return outcome
+
+
+@pytest.mark.parametrize("role", ["scheduler", "attention", "experts"])
+async def test_a_killed_pod_of_two_fails_nothing(doubled: Release, role: str) -> None:
+    pod = _leader(doubled) if role == "scheduler" else _names(doubled, role)[0]
+    await _survives(doubled, lambda: _kill(doubled, pod), what=f"one {role} of two killed")
+
+
+async def test_clients_of_a_killed_gateway_take_up_their_requests(doubled: Release) -> None:
+    pod = _names(doubled, "gateway")[0]
+    await _survives(doubled, lambda: _kill(doubled, pod), TAKES_UP, "one gateway of two killed")
+
+
+async def test_a_killed_redis_loses_nothing_that_it_admitted(doubled: Release) -> None:
+    [pod] = _names(doubled, "redis")
+    outcome = await _survives(doubled, lambda: _kill(doubled, pod), COMES_BACK, "Redis killed")
+    assert outcome.resumed == 0
+
+
+async def test_a_lost_node_with_one_of_each_role_loses_nothing(doubled: Release) -> None:
+    pods = [_names(doubled, role)[0] for role in ("scheduler", "attention", "gateway")]
+    pods += [f"{PREFIX}-experts-{group}-0" for group in range(2)]
+    await _survives(doubled, lambda: _kill(doubled, *pods), TAKES_UP, "a node with one of each killed")
+
+
+def _evict(release: Release, pod: str) -> str:
+    """What the API server says."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": release.namespace}}
+    path = f"/api/v1/namespaces/{release.namespace}/pods/{pod}/eviction"
+    return release.cluster.kubectl("create", "--raw", path, "-f", "-", text=json.dumps(body), check=False)
+
+
+def _drained(release: Release, selector: str) -> float:
+    """Seconds that `kubectl drain` takes. The one node is opened again at once, for their successors."""
+    cluster, began = release.cluster, time.monotonic()
+    [node] = {pod["spec"]["nodeName"] for pod in release.pods()}
+    draining = subprocess.Popen(
+        ["kubectl", "drain", node, f"--pod-selector={selector}", "--delete-emptydir-data", "--timeout=300s"],
+        env=cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        until(lambda: cluster.get("default", "node", node)["spec"].get("unschedulable"), 60, "it is cordoned", 0.1)
+    finally:
+        cluster.kubectl("uncordon", node)
+    said, _ = draining.communicate(timeout=400)
+    assert draining.returncode == 0, said
+    assert "Cannot evict pod as it would violate the pod's disruption budget" in said, said
+    return time.monotonic() - began
+
+
+async def test_a_drain_waits_for_successors_and_fails_nothing(doubled: Release) -> None:
+    selector = f"app.kubernetes.io/instance={NAME},app.kubernetes.io/component!=redis"
+    before = _uids(doubled) - _uids(doubled, "redis")
+    await _survives(doubled, lambda: _drained(doubled, selector), what="drained")
+    assert before.isdisjoint(_uids(doubled))
+
+
+async def test_an_eviction_is_refused_while_the_budget_is_used_up(doubled: Release) -> None:
+    first, second = _names(doubled, "attention")
+    count = len(doubled.pods())
+    assert "Success" in _evict(doubled, first)
+    assert "would violate the pod's disruption budget" in _evict(doubled, second)
+    until(lambda: _whole(doubled, count), 120, "its successor is ready")
+    assert "Success" in _evict(doubled, second)
+    until(lambda: _whole(doubled, count), 120, "its successor is ready")
+
+
+@pytest.mark.parametrize("role", ["scheduler", "attention", "experts"])
+async def test_the_only_pod_of_a_role_is_missed_but_nothing_fails(single: Release, role: str) -> None:
+    await _survives(single, lambda: _kill(single, *_names(single, role)), what=f"every {role} killed")
+
+
+async def test_clients_of_the_only_gateway_come_back(single: Release) -> None:
+    await _survives(single, lambda: _kill(single, *_names(single, "gateway")), TAKES_UP, "the only gateway killed")
+
+
+async def test_a_redis_that_forgets_everything_loses_nothing(single: Release) -> None:
+    outcome = await _survives(
+        single, lambda: _kill(single, *_names(single, "redis")), COMES_BACK, "Redis without a volume killed"
+    )
+    assert outcome.resumed == 0
+
+
+async def test_everything_at_once(single: Release) -> None:
+    pods = [name for role in (*ROLES, "redis") for name in _names(single, role)]
+    await _survives(single, lambda: _kill(single, *pods), TAKES_UP, "everything killed")
