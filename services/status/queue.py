@@ -43,6 +43,8 @@ class Queue:
     epoch: int = 0
     """Of the routing table; 0: there is none."""
     groups: Mapping[int, Group] = field(default_factory=dict)
+    surplus: tuple[int, ...] = ()
+    """Groups that workers were started for and that the table does not have."""
     requests: int = 0
     tokens: int = 0
     dead_letters: int = 0
@@ -93,13 +95,16 @@ class QueueReader:
         seats: list[SeatState],
         depth: QueueDepth,
     ) -> Queue:
+        found = groups(table, seats, self._asked)
+        surplus = {group for state in seats if (group := _group(state)) is not None} - set(found)
         return Queue(
             leader=leader,
             gateways=gateways,
             workers=tuple(state.info.id for state in workers),
             blocked=tuple(state.info.id for state in workers if state.credit_requests == 0),
             epoch=table.epoch if table else 0,
-            groups=groups(table, seats, self._asked),
+            groups=found,
+            surplus=tuple(sorted(surplus)),
             requests=depth.requests,
             tokens=depth.tokens,
             dead_letters=depth.dead_letters,
@@ -107,13 +112,13 @@ class QueueReader:
 
 
 def groups(table: RoutingTable | None, seats: list[SeatState], asked: int | None) -> dict[int, Group]:
-    """By number: those of the table, of the seats, and those that were asked for. A seat counts for its group once the
-    table lists it and its worker is still there."""
+    """By number: those of the table; before there is one, those that were asked for, or that seats name. A seat counts
+    for its group once the table lists it and its worker is still there."""
     known = {state.number: state for state in seats}
     listed = {number: [seat.number for seat in its] for number, its in (table.seats_of if table else {}).items()}
-    numbers = {*listed, *range(asked or 0), *(group for state in seats if (group := _group(state)) is not None)}
+    named = {group for state in seats if (group := _group(state)) is not None}
     found = {}
-    for number in sorted(numbers):
+    for number in sorted(listed or {*range(asked or 0), *named}):
         serving = [each for each in listed.get(number, ()) if each in known and known[each].status == "ready"]
         coming: dict[str, int] = {}
         for state in seats:

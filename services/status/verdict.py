@@ -37,6 +37,10 @@ def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = (
     missing, troubles = _of_release(release) if release else ([], [])
     if queue is not None:
         missing += _of_queue(queue, asleep=release is not None and release.asleep)
+        troubles += [
+            f"Shard group {number} is none of the {len(queue.groups)} in use: its workers get nothing."
+            for number in queue.surplus
+        ]
     return Status(release=release, queue=queue, missing=tuple(missing), troubles=tuple(troubles), notes=tuple(notes))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 from testkit.kube import Cluster, until
+from testkit.lost_node import lose
 from testkit.release import COMES_BACK, NAME, PLAIN, PREFIX, TAKES_UP, Manner, Outcome, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts")
@@ -56,9 +57,15 @@ def _uids(release: Release, role: str | None = None) -> set[str]:
 
 
 def _kill(release: Release, *pods: str) -> None:
-    """As if their node were gone: no drain, no word to anybody."""
+    """Without time to drain: kubelet gives them 2 s."""
     names = [f"pod/{pod}" for pod in pods]
     release.cluster.kubectl("-n", release.namespace, "delete", *names, "--force", "--grace-period=0", "--wait=false")
+
+
+def _lose(release: Release, *pods: str) -> None:
+    """As when their node is gone, and Kubernetes has noticed it."""
+    lose([pod for pod in release.pods() if pod["metadata"]["name"] in pods])
+    _kill(release, *pods)
 
 
 def _whole(release: Release, count: int) -> bool:
@@ -119,7 +126,7 @@ async def test_a_killed_redis_loses_nothing_that_it_admitted(doubled: Release) -
 async def test_a_lost_node_with_one_of_each_role_loses_nothing(doubled: Release) -> None:
     pods = [_names(doubled, role)[0] for role in ("scheduler", "attention", "gateway")]
     pods += [f"{PREFIX}-experts-{group}-0" for group in range(2)]
-    await _survives(doubled, lambda: _kill(doubled, *pods), TAKES_UP, "a node with one of each killed")
+    await _survives(doubled, lambda: _lose(doubled, *pods), TAKES_UP, "a node with one of each lost")
 
 
 def _evict(release: Release, pod: str) -> str:

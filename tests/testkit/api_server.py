@@ -16,6 +16,25 @@ TOKEN = "a-token"
 Object = dict[str, Any]
 
 
+def labels(role: str, group: int | None = None, release: str = "mesh") -> dict[str, str]:
+    found = {"app.kubernetes.io/name": "expertmesh", "app.kubernetes.io/instance": release}
+    found["app.kubernetes.io/component"] = role
+    return found | ({} if group is None else {"expertmesh.io/shard-group": str(group)})
+
+
+def workload(role: str, wanted: int, ready: int, group: int | None = None, **more: Any) -> Object:
+    name = f"mesh-{role}" if group is None else f"mesh-{role}-{group}"
+    status = {"replicas": wanted, "readyReplicas": ready, "updatedReplicas": wanted} | more
+    meta = {"name": name, "uid": f"w-{name}", "labels": labels(role, group)}
+    return {"metadata": meta, "spec": {"replicas": wanted}, "status": status}
+
+
+def pod(name: str, role: str, group: int | None = None, ready: bool = True, **status: Any) -> Object:
+    meta = {"name": name, "uid": f"p-{name}", "labels": labels(role, group)}
+    conditions = [{"type": "Ready", "status": str(ready)}, *status.pop("conditions", [])]
+    return {"metadata": meta, "status": {"phase": "Running", "conditions": conditions} | status}
+
+
 @dataclass
 class ApiServer:
     """``lists``: kind (its last part of the path) -> objects. ``pages``: path of a pod's page behind it -> status and

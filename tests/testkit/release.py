@@ -47,35 +47,41 @@ class Manner:
 
     comes_back: bool = False
     takes_up: bool = False
+    silence_s: float = 300.0
+    """After so long without a byte a connection counts as broken. A gateway says something every 15 s once an answer
+    has begun."""
 
 
 PLAIN = Manner()
 COMES_BACK = Manner(comes_back=True)
-TAKES_UP = Manner(comes_back=True, takes_up=True)
+TAKES_UP = Manner(comes_back=True, takes_up=True, silence_s=20.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """The release NAME in ``namespace``."""
+    """The release ``name`` in ``namespace``. ``service``: what its clients ask; ``keys``: the Secret with their key."""
 
     cluster: Cluster
     namespace: str
+    name: str = NAME
+    service: str = f"{PREFIX}-gateway"
+    keys: str = f"{PREFIX}-api-keys"
 
     @property
     def url(self) -> str:
         """The gateways' Service, which this machine reaches."""
-        address = self.cluster.get(self.namespace, "service", f"{PREFIX}-gateway")["spec"]["clusterIP"]
+        address = self.cluster.get(self.namespace, "service", self.service)["spec"]["clusterIP"]
         return f"http://{address}:8000"
 
     @property
     def key(self) -> str:
-        return self.cluster.secret(self.namespace, f"{PREFIX}-api-keys", "api-key")
+        return self.cluster.secret(self.namespace, self.keys, "api-key")
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=120, max_retries=0)
 
     def pods(self, role: str | None = None) -> list[dict[str, Any]]:
-        selector = f"app.kubernetes.io/instance={NAME}" + (f",{ROLE}={role}" if role else "")
+        selector = f"app.kubernetes.io/instance={self.name}" + (f",{ROLE}={role}" if role else "")
         return self.cluster.items(self.namespace, "pods", "-l", selector)
 
     def ready_after(self, began: float) -> dict[str, float]:
@@ -95,7 +101,7 @@ class Release:
         begins ``lead_s`` after them. One more client, with a connection of its own, rests between its requests.
         Whatever ``manner`` does not make good has failed."""
         outcome, over, records = Outcome(), asyncio.Event(), recorded()
-        async with self._patient() as busy, self._patient() as resting:
+        async with self._patient(manner) as busy, self._patient(manner) as resting:
             users = [_User(busy, records[number::clients], over, outcome, manner) for number in range(clients)]
             users.append(_User(resting, records, over, outcome, manner, rest_s=REST_S))
             tasks = [asyncio.create_task(user.ask_on()) for user in users]
@@ -107,10 +113,13 @@ class Release:
                 await asyncio.gather(*tasks)
         return outcome
 
-    def _patient(self) -> AsyncOpenAI:
+    def _patient(self, manner: Manner) -> AsyncOpenAI:
         pool = httpx2.Limits(keepalive_expiry=10 * REST_S)
         http = DefaultAsyncHttpxClient(limits=pool)
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=300, max_retries=0, http_client=http)
+        silence = httpx2.Timeout(300, read=manner.silence_s)
+        return AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=self.key, timeout=silence, max_retries=0, http_client=http
+        )
 
 
 @dataclass(slots=True)
