@@ -165,6 +165,8 @@ def _trouble(container: Object, warning: str) -> str:
         return "" if ended.get("exitCode") == 0 else f"ended with {ended.get('exitCode')}: {words}"
     if container.get("ready"):
         return ""
+    if container.get("started") is False and not words:
+        return "is starting"
     again = f", after {container['restartCount']} restarts; it ended with: {words}" if words else ""
     return f"runs, but is not ready{again}"
 

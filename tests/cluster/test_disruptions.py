@@ -11,6 +11,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ TWICE = (
     *("gateway.replicas=2", "scheduler.replicas=2", "attention.replicas=2", "experts.replicas=2"),
     *("redis.persistence.enabled=true", "redis.persistence.size=1Gi"),
 )
+CLIENTS = 4
 LEAD_S = 2.0
 """So that requests run when the disturbance comes."""
 
@@ -97,10 +99,7 @@ async def _survives(release: Release, disturb: Callable[[], object], manner: Man
         back = until(lambda: _whole(release, count), 240, "all pods are ready again")
 
     outcome = await release.under_load(disturbed, manner=manner, lead_s=LEAD_S)
-    print(
-        f"\n{what}: ready again after {back:.0f} s; {outcome.finished} finished, {outcome.refused} refused, "
-        f"{outcome.resumed} taken up, longest gap {outcome.longest_gap_s:.1f} s"
-    )
+    print(f"\n{what}: ready again after {back:.0f} s; {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
     assert outcome.finished > 5
     return outcome
@@ -121,6 +120,48 @@ async def test_a_killed_redis_loses_nothing_that_it_admitted(doubled: Release) -
     [pod] = _names(doubled, "redis")
     outcome = await _survives(doubled, lambda: _kill(doubled, pod), COMES_BACK, "Redis killed")
     assert outcome.resumed == 0
+
+
+async def test_what_waits_in_the_queue_outlives_redis(doubled: Release) -> None:
+    """Nobody serves meanwhile, so that requests can only wait."""
+    kubectl = partial(doubled.cluster.kubectl, "-n", doubled.namespace)
+    [redis] = _names(doubled, "redis")
+    stats = f"{{{doubled.namespace}.{NAME}}}:queue:stats"
+
+    def waiting() -> int:
+        return int(kubectl("exec", redis, "--", "redis-cli", "HGET", stats, "requests").strip() or 0)
+
+    def disturb() -> None:
+        kubectl("scale", f"deploy/{PREFIX}-attention", "--replicas=0")
+        until(lambda: waiting() == CLIENTS + 1, 120, "all clients wait in the queue")
+        before = _uids(doubled, "redis")
+        _kill(doubled, redis)
+        until(lambda: _uids(doubled, "redis").isdisjoint(before) and waiting() == CLIENTS + 1, 60, "they still wait")
+        kubectl("scale", f"deploy/{PREFIX}-attention", "--replicas=2")
+        until(lambda: _whole(doubled, 11), 120, "attention workers are back")
+
+    outcome = await doubled.under_load(disturb, CLIENTS)
+    assert (outcome.failed, outcome.wrong, outcome.resumed, outcome.refused) == ([], [], 0, 0)
+
+
+def test_an_answer_under_its_key_outlives_redis_and_gateways(doubled: Release) -> None:
+    """The key's record, from which a sampled answer is drawn again, stands in the append-only file alone."""
+
+    def drawn(key: str) -> str:
+        answer = doubled.client().completions.create(
+            model="pocket",
+            prompt="define: sea\n",
+            max_tokens=32,
+            temperature=1.0,
+            extra_headers={"Idempotency-Key": key},
+        )
+        return answer.choices[0].text
+
+    first, count = drawn("monday"), len(doubled.pods())
+    assert first != drawn("tuesday")
+    _kill(doubled, *_names(doubled, "redis"), *_names(doubled, "gateway"))
+    until(lambda: _whole(doubled, count), 120, "all pods are ready again")
+    assert drawn("monday") == first
 
 
 async def test_a_lost_node_with_one_of_each_role_loses_nothing(doubled: Release) -> None:

@@ -3,6 +3,7 @@ and a move to a second release. No request fails, no answer differs."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -14,7 +15,8 @@ from pathlib import Path
 import openai
 import pytest
 from testkit.kube import IMAGES, TAG, Cluster, CommandFailed, until
-from testkit.release import NAME, PREFIX, Release
+from testkit.release import COMES_BACK, NAME, PLAIN, PREFIX, Manner, Release
+from testkit.tls_redis import tls_redis
 
 from services.cli.main import main
 
@@ -79,12 +81,14 @@ class Day:
                 found.setdefault(meta["labels"]["app.kubernetes.io/component"], set()).add(meta["uid"])
         return found
 
-    async def unharmed(self, what: str, act: Callable[[], object], release: Release | None = None) -> None:
+    async def unharmed(
+        self, what: str, act: Callable[[], object], release: Release | None = None, manner: Manner = PLAIN
+    ) -> None:
         """``act`` under load."""
         began = time.monotonic()
-        outcome = await (release or self.release).under_load(act, lead_s=1.0)
+        outcome = await (release or self.release).under_load(act, manner=manner, lead_s=1.0)
         took = time.monotonic() - began
-        print(f"\n{what}: {took:.0f} s, {outcome.finished} finished, longest gap {outcome.longest_gap_s:.1f} s")
+        print(f"\n{what}: {took:.0f} s, {outcome}")
         assert (outcome.failed, outcome.wrong) == ([], [])
         assert outcome.finished > 5
 
@@ -105,7 +109,7 @@ def day(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.parametrize(
     ("setting", "roles"),
     [
-        *((f"{role}.config.log_level=debug", {role}) for role in ("gateway", "scheduler", "attention", "experts")),
+        ("scheduler.config.log_level=debug", {"scheduler"}),
         (f"images.control.tag={NEXT}", {"gateway", "scheduler"}),
         (f"images.worker.tag={NEXT}", {"attention", "experts"}),
     ],
@@ -158,7 +162,7 @@ async def test_a_rollout_that_cannot_work_takes_no_traffic_and_is_rolled_back(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KUBECONFIG", cluster.environment["KUBECONFIG"])
         await day.unharmed("a rollout that cannot work, and its rollback", try_it)
-        assert troubles() == ""
+        assert await asyncio.to_thread(troubles) == ""
     after = day.pods()
     assert {role for role in before if before[role] == after[role]} == set(before) - {"experts"}
     assert len(before["experts"] & after["experts"]) == 2  # one of each group was never touched
@@ -174,6 +178,15 @@ async def test_an_atomic_upgrade_that_crashes_leaves_everything_as_it_was(day: D
     await day.unharmed("an atomic upgrade that crashes", try_it)
     after = day.pods()
     assert {role for role in before if before[role] == after[role]} == set(before) - {"experts"}
+
+
+async def test_a_redis_that_cannot_run_is_rolled_back_and_nothing_is_lost(day: Day) -> None:
+    def try_it() -> None:
+        with pytest.raises(CommandFailed, match=r"context deadline exceeded|timed out waiting"):
+            day.upgrade("images.redis.tag=nowhere", words=("--wait", "--timeout", "10s"))
+        day.helm("rollback", NAME, "--wait", "--timeout", "5m")
+
+    await day.unharmed("a Redis that cannot run, and its rollback", try_it, manner=COMES_BACK)
 
 
 def test_keys_come_and_go_without_a_restart(day: Day) -> None:
@@ -207,8 +220,10 @@ def test_status_in_a_pod_needs_no_options(day: Day) -> None:
     assert "leading scheduler  mesh-expertmesh-scheduler-" in said
 
 
-async def test_clients_move_to_a_second_release(day: Day) -> None:
-    """Through a Service of the operator's own, whose selector names the release."""
+async def test_clients_move_to_a_second_release(day: Day, tmp_path: Path) -> None:
+    """Through a Service of the operator's own, whose selector names the release. The second one has a Redis outside the
+    chart, with TLS by a private authority."""
+    external = tls_redis(day.release.cluster, day.release.namespace, tmp_path)
     component = {"app.kubernetes.io/component": "gateway"}
 
     def select(name: str) -> None:
@@ -217,7 +232,7 @@ async def test_clients_move_to_a_second_release(day: Day) -> None:
         day.kubectl("apply", "-f", "-", text=json.dumps(body))
 
     def move() -> None:
-        chart = day.release.cluster.chart("dev", f"auth.existingSecret={KEYS}")
+        chart = day.release.cluster.chart("dev", f"auth.existingSecret={KEYS}", *external)
         day.helm("install", "next", *chart, "--wait", "--timeout", "5m")
         select("next")
         day.kubectl("scale", f"deploy/{PREFIX}-gateway", "--replicas=0")

@@ -37,7 +37,20 @@ class Outcome:
     resumed: int = 0
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
     longest_gap_s: float = 0.0
+    """Between two chunks of one stream, or before the first."""
+    gap_at_s: float = 0.0
+    """When it ended, after the load began."""
+
+    def note_gap(self, since: float, now: float) -> None:
+        if now - since > self.longest_gap_s:
+            self.longest_gap_s, self.gap_at_s = now - since, now - self.began
+
+    def __str__(self) -> str:
+        made_good = f", {self.refused} refused, {self.resumed} taken up" if self.refused or self.resumed else ""
+        gap = f"longest gap {self.longest_gap_s:.1f} s at {self.gap_at_s:.0f} s"
+        return f"{self.finished} finished{made_good}, {gap}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +199,7 @@ class _User:
             extra_headers={"Idempotency-Key": key} if self.manner.takes_up else None,
         )
         async for chunk in stream:
-            now = time.monotonic()
-            self.outcome.longest_gap_s, last = max(self.outcome.longest_gap_s, now - last), now
+            self.outcome.note_gap(last, last := time.monotonic())
             yield chunk.choices[0].text
 
 
