@@ -17,6 +17,8 @@ from services.status.release import Pod, Release
 from services.status.verdict import Status, judge
 from services.status.view import as_json, as_text
 
+_NO_CLUSTER = "Pods are not shown: here is neither a kubeconfig nor a pod's account."
+
 
 class Look:
     """Reads what there is to read. ``cluster``: makes a reader of the release; None: Kubernetes is not asked."""
@@ -32,7 +34,11 @@ class Look:
             raise cluster
         if isinstance(cluster, ClusterUnavailable):
             return judge(None, queue, [f"Pods are not shown: {cluster.message}"])
+        if cluster is None:
+            return judge(None, queue)
         notes = [] if queue else ["Queue and shard groups are not shown: give their Redis with --redis-url."]
+        if cluster.blind:
+            notes.append(f"Pods are not shown: {cluster.blind}")
         return judge(cluster, queue, notes)
 
     def _release(self) -> Release | ClusterUnavailable | None:
@@ -101,7 +107,8 @@ async def _look(given: argparse.Namespace, settings: Settings) -> Status:
     redis = connect(settings.redis_url)
     try:
         queue = QueueReader(redis, settings.namespace, settings.expert_groups)
-        return await Look(_reader_of(given) if asks else None, queue).status()
+        status = await Look(_reader_of(given) if asks else None, queue).status()
+        return status if asks or given.look == "off" else replace(status, notes=(_NO_CLUSTER,))
     finally:
         await redis.aclose()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,19 @@ from services.status.release import INSTANCE, NAME, SERVING, Object, Pod, Releas
 
 _TIMEOUT_S = 5.0
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_HTTP_OK, _UNAVAILABLE = 200, 503
+_HTTP_OK, _FORBIDDEN, _UNAVAILABLE = 200, 403, 503
 
 
 class ClusterUnavailable(ExpertMeshError):
     """The API server does not answer, or refuses."""
 
     code = "cluster_unavailable"
+
+
+class Forbidden(ClusterUnavailable):
+    """The account may not look."""
+
+    code = "cluster_forbidden"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +50,19 @@ class ClusterReader:
         self._name = name
 
     def read(self) -> Release:
-        """Raises ClusterUnavailable where the API server does not answer or refuses, and where it knows no release."""
+        """Without pods where the account may not list them, as that of a scheduler.
+
+        Raises:
+            ClusterUnavailable: the API server does not answer or refuses, or knows no release.
+        """
         made = [*self._list("apis/apps/v1", "deployments"), *self._list("apis/apps/v1", "statefulsets")]
         name = self._chosen(releases(made))
         ours = {"labelSelector": f"{INSTANCE}={name}"}
-        pods = self._list("api/v1", "pods", **ours)
-        return release(
+        try:
+            pods, blind = self._list("api/v1", "pods", **ours), ""
+        except Forbidden as error:
+            pods, blind = [], error.message
+        found = release(
             name,
             self._namespace,
             workloads=[each for each in made if each["metadata"]["labels"][INSTANCE] == name],
@@ -57,6 +70,7 @@ class ClusterReader:
             events=self._warnings(),
             scaled=bool(self._scaled(**ours)),
         )
+        return replace(found, blind=blind)
 
     def ready_page(self, pod: Pod) -> str:
         """What a role that is not ready says that it waits for; empty where it cannot be asked."""
@@ -88,7 +102,8 @@ class ClusterReader:
         path = f"{api}/namespaces/{self._namespace}/{kind}"
         answer = self._get(path, query or {"labelSelector": f"{INSTANCE},{NAME},app.kubernetes.io/component"})
         if answer.status != _HTTP_OK:
-            raise ClusterUnavailable(f"The API server refuses {kind}: {_message(answer)}")
+            error = Forbidden if answer.status == _FORBIDDEN else ClusterUnavailable
+            raise error(f"The API server refuses {kind}: {_message(answer)}")
         items: list[Object] = json.loads(answer.text)["items"]
         return [each for each in items if each["metadata"]["labels"].get("app.kubernetes.io/component") in SERVING]
 

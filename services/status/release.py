@@ -51,13 +51,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """``scaled``: whether KEDA counts some of its replicas, and so wakes them."""
+    """``scaled``: whether KEDA counts some of its replicas, and so wakes them. ``blind``: why pods are not known."""
 
     name: str
     namespace: str
     workloads: tuple[Workload, ...]
     pods: tuple[Pod, ...]
     scaled: bool = False
+    blind: str = ""
 
     @property
     def asleep(self) -> bool:

@@ -149,8 +149,13 @@ def test_one_release_of_several_is_chosen(api: ApiServer, capsys: pytest.Capture
 
 def test_an_api_server_that_is_away_or_refuses_says_so(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     api.forbidden = {"pods"}
+    assert main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "experts 1  1/1" in said
+    assert "Pods are not shown: The API server refuses pods: pods is forbidden" in said
+    api.forbidden = {"deployments"}
     assert main(["status"]) == 1
-    assert "The API server refuses pods: pods is forbidden" in capsys.readouterr().err
+    assert "The API server refuses deployments: deployments is forbidden" in capsys.readouterr().err
     assert main(["status", "--context", "nowhere"]) == 1
     assert "The kubeconfig is unusable" in capsys.readouterr().err
 

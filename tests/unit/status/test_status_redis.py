@@ -80,7 +80,9 @@ async def status(url: str, *argv: str) -> int:
     return await asyncio.to_thread(main, ["status", "--kubernetes", "off", "--redis-url", url, *argv])
 
 
-async def test_redis_alone_says_what_is_there(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_redis_alone_says_what_is_there(
+    redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     redis = Redis.from_url(redis_url)
     mesh = Mesh(redis)
     assert await status(redis_url) == 1
@@ -92,6 +94,9 @@ async def test_redis_alone_says_what_is_there(redis_url: str, capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     assert (found["servable"], found["redis"]["leader"], found["redis"]["gateways"]) == (True, "scheduler-1", 1)
     assert found["redis"]["groups"] == {"0": {"seats": 1, "coming": {}}, "1": {"seats": 1, "coming": {}}}
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    assert await asyncio.to_thread(main, ["status", "--redis-url", redis_url]) == 0
+    assert "neither a kubeconfig nor a pod's account" in capsys.readouterr().out
     await mesh.attend(credit=0)
     assert await status(redis_url) == 1
     assert "No attention worker takes requests" in capsys.readouterr().out
