@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -116,7 +117,8 @@ async def _look(given: argparse.Namespace, settings: Settings) -> Status:
 def _reader_of(given: argparse.Namespace) -> Callable[[], ClusterReader]:
     def reader() -> ClusterReader:
         get, namespace = connected(given.context)
-        return ClusterReader(get, given.kube_namespace or namespace, given.release)
+        pod = socket.gethostname() if in_cluster() else ""
+        return ClusterReader(get, given.kube_namespace or namespace, given.release, pod)
 
     return reader
 

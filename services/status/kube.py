@@ -42,12 +42,13 @@ Get = Callable[[str, dict[str, str]], Answer]
 
 
 class ClusterReader:
-    """Looks at the releases of ``namespace``. ``name``: which one, where there are several."""
+    """Looks at the releases of ``namespace``. ``name``: which one, where there are several; else that of ``pod``."""
 
-    def __init__(self, get: Get, namespace: str, name: str | None = None) -> None:
+    def __init__(self, get: Get, namespace: str, name: str | None = None, pod: str = "") -> None:
         self._get = get
         self._namespace = namespace
         self._name = name
+        self._pod = pod
 
     def read(self) -> Release:
         """Without pods where the account may not list them, as that of a scheduler.
@@ -56,7 +57,7 @@ class ClusterReader:
             ClusterUnavailable: the API server does not answer or refuses, or knows no release.
         """
         made = [*self._list("apis/apps/v1", "deployments"), *self._list("apis/apps/v1", "statefulsets")]
-        name = self._chosen(releases(made))
+        name = self._chosen(releases(made), releases(each for each in made if self._is_mine(each)))
         ours = {"labelSelector": f"{INSTANCE}={name}"}
         try:
             pods, blind = self._list("api/v1", "pods", **ours), ""
@@ -83,7 +84,10 @@ class ClusterReader:
         # The API server's own word, where it may not or cannot reach the pod, is a Status.
         return str(said["error"]["message"]) if "error" in said else ""
 
-    def _chosen(self, names: Sequence[str]) -> str:
+    def _is_mine(self, workload: Object) -> bool:
+        return self._pod.startswith(f"{workload['metadata']['name']}-")
+
+    def _chosen(self, names: Sequence[str], mine: Sequence[str]) -> str:
         if self._name is not None:
             if self._name in names:
                 return self._name
@@ -91,6 +95,8 @@ class ClusterReader:
                 f"Namespace {self._namespace} has no release {self._name} of expertmesh.",
                 hint=f"It has {', '.join(names)}." if names else "It has none.",
             )
+        if len(names) != 1 and len(mine) == 1:
+            return mine[0]
         if len(names) != 1:
             found = f"has the releases {', '.join(names)}" if names else "has no release of expertmesh"
             hint = "Choose one with --release." if names else "Name another with --kube-namespace."
