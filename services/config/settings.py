@@ -93,8 +93,8 @@ class Settings(BaseSettings):
     port: int = _knob(8000, "port of the REST API; 0 picks a free one", roles=(GATEWAY,), ge=0, le=65535)
     metrics_port: int = _knob(
         0,
-        "port of /metrics, /health and /ready; 0 picks a free one",
-        roles=(SCHEDULER, ATTENTION, EXPERTS),
+        "port of /metrics, /health and /ready; 0 picks a free one. Gateways: of /metrics alone; 0 is --port",
+        roles=(GATEWAY, SCHEDULER, ATTENTION, EXPERTS),
         ge=0,
         le=65535,
     )
