@@ -280,7 +280,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
     drain_delay: float = _knob(
         0.0,
-        "seconds after SIGTERM for which requests are still taken, while load balancers hear that this gateway leaves",
+        "seconds after SIGTERM for which requests are still taken, up to thrice as long while they keep coming",
         roles=(GATEWAY,),
         ge=0,
         le=600,

@@ -76,7 +76,7 @@ def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: st
             240,
             f"the {role} says that its password is wrong",
         )
-    assert missing().count("Redis refuses the credentials") >= 5
+    until(lambda: missing().count("Redis refuses the credentials") >= 5, 120, "all of its pods are listed with that")
 
 
 def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(

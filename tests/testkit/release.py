@@ -159,7 +159,8 @@ class _User:
         try:
             text = await self._answer(record["prompt"])
         except Exception as error:  # noqa: BLE001  whatever reaches the client is what is counted
-            self.outcome.failed.append(f"{record['id']}: {error!r}")
+            moment = time.monotonic() - self.outcome.began
+            self.outcome.failed.append(f"{record['id']} at {moment:.0f} s: {error!r} ({error.__cause__!r})")
             return
         self.outcome.finished += 1
         if text != record["text"]:
