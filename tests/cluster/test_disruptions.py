@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -170,9 +171,15 @@ async def test_a_lost_node_with_one_of_each_role_loses_nothing(doubled: Release)
     await _survives(doubled, lambda: _lose(doubled, *pods), TAKES_UP, "a node with one of each lost")
 
 
-def _evict(release: Release, pod: str) -> str:
-    """What the API server says."""
-    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": release.namespace}}
+def _evict(release: Release, pod: str, *, dry: bool = False) -> str:
+    """What the API server says; ``dry``: only asked."""
+    body: dict[str, Any] = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": release.namespace},
+    }
+    if dry:
+        body["deleteOptions"] = {"dryRun": ["All"]}
     path = f"/api/v1/namespaces/{release.namespace}/pods/{pod}/eviction"
     return release.cluster.kubectl("create", "--raw", path, "-f", "-", text=json.dumps(body), check=False)
 
@@ -213,6 +220,15 @@ async def test_an_eviction_is_refused_while_the_budget_is_used_up(doubled: Relea
     until(lambda: _whole(doubled, count), 120, "its successor is ready")
     assert "Success" in _evict(doubled, second)
     until(lambda: _whole(doubled, count), 120, "its successor is ready")
+
+
+def test_a_drain_stops_at_redis_where_it_is_told_to(doubled: Release) -> None:
+    budget = ("patch", "pdb", f"{PREFIX}-redis", "--patch", '{"spec": {"maxUnavailable": 0}}')  # redis.pdb's value
+    doubled.cluster.kubectl("-n", doubled.namespace, *budget)
+    [pod] = _names(doubled, "redis")
+    refused = "would violate the pod's disruption budget"
+    until(lambda: refused in _evict(doubled, pod, dry=True), 30, "an eviction of Redis would be refused")
+    assert refused in _evict(doubled, pod)
 
 
 @pytest.mark.parametrize("role", ["scheduler", "attention", "experts"])
