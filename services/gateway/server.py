@@ -85,10 +85,10 @@ class HttpServer:
         await self._server.serve(sockets=[self._listener])
 
     def close_idle(self) -> None:
-        """Closes connections that wait for a request; the others close after their answer, and those whose request has
-        come but was not read yet after its answer, too. New ones are still taken."""
+        """Closes connections that wait for another request. Those whose first or next one is on its way, and new
+        ones, are served and close after their answer."""
         for connection in list(self._server.server_state.connections):
-            if not _unread(connection):
+            if connection.cycle is not None and not _unread(connection):
                 connection.shutdown()
 
     def stop(self) -> None:

@@ -105,3 +105,13 @@ async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(g
     async with asyncio.timeout(10):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
+
+
+async def test_a_connection_whose_first_request_is_on_its_way_is_not_closed(gateway) -> None:
+    late, to_late = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    await gateway.http.get("/health")  # by now the connection is taken
+    gateway.server.close_idle()
+    to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    to_late.close()
