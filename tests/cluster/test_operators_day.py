@@ -28,6 +28,13 @@ PATIENCE_S = 25
 """How long a rollout that cannot work is waited for."""
 
 
+def _command(*words: str) -> tuple[int, str]:
+    """Exit code of `expertmesh` and what it says."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        return main(words), said.getvalue()
+
+
 class Tenants:
     """The file of API keys as an operator keeps it, and the Secret that is made of it."""
 
@@ -38,13 +45,12 @@ class Tenants:
 
     def create(self, name: str) -> str:
         """The key of a new tenant."""
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            assert main(["keys", "create", name, "--api-keys-file", str(self._file)]) == 0
-        return said.getvalue().split()[0]
+        code, said = _command("keys", "create", name, "--api-keys-file", str(self._file))
+        assert code == 0
+        return said.split()[0]
 
     def revoke(self, name: str) -> None:
-        assert main(["keys", "revoke", name, "--api-keys-file", str(self._file)]) == 0
+        assert _command("keys", "revoke", name, "--api-keys-file", str(self._file))[0] == 0
 
     def publish(self, plain: str) -> None:
         """``plain``: the key that clients of the tests use."""
@@ -138,15 +144,12 @@ CRASHING = (
 )
 
 
-async def test_a_rollout_that_cannot_work_takes_no_traffic_and_is_rolled_back(
-    day: Day, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_rollout_that_cannot_work_takes_no_traffic_and_is_rolled_back(day: Day) -> None:
     cluster, namespace, before = day.release.cluster, day.release.namespace, day.pods()
 
     def troubles() -> str:
-        print(capsys.readouterr().out)
-        code = main(["status", "--kube-namespace", namespace, "--json"])
-        found = json.loads(capsys.readouterr().out)
+        code, said = _command("status", "--kube-namespace", namespace, "--json")
+        found = json.loads(said)
         assert (code, found["missing"]) == (0, [])  # the old pods serve
         return "; ".join(found["troubles"])
 
