@@ -88,12 +88,17 @@ class HttpServer:
         """Closes connections that wait for another request. Those whose first or next one is on its way, and new
         ones, are served and close after their answer."""
         for connection in list(self._server.server_state.connections):
-            if connection.cycle is not None and not _unread(connection):
+            if _was_asked(connection) and not _unread(connection):
                 connection.shutdown()
 
     def stop(self) -> None:
         """Closes the listener and idle connections; :meth:`run` returns when open ones are done."""
         self._server.should_exit = True
+
+
+def _was_asked(connection: Any) -> bool:
+    """Whether a request came on it (uvicorn's httptools protocol)."""
+    return connection.cycle is not None
 
 
 def _unread(connection: Any) -> bool:
