@@ -65,6 +65,7 @@ COMMANDS = {
     "experts": Command("run an expert worker on its own", _from("services.experts.__main__")),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),
+    "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),
     "plan": Command("say which way to run a model on so many GPUs, and why", _from("services.cli.plan")),
     "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),

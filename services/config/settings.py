@@ -93,8 +93,8 @@ class Settings(BaseSettings):
     port: int = _knob(8000, "port of the REST API; 0 picks a free one", roles=(GATEWAY,), ge=0, le=65535)
     metrics_port: int = _knob(
         0,
-        "port of /metrics, /health and /ready; 0 picks a free one",
-        roles=(SCHEDULER, ATTENTION, EXPERTS),
+        "port of /metrics, /health and /ready; 0 picks a free one. Gateways: of /metrics alone; 0 is --port",
+        roles=(GATEWAY, SCHEDULER, ATTENTION, EXPERTS),
         ge=0,
         le=65535,
     )
@@ -284,7 +284,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
     drain_delay: float = _knob(
         0.0,
-        "seconds after SIGTERM for which requests are still taken, while load balancers hear that this gateway leaves",
+        "seconds after SIGTERM for which requests are still taken, up to thrice as long while they keep coming",
         roles=(GATEWAY,),
         ge=0,
         le=600,

@@ -124,6 +124,8 @@ class ExpertWorker:
         """What keeps the worker from serving; for /ready."""
         if not self._seat:
             return ["a seat"]
+        if self._status == "waiting":
+            return [_unfulfilled(self._info)]
         return [] if self._status == "ready" else ["experts"]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -289,3 +291,11 @@ class ExpertWorker:
         if rows is not None:
             self._rows_due, self._told = time.monotonic() + ROWS_S, rows.digest
         self._news.set()
+
+
+def _unfulfilled(info: ExpertInfo) -> str:
+    """The group that a worker hopes for, and why there may never be one."""
+    wish = "a shard group" if info.group is None else f"shard group {info.group}"
+    if info.group is not None and info.group >= info.num_experts > 0:
+        return f"{wish}: there is none, for the model has {info.num_experts} experts in a layer"
+    return wish if info.max_experts is None else f"{wish}, with room for {info.max_experts} experts of a layer"

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from services.config import GATEWAY, Settings
 from services.errors import QueueUnavailable
-from services.gateway.app import Parts, build_app
+from services.gateway.app import Parts, build_app, build_metrics_app
 from services.gateway.auth import Authenticator, FileKeys, KeyStore, RedisKeys, keys_required
 from services.gateway.chat_template import load_chat_template
 from services.gateway.exposition import Siblings, parse_upstreams
@@ -131,6 +131,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         version=installed_version(),
         protected=store is not None,
         max_body_bytes=settings.max_body_bytes,
+        metrics_apart=bool(settings.metrics_port),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
@@ -145,12 +146,29 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
-        async with assemble(settings, redis) as gateway:
+        async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
             await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
     finally:
         listener.close()
         await redis.aclose()
+
+
+@asynccontextmanager
+async def _metrics_apart(settings: Settings, parts: Parts) -> AsyncIterator[None]:
+    """Serves /metrics on a port of its own, if it has one."""
+    if not settings.metrics_port:
+        yield
+        return
+    listener = listen(settings.host, settings.metrics_port)
+    server = HttpServer(build_metrics_app(parts), listener)
+    serving = asyncio.create_task(server.run())
+    try:
+        yield
+    finally:
+        server.stop()
+        await serving
+        listener.close()
 
 
 async def _greet(gateway: Gateway, redis: Redis) -> None:

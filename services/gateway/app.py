@@ -53,6 +53,8 @@ class Parts:
     version: str
     protected: bool
     max_body_bytes: int
+    metrics_apart: bool = False
+    """/metrics is served by :func:`build_metrics_app` alone."""
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -72,7 +74,16 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_models(app, parts)
     _add_tokenizer(app, parts)
     _add_operations(app, parts)
+    if not parts.metrics_apart:
+        _add_metrics(app, parts)
     return RequestContext(BodyLimit(app, parts.max_body_bytes), parts.metrics, lambda: parts.intake.leaving)
+
+
+def build_metrics_app(parts: Parts) -> ASGIApp:
+    """/metrics alone, for a port that clients do not reach."""
+    app = FastAPI(openapi_url=None)
+    _add_metrics(app, parts)
+    return app
 
 
 def _cached_document(app: FastAPI, parts: Parts) -> dict[str, Any]:
@@ -243,6 +254,8 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     async def version() -> shapes.Version:
         return shapes.Version(version=parts.version)
 
+
+def _add_metrics(app: FastAPI, parts: Parts) -> None:
     @app.get("/metrics", responses=openapi.plain_text() | openapi.refusals(), response_class=Response)
     async def metrics() -> Response:
         """Prometheus series of this process and its siblings."""

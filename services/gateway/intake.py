@@ -41,7 +41,8 @@ class _Plan:
 
 
 class Intake:
-    """Admits generation requests. ``draining`` makes it refuse new ones; ``leaving`` says that it is about to."""
+    """Admits generation requests. ``draining`` makes it refuse new ones; ``leaving`` says that it is about to.
+    ``asked_at``: when the last one came, by ``time.monotonic``."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Intake:
     ) -> None:
         self.leaving = False
         self.draining = False
+        self.asked_at = 0.0
         self.prompts = prompts
         self._queue = queue
         self._table = table
@@ -111,6 +113,7 @@ class Intake:
         return await self._run(body, plan, caller, key)
 
     def _check_open(self, body: GenerationBody) -> None:
+        self.asked_at = time.monotonic()
         self.prompts.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options needs stream.", hint="Set stream to true.", param="stream_options")

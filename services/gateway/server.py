@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
+import time
 from collections.abc import Callable, Generator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
+_LATE_S = 0.2  # for requests that had come when idle connections were closed
+_MOST_DELAYS = 3
 _KEEP_ALIVE_S = 75  # longer than usual proxies keep theirs, so that they close first
 
 
@@ -80,19 +85,37 @@ class HttpServer:
         await self._server.serve(sockets=[self._listener])
 
     def close_idle(self) -> None:
-        """Closes connections that wait for a request; the others close after their answer. New ones are still taken."""
+        """Closes connections that wait for another request. Those whose first or next one is on its way, and new
+        ones, are served and close after their answer."""
         for connection in list(self._server.server_state.connections):
-            connection.shutdown()
+            if _was_asked(connection) and not _unread(connection):
+                connection.shutdown()
 
     def stop(self) -> None:
         """Closes the listener and idle connections; :meth:`run` returns when open ones are done."""
         self._server.should_exit = True
 
 
+def _was_asked(connection: Any) -> bool:
+    """Whether a request came on it (uvicorn's httptools protocol)."""
+    return connection.cycle is not None
+
+
+def _unread(connection: Any) -> bool:
+    """Whether bytes wait in its socket: to close it now would break a request that a client has sent."""
+    socket_ = connection.transport.get_extra_info("socket")
+    if socket_ is None:
+        return False
+    waiting = select.poll()
+    waiting.register(socket_.fileno(), select.POLLIN)
+    return bool(waiting.poll(0))
+
+
 class Drain:
     """The end of a gateway. For ``delay_s`` it takes requests, but says that it leaves: not ready, and each answer
-    closes its connection. Then ``close_idle``, for a request on a connection that was kept would come here whatever the
-    cluster has heard; no new requests, time for the open ones, and a typed error for those that remain."""
+    closes its connection. While requests keep coming it goes on, up to :data:`_MOST_DELAYS` times as long: who sends
+    them has not heard yet. Then ``close_idle``, for a request on a connection that was kept would come here whatever
+    the cluster has heard; no new requests, time for the open ones, and a typed error for those that remain."""
 
     def __init__(
         self,
@@ -114,8 +137,9 @@ class Drain:
     async def run(self) -> None:
         """Returns when every job has ended."""
         self._intake.leaving = True
-        await asyncio.sleep(self._delay_s)
+        await self._until_quiet()
         self._close_idle()
+        await asyncio.sleep(min(_LATE_S, self._delay_s))
         self._intake.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
@@ -131,3 +155,11 @@ class Drain:
         await self._follower.cancels_heard(set())
         if left:
             log.warning("shutting down with %d requests unfinished", len(left))
+
+    async def _until_quiet(self) -> None:
+        """Half of the delay without a request is quiet."""
+        began = time.monotonic()
+        latest, ends = began + _MOST_DELAYS * self._delay_s, began + self._delay_s
+        while (left := min(ends, latest) - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+            ends = max(ends, self._intake.asked_at + self._delay_s / 2)

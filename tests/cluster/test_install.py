@@ -107,7 +107,7 @@ async def test_an_upgrade_of_every_role_under_load_fails_nothing(installed: Inst
     began = time.monotonic()
     outcome = await release.under_load(upgrade)
     took = time.monotonic() - began
-    print(f"\nupgrade in {took:.0f} s: {outcome.finished} finished, longest gap {outcome.longest_gap_s:.1f} s")
+    print(f"\nupgrade in {took:.0f} s: {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
     assert outcome.finished > 10
     until(lambda: before.isdisjoint(pod["metadata"]["uid"] for pod in release.pods()), 120, "the old pods are gone")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from testkit.kube import Cluster, until
 from testkit.release import NAME, PREFIX, Release
+
+from services.cli.main import main
 
 
 @pytest.fixture
@@ -37,15 +39,32 @@ def _last_words(release: Release, role: str) -> str:
     return " ".join(str(end.get("message", "")) for end in ends)
 
 
-def test_a_model_that_is_not_there_is_named(cluster: Cluster, namespace: str) -> None:
+@pytest.fixture
+def missing(
+    cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], str]:
+    """What `expertmesh status` says is missing, here with nothing but a kubeconfig."""
+    monkeypatch.setenv("KUBECONFIG", cluster.environment["KUBECONFIG"])
+
+    def look() -> str:
+        capsys.readouterr()
+        assert main(["status", "--kube-namespace", namespace, "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        return "\n".join(found["missing"])
+
+    return look
+
+
+def test_a_model_that_is_not_there_is_named(cluster: Cluster, namespace: str, missing: Callable[[], str]) -> None:
     release = _install(
         *(cluster, namespace, "model.source=hostPath", "model.hostPath.path=/tmp/no-models", "model.subPath=olmoe"),
     )
     for role in ("gateway", "attention"):
         until(lambda role=role: "/model/olmoe" in _last_words(release, role), 180, f"the {role} says what is missing")
+    assert missing().count("/model/olmoe") >= 2
 
 
-def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: str) -> None:
+def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: str, missing: Callable[[], str]) -> None:
     release = _install(cluster, namespace, "redis.enabled=true")
     until(lambda: any(each["ready"] for each in _statuses(release, "redis")), 120, "Redis is ready")
     wrong = {"stringData": {"redis-password": "another"}}
@@ -57,9 +76,12 @@ def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: st
             240,
             f"the {role} says that its password is wrong",
         )
+    until(lambda: missing().count("Redis refuses the credentials") >= 5, 120, "all of its pods are listed with that")
 
 
-def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(cluster: Cluster, namespace: str) -> None:
+def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(
+    cluster: Cluster, namespace: str, missing: Callable[[], str]
+) -> None:
     release = _install(cluster, namespace, "attention.resources.limits.nvidia\\.com/gpu=64")
 
     def reason() -> str:
@@ -71,6 +93,21 @@ def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(cluster: Cl
     said = cluster.kubectl("-n", namespace, "get", "events", "--field-selector", "type=Warning")
     assert "get events --field-selector type=Warning" in notes
     assert "Insufficient nvidia.com/gpu" in said
+    assert f"expertmesh status --kube-namespace {namespace} --release {NAME}" in notes
+    assert "Pending: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu." in missing()
+
+
+def test_a_group_beyond_the_experts_and_a_pod_that_is_refused_are_explained(
+    cluster: Cluster, namespace: str, missing: Callable[[], str]
+) -> None:
+    """The pocket model has 16 experts: a 17th group can hold none."""
+    settings = ("experts.groups=17", "experts.replicas=0", "experts.perGroup.16.replicas=1", "attention.replicas=0")
+    cluster.kubectl("label", "namespace", namespace, "--overwrite", "pod-security.kubernetes.io/enforce=baseline")
+    _install(
+        cluster, namespace, *settings, "gateway.extraVolumes[0].name=host", "gateway.extraVolumes[0].hostPath.path=/"
+    )
+    until(lambda: "there is none, for the model has 16 experts" in missing(), 120, "the surplus worker says so")
+    assert 'is forbidden: violates PodSecurity "baseline' in missing()
 
 
 def test_a_wrong_value_makes_nothing(cluster: Cluster, namespace: str) -> None:

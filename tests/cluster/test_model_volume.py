@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from testkit.kube import Cluster, until
@@ -35,16 +34,6 @@ def namespace(cluster: Cluster) -> Iterator[str]:
         cluster.helm("uninstall", NAME, "--namespace", name, "--wait", check=False)
 
 
-def _claimed(release: Release) -> Path:
-    """The folder behind the claim, opened to the Job's user: the cluster's provisioner knows no fsGroup."""
-    cluster, name = release.cluster, f"{PREFIX}-model"
-    until(lambda: cluster.get(release.namespace, "pvc", name)["status"]["phase"] == "Bound", 60, "the claim is bound")
-    volume = cluster.get(release.namespace, "pvc", name)["spec"]["volumeName"]
-    folder = Path(cluster.get(release.namespace, "pv", volume)["spec"]["hostPath"]["path"])
-    folder.chmod(0o777)
-    return folder
-
-
 def _gateways_wait(release: Release) -> dict[str, object]:
     state: dict[str, object] = release.pods("gateway")[0]["status"]["initContainerStatuses"][0]["state"]
     return state
@@ -54,7 +43,7 @@ def test_it_serves_what_the_job_fetched_and_keeps_it(cluster: Cluster, namespace
     release = Release(cluster=cluster, namespace=namespace)
     wrong = f"model.pvc.prefetch.sha256.model\\.safetensors={'0' * 64}"
     cluster.helm("install", NAME, *cluster.chart("dev", *SETTINGS, wrong), "--namespace", namespace)
-    folder = _claimed(release)
+    folder = cluster.opened(namespace, f"{PREFIX}-model")
 
     def refused() -> bool:
         ends = [each["state"] for pod in release.pods("fetch") for each in pod["status"].get("containerStatuses", [])]

@@ -78,8 +78,8 @@ class Stage:
         self.loaded.append(Served(group, port=7000 + len(self.loaded)))
         return self.loaded[-1]
 
-    def start(self, name: str, load: Callable[..., Served] | None = None) -> ExpertWorker:
-        info = structs.replace(expert(name), num_experts=8, layers=(0, 1))
+    def start(self, name: str, load: Callable[..., Served] | None = None, **wishes: int) -> ExpertWorker:
+        info = structs.replace(expert(name), num_experts=8, layers=(0, 1), **wishes)
         worker = ExpertWorker(
             info=info,
             queue=self.floor.new_experts(),
@@ -119,6 +119,22 @@ async def stage_of(floor: Floor, groups: int) -> AsyncIterator[Stage]:
         yield stage
     finally:
         await end_tasks(task for _, _, task in stage.tasks.values())
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"group": 8}, "shard group 8: there is none, for the model has 8 experts in a layer"),
+        ({"group": 2}, "shard group 2"),
+        ({"group": 0, "max_experts": 1}, "shard group 0, with room for 1 experts of a layer"),
+    ],
+)
+async def test_a_worker_without_a_group_says_which_one_it_waits_for(floor, wishes, says):
+    async with stage_of(floor, groups=2) as stage:
+        worker = stage.start("a", **wishes)
+        await stage.until_seats({"a"})
+        await stage.placement.turn(floor.e)
+        assert worker.missing() == [says]
 
 
 async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floor):

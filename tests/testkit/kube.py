@@ -97,7 +97,31 @@ class Cluster:
             yield name
         finally:
             if not os.environ.get("KUBE_KEEP"):
-                self.kubectl("delete", "namespace", name, "--wait=true", "--timeout=120s", check=False)
+                self._remove(name)
+
+    def _remove(self, namespace: str) -> None:
+        """Its pods at once: they would wait for one another to drain."""
+        self.kubectl("delete", "namespace", namespace, "--wait=false", check=False)
+        everything = ("pods", "--all", "--force", "--grace-period=0", "--wait=false")
+        self.kubectl("-n", namespace, "delete", *everything, check=False)
+        self.kubectl(
+            "delete", "namespace", namespace, "--wait=true", "--timeout=120s", "--ignore-not-found", check=False
+        )
+
+    def claim(self, namespace: str, name: str) -> None:
+        """A claim of the name that a StatefulSet will look for, open to its user."""
+        spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+        body = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+        self.kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(body))
+        self.opened(namespace, name)
+
+    def opened(self, namespace: str, claim: str) -> Path:
+        """The folder behind a claim, opened to all users: this cluster's provisioner knows no fsGroup."""
+        until(lambda: self.get(namespace, "pvc", claim)["status"]["phase"] == "Bound", 60, f"{claim} is bound")
+        volume = self.get(namespace, "pvc", claim)["spec"]["volumeName"]
+        folder = Path(self.get(namespace, "pv", volume)["spec"]["hostPath"]["path"])
+        folder.chmod(0o777)
+        return folder
 
     def chart(self, profile: str, *settings: str) -> list[str]:
         """Words after `helm install NAME`, `helm upgrade NAME`: the chart with images that were built here."""

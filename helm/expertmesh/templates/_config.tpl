@@ -35,9 +35,8 @@ the release's scheduler, if there is one.
 {{- $_ := set $own "drain_delay" $role.drainDelaySeconds -}}
 {{- $_ := set $own "auth" (ternary "required" "off" $values.auth.enabled) -}}
 {{- if $values.auth.enabled }}{{ $_ := set $own "api_keys_file" "/etc/expertmesh/keys/keys.yaml" }}{{ end -}}
-{{- else -}}
-{{- $_ := set $own "metrics_port" 9100 -}}
 {{- end -}}
+{{- $_ := set $own "metrics_port" 9100 -}}
 {{- if and (eq .role "scheduler") (eq $values.attention.experts "tcp") -}}
 {{- $_ := set $own "expert_groups" $values.experts.groups -}}
 {{- end -}}

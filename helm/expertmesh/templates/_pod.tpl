@@ -43,8 +43,10 @@ spec:
     - name: {{ .role }}
       image: {{ include "expertmesh.image" (dict "root" $root "image" .image) }}
       imagePullPolicy: {{ .image.pullPolicy }}
-      args: [{{ .role }}, --config, /etc/expertmesh/config/config.yaml]
+      args: [{{ .role }}]
       env:
+        # So that `kubectl exec POD -- expertmesh status`, `top` and `queue` speak of this release.
+        - {name: EXPERTMESH_CONFIG, value: /etc/expertmesh/config/config.yaml}
         {{- include "expertmesh.redisEnv" . | nindent 8 }}
         {{- if $computes }}
         - name: EXPERTMESH_ADVERTISE

@@ -163,5 +163,5 @@ def test_of_given_secrets_none_is_made(render: Render) -> None:
 def test_a_pod_gets_the_time_that_its_drain_takes(render: Render) -> None:
     objects = render("gateway.drainSeconds=100", "gateway.drainDelaySeconds=7", "experts.drainSeconds=40")
     grace = {name: template["spec"]["terminationGracePeriodSeconds"] for name, template in pods(objects)}
-    assert grace["mesh-expertmesh-gateway"] > 107
+    assert grace["mesh-expertmesh-gateway"] > 100 + 3 * 7
     assert grace["mesh-expertmesh-experts-0"] > 80

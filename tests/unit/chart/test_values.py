@@ -104,3 +104,22 @@ def test_helm_test_starts_where_a_given_secret_has_no_plain_key(render: Render) 
     pod = named(render("auth.existingSecret=mine"), "Pod", "test")
     [env] = pod["spec"]["containers"][0]["env"]
     assert env["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "api-key", "optional": True}
+
+
+def test_a_drain_may_be_kept_off_redis(render: Render) -> None:
+    budget = named(render(), "PodDisruptionBudget", "redis")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"] == named(render(), "StatefulSet", "redis")["spec"]["selector"]
+    assert named(render("redis.pdb.maxUnavailable=0"), "PodDisruptionBudget", "redis")["spec"]["maxUnavailable"] == 0
+    for setting in ("redis.pdb.enabled=false", "redis.enabled=false"):
+        objects = render(setting, "redis.external.url=redis://elsewhere")
+        assert not [name for kind, name in objects if kind == "PodDisruptionBudget" and "redis" in name]
+
+
+def test_a_command_in_a_pod_speaks_of_its_release(render: Render) -> None:
+    for name, template in pods(render()):
+        [container] = template["spec"]["containers"]
+        if "redis" not in name:
+            told = {each["name"]: each.get("value") for each in container["env"]}
+            [mount] = [each for each in container["volumeMounts"] if each["name"] == "config"]
+            assert told["EXPERTMESH_CONFIG"] == f"{mount['mountPath']}/config.yaml"

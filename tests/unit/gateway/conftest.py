@@ -225,6 +225,7 @@ class Harness:
     intake: Intake
     drain: Drain
     server: HttpServer
+    parts: Parts
     leader: _Leader
     registry: CollectorRegistry
     url: str
@@ -324,6 +325,7 @@ async def _running(
     store: KeyStore | None = None,
     queue: ScriptedQueue | None = None,
     max_body_bytes: int = 1 << 20,
+    metrics_apart: bool = False,
     max_queued_requests: int = 1024,
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
@@ -353,20 +355,20 @@ async def _running(
         max_queued_requests=max_queued_requests,
     )
     leader, siblings = _Leader(), Siblings([])
-    app = build_app(
-        Parts(
-            intake=intake,
-            follower=follower,
-            authenticator=Authenticator(store),
-            readiness=Readiness(follower, leader),  # type: ignore[arg-type]
-            siblings=siblings,
-            registry=registry,
-            metrics=metrics,
-            version="1.2.3",
-            protected=store is not None,
-            max_body_bytes=max_body_bytes,
-        )
+    parts = Parts(
+        intake=intake,
+        follower=follower,
+        authenticator=Authenticator(store),
+        readiness=Readiness(follower, leader),  # type: ignore[arg-type]
+        siblings=siblings,
+        registry=registry,
+        metrics=metrics,
+        version="1.2.3",
+        protected=store is not None,
+        max_body_bytes=max_body_bytes,
+        metrics_apart=metrics_apart,
     )
+    app = build_app(parts)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = HttpServer(app, listener)
@@ -380,6 +382,7 @@ async def _running(
             intake=intake,
             drain=Drain(intake, table, follower, drain_s, close_idle=server.close_idle),
             server=server,
+            parts=parts,
             leader=leader,
             registry=registry,
             url=url,

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
 
 from services.errors import AttemptsExhausted, QueueFull, QueueUnavailable
+from services.gateway.app import build_metrics_app
 from services.messages import TokenEvent, TokenLogprob, WorkerInfo
 
 ASK = {"model": "tiny", "prompt": "hello"}
@@ -365,6 +367,15 @@ async def test_ready_names_what_is_missing(gateway):
         await asyncio.sleep(0.001)
     assert "redis" in (await gateway.http.get("/ready")).json()["error"]["message"]
     assert (await gateway.http.get("/health")).status_code == 200
+
+
+async def test_metrics_on_a_port_of_their_own_are_on_no_other(start):
+    gateway = await start(metrics_apart=True)
+    assert (await gateway.http.get("/metrics")).status_code == 404
+    apart = httpx.ASGITransport(app=build_metrics_app(gateway.parts))
+    async with httpx.AsyncClient(transport=apart, base_url="http://apart") as http:
+        assert "expertmesh_gateway_requests_in_flight 0.0" in (await http.get("/metrics")).text
+        assert (await http.get("/v1/models")).status_code == 404
 
 
 async def test_metrics_count_what_clients_saw(gateway, script):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+
+import pytest
 
 from services.gateway.server import Drain
 from services.messages import TokenEvent
@@ -66,6 +70,8 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
     async with asyncio.timeout(10):
         assert await idle.read() == b""
+    while not gateway.intake.draining:
+        await asyncio.sleep(0.001)
     refused = await gateway.http.post("/v1/completions", json=ASK)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     gateway.queue.emit(*script.events(request, [5, 6]))
@@ -73,3 +79,39 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
     assert (answer.status_code, answer.headers["connection"]) == (200, "close")
     await drain
     to_idle.close()
+
+
+@pytest.mark.parametrize(("keeps_asking", "delays"), [(True, 3.0), (False, 1.0)])
+async def test_it_goes_on_while_requests_come_but_not_for_ever(gateway, script, keeps_asking, delays) -> None:
+    gateway.queue.answer = lambda request: script.events(request, [5, 6])
+    began, delay_s = time.monotonic(), 0.5
+    drain = asyncio.create_task(_drain(gateway, delay_s=delay_s).run())
+    await asyncio.sleep(0)
+    while keeps_asking and not gateway.intake.draining:
+        answer = await gateway.http.post("/v1/completions", json=ASK)
+        assert answer.status_code == 200 or gateway.intake.draining
+    await drain
+    assert time.monotonic() - began >= delays * delay_s
+    assert keeps_asking or time.monotonic() - began < 3 * delay_s
+
+
+async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(gateway) -> None:
+    address = gateway.url.removeprefix("http://").split(":")
+    late, to_late = await asyncio.open_connection(*address)
+    to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    os.write(to_late.get_extra_info("socket").fileno(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    gateway.server.close_idle()
+    async with asyncio.timeout(10):
+        assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    to_late.close()
+
+
+async def test_a_connection_whose_first_request_is_on_its_way_is_not_closed(gateway) -> None:
+    late, to_late = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    await gateway.http.get("/health")  # by now the connection is taken
+    gateway.server.close_idle()
+    to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    to_late.close()

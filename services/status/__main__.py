@@ -1,0 +1,127 @@
+"""``expertmesh status``: what of a deployment is up, what is missing and why. For an operator, and for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from services.config import OptionParser, Settings, layer, parse_options
+from services.errors import ConfigError
+from services.queue.connect import connect
+from services.status.kube import ClusterReader, ClusterUnavailable, connected, has_kubeconfig, in_cluster
+from services.status.queue import Queue, QueueReader
+from services.status.release import Pod, Release
+from services.status.verdict import Status, judge
+from services.status.view import as_json, as_text
+
+_NO_CLUSTER = "Pods are not shown: here is neither a kubeconfig nor a pod's account."
+
+
+class Look:
+    """Reads what there is to read. ``cluster``: makes a reader of the release; None: Kubernetes is not asked."""
+
+    def __init__(self, cluster: Callable[[], ClusterReader] | None, queue: QueueReader | None) -> None:
+        self._cluster = cluster
+        self._queue = queue
+
+    async def status(self) -> Status:
+        """Raises ClusterUnavailable where the API server is all that could be asked, and does not tell."""
+        cluster, queue = await asyncio.gather(asyncio.to_thread(self._release), self._depths())
+        if isinstance(cluster, ClusterUnavailable) and queue is None:
+            raise cluster
+        if isinstance(cluster, ClusterUnavailable):
+            return judge(None, queue, [f"Pods are not shown: {cluster.message}"])
+        if cluster is None:
+            return judge(None, queue)
+        notes = [] if queue else ["Queue and shard groups are not shown: give their Redis with --redis-url."]
+        if cluster.blind:
+            notes.append(f"Pods are not shown: {cluster.blind}")
+        return judge(cluster, queue, notes)
+
+    def _release(self) -> Release | ClusterUnavailable | None:
+        if self._cluster is None:
+            return None
+        try:
+            reader = self._cluster()
+            release = reader.read()
+            return replace(release, pods=tuple(_explained(reader, pod) for pod in release.pods))
+        except ClusterUnavailable as error:
+            return error
+
+    async def _depths(self) -> Queue | None:
+        return await self._queue.read() if self._queue else None
+
+
+def _explained(reader: ClusterReader, pod: Pod) -> Pod:
+    """A pod that runs and is not ready knows best what it waits for."""
+    if not pod.why.startswith("runs, but is not ready"):
+        return pod
+    try:
+        page = reader.ready_page(pod)
+    except ClusterUnavailable:
+        return pod
+    return replace(pod, why=f"{pod.why}: {page}") if page else pod
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 where the model can be served (or sleeps and will be woken), 1 where something is missing.
+
+    Raises:
+        ConfigError: an option is wrong, or nothing says which deployment.
+        ClusterUnavailable: there is nothing but the API server to ask, and it does not tell.
+    """
+    parser = _parser()
+    given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "namespace"])
+    status = asyncio.run(_look(argparse.Namespace(**given), layer(given).settings))
+    print(as_json(status) if given["json"] else as_text(status))
+    return 0 if status.servable else 1
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser("expertmesh status", "What of a deployment is up, what is missing and why.")
+    parser.add_argument(
+        "--kubernetes",
+        dest="look",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto: ask the API server too, with the pod's account or the kubeconfig (default: auto)",
+    )
+    parser.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: the current one)")
+    parser.add_argument("-n", "--kube-namespace", metavar="NAME", help="of Kubernetes (default: the context's)")
+    parser.add_argument("--release", metavar="NAME", help="name of the Helm release, where there are several")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+async def _look(given: argparse.Namespace, settings: Settings) -> Status:
+    asks = given.look == "auto" and (given.context is not None or in_cluster() or has_kubeconfig())
+    if not asks and settings.redis_url is None:
+        raise ConfigError(
+            "Which deployment?", hint="Give its Redis with --redis-url, or a kubeconfig for one on Kubernetes."
+        )
+    if settings.redis_url is None:
+        return await Look(_reader_of(given), None).status()
+    redis = connect(settings.redis_url)
+    try:
+        queue = QueueReader(redis, settings.namespace, settings.expert_groups)
+        status = await Look(_reader_of(given) if asks else None, queue).status()
+        return status if asks or given.look == "off" else replace(status, notes=(_NO_CLUSTER,))
+    finally:
+        await redis.aclose()
+
+
+def _reader_of(given: argparse.Namespace) -> Callable[[], ClusterReader]:
+    def reader() -> ClusterReader:
+        get, namespace = connected(given.context)
+        pod = socket.gethostname() if in_cluster() else ""
+        return ClusterReader(get, given.kube_namespace or namespace, given.release, pod)
+
+    return reader
+
+
+if __name__ == "__main__":
+    sys.exit(main())

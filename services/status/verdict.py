@@ -1,0 +1,96 @@
+"""Whether the model can be served, and what is missing: from what Kubernetes and Redis say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.status.queue import Queue
+from services.status.release import Pod, Release, Workload
+
+_MOST_PODS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """``missing``: what a request would wait for, each with its reason. ``troubles``: what is wrong although others
+    serve. Kubernetes or Redis is None where it was not asked."""
+
+    release: Release | None
+    queue: Queue | None
+    missing: tuple[str, ...]
+    troubles: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What was not looked at, and why."""
+
+    @property
+    def asleep(self) -> bool:
+        return self.release is not None and self.release.asleep
+
+    @property
+    def servable(self) -> bool:
+        return not self.missing
+
+
+def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = ()) -> Status:
+    """``release`` or ``queue`` may be None, not both."""
+    missing, troubles = _of_release(release) if release else ([], [])
+    if queue is not None:
+        missing += _of_queue(queue, asleep=release is not None and release.asleep)
+        troubles += [
+            f"Shard group {number} is none of the {len(queue.groups)} in use: its workers get nothing."
+            for number in queue.surplus
+        ]
+    return Status(release=release, queue=queue, missing=tuple(missing), troubles=tuple(troubles), notes=tuple(notes))
+
+
+def _of_release(release: Release) -> tuple[list[str], list[str]]:
+    missing, troubles = [], []
+    for workload in release.workloads:
+        asleep = release.asleep and workload.role in ("attention", "experts")
+        line = f"{workload.title}: {workload.ready} of {workload.wanted} ready{_reasons(release, workload)}"
+        if not workload.ready and not asleep:
+            missing.append(line)
+        elif workload.ready < workload.wanted:
+            troubles.append(line)
+        elif _stuck(release, workload):
+            troubles.append(f"{workload.title}: its rollout waits{_reasons(release, workload)}")
+    if release.asleep and not release.scaled:
+        missing.append("The model is scaled to zero, and nothing wakes it: no ScaledObject counts its replicas.")
+    return missing, troubles
+
+
+def _stuck(release: Release, workload: Workload) -> bool:
+    """Whether pods of a new revision are not ready, though as many old ones as wanted are."""
+    return any(not pod.ready and pod.why != "leaving" for pod in _pods(release, workload))
+
+
+def _reasons(release: Release, workload: Workload) -> str:
+    reasons = [workload.why] if workload.why else []
+    pods = [pod for pod in _pods(release, workload) if not pod.ready]
+    reasons += [f"{pod.name}: {pod.why}" for pod in pods[:_MOST_PODS]]
+    reasons += [f"and {len(pods) - _MOST_PODS} more"] if len(pods) > _MOST_PODS else []
+    return "".join(f"\n{reason}" for reason in reasons) or ("" if workload.wanted else " (scaled to zero)")
+
+
+def _pods(release: Release, workload: Workload) -> list[Pod]:
+    return [pod for pod in release.pods if (pod.role, pod.group) == (workload.role, workload.group)]
+
+
+def _of_queue(queue: Queue, *, asleep: bool) -> list[str]:
+    if queue.problem:
+        return [queue.problem]
+    missing = [] if queue.leader else ["No scheduler leads: requests wait in the queue."]
+    if not queue.gateways:
+        missing.append("No gateway is registered in Redis.")
+    if asleep:
+        return missing
+    for number, group in queue.groups.items():
+        if not group.seats:
+            coming = ", ".join(f"{count} {word}" for word, count in group.coming.items()) or "none is coming"
+            missing.append(f"Shard group {number} has no expert worker in the routing table: {coming}.")
+    if not queue.workers:
+        missing.append("No attention worker is registered in Redis.")
+    elif len(queue.blocked) == len(queue.workers):
+        missing.append("No attention worker takes requests: all of them miss experts.")
+    return missing

@@ -1,0 +1,89 @@
+"""A status as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from services.status.queue import Queue
+from services.status.release import Release
+from services.status.verdict import Status
+
+
+def as_json(status: Status) -> str:
+    return json.dumps(
+        {
+            "servable": status.servable,
+            "asleep": status.asleep,
+            "missing": [_one_line(text) for text in status.missing],
+            "troubles": [_one_line(text) for text in status.troubles],
+            "notes": list(status.notes),
+            "kubernetes": asdict(status.release) if status.release else None,
+            "redis": asdict(status.queue) if status.queue else None,
+        },
+        indent=2,
+    )
+
+
+def as_text(status: Status) -> str:
+    return "\n".join(_lines(status))
+
+
+def _lines(status: Status) -> Iterator[str]:
+    yield _headline(status)
+    yield from _list("missing", status.missing)
+    yield from _list("troubles", status.troubles)
+    if status.release:
+        yield from ("", *_release(status.release))
+    if status.queue and not status.queue.problem:
+        yield from ("", *_queue(status.queue))
+    if status.notes:
+        yield from ("", *status.notes)
+
+
+def _headline(status: Status) -> str:
+    name = f"{status.release.name} in namespace {status.release.namespace}" if status.release else "The deployment"
+    if not status.servable:
+        return f"{name} cannot serve its model."
+    return f"{name} is asleep; a request wakes it." if status.asleep else f"{name} serves its model."
+
+
+def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        first, *rest = text.splitlines()
+        yield f"  {title}: {first}"
+        yield from (f"    {line}" for line in rest)
+
+
+def _release(release: Release) -> Iterator[str]:
+    rows = [("workload", "ready", "restarts")]
+    for each in release.workloads:
+        pods = [pod for pod in release.pods if (pod.role, pod.group) == (each.role, each.group)]
+        rows.append((each.title, f"{each.ready}/{each.wanted}", str(sum(pod.restarts for pod in pods))))
+    yield from _columns(rows)
+
+
+def _queue(queue: Queue) -> Iterator[str]:
+    rows = [
+        ("leading scheduler", queue.leader or "none"),
+        ("gateways", str(queue.gateways)),
+        ("attention workers", f"{len(queue.workers)}" + f", {len(queue.blocked)} miss experts" * bool(queue.blocked)),
+        ("queue", f"{queue.requests} requests, {queue.tokens} tokens; {queue.dead_letters} dead letters"),
+    ]
+    if queue.groups:
+        rows.append(("routing table", f"epoch {queue.epoch}" if queue.epoch else "none yet"))
+    for number, group in queue.groups.items():
+        coming = "".join(f", {count} {word}" for word, count in group.coming.items())
+        rows.append((f"shard group {number}", f"{group.seats} seats{coming}"))
+    yield from _columns(rows)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _one_line(text: str) -> str:
+    return "; ".join(text.splitlines())

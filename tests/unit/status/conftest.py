@@ -1,0 +1,24 @@
+"""A release as the API server lists it, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testkit.api_server import ApiServer, pod, running_api_server, workload
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ApiServer]:
+    """A release with two shard groups, all well, as the kubeconfig's context has it."""
+    with running_api_server() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+        server.lists = {
+            "deployments": [workload(role, 1, 1) for role in ("gateway", "scheduler", "attention")],
+            "statefulsets": [workload("redis", 1, 1), *(workload("experts", 1, 1, group) for group in range(2))],
+            "pods": [pod(f"mesh-{role}-0", role) for role in ("redis", "gateway", "scheduler", "attention")]
+            + [pod(f"mesh-experts-{group}-0", "experts", group) for group in range(2)],
+            "events": [],
+        }
+        yield server

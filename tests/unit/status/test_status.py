@@ -1,0 +1,173 @@
+"""`expertmesh status` against an API server's lists over HTTP and a real Redis: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.api_server import ApiServer, Object, labels, pod, workload
+
+from services.cli.main import main
+from services.status.kube import ClusterReader, connected
+
+GPU = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims"
+
+
+def warning(uid: str, reason: str, message: str, kind: str = "Pod", name: str = "") -> Object:
+    about = {"kind": kind, "uid": uid, "name": name}
+    return {"metadata": {}, "involvedObject": about, "reason": reason, "message": message}
+
+
+def unready(api: ApiServer, name: str, **status: Any) -> None:
+    """A pod that is not ready after all, and its workload with it."""
+    [found] = [each for each in api.lists["pods"] if each["metadata"]["name"] == name]
+    role, group = (
+        found["metadata"]["labels"].get(key) for key in ("app.kubernetes.io/component", "expertmesh.io/shard-group")
+    )
+    api.lists["pods"].remove(found)
+    api.lists["pods"].append(pod(name, role, group, ready=False, **status))
+    for each in [*api.lists["deployments"], *api.lists["statefulsets"]]:
+        its = each["metadata"]["labels"]
+        if (its["app.kubernetes.io/component"], its.get("expertmesh.io/shard-group")) == (role, group):
+            each["status"]["readyReplicas"] = 0
+
+
+@pytest.mark.usefixtures("api")
+def test_a_release_that_is_whole_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "mesh in namespace default serves its model." in said
+    assert "experts 1  1/1" in said
+    assert "missing" not in said
+
+
+def test_a_gpu_that_no_node_has_is_named(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": GPU}
+    unready(api, "mesh-experts-1-0", phase="Pending", conditions=[condition])
+    assert main(["status"]) == 1
+    said = capsys.readouterr().out
+    assert "missing: experts 1: 0 of 1 ready" in said
+    assert "mesh-experts-1-0: Pending: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu.\n" in said
+
+
+@pytest.mark.parametrize(
+    ("state", "last", "warned", "says"),
+    [
+        (
+            {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}},
+            {"terminated": {"exitCode": 2, "message": "Redis refuses the credentials: WRONGPASS.\n"}},
+            "",
+            "CrashLoopBackOff: Redis refuses the credentials: WRONGPASS.",
+        ),
+        (
+            {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+            {},
+            "",
+            "ImagePullBackOff: not found",
+        ),
+        (
+            {"waiting": {"reason": "ContainerCreating"}},
+            {},
+            'MountVolume.SetUp failed for volume "keys" : secret "mine" not found',
+            'ContainerCreating: FailedMount: MountVolume.SetUp failed for volume "keys" : secret "mine" not found',
+        ),
+        ({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, {}, "", "ended with 137: OOMKilled, code 137"),
+        (
+            {"running": {}},
+            {"terminated": {"exitCode": 70, "message": "crashed"}},
+            "",
+            "runs, but is not ready, after 3 restarts; it ended with: crashed: waiting for weights",
+        ),
+    ],
+)
+def test_a_pod_says_why_it_is_not_ready(
+    api: ApiServer, capsys: pytest.CaptureFixture[str], state: Object, last: Object, warned: str, says: str
+) -> None:
+    name, container = "mesh-attention-0", {"state": state, "lastState": last, "restartCount": 3, "ready": False}
+    unready(api, name, containerStatuses=[container])
+    page = f"/api/v1/namespaces/default/pods/{name}:9100/proxy/ready"
+    api.pages[page] = (503, "waiting for weights\n")
+    api.lists["events"] = [warning(f"p-{name}", "FailedMount", warned)] if warned else []
+    assert main(["status"]) == 1
+    assert f"{name}: {says}\n" in capsys.readouterr().out
+
+
+def test_pods_that_are_refused_before_they_exist_are_explained(
+    api: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = 'pods "mesh-experts-1-0" is forbidden: violates PodSecurity "restricted:latest": hostPath'
+    api.lists["statefulsets"][2] = workload("experts", 1, 0, 1, replicas=0)
+    api.lists["deployments"][2] = workload("attention", 1, 0, replicas=0)
+    api.lists["pods"] = [each for each in api.lists["pods"] if each["metadata"]["name"][5:7] not in ("ex", "at")]
+    api.lists["events"] = [
+        warning("w-mesh-experts-1", "FailedCreate", refused, "StatefulSet", "mesh-experts-1"),
+        warning("rs", "FailedCreate", "exceeded quota", "ReplicaSet", "mesh-attention-7f9c"),
+    ]
+    assert main(["status", "--json"]) == 1
+    missing = json.loads(capsys.readouterr().out)["missing"]
+    assert f"experts 1: 0 of 1 ready; FailedCreate: {refused}" in missing
+    assert "attention: 0 of 1 ready; FailedCreate: exceeded quota" in missing
+
+
+def test_a_rollout_that_waits_is_a_trouble_while_others_serve(
+    api: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"state": {"waiting": {"reason": "ErrImagePull", "message": "no such tag"}}, "ready": False}
+    api.lists["pods"].append(pod("mesh-gateway-new", "gateway", ready=False, containerStatuses=[waits]))
+    assert main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "troubles: gateway: its rollout waits\n    mesh-gateway-new: ErrImagePull: no such tag" in said
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_model_that_sleeps_can_be_served_where_something_wakes_it(
+    api: ApiServer, capsys: pytest.CaptureFixture[str], counted: bool
+) -> None:
+    api.lists["statefulsets"][1:] = [workload("experts", 0, 0, group) for group in range(2)]
+    api.lists["deployments"][2] = workload("attention", 0, 0)
+    api.lists["pods"] = [each for each in api.lists["pods"] if each["metadata"]["name"][5:7] not in ("ex", "at")]
+    if counted:
+        api.lists["scaledobjects"] = [{"metadata": {"labels": labels("experts")}}]
+    assert main(["status"]) == (0 if counted else 1)
+    said = capsys.readouterr().out
+    assert ("is asleep; a request wakes it" if counted else "nothing wakes it") in said
+
+
+def test_one_release_of_several_is_chosen(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    other = workload("gateway", 1, 1)
+    other["metadata"]["labels"] = labels("gateway", release="other")
+    api.lists["deployments"].append(other)
+    assert main(["status"]) == 1
+    assert "has the releases mesh, other. Choose one with --release." in capsys.readouterr().err
+    assert main(["status", "--release", "mesh"]) == 0
+    get, namespace = connected(None)
+    assert ClusterReader(get, namespace, pod="mesh-scheduler-7f9c-x2").read().name == "mesh"  # as in its own pod
+    assert main(["status", "--release", "third"]) == 1
+    assert "has no release third of expertmesh. It has mesh, other." in capsys.readouterr().err
+    assert main(["status", "-n", "elsewhere"]) == 1
+    assert "Namespace elsewhere has no release of expertmesh." in capsys.readouterr().err
+
+
+def test_an_api_server_that_is_away_or_refuses_says_so(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    api.forbidden = {"pods"}
+    assert main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "experts 1  1/1" in said
+    assert "Pods are not shown: The API server refuses pods: pods is forbidden" in said
+    api.forbidden = {"deployments"}
+    assert main(["status"]) == 1
+    assert "The API server refuses deployments: deployments is forbidden" in capsys.readouterr().err
+    assert main(["status", "--context", "nowhere"]) == 1
+    assert "The kubeconfig is unusable" in capsys.readouterr().err
+
+
+def test_nothing_to_ask_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert main(["status"]) == 2
+    assert "Which deployment?" in capsys.readouterr().err
+    assert main(["status", "--redis-url", "redis://127.0.0.1:1/0"]) == 1
+    assert "missing: The queue is unavailable: Redis does not answer" in capsys.readouterr().out

@@ -1,0 +1,144 @@
+"""`expertmesh status` over a real Redis, alone and beside an API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from redis.asyncio import Redis
+from testkit.api_server import ApiServer
+
+from services.cli.main import main
+from services.messages import ExpertInfo, SeatReport, SeatStatus, WorkerInfo
+from services.queue.expert_side import ExpertQueue
+from services.queue.gateway_side import GatewayQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.seats import SeatRegistry
+from services.queue.worker_side import WorkerQueue
+from services.routing import RoutingTable, even_groups
+
+
+class Mesh:
+    """What the roles write into Redis, by hand."""
+
+    def __init__(self, redis: Redis) -> None:
+        keys, limits = Keys("expertmesh"), QueueLimits()
+        self._redis, self._keys, self._limits = redis, keys, limits
+        self.scheduler = SchedulerQueue(redis, keys, limits)
+        self.seats = SeatRegistry(redis, keys, limits)
+        self.worker = WorkerQueue(redis, keys, limits)
+
+    async def up(self) -> None:
+        epoch = await self.scheduler.campaign("scheduler-1", 60)
+        assert epoch is not None
+        await GatewayQueue(self._redis, self._keys, "g", self._limits).heartbeat(60)
+        await self.attend(credit=4)
+        await self.seat("e0", 0)
+        await self.seat("e1", 1)
+        await self.publish(epoch)
+        self.epoch = epoch
+
+    async def attend(self, credit: int) -> None:
+        info = WorkerInfo(
+            *(),
+            id="w",
+            model="m",
+            fingerprint="f",
+            kv_tokens=9,
+            max_num_seqs=4,
+            max_model_len=9,
+            host="h",
+            pid=1,
+            version="0",
+        )
+        await self.worker.register(info, lease_s=60, credit_tokens=9 * credit, credit_requests=credit)
+
+    async def seat(self, name: str, group: int, status: SeatStatus = "ready") -> None:
+        info = ExpertInfo(
+            id=name, fingerprint="f", host="10.0.0.1", port=7100, memory_bytes=1, pid=1, version="0", group=group
+        )
+        queue = ExpertQueue(self._redis, self._keys, self._limits)
+        await queue.join(info, 60)
+        await queue.heartbeat(name, SeatReport(status=status, group=group if status == "ready" else None))
+
+    async def publish(self, epoch: int) -> None:
+        states = await self.seats.seats()
+        table = RoutingTable(
+            epoch=1,
+            fingerprint="f",
+            num_experts=8,
+            groups=even_groups([0], 8, 2),
+            seats=tuple(state.seat(state.info.group or 0) for state in states),
+        )
+        await self.seats.publish_table(epoch, table)
+
+
+async def status(url: str, *argv: str) -> int:
+    return await asyncio.to_thread(main, ["status", "--kubernetes", "off", "--redis-url", url, *argv])
+
+
+async def test_redis_alone_says_what_is_there(
+    redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = Redis.from_url(redis_url)
+    mesh = Mesh(redis)
+    assert await status(redis_url) == 1
+    said = capsys.readouterr().out
+    for words in ("No scheduler leads", "No gateway is registered", "No attention worker is registered"):
+        assert words in said
+    await mesh.up()
+    assert await status(redis_url, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["servable"], found["redis"]["leader"], found["redis"]["gateways"]) == (True, "scheduler-1", 1)
+    assert found["redis"]["groups"] == {"0": {"seats": 1, "coming": {}}, "1": {"seats": 1, "coming": {}}}
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    assert await asyncio.to_thread(main, ["status", "--redis-url", redis_url]) == 0
+    assert "neither a kubeconfig nor a pod's account" in capsys.readouterr().out
+    await mesh.attend(credit=0)
+    assert await status(redis_url) == 1
+    assert "No attention worker takes requests" in capsys.readouterr().out
+    await redis.aclose()
+
+
+async def test_a_group_without_workers_is_missing(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    redis = Redis.from_url(redis_url)
+    mesh = Mesh(redis)
+    await mesh.up()
+    await redis.delete(Keys("expertmesh").seat("e1"))
+    await mesh.seat("e2", 1)
+    assert await status(redis_url) == 1
+    said = capsys.readouterr().out
+    assert "Shard group 1 has no expert worker in the routing table: 1 not in the table yet." in said
+    assert "shard group 0      1 seats" in said
+    await redis.aclose()
+
+
+async def test_a_group_that_the_model_does_not_have_is_a_trouble(
+    redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis = Redis.from_url(redis_url)
+    mesh = Mesh(redis)
+    await mesh.up()
+    await mesh.seat("e8", 8, status="waiting")
+    assert await status(redis_url) == 0
+    assert "troubles: Shard group 8 is none of the 2 in use: its workers get nothing." in capsys.readouterr().out
+    await redis.aclose()
+
+
+async def test_both_are_asked_and_both_must_agree(
+    api: ApiServer, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis = Redis.from_url(redis_url)
+    await Mesh(redis).up()
+    asked = ["status", "--redis-url", redis_url]
+    assert await asyncio.to_thread(main, asked) == 0
+    assert "leading scheduler  scheduler-1" in capsys.readouterr().out
+    api.forbidden = {"deployments"}
+    assert await asyncio.to_thread(main, asked) == 0
+    assert "Pods are not shown: The API server refuses deployments" in capsys.readouterr().out
+    await redis.delete(Keys("expertmesh").leader)
+    assert await asyncio.to_thread(main, asked) == 1
+    await redis.aclose()
