@@ -179,11 +179,19 @@ class SeatLink:
         try:
             prove(peer, facts.timing.handshake_s)
             lanes = facts.lanes if facts.lanes is not None and facts.lanes.agreed(theirs, self.name) else None
-            connection = Connection(peer, theirs)
-            if self._open(connection):
-                self._follow(connection, lanes)
+            self._use(Connection(peer, theirs), lanes)
         finally:
             peer.close()
+
+    def _use(self, connection: Connection, lanes: Lanes | None) -> None:
+        try:
+            if lanes is not None:
+                self._try_lane(connection, lambda: self._begin_lane(connection, lanes))
+            if self._open(connection):
+                self._follow(connection)
+        finally:
+            if connection.attempt is not None:
+                connection.attempt.cancel()
 
     def _open(self, connection: Connection) -> bool:
         with self._changed:
@@ -200,18 +208,14 @@ class SeatLink:
                 self.problem = None
             self._changed.notify_all()
 
-    def _follow(self, connection: Connection, lanes: Lanes | None) -> None:
+    def _follow(self, connection: Connection) -> None:
         try:
-            if lanes is not None:
-                self._try_lane(connection, lambda: self._begin_lane(connection, lanes))
             if self._rider is not None:
                 self._rider.opened(self, connection.peer)
             while True:
                 self._take(connection, connection.peer.receive())
         except Exception as error:
             self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
-            if connection.attempt is not None:
-                connection.attempt.cancel()
             raise
 
     def _begin_lane(self, connection: Connection, lanes: Lanes) -> None:
