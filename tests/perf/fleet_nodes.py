@@ -13,6 +13,7 @@ import argparse
 import base64
 import json
 import os
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, default=CHART)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was made is taken away at any end
     cluster, _ = started(os.environ["KUBE_TOOL"])
     nodes = Nodes(cluster, args)
     try:
