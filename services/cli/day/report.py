@@ -48,8 +48,8 @@ def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
             name,
             _most(plant, outcome),
             f"{outcome.gpu_hours:.1f}",
-            f"{outcome.gpu_hours * gpu_hour_cost:.2f}",
-            *(f"{met / total:.2%}" for met in (tally.ttft_met, tally.tpot_met, tally.both_met)),
+            f"{outcome.gpu_hours * gpu_hour_cost:.0f}",
+            *(f"{met / total:.1%}" for met in (tally.ttft_met, tally.tpot_met, tally.both_met)),
         )
     return table
 
