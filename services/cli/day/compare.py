@@ -10,14 +10,14 @@ from services.cli.day.sizing import peak_of, sized
 from services.cli.day.trace import Trace
 from services.scheduler.scaling import ScalingOptions, Target
 
-SEARCHES = 5
-"""Replays to find the smallest fixed server that meets the targets as often: to 3 % of the peak."""
+SEARCHES, MOST_TIMES = 6, 2.0
+"""Replays to find the smallest fixed server that meets the targets as often, sized for up to so many times the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """``peak``: fixed, sized by the policy's rules for the day's peak minute; ``equal``: the smallest of that kind
-    that meets the targets as often as ``shards``, None where even ``peak`` does not."""
+    that meets the targets as often as ``shards``, None where not even one for twice the peak does."""
 
     shards: Outcome
     engines: Outcome
@@ -48,17 +48,15 @@ def compare(
     at_peak = peak_of(trace)
     peak = run("fixed for the peak", "fixed", sized(plant, options, at_peak, scale))
     equal: Outcome | None = None
-    if peak.attainment >= shards.attainment:
-        equal, low, high = peak, 0.0, 1.0
-        for _ in range(SEARCHES):
-            part = (low + high) / 2
-            replicas = sized(plant, options, at_peak, scale * part)
-            if replicas == equal.most:
-                high = part
-                continue
-            tried = run("fixed, as good", "fixed", replicas)
-            if tried.attainment >= shards.attainment:
-                equal, high = tried, part
-            else:
-                low = part
+    low, high = 0.0, MOST_TIMES
+    for number in range(1 + SEARCHES):
+        part = (low + high) / 2 if number else high
+        replicas = sized(plant, options, at_peak, scale * part)
+        tried = equal if equal and replicas == equal.most else run("fixed, as good", "fixed", replicas)
+        if tried.attainment >= shards.attainment:
+            equal, high = tried, part
+        elif equal is None:
+            break
+        else:
+            low = part
     return Comparison(shards=shards, engines=engines, peak=peak, equal=equal)

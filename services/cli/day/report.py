@@ -37,10 +37,10 @@ def _replicas(trace: Trace, plant: Plant, outcome: Outcome) -> Table:
 
 
 def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
-    table = Table(title="The day", title_justify="left")
-    table.add_column("scaled")
-    for column in ("most replicas", "GPU-hours", "cost", "TTFT met", "TPOT met", "both met", "given up"):
-        table.add_column(column, justify="right")
+    table = Table(title="The day, and the requests within the targets", title_justify="left")
+    table.add_column("scaled", no_wrap=True)
+    for column in ("at most", "GPU-hours", "cost", "TTFT", "TPOT", "both"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, outcome in _named(found).items():
         tally = outcome.tally
         total = max(tally.ended + tally.given_up, 1e-9)
@@ -48,9 +48,8 @@ def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
             name,
             _most(plant, outcome),
             f"{outcome.gpu_hours:.1f}",
-            f"{outcome.gpu_hours * gpu_hour_cost:.2f}",
-            *(f"{met / total:.2%}" for met in (tally.ttft_met, tally.tpot_met, tally.both_met)),
-            f"{tally.given_up:.0f}",
+            f"{outcome.gpu_hours * gpu_hour_cost:.0f}",
+            *(f"{met / total:.1%}" for met in (tally.ttft_met, tally.tpot_met, tally.both_met)),
         )
     return table
 
@@ -75,8 +74,13 @@ def _verdict(found: Comparison, gpu_hour_cost: float) -> list[str]:
         for name, other in _named(found).items()
         if other is not found.shards
     ]
+    lines += [
+        f"{name}: {outcome.tally.given_up:.0f} requests waited for so long that they were given up."
+        for name, outcome in _named(found).items()
+        if outcome.tally.given_up >= 1
+    ]
     if found.equal is None:
-        lines.append("No fixed server up to the peak's size meets the targets as often.")
+        lines.append("No fixed server up to twice the peak's size meets the targets as often.")
     return lines
 
 

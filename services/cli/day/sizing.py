@@ -10,7 +10,8 @@ from services.cli.day.trace import Minute, Trace
 from services.scheduler.scaling import Load, ScalingOptions, Signals, State, Target, decide
 from services.scheduler.scaling.meter import held_back
 
-ROUNDS = 60
+ROUNDS, SETTLING = 300, 30
+MANY = 1 << 30
 
 
 def peak_of(trace: Trace) -> Minute:
@@ -19,13 +20,16 @@ def peak_of(trace: Trace) -> Minute:
 
 
 def sized(plant: Plant, options: ScalingOptions, minute: Minute, scale: float) -> dict[Target, int]:
-    """Replicas with which ``minute``, times ``scale``, could go on for ever."""
+    """Replicas with which ``minute``, times ``scale``, could go on for ever; from few to as many as it takes."""
     awake = replace(options, sleep_after_s=0.0, down_after_s=0.0)
     wanted = dict.fromkeys((ATTENTION, *plant.shards), 1)
     for _ in range(ROUNDS):
         signals = _steady(plant, minute, minute.requests_per_s * scale, wanted)
         state = decide(signals, State.starting(0.0, wanted), awake)
-        rising = {target: max(many, wanted[target]) for target, many in state.targets.items()}
+        rising = {
+            target: many + max(1, many // 32) if state.targets[target] > many else many
+            for target, many in wanted.items()
+        }
         if rising == wanted:
             break
         wanted = rising
@@ -35,13 +39,14 @@ def sized(plant: Plant, options: ScalingOptions, minute: Minute, scale: float) -
 def _steady(plant: Plant, minute: Minute, requests_per_s: float, replicas: dict[Target, int]) -> Signals:
     attention, seats = replicas[ATTENTION], [replicas[target] for target in plant.shards]
     shares, batch, now = plant.mix(minute), 1.0, None
-    for _ in range(ROUNDS):
+    for _ in range(SETTLING):
         demand = Demand(batch=batch, prefill=requests_per_s * minute.prompt_tokens, shares=shares)
         now = flow(plant.times, attention, seats, demand, now.step_s if now else 0.0)
         assert now is not None, "there is one of each"
         batch = min(4.0 * attention * plant.places, requests_per_s * minute.output_tokens * now.step_s)
     assert now is not None
-    loads = {ATTENTION: Load(work=batch / plant.places, ready=attention)}
+    # As if all attention workers were there: seats are not to be asked for in advance here.
+    loads = {ATTENTION: Load(work=batch / plant.places, ready=MANY)}
     for group, target in enumerate(plant.shards):
         work = now.busy[group] * held_back(now.callers, now.waiting[group])
         loads[target] = Load(work=work, ready=seats[group], useful=attention)

@@ -1,6 +1,6 @@
 """How many replicas are wanted. Pure: signals and the state before in, the state after out; no I/O, no clock.
 
-    need    = work / utilisation[role] * boost          in replicas, for each shard group and role by itself
+    need    = work / utilisation[role] * boost * coming     in replicas, for each shard group and role by itself
     wanted  = highest need of the last --scale-down-after seconds, rounded up, within the bounds; to get along with
               fewer, a quarter less than what they are meant for
 
@@ -8,7 +8,9 @@
 the same while replicas start and nothing is asked for twice; more replicas come at once, fewer only when fewer have
 sufficed for a while. ``boost`` is the latencies' say: where nine of ten requests miss a target, the target that is to
 blame gets as many replicas more as the latency is too high, once those asked for are there and had time to show what
-they change; it fades while latencies are well below the targets. Where signals are missing the wish stands, or rises.
+they change; it fades while latencies are well below the targets. ``coming``, of shard groups: how many times the
+attention workers that are there are needed for the load; those that start bring as much more work, and seats take as
+long to start. Where signals are missing the wish stands, or rises.
 Without requests for ``sleep_after_s`` all shard groups and attention workers are wanted no more, together.
 """
 
@@ -28,6 +30,8 @@ TOLERANCE = 0.1
 ROOMY = 0.75
 """Fewer replicas are wanted only where they would be used less than those that more are wanted for: work that fewer do
 takes longer, and more of it is under way at a time."""
+MOST_COMING = 3.0
+"""Times the work that more attention workers may be expected to bring."""
 MOST_BOOST = 4.0
 """A target that no number of replicas can meet costs no more than so many times what the load needs."""
 MOST_RATIO = 2.0
@@ -91,22 +95,24 @@ def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
     may_sleep = options.sleep_after_s > 0 and not signals.active
     asleep = may_sleep and (state.asleep or idle_s >= options.sleep_after_s)
     blamed = _blamed(signals, state, options)
-    courses = dict(state.courses)
-    for target, load in signals.loads.items():
+    courses, coming = dict(state.courses), 1.0
+    for target, load in sorted(signals.loads.items(), key=lambda item: item[0].role != "attention"):
         before = state.courses.get(target, Course())
         if state.asleep and not asleep and target.sleeps:
             before = Course()  # awake: what was wanted before it fell asleep says nothing
         passed_s = signals.at - state.at
         boosted = _boosted(before, load, target, blamed.get(target), signals, passed_s)
-        courses[target] = _next(boosted, load, target, signals.at, options)
+        courses[target] = _next(boosted, load, target, signals.at, options, coming if target.role == "experts" else 1.0)
+        if target.role == "attention":
+            coming = max(1.0, min(MOST_COMING, load.work / UTILISATION["attention"] / max(1, load.ready)))
     return State(at=signals.at, active_at=active_at, courses=courses, asleep=asleep)
 
 
-def _next(course: Course, load: Load, target: Target, at: float, options: ScalingOptions) -> Course:
-    """``course`` with this moment's need."""
-    need = load.work / UTILISATION[target.role] * course.boost
+def _next(course: Course, load: Load, target: Target, at: float, options: ScalingOptions, coming: float) -> Course:
+    """``course`` with this moment's need; ``coming``: so many times the work will there be."""
+    need = load.work / UTILISATION[target.role] * course.boost * coming
     if load.useful is not None:
-        need = min(need, load.useful)
+        need = min(need, math.ceil(load.useful * coming))
     bounds = options.bounds[target.role]
     replicas = bounds.clamp(math.ceil(need - TOLERANCE))
     if replicas < course.wanted:

@@ -155,6 +155,7 @@ def test_activity_is_what_runs_waits_or_came_since() -> None:
     assert after(reading(10, **idle, depth=QueueDepth(requests=1, tokens=9, dead_letters=0))).active
     loads = [Loads(workers={}, gateways={"g": gateway(at, came=came)}) for at, came in ((10, 3), (11, 3), (12, 4))]
     readings = [reading(10 + second, **idle, loads=each) for second, each in enumerate(loads)]
+    assert not after(readings[0]).active
     assert not after(*readings[:2]).active, "what a gateway told before this leader's term says nothing"
     assert after(*readings).active, "it came and went between two looks"
 

@@ -111,6 +111,13 @@ def test_more_seats_than_callers_are_never_wanted() -> None:
     assert after([at(1, {HOT: 5.0}, useful=2)]).targets[HOT] == 2
 
 
+def test_shards_grow_for_the_attention_workers_that_are_about_to_come() -> None:
+    """Twice as many are needed as there are: seats for their work are asked for with them, not after them."""
+    work = {HOT: 0.6, COLD: 0.2, ATTENTION: 2 * UTILISATION["attention"]}
+    assert after([at(1, work)]).targets == {HOT: 2, COLD: 1, ATTENTION: 2, GATEWAY: 2}
+    assert after([at(1, work, ready={ATTENTION: 2})]).targets[HOT] == 1
+
+
 def test_without_signals_the_wish_stands_or_rises() -> None:
     state = after([at(1, {HOT: 1.8})])
     state = after(every_second(2, 200, unknown=[HOT]), state)
@@ -185,6 +192,12 @@ def test_a_push_waits_for_the_replicas_that_the_one_before_asked_for() -> None:
     state = after(every_second(300, SETTLE_S - 5, **how, ready={ATTENTION: 2}), state)
     assert state.targets[ATTENTION] == 2, "it has had no time to show what it changes"
     assert after(every_second(400, 2, **how, ready={ATTENTION: 2}), state).targets[ATTENTION] > 2
+
+
+def test_what_starts_for_the_load_counts_before_a_push() -> None:
+    """Three of five are there: that latencies are twice their target now does not say that five are too few."""
+    how = {"work": {ATTENTION: 4.0}, "ready": {ATTENTION: 3}, "ttft": 3.0}
+    assert after(every_second(1, 200, **how)).targets[ATTENTION] == 5
 
 
 def test_a_target_that_cannot_be_met_costs_no_more_than_the_bound_on_pushes() -> None:
