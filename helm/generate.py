@@ -30,7 +30,15 @@ OWNED = {
     *("mesh_exchange", "relay_pairs", "expert_slots", "expert_slices", "fabric_shared"),
     *("kubernetes", "kubernetes_selector", "pod", "autoscale", "sleep_after", "scale_down_after"),
     *("target_ttft", "target_tpot"),
-    *("fewest_replicas", "most_replicas", "fewest_attention", "most_attention", "fewest_gateways", "most_gateways"),
+    *(
+        "shard_replicas",
+        "fewest_replicas",
+        "most_replicas",
+        "fewest_attention",
+        "most_attention",
+        "fewest_gateways",
+        "most_gateways",
+    ),
 }
 """Knobs that the chart sets from other values, or that mean nothing in a cluster."""
 HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"} | {

@@ -9,9 +9,29 @@ mkdir -p $work
 [ -x $work/bin/uv ] || { python3 -m venv $work && $work/bin/pip install --quiet uv; }
 
 lock() { # NAME ARGUMENTS...: what they say, for CPython 3.11 on x86-64 and ARM
-  local name=$1; shift
-  $work/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
-    --custom-compile-command "make locks" -o "$work/$name" "$@"
+  local name=$1 common=(--quiet --universal --python-version 3.11 --no-annotate --no-header); shift
+  local files=$work/pylock.${name%.lock}.toml
+  $work/bin/uv pip compile "${common[@]}" --generate-hashes --custom-compile-command "make locks" -o "$work/$name" "$@"
+  $work/bin/uv pip compile "${common[@]}" --format pylock.toml -o "$files" "$@"
+  only_usable "$name" "$files"
+}
+only_usable() { # NAME FILES: of the hashes in $work/NAME those of wheels that the images can take, by the names in FILES
+  $work/bin/python - "$work/$1" "$2" <<'PY'
+import re, sys, tomllib
+lock, files = sys.argv[1:]
+named = re.compile(r"/([^/]+)\.whl$")
+fits = re.compile(r"-(py[23.]*3|cp311-cp311|cp3\d*-abi3)(-none|)-(any|.*manylinux.*_(x86_64|aarch64))$")
+wheels = [wheel for package in tomllib.load(open(files, "rb"))["packages"] for wheel in package.get("wheels", ())]
+usable = {
+    wheel["hashes"]["sha256"] for wheel in wheels
+    if (name := named.search(wheel.get("url", ""))) and fits.search(name[1])
+}
+found = []
+for entry in re.split(r"\n(?=\S)", open(lock).read().strip()):
+    head, *hashes = entry.split(" \\\n    --hash=sha256:")
+    found.append([head, *([each for each in hashes if each in usable] or hashes)])
+open(lock, "w").write("".join(" \\\n    --hash=sha256:".join(entry) + "\n" for entry in found))
+PY
 }
 only_more() { # NAME: the packages of $work/NAME that control.lock lacks
   $work/bin/python - "$work/$1" "$work/control.lock" <<'PY'

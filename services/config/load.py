@@ -199,6 +199,12 @@ def _require_bounds(settings: Settings) -> None:
             raise ConfigError(
                 f"--fewest-{what} {fewest} is more than --most-{what} {most}.", hint="Lower the one or raise the other."
             )
+    for shard, (fewest, most) in settings.shard_bounds().items():
+        if fewest > most:
+            raise ConfigError(
+                f"--shard-replicas {shard}={fewest}:{most}: the fewest are more than the most.",
+                hint="Lower the one or raise the other.",
+            )
 
 
 def _require_mesh(settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -37,8 +38,10 @@ class SentinelUrl:
     @classmethod
     def parse(cls, url: str) -> SentinelUrl:
         """Raises ValueError."""
-        parts = urlsplit(url)
-        login, _, hosts = parts.netloc.rpartition("@")
+        scheme, _, rest = url.partition("://")
+        netloc = re.split(r"[/?#]", rest, maxsplit=1)[0]
+        parts = urlsplit(rest[len(netloc) :])  # several hosts, one of them in brackets, are none that urlsplit takes
+        login, _, hosts = netloc.rpartition("@")
         username, _, password = (unquote(part) for part in login.partition(":"))
         name, _, db = parts.path.strip("/").partition("/")
         options = tuple(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
@@ -50,11 +53,17 @@ class SentinelUrl:
             sentinels=tuple(_address(host) for host in hosts.split(",")),
             name=unquote(name),
             db=int(db or 0),
-            tls=parts.scheme == "rediss+sentinel",
+            tls=scheme == "rediss+sentinel",
             username=username or None,
             password=password or None,
             options=options,
         )
+
+
+def scheme_of(url: str) -> str:
+    """Lower case; empty without one."""
+    scheme, found, _ = url.partition("://")
+    return scheme.lower() if found else ""
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -66,10 +75,10 @@ def _address(text: str) -> tuple[str, int]:
 
 def checked(url: str) -> str:
     """``url`` if it is a Redis URL of some kind. Raises ValueError."""
-    parts = urlsplit(url)
-    if parts.scheme in SENTINEL_SCHEMES:
+    if scheme_of(url) in SENTINEL_SCHEMES:
         SentinelUrl.parse(url)
         return url
+    parts = urlsplit(url)
     if parts.scheme not in SCHEMES or not (parts.path if parts.scheme == "unix" else parts.hostname):
         raise ValueError("is not a Redis URL")
     _ = parts.port  # raises ValueError where the port is no port

@@ -327,6 +327,12 @@ class Settings(BaseSettings):
     most_replicas: int = _knob(
         4, "expert workers wanted of each shard group at most", roles=(SCHEDULER,), ge=1, le=4096
     )
+    shard_replicas: str = _knob(
+        "",
+        "fewest and most of single shard groups instead, such as 0=3:6,2=1:2",
+        roles=(SCHEDULER,),
+        pattern=r"^(\d{1,4}=[1-9]\d{0,3}:[1-9]\d{0,3}(,\d{1,4}=[1-9]\d{0,3}:[1-9]\d{0,3})*)?$",
+    )
     fewest_attention: int = _knob(
         1, "attention workers wanted at least, while awake", roles=(SCHEDULER,), ge=1, le=4096
     )
@@ -354,6 +360,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = _knob("info", "least severe message that is logged")
     log_format: Literal["auto", "text", "json"] = _knob("auto", "auto is text on a terminal and JSON lines elsewhere")
     supervisor_pid: int | None = _knob(None, "process whose death ends this one (set by `serve`)", ge=1)
+
+    def shard_bounds(self) -> dict[int, tuple[int, int]]:
+        """Shard group -> its fewest and most replicas, where it has its own."""
+        parts = (part.partition("=") for part in self.shard_replicas.split(",") if part)
+        pairs = ((shard, bounds.partition(":")) for shard, _, bounds in parts)
+        return {int(shard): (int(fewest), int(most)) for shard, (fewest, _, most) in pairs}
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:

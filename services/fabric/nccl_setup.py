@@ -33,6 +33,8 @@ _UNHANG_S = 0.2
 OPENING_S = 30.0
 """Longest time from two offers to a lane; NCCL takes a second, more where a GPU is new to the process."""
 ENDING_S = 2.0
+_KIND = "/2"
+"""Of the use of a lane. Ends that differ in it have none: an older one expects all rows on it, once it is there."""
 FRAMES_BYTES = 96 << 10
 """Below this rows are there sooner in frames than over NCCL, which needs both hosts as well (docs/adr/0006)."""
 MOST_HUNG = 4
@@ -52,6 +54,7 @@ class Lanes:
     ) -> None:
         self._groups, self._required, self._opening_s = groups, required, opening_s
         self.least_bytes = least_bytes
+        self._offer = f"{groups.name}{_KIND}"
         self._launches = Launches()
         self._gate = threading.Lock()
         self._hung: list[threading.Thread] = []
@@ -65,7 +68,7 @@ class Lanes:
         return self._required
 
     def offered(self, hello: Hello) -> Hello:
-        return msgspec.structs.replace(hello, lane=self._groups.name, device=self._groups.identity())
+        return msgspec.structs.replace(hello, lane=self._offer, device=self._groups.identity())
 
     def agreed(self, theirs: Hello, name: str) -> bool:
         """Whether the other end offers the same; two ends on one GPU can have no communicator.
@@ -73,11 +76,11 @@ class Lanes:
         Raises:
             ProtocolMismatch: a lane is required and cannot be.
         """
-        same = theirs.lane == self._groups.name and (not theirs.device or theirs.device != self._groups.identity())
+        same = theirs.lane == self._offer and (not theirs.device or theirs.device != self._groups.identity())
         if self._required and not same:
             raise ProtocolMismatch(
                 f"{name} can have no {self._groups.name} lane: it offers {theirs.lane or 'none'}"
-                f"{', on the same device' if theirs.lane == self._groups.name else ''}.",
+                f"{', on the same device' if theirs.lane == self._offer else ''}.",
                 hint="Start it with the same --fabric-lane, or both with auto.",
             )
         return same

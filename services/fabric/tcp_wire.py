@@ -21,7 +21,7 @@ from torch import Tensor
 from services.errors import ProtocolMismatch, WireError
 from services.fabric.tcp_stream import Stream
 
-PROTOCOL = 2
+PROTOCOL = 1
 MAGIC = b"EMXF"
 FIXED = struct.Struct("!4sHHIQ")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -22,7 +21,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from services.config.redis_url import SCHEMES, SENTINEL_SCHEMES, SentinelUrl
+from services.config.redis_url import SCHEMES, SENTINEL_SCHEMES, SentinelUrl, scheme_of
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.sentinel import connect_primary
 from services.queue.tasks import end_tasks
@@ -62,7 +61,7 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "health_check_interval": 15,
     }
-    scheme = urlsplit(url).scheme
+    scheme = scheme_of(url)
     if scheme in SENTINEL_SCHEMES:
         try:
             primary = SentinelUrl.parse(url)

@@ -125,8 +125,8 @@ class SeatRegistry:
     async def seats(self) -> list[SeatState]:
         """All seats but those that left or were reaped, by number. One that did not change is the object that it was.
 
-        Only changes travel, but for a reading of all seats every :data:`WHOLE_S`; until then the rows in flight of a
-        report may be those of before.
+        Only changes travel, but for a reading of all seats every :data:`WHOLE_S`; until then the rows in flight and the
+        load of a report may be those of before.
         """
         whole = self._clock() >= self._whole_at + WHOLE_S
         version, every, ended, numbers, rows = await self._scripts.run("seats", 0 if whole else self._version)

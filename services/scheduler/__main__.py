@@ -18,7 +18,7 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadReader
 from services.queue.scheduler_side import SchedulerQueue
-from services.queue.seats import SeatRegistry
+from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
 from services.runtime import MetricsServer, incarnation, run_role
 from services.scheduler.experts import ExpertPlacement
@@ -78,7 +78,8 @@ def _autoscaler(
     )
     options = ScalingOptions.of(settings)
     groups = settings.expert_groups or settings.expert_workers
-    return lambda: Autoscaler(sources, options, groups=groups, lease_s=settings.lease, on_decision=observer.decided)
+    fresh_s = max(settings.lease, 2 * WHOLE_S)  # loads come with whole readings of the seats
+    return lambda: Autoscaler(sources, options, groups=groups, lease_s=fresh_s, on_decision=observer.decided)
 
 
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:

@@ -79,7 +79,7 @@ class ExpertPlacement:
         self._next_reading = 0.0
         self._changed_at = clock()
         self._table: RoutingTable | None = None
-        self._seen: tuple[Sequence[SeatState], RoutingTable | None, int] | None = None
+        self._seen: tuple[object, RoutingTable | None, int] | None = None
 
     async def turn(self, epoch: int) -> bool:
         """Reap, assign and publish what is due; whether anything changed.
@@ -118,7 +118,8 @@ class ExpertPlacement:
 
     def _stands(self, seats: Sequence[SeatState], epochs: TableEpochs, load: Load | None) -> bool:
         """Whether the last turn found the same, wanted nothing, and nothing else asks for another look."""
-        seen, self._seen = self._seen, (seats, self._table, epochs.published)
+        placed = [(seat.number, seat.status, seat.dismissed, seat.assigned, seat.report.digest) for seat in seats]
+        seen, self._seen = self._seen, (placed, self._table, epochs.published)
         return load is None and self._recutter.target is None and self._seen == seen
 
     async def _carry_out(self, wanted: Intentions, epoch: int, epochs: TableEpochs) -> bool:

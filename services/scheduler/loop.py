@@ -174,7 +174,6 @@ class _Term:
         self._epoch = epoch
         self._placement = placement
         self._autoscaler = autoscaler
-        self._scaling = Timer(intervals.scaling)
         self._renewal = Timer(intervals.renew)
         self._reaping = Timer(intervals.reap)
         self._gauges = Timer(intervals.gauges)
@@ -187,18 +186,19 @@ class _Term:
             StaleLeader: another scheduler leads.
             QueueUnavailable: Redis does not answer.
         """
-        placing = [asyncio.ensure_future(self._keep_placing(self._placement))] if self._placement else []
+        beside = [asyncio.ensure_future(self._keep_placing(self._placement))] if self._placement else []
+        beside += [asyncio.ensure_future(self._keep_scaling(self._autoscaler))] if self._autoscaler else []
         try:
             pause_s = 0.0
             while not stop.is_set():
                 await self._wait(pause_s)
                 pause_s = await self._dispatch()
                 await self._keep_house()
-                for task in placing:
+                for task in beside:
                     if task.done():
                         task.result()
         finally:
-            await end_tasks(placing)
+            await end_tasks(beside)
         await self._queue.resign(self._epoch)
         log.info("resigned", extra={"epoch": self._epoch})
 
@@ -213,8 +213,6 @@ class _Term:
             raise StaleLeader(f"Epoch {self._epoch} leads no more.")
         if self._reaping.due():
             await self._reap()
-        if self._autoscaler is not None and self._scaling.due():
-            await self._autoscaler.turn(self._epoch)
         if self._gauges.due():
             await self._observer.refresh()
 
@@ -229,6 +227,12 @@ class _Term:
             self._observer.placed(time.monotonic() - began)
             rest_s = PLACEMENT_REST * (time.process_time() - spent)
             await asyncio.sleep(max(0.0 if changed else self._intervals.experts, rest_s))
+
+    async def _keep_scaling(self, autoscaler: Autoscaler) -> None:
+        """Beside the dispatch, as placing is."""
+        while True:
+            await autoscaler.turn(self._epoch)
+            await asyncio.sleep(self._intervals.scaling)
 
     async def _reap(self) -> None:
         report = await self._queue.reap(self._epoch)

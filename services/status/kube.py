@@ -69,7 +69,7 @@ class ClusterReader:
             workloads=[each for each in made if each["metadata"]["labels"][INSTANCE] == name],
             pods=pods,
             events=self._warnings(),
-            scaled=bool(self._scaled(**ours)),
+            scaled=self._scaled(**ours),
         )
         return replace(found, blind=blind)
 
@@ -120,11 +120,12 @@ class ClusterReader:
         found: list[Object] = json.loads(answer.text)["items"] if answer.status == _HTTP_OK else []
         return found
 
-    def _scaled(self, **query: str) -> list[Object]:
-        """Its ScaledObjects; none where there is no KEDA."""
+    def _scaled(self, **query: str) -> bool | None:
+        """Whether it has ScaledObjects; None where the account may not know."""
         answer = self._get(f"apis/keda.sh/v1alpha1/namespaces/{self._namespace}/scaledobjects", query)
-        found: list[Object] = json.loads(answer.text)["items"] if answer.status == _HTTP_OK else []
-        return found
+        if answer.status == _FORBIDDEN:
+            return None
+        return answer.status == _HTTP_OK and bool(json.loads(answer.text)["items"])
 
 
 def _message(answer: Answer) -> str:

@@ -51,13 +51,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """``scaled``: whether KEDA counts some of its replicas, and so wakes them. ``blind``: why pods are not known."""
+    """``scaled``: whether KEDA counts some of its replicas, and so wakes them; None: not known.
+    ``blind``: why pods are not known."""
 
     name: str
     namespace: str
     workloads: tuple[Workload, ...]
     pods: tuple[Pod, ...]
-    scaled: bool = False
+    scaled: bool | None = False
     blind: str = ""
 
     @property
@@ -74,7 +75,7 @@ def release(
     workloads: Iterable[Object],
     pods: Iterable[Object],
     events: Iterable[Object] = (),
-    scaled: bool = False,
+    scaled: bool | None = False,
 ) -> Release:
     """``events``: warnings of the namespace; the newest of each object counts."""
     warnings = _newest(events)

@@ -55,7 +55,7 @@ def _of_release(release: Release) -> tuple[list[str], list[str]]:
             troubles.append(line)
         elif _stuck(release, workload):
             troubles.append(f"{workload.title}: its rollout waits{_reasons(release, workload)}")
-    if release.asleep and not release.scaled:
+    if release.asleep and release.scaled is False:
         missing.append("The model is scaled to zero, and nothing wakes it: no ScaledObject counts its replicas.")
     return missing, troubles
 

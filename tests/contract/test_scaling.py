@@ -10,6 +10,7 @@ import pytest
 from services.errors import StaleLeader
 from services.messages import LATENCY_EDGES, GatewayLoad, SeatLoad, SeatReport, WorkerLoad
 from services.queue.loads import LoadNotes, LoadReader
+from services.queue.seats import SeatRegistry
 from services.scheduler.scaling import Autoscaler, Bounds, Decision, Replicas, ScalingOptions, Sources, Target
 
 NONE = (0,) * (len(LATENCY_EDGES) + 1)
@@ -45,9 +46,8 @@ class Stage:
         self.busy_s = 0.0
 
     def leader(self) -> Autoscaler:
-        sources = Sources(
-            queue=self.bench.scheduler, registry=self.floor.registry, loads=self.reader, counts=self.known
-        )
+        registry = SeatRegistry(self.floor.redis, self.floor.keys, self.bench.limits, clock=lambda: self.at)
+        sources = Sources(queue=self.bench.scheduler, registry=registry, loads=self.reader, counts=self.known)
         return Autoscaler(
             sources, OPTIONS, groups=2, lease_s=60.0, on_decision=self.decisions.append, clock=lambda: self.at
         )
@@ -123,6 +123,12 @@ async def test_targets_that_redis_lost_are_those_asked_for_or_there(stage):
     await stage.floor.redis.delete(stage.floor.keys.targets)
     stage.known.told = {HOT: Replicas(wanted=3, ready=1), ATTENTION: Replicas(wanted=2, ready=1)}
     assert await stage.turns(stage.leader(), 2) == {HOT: 3, COLD: 1, ATTENTION: 2, GATEWAY: 1}
+
+
+async def test_targets_of_long_ago_take_nothing_away_that_is_asked_for_now(stage):
+    await stage.reader.keep_targets(stage.floor.e, b'{"experts/0":1,"experts/1":0,"attention":0,"gateway":1}')
+    stage.known.told = {HOT: Replicas(wanted=3, ready=3), ATTENTION: Replicas(wanted=2, ready=2)}
+    assert await stage.turns(stage.leader(), 1) == {HOT: 3, COLD: 1, ATTENTION: 2, GATEWAY: 1}
 
 
 @pytest.mark.parametrize("kept", [b"\xff", b"[]", b'{"experts/x":1}', b'{"other":1}', b'{"attention":"2"}'])

@@ -20,7 +20,7 @@ from torch import Tensor
 from pocket_moe.config import PocketConfig
 from pocket_moe.errors import PocketError
 from pocket_moe.model import Options, PocketMoe
-from pocket_moe.shards import file_sha256
+from pocket_moe.shards import tokenizer_sha256
 
 WEIGHTS: Final = "model.safetensors"
 TOKENIZER_FILES: Final = (
@@ -102,8 +102,8 @@ def require_tokenizer(folder: Path, sha256: str) -> None:
         PocketError: it is another one, or missing.
     """
     try:
-        found = file_sha256(folder / "tokenizer.json")
-    except OSError as error:
+        found = tokenizer_sha256(folder / "tokenizer.json")
+    except (OSError, ValueError) as error:
         raise PocketError(f"The tokenizer in {folder} cannot be read: {error}", hint=REMAKE_TOKENIZER) from error
     if found != sha256:
         raise PocketError(
@@ -197,7 +197,12 @@ def _write(model: PocketMoe, out: Path, dtype: str) -> None:
 
 def _copy_tokenizer(tokenizer_dir: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
-        if (tokenizer_dir / name).is_file():
+        if name == "tokenizer.json":  # less than half as large without the spaces
+            compact = json.dumps(
+                json.loads((tokenizer_dir / name).read_bytes()), ensure_ascii=False, separators=(",", ":")
+            )
+            (out / name).write_text(compact, encoding="utf-8")
+        elif (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pocket_moe.errors import PocketError
-from pocket_moe.shards import Shards, file_sha256
+from pocket_moe.shards import Shards, tokenizer_sha256
 
 
 def open_shards(work: Path, split: str, *folders: Path) -> Shards:
@@ -20,8 +20,8 @@ def open_shards(work: Path, split: str, *folders: Path) -> Shards:
     shards = Shards(work / "shards", split)
     for folder in folders:
         try:
-            found = file_sha256(folder / "tokenizer.json")
-        except OSError as error:
+            found = tokenizer_sha256(folder / "tokenizer.json")
+        except (OSError, ValueError) as error:
             raise PocketError(f"There is no model in {folder}: {error}", hint="Export it with train.py.") from error
         if found != shards.meta.tokenizer_sha256:
             raise PocketError(

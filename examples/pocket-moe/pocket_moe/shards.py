@@ -53,7 +53,7 @@ class Shards:
         if split not in self.meta.tokens or not self._is_whole(split):
             raise PocketError(f"The {split} shard in {directory} is incomplete.", hint=REMAKE)
         tokenizer = directory.parent / "tokenizer" / "tokenizer.json"
-        if tokenizer.is_file() and file_sha256(tokenizer) != self.meta.tokenizer_sha256:
+        if tokenizer.is_file() and tokenizer_sha256(tokenizer) != self.meta.tokenizer_sha256:
             raise PocketError(
                 f"The shards in {directory} were made with another tokenizer than {tokenizer}.", hint=REMAKE
             )
@@ -62,6 +62,16 @@ class Shards:
         sizes = len(self.tokens), len(self.domain), len(self.starts), int(self.starts[-1])
         tokens, documents = self.meta.tokens[split], self.meta.documents[split]
         return sizes == (tokens, documents, documents + 1, tokens)
+
+
+def tokenizer_sha256(path: Path) -> str:
+    """Of a ``tokenizer.json`` as the tokenizers library lays it out; spaces between its parts make no other tokenizer.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    laid_out = json.dumps(json.loads(path.read_bytes()), indent=2, ensure_ascii=False)
+    return hashlib.sha256(laid_out.encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -94,7 +104,7 @@ def write_shards(
         vocab_size=tokenizer.get_vocab_size(),
         eos_id=eos_id,
         domains=domains,
-        tokenizer_sha256=file_sha256(tokenizer_file),
+        tokenizer_sha256=tokenizer_sha256(tokenizer_file),
         documents={split: sum(map(len, texts.values())) for split, texts in splits.items()},
         tokens={split: sum(by_domain.values()) for split, by_domain in counts.items()},
         tokens_by_domain=counts,

@@ -22,7 +22,7 @@ true
 {{- include "expertmesh.layered" (list .root.Values.autoscaling.experts $own) -}}
 {{- end -}}
 
-{{/* The scheduler's knobs, and the targets that gateways count by. Bounds of experts are the widest of all groups: KEDA keeps each group's own. */}}
+{{/* The scheduler's knobs, and the targets that gateways count by. A shard group may have bounds of its own. */}}
 {{- define "expertmesh.autoscalingConfig" -}}
 {{- $scaling := .root.Values.autoscaling -}}
 {{- if eq .role "gateway" -}}
@@ -35,15 +35,16 @@ kubernetes: "on"
 kubernetes_selector: {{ include "expertmesh.matchLabels" . | quote }}
 sleep_after: {{ $scaling.sleepAfterSeconds }}
 scale_down_after: {{ $scaling.scaleDownAfterSeconds }}
-{{- $fewest := int $scaling.experts.minReplicas }}
-{{- $most := int $scaling.experts.maxReplicas }}
+fewest_replicas: {{ $scaling.experts.minReplicas }}
+most_replicas: {{ $scaling.experts.maxReplicas }}
+{{- $own := list }}
 {{- range $group, $_ := .root.Values.experts.perGroup }}
 {{- $bounds := include "expertmesh.groupBounds" (dict "root" $.root "group" $group) | fromYaml }}
-{{- $fewest = min $fewest (int $bounds.minReplicas) }}
-{{- $most = max $most (int $bounds.maxReplicas) }}
+{{- $own = append $own (printf "%s=%d:%d" $group (int $bounds.minReplicas) (int $bounds.maxReplicas)) }}
 {{- end }}
-fewest_replicas: {{ $fewest }}
-most_replicas: {{ $most }}
+{{- with $own }}
+shard_replicas: {{ join "," . | quote }}
+{{- end }}
 fewest_attention: {{ $scaling.attention.minReplicas }}
 most_attention: {{ $scaling.attention.maxReplicas }}
 fewest_gateways: {{ $scaling.gateway.minReplicas }}

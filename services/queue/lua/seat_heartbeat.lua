@@ -14,7 +14,7 @@ if mismatch then return mismatch end
 if v[3] == 'leaving' then status = v[3] end
 redis.call('ZADD', P .. 'seats', NOW + tonumber(v[1]), worker)
 
--- Of a report only the rows in flight, its last entry, may differ without being news to the scheduler.
+-- Of a report the rows in flight and the load, its last entries, may differ without being news to the scheduler.
 local function news()
   if status ~= v[3] then return true end
   if ARGV[4] == v[6] then return false end

@@ -10,6 +10,8 @@ from services.scheduler.scaling.targets import Replicas, Target
 
 PATIENCE_S = 90.0
 """KEDA and the HorizontalPodAutoscaler look every few seconds, and a step of theirs may take two looks."""
+TOLERANCE = 0.1
+"""Share of the replicas by which a HorizontalPodAutoscaler may be off without acting."""
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class Heeded:
                 self._compare(target, replicas, told[target].wanted)
 
     def _compare(self, target: Target, wanted: int, told: int) -> None:
-        if wanted == told:
+        if abs(wanted - told) <= TOLERANCE * told:
             self._since.pop(target, None)
             if target in self._said:
                 self._said.remove(target)

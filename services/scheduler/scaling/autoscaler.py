@@ -90,10 +90,12 @@ class Autoscaler:
         )
 
     async def _inherited(self, reading: Reading) -> State:
-        """What the leader before wanted; where Redis forgot that, what was asked for; else what is there."""
+        """What the leader before wanted or what was asked for, whichever is more: the one may be of long ago, the other
+        on its way. Where neither is known, what is there."""
         kept = unpack_targets(await self._sources.loads.targets())
         asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
-        return State.starting(reading.at, {**_there(reading), **asked, **kept})
+        told = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
+        return State.starting(reading.at, {**_there(reading), **told})
 
     def _say(self, before: State, state: State) -> None:
         told = before.targets

@@ -113,7 +113,7 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
     need = load.work / UTILISATION[target.role] * course.boost * coming
     if load.useful is not None:
         need = min(need, math.ceil(load.useful * coming))
-    bounds = options.bounds[target.role]
+    bounds = options.bounds_of(target)
     replicas = bounds.clamp(math.ceil(need - TOLERANCE))
     if replicas < course.wanted:
         replicas = min(course.wanted, bounds.clamp(math.ceil(need / ROOMY - TOLERANCE)))
@@ -170,5 +170,5 @@ def _blamed(signals: Signals, state: State, options: ScalingOptions) -> dict[Tar
 def _can_gain(target: Target, signals: Signals, state: State, options: ScalingOptions) -> bool:
     """Whether more replicas than are wanted would help at all."""
     load, course = signals.loads[target], state.courses.get(target, Course())
-    most = options.bounds[target.role].most
+    most = options.bounds_of(target).most
     return course.wanted < (most if load.useful is None else min(most, load.useful))

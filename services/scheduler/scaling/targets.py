@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -67,11 +67,17 @@ class ScalingOptions:
     """What an operator sets. Times in seconds."""
 
     bounds: Mapping[ScaledRole, Bounds]
-    """Those of ``experts`` hold for each shard group."""
+    """Those of ``experts`` hold for each shard group without its own."""
+    shards: Mapping[int, Bounds] = field(default_factory=dict)
+    """Shard groups with bounds of their own."""
     sleep_after_s: float = 0.0
     """Without requests; 0: the model never sleeps."""
     down_after_s: float = 120.0
     """For so long fewer replicas must have sufficed before there are fewer."""
+
+    def bounds_of(self, target: Target) -> Bounds:
+        own = None if target.shard is None else self.shards.get(target.shard)
+        return own or self.bounds[target.role]
 
     @classmethod
     def of(cls, settings: Settings) -> ScalingOptions:
@@ -81,6 +87,7 @@ class ScalingOptions:
                 "attention": Bounds(fewest=settings.fewest_attention, most=settings.most_attention),
                 "gateway": Bounds(fewest=settings.fewest_gateways, most=settings.most_gateways),
             },
+            shards={shard: Bounds(fewest=few, most=many) for shard, (few, many) in settings.shard_bounds().items()},
             sleep_after_s=settings.sleep_after,
             down_after_s=settings.scale_down_after,
         )

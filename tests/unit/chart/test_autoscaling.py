@@ -74,7 +74,8 @@ def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
     found = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in objects.items()}
     assert found == {"gateway": (3, 4), "attention": (1, 9), "experts-0": (1, 6), "experts-1": (2, 8)}
     config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert (config["fewest_replicas"], config["most_replicas"], config["most_attention"]) == (1, 8, 9)
+    assert (config["fewest_replicas"], config["most_replicas"], config["most_attention"]) == (2, 6, 9)
+    assert config["shard_replicas"] == "0=1:6,1=2:8"
 
 
 def test_the_scheduler_reads_what_it_is_told(render: Render, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

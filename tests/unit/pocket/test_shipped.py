@@ -20,7 +20,7 @@ MODEL = EXAMPLE / "model"
 SPECULATORS = sorted((EXAMPLE / "speculators").iterdir())
 MEGABYTE = 1_000_000
 LARGEST_DIFFERENCE = 3e-5
-HOOKS_AND_INDEX = 400_000
+HOOKS_AND_INDEX = 200_000
 """Bytes that git adds to a clone: sample hooks, the index of files, the pack's own index."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from pocket_moe.checkpoint import load_weights
 from pocket_moe.config import POCKET
 from pocket_moe.errors import PocketError
 from pocket_moe.heldout import Heldout
-from pocket_moe.shards import Shards
+from pocket_moe.shards import Shards, tokenizer_sha256
 
 CPU = torch.device("cpu")
 
@@ -154,7 +153,7 @@ def test_weights_never_go_with_another_tokenizer(
     assert "another one than the weights were trained with" in capsys.readouterr().err
     assert (model / "tokenizer.json").read_bytes() == exported
     meta = json.loads((work / "shards/meta.json").read_text())
-    meta["tokenizer_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    meta["tokenizer_sha256"] = tokenizer_sha256(file)
     (work / "shards/meta.json").write_text(json.dumps(meta))
     assert train("second", "--work", str(work), "--start", str(model)) == 1
     assert "another one than the weights were trained with" in capsys.readouterr().err

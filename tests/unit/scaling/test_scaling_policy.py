@@ -107,6 +107,18 @@ def test_bounds_hold_whatever_the_load() -> None:
     assert after(every_second(2, 200), state).targets == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
 
 
+def test_a_shard_group_may_have_bounds_of_its_own() -> None:
+    own = replace(SLEEPY, shards={0: Bounds(fewest=3, most=4)})
+    assert after([at(1)], options=own).targets[HOT] == 3
+    wanted = after([at(1, {HOT: 100.0, COLD: 100.0})], options=own).targets
+    assert (wanted[HOT], wanted[COLD]) == (4, 6)
+    assert after(every_second(1, 40, active=False), options=own).targets[HOT] == 0
+    work = {HOT: 4 * UTILISATION["experts"], ATTENTION: UTILISATION["attention"]}
+    full = after([at(1, work, ready={HOT: 4})], options=own)
+    slow = at(1 + SETTLE_S, work, ready={HOT: 4}, stall={HOT: 0.9}, tpot=2.0)
+    assert decide(slow, full, own).targets[ATTENTION] == 2, "a group at its most is not to blame"
+
+
 def test_more_seats_than_callers_are_never_wanted() -> None:
     assert after([at(1, {HOT: 5.0}, useful=2)]).targets[HOT] == 2
 

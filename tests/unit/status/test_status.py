@@ -11,8 +11,17 @@ from testkit.api_server import ApiServer, Object, labels, pod, workload
 
 from services.cli.main import main
 from services.status.kube import ClusterReader, connected
+from services.status.release import Release, Workload
+from services.status.verdict import judge
 
 GPU = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims"
+
+
+def test_a_model_that_sleeps_is_not_missed_by_an_account_that_may_not_see_what_wakes_it() -> None:
+    asleep = Workload(name="a", role="attention", group=None, wanted=0, ready=0, updated=0)
+    for scaled, missing in ((None, 0), (True, 0), (False, 1)):
+        found = Release(name="mesh", namespace="n", workloads=(asleep,), pods=(), scaled=scaled)
+        assert len(judge(found, None).missing) == missing
 
 
 def warning(uid: str, reason: str, message: str, kind: str = "Pod", name: str = "") -> Object:
