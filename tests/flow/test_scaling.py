@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -86,13 +87,15 @@ def test_the_shard_that_is_waited_for_grows_then_all_sleep_and_wake_together(tin
         awake = {"0": 1, "1": 1, "attention": 1, "gateway": 1}
         with mesh.load():
             wait_until(lambda: mesh.wanted()["0"] == 2, 40, "two seats of the slow shard are wanted")
+            wait_until(lambda: mesh.series("expertmesh_shard_busy_ratio", shard="0") > 0.5, 40, "its seat is busy")
             assert mesh.wanted() == awake | {"0": 2}
             assert mesh.series("expertmesh_shard_stall_ratio", shard="0") > 0.5
-            assert mesh.series("expertmesh_shard_busy_ratio", shard="0") > 0.5
             assert mesh.series("expertmesh_shard_busy_ratio", shard="1") < 0.5
         idle_since = time.monotonic()
         wait_until(lambda: mesh.wanted() == awake | {"0": 0, "1": 0, "attention": 0}, 40, "the model sleeps whole")
         assert time.monotonic() - idle_since >= SLEEP_AFTER_S - 1.5  # the leader looks each second
+        needed = partial(mesh.series, "expertmesh_needed_replicas", role="experts", shard="0")
+        wait_until(lambda: needed() < 0.5, 40, "the load of before has faded")
         asking = threading.Thread(target=mesh.ask, args=(200,))
         asking.start()
         wait_until(lambda: all(mesh.wanted().values()), 10, "a request wakes it", every_s=0.1)
