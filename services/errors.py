@@ -13,6 +13,7 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
     |-- KubernetesUnavailable   the API server does not answer, or refuses; what it said last grows stale
+    |   |-- KubernetesForbidden the account may not look
     |   `-- WatchExpired        it does not know any more since when it was watched
     |-- FabricError             two workers do not get along; the calls go to another replica
     |   |-- WireError           the peer sent bytes that are no frame, or a frame larger than allowed
@@ -125,6 +126,12 @@ class KubernetesUnavailable(ExpertMeshError):
     """The API server of Kubernetes does not answer, or refuses."""
 
     code = "kubernetes_unavailable"
+
+
+class KubernetesForbidden(KubernetesUnavailable):
+    """The account may not look."""
+
+    code = "kubernetes_forbidden"
 
 
 class WatchExpired(KubernetesUnavailable):

@@ -160,8 +160,7 @@ class AttentionRole:
             await self._hand_over(self._id, blamed)
             raise error.__cause__ from error
         finally:
-            experts.cancel()
-            telling.cancel()
+            await end_tasks([experts, telling])
 
     def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:
         link, began = built.link, time.monotonic()

@@ -10,7 +10,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -186,7 +187,8 @@ class SeatLink:
     def _use(self, connection: Connection, lanes: Lanes | None) -> None:
         try:
             if lanes is not None:
-                self._try_lane(connection, lambda: self._begin_lane(connection, lanes))
+                with self._lane_may_fail(connection):
+                    connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
             if self._open(connection):
                 self._follow(connection)
         finally:
@@ -218,17 +220,11 @@ class SeatLink:
             self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
             raise
 
-    def _begin_lane(self, connection: Connection, lanes: Lanes) -> None:
-        connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
-
-    def _follow_lane(self, attempt: Attempt, connection: Connection, frame: Frame) -> None:
-        if attempt.over(frame):
-            connection.attempt = None
-
-    def _try_lane(self, connection: Connection, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _lane_may_fail(self, connection: Connection) -> Iterator[None]:
         """Where there will be no lane rows go on in frames, unless one is required: then the connection ends."""
         try:
-            work()
+            yield
         except LaneFailed as error:
             attempt, connection.attempt = connection.attempt, None
             self._no_lane_until = soon(_WITHOUT_LANE_S)
@@ -239,11 +235,13 @@ class SeatLink:
             log.warning("Rows of %s go in frames: %s", self.name, error)
 
     def _take(self, connection: Connection, frame: Frame) -> None:
-        if (attempt := connection.attempt) is not None:
-            self._try_lane(connection, lambda: self._follow_lane(attempt, connection, frame))
+        if connection.attempt is not None:
+            with self._lane_may_fail(connection):
+                if connection.attempt.over(frame):
+                    connection.attempt = None
         match frame.kind:
-            case Kind.LANE:
-                pass
+            case Kind.LANE if self._facts.lanes is not None:
+                pass  # also of an attempt that is over
             case Kind.ANSWER:
                 self._take_answer(connection, message_of(frame, Answer), frame.payload)
             case Kind.FAILED:

@@ -37,6 +37,7 @@ from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
+from services.queue.tasks import end_tasks
 from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
@@ -197,8 +198,7 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         await drain.run()
         server.stop()
         await serving
-        following.cancel()
-        telling.cancel()
+        await end_tasks([following, telling])
     with contextlib.suppress(QueueUnavailable):
         await gateway.queue.leave()
 

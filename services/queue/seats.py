@@ -118,6 +118,7 @@ class SeatRegistry:
     ) -> None:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
         self._clock = clock
+        self._reading = asyncio.Lock()
         self._version = 0
         self._whole_at = 0.0
         self._seats: dict[int, tuple[list[Any], SeatState]] = {}
@@ -128,6 +129,10 @@ class SeatRegistry:
         Only changes travel, but for a reading of all seats every :data:`WHOLE_S`; until then the rows in flight and the
         load of a report may be those of before.
         """
+        async with self._reading:  # placement and scaling share this
+            return await self._read_seats()
+
+    async def _read_seats(self) -> list[SeatState]:
         whole = self._clock() >= self._whole_at + WHOLE_S
         version, every, ended, numbers, rows = await self._scripts.run("seats", 0 if whole else self._version)
         if every:

@@ -46,15 +46,14 @@ def _watched(settings: Settings) -> KubeReplicas | None:
 
 
 def _placement(
-    settings: Settings, redis: Redis, observer: Observer, watched: KubeReplicas | None
+    settings: Settings, redis: Redis, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
 ) -> Callable[[], ExpertPlacement]:
-    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     asked = settings.expert_groups
     groups = asked or max(1, settings.expert_workers)
-    registry, reader = SeatRegistry(redis, keys, limits), TableReader(redis, keys, limits)
+    reader = TableReader(redis, Keys(settings.namespace), QueueLimits.of(settings))
     hysteresis = Hysteresis(wait_s=settings.rebalance_after)
     return lambda: ExpertPlacement(
-        registry,
+        seats,
         reader,
         groups=groups,
         asked=asked,
@@ -64,18 +63,9 @@ def _placement(
     )
 
 
-def _autoscaler(
-    settings: Settings, redis: Redis, observer: Observer, watched: KubeReplicas | None
-) -> Callable[[], Autoscaler] | None:
+def _autoscaler(settings: Settings, sources: Sources, observer: Observer) -> Callable[[], Autoscaler] | None:
     if settings.autoscale == "off":
         return None
-    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
-    sources = Sources(
-        queue=SchedulerQueue(redis, keys, limits),
-        registry=SeatRegistry(redis, keys, limits),
-        loads=LoadReader(redis, keys, limits),
-        counts=watched,
-    )
     options = ScalingOptions.of(settings)
     groups = settings.expert_groups or settings.expert_workers
     fresh_s = max(settings.lease, 2 * WHOLE_S)  # loads come with whole readings of the seats
@@ -88,8 +78,10 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     registry = CollectorRegistry()
     watched = _watched(settings)
     redis = connect(settings.redis_url)
-    queue = SchedulerQueue(redis, Keys(settings.namespace), QueueLimits.of(settings))
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    queue, seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
     observer = Observer(SchedulerMetrics(registry), queue, watched)
+    sources = Sources(queue=queue, registry=seats, loads=LoadReader(redis, keys, limits), counts=watched)
     token = incarnation()
     scheduler = Scheduler(
         queue,
@@ -97,8 +89,8 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         observer,
         token=token,
         lease_s=settings.lease,
-        placement=_placement(settings, redis, observer, watched),
-        autoscaler=_autoscaler(settings, redis, observer, watched),
+        placement=_placement(settings, redis, seats, observer, watched),
+        autoscaler=_autoscaler(settings, sources, observer),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
     try:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.config import OptionParser, Settings, layer, parse_options
-from services.errors import ConfigError
+from services.errors import ConfigError, KubernetesUnavailable
 from services.queue.connect import connect
-from services.status.kube import ClusterReader, ClusterUnavailable, connected, has_kubeconfig, in_cluster
+from services.status.kube import ClusterReader, connected, has_kubeconfig, in_cluster
 from services.status.queue import Queue, QueueReader
 from services.status.release import Pod, Release
 from services.status.verdict import Status, judge
@@ -29,11 +29,11 @@ class Look:
         self._queue = queue
 
     async def status(self) -> Status:
-        """Raises ClusterUnavailable where the API server is all that could be asked, and does not tell."""
+        """Raises KubernetesUnavailable where the API server is all that could be asked, and does not tell."""
         cluster, queue = await asyncio.gather(asyncio.to_thread(self._release), self._depths())
-        if isinstance(cluster, ClusterUnavailable) and queue is None:
+        if isinstance(cluster, KubernetesUnavailable) and queue is None:
             raise cluster
-        if isinstance(cluster, ClusterUnavailable):
+        if isinstance(cluster, KubernetesUnavailable):
             return judge(None, queue, [f"Pods are not shown: {cluster.message}"])
         if cluster is None:
             return judge(None, queue)
@@ -42,14 +42,14 @@ class Look:
             notes.append(f"Pods are not shown: {cluster.blind}")
         return judge(cluster, queue, notes)
 
-    def _release(self) -> Release | ClusterUnavailable | None:
+    def _release(self) -> Release | KubernetesUnavailable | None:
         if self._cluster is None:
             return None
         try:
             reader = self._cluster()
             release = reader.read()
             return replace(release, pods=tuple(_explained(reader, pod) for pod in release.pods))
-        except ClusterUnavailable as error:
+        except KubernetesUnavailable as error:
             return error
 
     async def _depths(self) -> Queue | None:
@@ -62,7 +62,7 @@ def _explained(reader: ClusterReader, pod: Pod) -> Pod:
         return pod
     try:
         page = reader.ready_page(pod)
-    except ClusterUnavailable:
+    except KubernetesUnavailable:
         return pod
     return replace(pod, why=f"{pod.why}: {page}") if page else pod
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         ConfigError: an option is wrong, or nothing says which deployment.
-        ClusterUnavailable: there is nothing but the API server to ask, and it does not tell.
+        KubernetesUnavailable: there is nothing but the API server to ask, and it does not tell.
     """
     parser = _parser()
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "namespace"])

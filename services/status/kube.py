@@ -9,24 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.errors import ExpertMeshError
-from services.status.release import INSTANCE, NAME, SERVING, Object, Pod, Release, release, releases
+from services.errors import KubernetesForbidden, KubernetesUnavailable
+from services.kube import ACCOUNT, INSTANCE, NAME, ROLE
+from services.status.release import SERVING, Object, Pod, Release, release, releases
 
 _TIMEOUT_S = 5.0
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _HTTP_OK, _FORBIDDEN, _UNAVAILABLE = 200, 403, 503
-
-
-class ClusterUnavailable(ExpertMeshError):
-    """The API server does not answer, or refuses."""
-
-    code = "cluster_unavailable"
-
-
-class Forbidden(ClusterUnavailable):
-    """The account may not look."""
-
-    code = "cluster_forbidden"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +26,7 @@ class Answer:
 
 
 Get = Callable[[str, dict[str, str]], Answer]
-"""Path and query to an answer. Raises ClusterUnavailable."""
+"""Path and query to an answer. Raises KubernetesUnavailable."""
 
 
 class ClusterReader:
@@ -54,14 +42,14 @@ class ClusterReader:
         """Without pods where the account may not list them, as that of a scheduler.
 
         Raises:
-            ClusterUnavailable: the API server does not answer or refuses, or knows no release.
+            KubernetesUnavailable: the API server does not answer or refuses, or knows no release.
         """
         made = [*self._list("apis/apps/v1", "deployments"), *self._list("apis/apps/v1", "statefulsets")]
         name = self._chosen(releases(made), releases(each for each in made if self._is_mine(each)))
         ours = {"labelSelector": f"{INSTANCE}={name}"}
         try:
             pods, blind = self._list("api/v1", "pods", **ours), ""
-        except Forbidden as error:
+        except KubernetesForbidden as error:
             pods, blind = [], error.message
         found = release(
             name,
@@ -91,7 +79,7 @@ class ClusterReader:
         if self._name is not None:
             if self._name in names:
                 return self._name
-            raise ClusterUnavailable(
+            raise KubernetesUnavailable(
                 f"Namespace {self._namespace} has no release {self._name} of expertmesh.",
                 hint=f"It has {', '.join(names)}." if names else "It has none.",
             )
@@ -100,18 +88,18 @@ class ClusterReader:
         if len(names) != 1:
             found = f"has the releases {', '.join(names)}" if names else "has no release of expertmesh"
             hint = "Choose one with --release." if names else "Name another with --kube-namespace."
-            raise ClusterUnavailable(f"Namespace {self._namespace} {found}.", hint=hint)
+            raise KubernetesUnavailable(f"Namespace {self._namespace} {found}.", hint=hint)
         return names[0]
 
     def _list(self, api: str, kind: str, **query: str) -> list[Object]:
-        """Without a selector: all that carry a role of ours. Raises ClusterUnavailable."""
+        """Without a selector: all that carry a role of ours. Raises KubernetesUnavailable."""
         path = f"{api}/namespaces/{self._namespace}/{kind}"
-        answer = self._get(path, query or {"labelSelector": f"{INSTANCE},{NAME},app.kubernetes.io/component"})
+        answer = self._get(path, query or {"labelSelector": f"{INSTANCE},{NAME},{ROLE}"})
         if answer.status != _HTTP_OK:
-            error = Forbidden if answer.status == _FORBIDDEN else ClusterUnavailable
+            error = KubernetesForbidden if answer.status == _FORBIDDEN else KubernetesUnavailable
             raise error(f"The API server refuses {kind}: {_message(answer)}")
         items: list[Object] = json.loads(answer.text)["items"]
-        return [each for each in items if each["metadata"]["labels"].get("app.kubernetes.io/component") in SERVING]
+        return [each for each in items if each["metadata"]["labels"].get(ROLE) in SERVING]
 
     def _warnings(self) -> list[Object]:
         """Of all objects there; none where the account may not see them, for they only add to the reasons."""
@@ -137,7 +125,7 @@ def _message(answer: Answer) -> str:
 
 def in_cluster() -> bool:
     """Whether this process runs in a pod with an account."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists()
+    return "KUBERNETES_SERVICE_HOST" in os.environ and (ACCOUNT / "token").exists()
 
 
 def _kubeconfig() -> str:
@@ -154,26 +142,26 @@ def connected(context: str | None) -> tuple[Get, str]:
     """Requests with this pod's account, or as the kubeconfig says; and the namespace that goes with it.
 
     Raises:
-        ClusterUnavailable: the package is missing, or the configuration is unusable.
+        KubernetesUnavailable: the package is missing, or the configuration is unusable.
     """
     try:
         from kubernetes.client import ApiClient, Configuration
         from kubernetes.config import ConfigException, list_kube_config_contexts, load_incluster_config
         from kubernetes.config import load_kube_config as load
     except ImportError as error:
-        raise ClusterUnavailable(f"{error.name} is missing.", hint="Install the package `kubernetes`.") from error
+        raise KubernetesUnavailable(f"{error.name} is missing.", hint="Install the package `kubernetes`.") from error
     settings, file = Configuration(), _kubeconfig()
     try:
         if context is None and in_cluster():
             load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-            namespace = (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+            namespace = (ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
         else:
             load(file, context=context, client_configuration=settings)  # type: ignore[no-untyped-call]
             contexts, active = list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
             named = [each for each in contexts if each["name"] == context] if context else [active]
             namespace = str(named[0]["context"].get("namespace") or "default")
     except (ConfigException, OSError, ValueError, TypeError) as error:
-        raise ClusterUnavailable(f"The kubeconfig is unusable: {error}") from error
+        raise KubernetesUnavailable(f"The kubeconfig is unusable: {error}") from error
     settings.retries = False
     return _getter(ApiClient(settings)), namespace
 
@@ -193,6 +181,6 @@ def _getter(client: Any) -> Get:
             response = client.call_api(*request, _request_timeout=(_TIMEOUT_S, _TIMEOUT_S))
             return Answer(status=response.status, text=response.read().decode("utf-8", errors="replace"))
         except (HTTPError, OSError) as error:
-            raise ClusterUnavailable(f"The API server does not answer: {error}") from error
+            raise KubernetesUnavailable(f"The API server does not answer: {error}") from error
 
     return get

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.kube import INSTANCE, ROLE, SHARD
+
 Object = Mapping[str, Any]
 
-ROLE, GROUP = "app.kubernetes.io/component", "expertmesh.io/shard-group"
-INSTANCE, NAME = "app.kubernetes.io/instance", "app.kubernetes.io/name"
 SERVING = ("redis", "gateway", "scheduler", "attention", "experts")
 """Roles on a request's path, in the order in which they are shown."""
 _STILL_STARTING = ("ContainerCreating", "PodInitializing")
@@ -186,7 +186,7 @@ def _role(meta: Object) -> str:
 
 
 def _group(meta: Object) -> int | None:
-    group = meta.get("labels", {}).get(GROUP)
+    group = meta.get("labels", {}).get(SHARD)
     return None if group is None else int(group)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from services.errors import ConfigError, KubernetesUnavailable, WatchExpired
+from services.kube import ACCOUNT
 
 if TYPE_CHECKING:
     from kubernetes.client.api_client import ApiClient
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["statefulsets", "deployments"]
 Json = dict[str, Any]
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where Kubernetes puts a pod's token, the API server's authority and the name of the namespace."""
 WATCH_S = 30
 """After this the API server ends a watch, and the next one says that it is still there."""
 LATE_S = 10.0

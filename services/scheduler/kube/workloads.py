@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import cast, get_args
 
+from services.kube import ROLE, SHARD
 from services.scheduler.kube.api import Json
 from services.scheduler.scaling.targets import Replicas, ScaledRole, Target
-
-ROLE, SHARD = "app.kubernetes.io/component", "expertmesh.io/shard-group"
-"""Labels by which the chart says what a workload is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ class Meter:
         arrived = self._hear_gateways(reading, passed_s)
         self._hear_workers(reading)
         self._hear_seats(reading)
-        loads = {Target("experts", group): self._of_group(group, reading) for group in sorted(self._groups)}
+        loads = self._of_groups(reading)
         loads[Target("attention")] = self._of_attention(reading, passed_s)
         loads[Target("gateway")] = self._of_gateways(reading)
         under_way = reading.depth.requests + sum(worker.outstanding_requests for worker in reading.workers)
@@ -117,8 +117,20 @@ class Meter:
                 self._seats.tell(seat.info.id, load.up_s, totals, reading.at)
         self._seats.keep([seat.info.id for seat in reading.seats])
 
-    def _of_group(self, group: int, reading: Reading) -> Load:
-        seats = [seat for seat in reading.seats if seat.report.group == group and seat.stays and seat.status == "ready"]
+    def _of_groups(self, reading: Reading) -> dict[Target, Load]:
+        seats: dict[int, list[SeatState]] = {group: [] for group in sorted(self._groups)}
+        for seat in reading.seats:
+            if seat.report.group is not None and seat.stays and seat.status == "ready":
+                seats[seat.report.group].append(seat)
+        callers = self._callers(reading)
+        useful = max(1, sum(_lanes(load) for load in reading.loads.workers.values()))
+        return {
+            Target("experts", group): self._of_group(group, its, reading, callers, useful)
+            for group, its in seats.items()
+        }
+
+    def _of_group(self, group: int, seats: Sequence[SeatState], reading: Reading, callers: float, useful: int) -> Load:
+        """``callers``, ``useful``: exchanges that attention workers have under way at a time, mean and most."""
         names = [seat.info.id for seat in seats]
         busy, waiting = self._seats.total("busy", names), self._seats.total("waited", names)
         stall = self._stall(group, reading)
@@ -131,10 +143,10 @@ class Meter:
         )
         fresh = bool(seats) and all(self._seats.fresh(name, reading.at, self._lease_s) for name in names)
         return Load(
-            work=busy * held_back(self._callers(reading), waiting),
+            work=busy * held_back(callers, waiting),
             ready=len(seats),
             known=fresh and len(seats) >= _ready(reading, Target("experts", group)),
-            useful=max(1, sum(_lanes(load) for load in reading.loads.workers.values())),
+            useful=useful,
             stall=stall,
         )
 

@@ -22,6 +22,7 @@ from services.fabric.nccl_weights import checksum, fetch
 from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp_wire import Kind, LaneNote
 from services.model.experts import ExpertWeights
 from services.routing import ShardGroup
 
@@ -63,6 +64,15 @@ def test_a_seat_that_offers_a_lane_serves_links_without_one(served: Serve) -> No
     with linked(table_of(seat_of(served(lane="gloo"), 0))) as link:
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert lanes_in_use(link) == {0: False}
+
+
+def test_a_word_of_lanes_that_nobody_offered_ends_the_connection(served: Serve) -> None:
+    server = served()
+    with linked(table_of(seat_of(server, 0))) as link:
+        for peer in list(server._peers):
+            peer.send(Kind.LANE, LaneNote(key="x", value=b""))
+        assert settled(lambda: connections(link)[0] > 1)
+        assert torch.equal(send(link, ONES), 2 * ONES)
 
 
 def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:

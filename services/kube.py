@@ -1,0 +1,10 @@
+"""What the chart and the server agree on: labels of a release's objects, and where a pod finds its account."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROLE, SHARD = "app.kubernetes.io/component", "expertmesh.io/shard-group"
+INSTANCE, NAME = "app.kubernetes.io/instance", "app.kubernetes.io/name"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes puts a pod's token, the API server's authority and the name of the namespace."""
