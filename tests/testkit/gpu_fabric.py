@@ -35,11 +35,6 @@ Layers = Mapping[int, ExpertWeights]
 
 
 @cache
-def first_memory() -> CudaMemory:
-    return CudaMemory(FIRST)
-
-
-@cache
 def first_lanes() -> Lanes:
     return Lanes(NcclGroups(FIRST), required=True)
 
@@ -64,7 +59,7 @@ class GpuLinks:
     """Opens links, each once for the same experts: between GPUs that takes seconds.
 
     Args:
-        another_order: it adds partial sums.
+        another_order: it adds partial sums, or seats add with kernels that round differently for few rows and many.
     """
 
     def __init__(
@@ -133,7 +128,7 @@ class Way:
         if self.shared:
             made: Any = linked_shared(
                 table,
-                memory=first_memory(),
+                memory=CudaMemory(FIRST),  # the link closes it
                 device=FIRST,
                 unsummed=not self.summed,
                 seats=seats,
@@ -187,8 +182,12 @@ def gpu_ranks(gpus: int) -> GpuRanks:
 def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
     """Every implementation between GPUs, by name; made when there is a pool."""
 
-    def workers(way: Way, replicas: Sequence[int]) -> Callable[[GpuPool], GpuLinks]:
-        return lambda pool: GpuLinks(lambda layers: to_workers(pool, way, replicas, num_experts, layers))
+    def workers(way: Way, replicas: Sequence[int], *, another_order: bool = False) -> Callable[[GpuPool], GpuLinks]:
+        def links(pool: GpuPool) -> GpuLinks:
+            open_link = partial(to_workers, pool, way, replicas, num_experts)
+            return GpuLinks(open_link, another_order=another_order)
+
+        return links
 
     def mesh(way: Any, slices: int = 1) -> Callable[[GpuPool], GpuLinks]:
         def links(pool: GpuPool) -> GpuLinks:
@@ -203,7 +202,7 @@ def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
         "symm": workers(Way(shared=True), [2, 1]),
         "symm-summed": workers(Way(shared=True, summed=True), [2]),
         "nccl": workers(Way(shared=False), [2, 1]),
-        "nccl-reduced": workers(Way(shared=False, summed=True), [2]),
+        "nccl-reduced": workers(Way(shared=False, summed=True), [2], another_order=True),
         "mesh-nccl-flat": mesh("flat"),
         "mesh-nccl-hierarchical": mesh("hierarchical"),
         "mesh-nccl-sliced": mesh("flat", slices=2),

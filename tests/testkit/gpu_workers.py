@@ -160,7 +160,7 @@ class _Child:
     def __init__(self, gpu: int) -> None:
         self._device = torch.device("cuda", gpu)
         torch.cuda.set_device(self._device)
-        self._memory, self._lanes = CudaMemory(self._device), Lanes(NcclGroups(self._device))
+        self._lanes = Lanes(NcclGroups(self._device))
         self._servers: dict[int, ExpertServer] = {}
 
     def serve(
@@ -181,8 +181,8 @@ class _Child:
         symm = None
         if shared:
             symm = SymmHost(
-                compute, memory=self._memory, device=self._device, layers=list(experts), num_experts=num_experts,
-                hidden=hidden, dtype=getattr(torch, dtype),
+                compute, memory=CudaMemory(self._device), device=self._device, layers=list(experts),
+                num_experts=num_experts, hidden=hidden, dtype=getattr(torch, dtype),
             )  # fmt: skip
         server = serve(
             lambda layer, *rows: compute(layer, *(part.to(self._device) for part in rows)),

@@ -45,9 +45,12 @@ class SteppedLink:
     runs the step: all handles in flight, combined in the order asked for, again until it has settled.
     """
 
-    def __init__(self, link: SymmLink, layers: Sequence[int], hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, link: SymmLink, layers: Sequence[int], hidden: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> None:
         self.link, self._layers = link, list(layers)
-        self._nothing = torch.zeros(1, hidden, dtype=dtype), torch.full((1, SLOTS), -1), torch.zeros(1, SLOTS)
+        no_rows = torch.zeros(1, hidden, dtype=dtype), torch.full((1, SLOTS), -1), torch.zeros(1, SLOTS)
+        self._nothing = no_rows[0].to(device), no_rows[1].to(device), no_rows[2].to(device)
         self._waiting: list[Waiting] = []
         self._step = 0
 
@@ -146,7 +149,8 @@ def linked_shared(
     )  # fmt: skip
     try:
         assert link.lane.wait_for(len(table.seats) if seats is None else seats, READY_S), "no memory is shared"
-        yield SteppedLink(link, layers, hidden, tensors)
+        assert lanes is None or link.wait_ready(READY_S), "there are no lanes"  # else the first steps would use neither
+        yield SteppedLink(link, layers, hidden, tensors, device)
     finally:
         link.close()
 
