@@ -18,6 +18,7 @@ from testkit.kube import Cluster, table, until
 from testkit.prometheus import ADDRESS, Prometheus
 from testkit.release import NAME, PREFIX, Release
 from testkit.scaling_picture import figures, timeline
+from testkit.slow_group import slow_group, slow_rows
 from testkit.tide import Tide
 
 HOT, COLD = "experts-0", "experts-1"
@@ -32,14 +33,15 @@ SETTINGS = (
         "autoscaling.attention.maxReplicas=3",
         "autoscaling.experts.maxReplicas=3",
     ),
-    # Group 0 is the hot one: its seats get so little of a processor that steps of three attention workers wait for it.
-    *("experts.perGroup.0.resources.limits.cpu=100m", "experts.perGroup.0.resources.requests.cpu=20m"),
     *("experts.resources.requests.cpu=20m", "attention.resources.requests.cpu=20m", "attention.drainSeconds=20"),
 )
-
-
-TARGETS = ("--set-json", "autoscaling.targetTpotSeconds=0.14", "--set-json", "autoscaling.targetTtftSeconds=3600")
-"""One worker's token takes 0.09 s here, where the hot group has one replica, and those of three 0.27 s."""
+PAIR_S = 0.003
+"""What a row takes with each expert of the hot group, two of its four on average. The next token of eight requests,
+split over three attention workers, takes 0.08 s where three seats compute and 0.24 s where one does."""
+JSON = (
+    *("--set-json", "autoscaling.targetTpotSeconds=0.2", "--set-json", "autoscaling.targetTtftSeconds=3600"),
+    *slow_group(0, PAIR_S),
+)
 
 
 class Scaled:
@@ -52,7 +54,7 @@ class Scaled:
 
     def upgrade(self, *settings: str, wait: bool = True) -> None:
         words = ("--wait", "--timeout", "8m") if wait else ()
-        chart = [*self.cluster.chart("dev", *SETTINGS, *settings), *TARGETS]
+        chart = [*self.cluster.chart("dev", *SETTINGS, *settings), *JSON]
         self.cluster.helm("upgrade", "--install", NAME, *chart, "--namespace", self.namespace, *words)
 
     def counts(self) -> dict[str, int]:
@@ -78,6 +80,7 @@ class Scaled:
 def scaled(cluster: Cluster) -> Iterator[Scaled]:
     """Fixed replicas first, two of group 1, then KEDA."""
     with cluster.namespace("t-scaling") as namespace:
+        slow_rows(cluster, namespace)
         found = Scaled(cluster, namespace)
         fixed = ("autoscaling.enabled=false", "experts.perGroup.1.replicas=2", "attention.replicas=3")
         found.upgrade(*fixed)
@@ -193,7 +196,7 @@ async def test_an_upgrade_under_load_scales_nothing(scaled: Scaled) -> None:
 
 
 def _helm(scaled: Scaled) -> list[str]:
-    chart = [*scaled.cluster.chart("dev", *SETTINGS), *TARGETS]
+    chart = [*scaled.cluster.chart("dev", *SETTINGS), *JSON]
     return [helm_program(), "upgrade", NAME, *chart, "--namespace", scaled.namespace, "--wait", "--timeout", "8m"]
 
 
