@@ -150,6 +150,8 @@ def definitions() -> dict[str, Any]:
         "podLabels": _TEXTS,
         "podAnnotations": _TEXTS,
         "extraEnv": _OBJECTS,
+        "extraVolumes": _OBJECTS,
+        "extraVolumeMounts": _OBJECTS,
     }
     return {
         "strings": _TEXTS,

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
 _LATE_S = 0.2  # for requests that had come when idle connections were closed
+_LOOK_S = 0.05
 _MOST_DELAYS = 3
 _KEEP_ALIVE_S = 75  # longer than usual proxies keep theirs, so that they close first
 
@@ -84,21 +85,38 @@ class HttpServer:
     async def run(self) -> None:
         await self._server.serve(sockets=[self._listener])
 
-    def close_idle(self) -> None:
-        """Closes connections that wait for another request. Those whose first or next one is on its way, and new
-        ones, are served and close after their answer."""
+    def close_idle(self) -> int:
+        """Closes connections that have waited for another request for some time. Those whose first or next one is on
+        its way, and new ones, are served.
+
+        Returns:
+            How many remain on which an answer said, or may have, that the next request can come here: its head went
+            out before the app began to add ``Connection: close``.
+        """
         for connection in list(self._server.server_state.connections):
-            if _was_asked(connection) and not _unread(connection):
+            if _idle_s(connection) >= _LATE_S and not _unread(connection):
                 connection.shutdown()
+        return sum(_stays(connection) for connection in self._server.server_state.connections)
 
     def stop(self) -> None:
         """Closes the listener and idle connections; :meth:`run` returns when open ones are done."""
         self._server.should_exit = True
 
 
-def _was_asked(connection: Any) -> bool:
-    """Whether a request came on it (uvicorn's httptools protocol)."""
-    return connection.cycle is not None
+def _idle_s(connection: Any) -> float:
+    """How long it has waited for another request (uvicorn's httptools protocol); 0: it has an answer to give, or was
+    never asked."""
+    if connection.cycle is None or not connection.cycle.response_complete:
+        return 0.0
+    ends = connection.timeout_keep_alive_task
+    return asyncio.get_running_loop().time() - (ends.when() - connection.timeout_keep_alive) if ends else 0.0
+
+
+def _stays(connection: Any) -> bool:
+    """Whether it outlives the answer whose head it has sent."""
+    cycle = connection.cycle
+    started = cycle is not None and cycle.response_started
+    return bool(started and cycle.keep_alive and not connection.transport.is_closing())
 
 
 def _unread(connection: Any) -> bool:
@@ -115,7 +133,9 @@ class Drain:
     """The end of a gateway. For ``delay_s`` it takes requests, but says that it leaves: not ready, and each answer
     closes its connection. While requests keep coming it goes on, up to :data:`_MOST_DELAYS` times as long: who sends
     them has not heard yet. Then ``close_idle``, for a request on a connection that was kept would come here whatever
-    the cluster has heard; no new requests, time for the open ones, and a typed error for those that remain."""
+    the cluster has heard. An answer that had begun before may be followed by a request on its connection: it goes on
+    until these are idle, and closed, too. Then no new requests, time for the open ones, and a typed error for those
+    that remain ``timeout_s`` after the delay."""
 
     def __init__(
         self,
@@ -125,7 +145,7 @@ class Drain:
         timeout_s: float,
         delay_s: float = 0.0,
         *,
-        close_idle: Callable[[], None],
+        close_idle: Callable[[], int],
     ) -> None:
         self._intake = intake
         self._table = table
@@ -138,12 +158,12 @@ class Drain:
         """Returns when every job has ended."""
         self._intake.leaving = True
         await self._until_quiet()
-        self._close_idle()
-        await asyncio.sleep(min(_LATE_S, self._delay_s))
-        self._intake.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
+                await self._until_told()
+                self._intake.draining = True
                 await self._table.idle.wait()
+        self._intake.draining = True
         left = self._table.jobs()
         error = Draining("This server is shutting down.", hint="Send the request again.", retry_after_s=1.0)
         for job in left:
@@ -155,6 +175,14 @@ class Drain:
         await self._follower.cancels_heard(set())
         if left:
             log.warning("shutting down with %d requests unfinished", len(left))
+
+    async def _until_told(self) -> None:
+        """No connection is left on which a client may expect to be served; without a delay nobody is waited for."""
+        kept = self._close_idle()
+        await asyncio.sleep(min(_LATE_S, self._delay_s))
+        while kept and self._delay_s:
+            kept = self._close_idle()
+            await asyncio.sleep(_LOOK_S)
 
     async def _until_quiet(self) -> None:
         """Half of the delay without a request is quiet."""

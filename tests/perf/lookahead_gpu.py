@@ -1,6 +1,7 @@
 """Decode steps on a GPU, read at once and with lookahead: how long the GPU waits for the host between two steps.
 
     PYTHONPATH=.:kernels:tests python3 tests/perf/lookahead_gpu.py --out DIR    (one GPU, some 3 minutes)
+    ... --experts apart --layers 4    (two GPUs: experts on the second one, over shared memory)
 
 First it checks, in float32 and with ends that nobody knows ahead, that tokens are the same both ways; then it times
 256 sequences in bfloat16, for models of some depths in Qwen3-30B-A3B's shapes with few experts. Random weights.
@@ -24,6 +25,8 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -35,9 +38,12 @@ fill_in()  # before the project's imports
 
 import torch  # noqa: E402
 from testkit.decode_bench import Parts, random_dense, random_experts, request  # noqa: E402
+from testkit.gpu_fabric import Way, to_workers  # noqa: E402
+from testkit.gpu_workers import GpuPool  # noqa: E402
 
 from services.attention.engine import Engine  # noqa: E402
 from services.attention.graphs import CudaCapture  # noqa: E402
+from services.fabric.symm_link import SymmLink  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
 from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec  # noqa: E402
 
@@ -58,6 +64,7 @@ def main() -> int:
     parser.add_argument(
         "--graphs", nargs="+", default=["off", "on"], choices=["off", "on"], help="decode by CUDA graph"
     )
+    parser.add_argument("--experts", default="local", choices=["local", "apart"])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit", type=int, default=400, help="seconds")
     args = parser.parse_args()
@@ -75,21 +82,38 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for layers in args.layers:
         parts = random_parts(shapes(layers, device), device, torch.bfloat16)
-        for kind, graphs in product(args.kinds, args.graphs):
-            pair = [
-                timed(parts, kind, args.sequences, args.steps, graphs=graphs == "on", lookahead=ahead)
-                for ahead in (False, True)
-            ]
-            wrong += differ(pair[0].pop("tokens"), pair[1].pop("tokens"))
-            rows += [{"layers": layers, "draws": kind, "graphs": graphs, **row} for row in pair]
-            for row in rows[-2:]:
-                print(line(row), flush=True)
-            if wrong:
-                print("tokens differ", flush=True)
+        with apart(parts, args.sequences) if args.experts == "apart" else nullcontext() as link:
+            for kind, graphs in product(args.kinds, args.graphs):
+                pair = [
+                    timed(parts, kind, args.sequences, args.steps, graphs=graphs == "on", lookahead=ahead, link=link)
+                    for ahead in (False, True)
+                ]
+                wrong += differ(pair[0].pop("tokens"), pair[1].pop("tokens"))
+                rows += [{"layers": layers, "draws": kind, "graphs": graphs, **row} for row in pair]
+                for row in rows[-2:]:
+                    print(line(row), flush=True)
+                if wrong:
+                    print("tokens differ", flush=True)
+        if link is not None:
+            assert link.shared_steps, "no step went through shared memory"
+            print(f"{link.shared_steps} steps through shared memory, {link.repeated_steps} run again", flush=True)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "lookahead.json").write_text(json.dumps(rows, indent=1))
     return int(wrong > 0)
+
+
+@contextmanager
+def apart(parts: Parts, rows: int) -> Iterator[SymmLink]:
+    """A link to a process that has the experts on the next GPU."""
+    spec, pool = parts.model.spec, GpuPool(2)
+    layers = random_experts(spec, parts.model.device, torch.bfloat16)
+    way = Way(shared=True, summed=True, lane=False)  # as GPUs of one node do by default
+    try:
+        with to_workers(pool, way, [1], spec.num_experts, layers, rows=rows) as opened:
+            yield opened.link
+    finally:
+        pool.close()
 
 
 def differ(one: dict[str, list[int]], other: dict[str, list[int]]) -> bool:
@@ -237,11 +261,13 @@ class _Wait:
         self.gaps.waited_s += time.perf_counter() - began
 
 
-def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, lookahead: bool) -> dict[str, Any]:
+def timed(
+    parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, lookahead: bool, link: SymmLink | None = None
+) -> dict[str, Any]:
     draw, vocab = random.Random(1), parts.model.spec.vocab_size
     engine = engine_of(
         parts, max_num_seqs=sequences, max_num_batched_tokens=8192, kv_blocks=sequences * ((64 + steps + 40) // 16 + 2),
-        lookahead="all" if lookahead else "off", graphs=graphs,
+        lookahead="all" if lookahead else "off", graphs=graphs, link=link,
     )  # fmt: skip
     for number in range(sequences):
         prompt = [draw.randrange(vocab) for _ in range(draw.randrange(16, 65))]
@@ -258,9 +284,14 @@ def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, 
     for _ in range(20):
         step()
     gaps = Gaps(parts.model.device)
-    while engine._stepper.under_way:  # from a clean start: its marks are not ours
+
+    def finish() -> None:
+        """No step is under way any more."""
         engine._stepper._lookahead = "off"
-        step()
+        while engine._stepper.under_way:
+            step()
+
+    finish()  # from a clean start: its marks are not ours
     engine._stepper._lookahead = "all" if lookahead else "off"
     gaps.attach(engine)
     times, hosts, waits = list[float](), list[float](), list[float]()
@@ -273,6 +304,7 @@ def timed(parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, 
     if parts.model.device.type == "cuda":
         torch.cuda.synchronize()
     idle = gaps.idle()[5:]
+    finish()  # the link is the next engine's
     return {
         "lookahead": lookahead, "sequences": sequences, "step": statistics.median(times), "tokens": tokens,
         "idle": statistics.median(idle), "idle_p80": statistics.quantiles(idle, n=5)[-1],

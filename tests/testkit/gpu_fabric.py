@@ -143,7 +143,7 @@ class Way:
 
 @contextmanager
 def to_workers(
-    pool: GpuPool, way: Way, replicas: Sequence[int], num_experts: int, layers: Layers
+    pool: GpuPool, way: Way, replicas: Sequence[int], num_experts: int, layers: Layers, **options: Any
 ) -> Iterator[OnDevice]:
     """Group i has ``replicas[i]`` seats, each on the next GPU."""
     facts, places = facts_of(layers), itertools.count()
@@ -154,7 +154,7 @@ def to_workers(
 
     with (
         served(layers, num_experts, replicas, start, numbers=iter(pool.next_number, None)) as table,
-        way.linked(table, call_s=CALL_S, unavailable_s=CALL_S, **facts) as link,
+        way.linked(table, call_s=CALL_S, unavailable_s=CALL_S, **facts, **options) as link,
     ):
         yield link
 

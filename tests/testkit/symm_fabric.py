@@ -130,6 +130,7 @@ def linked_shared(
     device: torch.device = CPU,
     seats: int | None = None,
     lanes: Lanes | None = None,
+    rows: int = ROWS,
 ) -> Iterator[SteppedLink]:
     """Once ``seats``, else all of the table, share memory. A step waits ``call_s`` for a seat; ``lanes`` are tcp's."""
     memory, layers = memory or HostMemory(), list(table.group_of)
@@ -143,7 +144,7 @@ def linked_shared(
         memory=memory,
         device=device,
         layers=layers,
-        layout=Layout(rows=ROWS, hidden=hidden, slots=SLOTS, dtype=tensors, unsummed=unsummed),
+        layout=Layout(rows=rows, hidden=hidden, slots=SLOTS, dtype=tensors, unsummed=unsummed),
         node="",
         options=SymmOptions(deadline_s=call_s, quarantine_s=10.0, unavailable_s=unavailable_s),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 
@@ -11,6 +12,8 @@ import pytest
 from services.gateway.server import Drain
 from services.messages import TokenEvent
 
+IDLE_S = 0.3
+"""Longer than a connection has to be idle before it is closed."""
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
 
 
@@ -81,6 +84,51 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
     to_idle.close()
 
 
+async def test_whoever_was_not_told_that_it_leaves_is_served_on_the_same_connection(gateway, script) -> None:
+    """A stream that began before says nothing of its connection, so that a client may send its next request there."""
+    gateway.queue.answer = lambda request: script.events(request, [5, 6]) if gateway.intake.leaving else []
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(_post(ASK | {"stream": True}))
+    [request] = await gateway.queue.wait_for("admitted")
+    gateway.queue.emit(*script.events(request, [5, 6])[:1])
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"connection: close" not in head.lower()
+    drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
+    await asyncio.sleep(IDLE_S)
+    assert not gateway.intake.draining
+    gateway.queue.emit(*script.events(request, [5, 6])[1:])
+    async with asyncio.timeout(10):
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(_post(ASK))
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer.lower()
+    await drain
+    assert gateway.intake.draining
+    writer.close()
+
+
+async def test_a_connection_whose_client_stays_silent_is_closed_after_its_answer(gateway, script) -> None:
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(_post(ASK | {"stream": True}))
+    [request] = await gateway.queue.wait_for("admitted")
+    gateway.queue.emit(*script.events(request, [5, 6])[:1])
+    await reader.readuntil(b"\r\n\r\n")
+    drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
+    await asyncio.sleep(IDLE_S)
+    gateway.queue.emit(*script.events(request, [5, 6])[1:])
+    async with asyncio.timeout(10):
+        assert (await reader.read()).endswith(b"0\r\n\r\n")
+        await drain
+    writer.close()
+
+
+def _post(body: dict[str, object]) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    return head.encode() + b"\r\n\r\n" + text
+
+
 @pytest.mark.parametrize(("keeps_asking", "delays"), [(True, 3.0), (False, 1.0)])
 async def test_it_goes_on_while_requests_come_but_not_for_ever(gateway, script, keeps_asking, delays) -> None:
     gateway.queue.answer = lambda request: script.events(request, [5, 6])
@@ -100,6 +148,7 @@ async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(g
     late, to_late = await asyncio.open_connection(*address)
     to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    await asyncio.sleep(IDLE_S)
     os.write(to_late.get_extra_info("socket").fileno(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     gateway.server.close_idle()
     async with asyncio.timeout(10):
