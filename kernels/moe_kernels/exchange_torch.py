@@ -102,8 +102,8 @@ def sum_answers(
     addresses = [int(control[ANSWERS + group]) for group in range(groups)]
     want = int(control[BASE]) + exchange + 1
     for group, address in enumerate(addresses):
-        if address and not _arrived(_flags(address + section, layout, bucket), want, control):
-            control[FAILED] |= 1 << group
+        if address:
+            _wait_for(_flags(address + section, layout, bucket), want, control, 1 << group)
     if int(control[FAILED]):
         return
     group_TK = _groups(ids_TK, group_of_E)
@@ -142,13 +142,13 @@ def _groups(ids_TK: Tensor, group_of_E: Tensor) -> Tensor:
     return torch.where(known_TK, group_of_E[ids_TK.clamp(0, len(group_of_E) - 1).long()], -1)
 
 
-def _arrived(flags: Tensor, want: int, control: Tensor) -> bool:
+def _wait_for(flags: Tensor, want: int, control: Tensor, bit: int) -> None:
+    """At the deadline ``bit`` enters the failed word; a step that has failed already is nobody else's fault."""
     late = _Late(control)
-    while int(flags.min()) < want:
-        if int(control[FAILED]) or late():
-            return False
+    while int(flags.min()) < want and not int(control[FAILED]):
+        if late():
+            control[FAILED] |= bit
         time.sleep(_PAUSE_S)
-    return True
 
 
 class _Late:

@@ -92,7 +92,8 @@ class Steps(Protocol):
     """A :class:`StepBody` prepared to be started."""
 
     def start(self, step: Step, words: dict[int, int]) -> None:
-        """Queue a step; returns at once."""
+        """Queue a step; returns at once. One that was started before and has not ended is given up: an attention worker
+        starts the next when it has all answers, or has lost another seat that it counted on."""
         ...
 
     def idle(self) -> bool: ...
@@ -123,6 +124,8 @@ class GraphSteps:
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if not self.idle():
+                self._body.control.supersede()
             self._body.control.write(words)
             self._graphs[step.bucket, step.micro_batches].replay()
 
@@ -153,16 +156,18 @@ class ThreadSteps:
 
     def __init__(self, body: StepBody) -> None:
         self._body = body
-        self._waiting: queue.SimpleQueue[tuple[Step, dict[int, int]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[int, Step, dict[int, int]] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._under_way = 0
+        self._under_way, self._newest = 0, 0
         self._thread = threading.Thread(target=self._run, name="symm steps", daemon=True)
         self._thread.start()
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         with self._changed:
             self._under_way += 1
-        self._waiting.put((step, words))
+            self._newest += 1
+        self._body.control.supersede()
+        self._waiting.put((self._newest, step, words))
 
     def idle(self) -> bool:
         return self._under_way == 0
@@ -177,10 +182,11 @@ class ThreadSteps:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            step, words = item
+            number, step, words = item
             try:
                 self._body.control.write(words)
-                self._body.run(step.bucket, step.micro_batches)
+                if number == self._newest:  # if it is not by now, what sets it ends the waits of this one
+                    self._body.run(step.bucket, step.micro_batches)
             except Exception:  # the thread's boundary: the attention worker's deadline passes, other steps go on
                 log.exception("Step %d of epoch %d failed.", step.step, step.epoch)
             finally:

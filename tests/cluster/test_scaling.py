@@ -39,7 +39,7 @@ PAIR_S = 0.003
 """What a row takes with each expert of the hot group, two of its four on average. The next token of eight requests,
 split over three attention workers, takes 0.08 s where three seats compute and 0.24 s where one does."""
 JSON = (
-    *("--set-json", "autoscaling.targetTpotSeconds=0.2", "--set-json", "autoscaling.targetTtftSeconds=3600"),
+    *("--set-json", "autoscaling.targetTpotSeconds=0.5", "--set-json", "autoscaling.targetTtftSeconds=3600"),
     *slow_group(0, PAIR_S),
 )
 

@@ -84,7 +84,7 @@ class Run:
             if self.left_s < (DRAIN_S if self.options.only_kills else LAST_S):
                 break
             await self._kill("kill experts", workers[kill % len(workers)])
-            await self._shared(min(2, len(workers)))
+            await self._shared(min(2 * self.options.groups, len(workers)))
         if self.options.only_kills:
             return
         if self.left_s > LAST_S / 2:

@@ -220,14 +220,16 @@ class Gaps:
     waited_s: float = 0.0
 
     def attach(self, engine: Engine[Any]) -> None:
+        """A step begins on the device when the host has told its link so."""
         stepper: Any = engine._stepper
-        climb = stepper._climb
+        link: Any = engine._timed
+        begin = link.begin_step
 
-        def begun(*args: Any) -> Any:
+        def begun(*args: Any) -> None:
+            begin(*args)
             self.begins.append(self.event())
-            return climb(*args)
 
-        stepper._climb = begun
+        link.begin_step = begun
         stepper._mark = self.mark
 
     def event(self) -> Any:

@@ -36,9 +36,10 @@ MOST_BOOST = 4.0
 """A target that no number of replicas can meet costs no more than so many times what the load needs."""
 MOST_RATIO = 2.0
 SETTLE_S = 45.0
-"""After replicas came, before latencies say that they were too few."""
+"""After replicas came or went, before latencies say that they are too few."""
 COMFORTABLE = 0.8
-"""Latencies over their targets below which a boost fades; between this and 1 it stands."""
+"""Latencies over their targets below which a boost fades, as it does where too few requests come to tell; between this
+and 1 it stands."""
 BOOST_HALF_LIFE_S = 120.0
 STALLED, MOSTLY_STALLED = 0.2, 0.5
 """Share of steps spent waiting for a shard group from which on it is to blame for time per token, and for TTFT."""
@@ -54,7 +55,7 @@ class Course:
     need: float = 0.0
     ready: int = 0
     came_at: float = -math.inf
-    """When more were ready than before, or a boost rose."""
+    """When more or fewer became ready, fewer wanted, or a boost rose: latencies of before say nothing."""
 
     @property
     def wanted(self) -> int:
@@ -120,8 +121,9 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
     if not load.known:
         replicas = max(replicas, course.wanted)
     recent = [(then, many) for then, many in course.highest if then > at - options.down_after_s and many > replicas]
-    came_at = at if load.ready > course.ready else course.came_at
     highest = (*recent, (at, replicas))
+    changed = load.ready != course.ready or highest[0][1] < course.wanted
+    came_at = at if changed else course.came_at
     return Course(highest=highest, boost=course.boost, need=need, ready=load.ready, came_at=came_at)
 
 
@@ -143,8 +145,7 @@ def _boosted(
 
 
 def _comfortable(signals: Signals) -> bool:
-    ratios = [ratio for ratio in (signals.ttft, signals.tpot) if ratio is not None]
-    return bool(ratios) and max(ratios) < COMFORTABLE
+    return all(ratio is None or ratio < COMFORTABLE for ratio in (signals.ttft, signals.tpot))
 
 
 def _blamed(signals: Signals, state: State, options: ScalingOptions) -> dict[Target, float]:

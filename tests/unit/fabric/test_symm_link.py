@@ -23,12 +23,13 @@ from torch import Tensor
 from moe_kernels.exchange_layout import Layout
 from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
+from services.fabric import symm_host
 from services.fabric.symm_host import SymmHost
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import HostMemory, memory_for
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_server import ExpertServer
-from services.routing import even_groups
+from services.routing import ShardGroup, even_groups
 
 CPU = torch.device("cpu")
 HIDDEN, EXPERTS, SLOTS, ROWS = 4, 8, 2, 8
@@ -46,6 +47,7 @@ class Seat:
     """``held``: while it is set, the experts do not answer."""
 
     number: int
+    group: ShardGroup = GROUPS[0]
     held: threading.Event = field(default_factory=threading.Event)
     freed: threading.Event = field(default_factory=threading.Event)
     host: SymmHost = field(init=False)
@@ -53,10 +55,10 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.host = SymmHost(
-            self._compute, memory=HostMemory(), device=CPU, layers=[0], num_experts=EXPERTS, hidden=HIDDEN,
-            dtype=torch.float32,
+            self._compute, memory=HostMemory(), device=CPU, layers=list(self.group.experts), num_experts=EXPERTS,
+            hidden=HIDDEN, dtype=torch.float32,
         )  # fmt: skip
-        self.server = serve(scaled, seat=self.number, symm=self.host)
+        self.server = serve(scaled, seat=self.number, symm=self.host, experts=self.group.experts)
 
     def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.held.is_set():
@@ -65,16 +67,22 @@ class Seat:
 
 
 @contextmanager
-def linked(seats: list[Seat], *, node: str = "here", deadline_s: float = LONG_S) -> Iterator[SymmLink]:
+def linked(
+    seats: list[Seat],
+    *,
+    node: str = "here",
+    deadline_s: float = LONG_S,
+    groups: tuple[ShardGroup, ...] = GROUPS,
+) -> Iterator[SymmLink]:
     """Once all seats of this node share memory."""
-    places = [msgspec.structs.replace(seat_of(seat.server, seat.number), node="here") for seat in seats]
-    table = table_of(*places, groups=GROUPS)
+    places = [seat_of(seat.server, seat.number, seat.group.number) for seat in seats]
+    table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
     link = SymmLink(
         lambda rider: TcpLink(table, hello=hello(), secret=SECRET, timing=FAST, rider=rider, unavailable_s=LONG_S),
         table,
         memory=HostMemory(),
         device=CPU,
-        layers=[0],
+        layers=list(groups[0].experts),
         layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
         node=node,
         options=SymmOptions(deadline_s=deadline_s, quarantine_s=LONG_S),
@@ -189,6 +197,33 @@ def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
         found, expected, tries = step(link, 3)
         assert torch.equal(found, expected)
         assert (tries, link.shared()) == (1, {0: 1})
+
+
+def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Group 1 gets no rows of layer 1, since the step ended when group 0's seat died in layer 0."""
+    monkeypatch.setattr(symm_host, "WAIT_S", LONG_S)
+    groups = even_groups([0, 1], EXPERTS, 2)
+    seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
+    seats[0].held.set()
+    x_TD, ids_TK, weights_TK = torch.ones(3, HIDDEN), torch.tensor([[1, 6]]).expand(3, SLOTS), torch.ones(3, SLOTS)
+
+    def run(link: SymmLink, number: int) -> tuple[bool, list[Tensor]]:
+        link.begin_step(number, [3])
+        found = [link.combine(link.dispatch(layer, x_TD, ids_TK, weights_TK)) for layer in (0, 1)]
+        return link.settled(), found
+
+    with linked(seats, groups=groups) as link:
+        threading.Timer(0.2, seats[0].server.close).start()
+        began = time.monotonic()
+        assert not run(link, 1)[0]
+        seats[0].freed.set()
+        settled, found = run(link, 2)
+        assert settled
+        assert link.shared() == {0: 1, 1: 2}
+        assert all(torch.equal(y_TD, x_TD * 9) for y_TD in found)
+        assert time.monotonic() < began + LONG_S / 2
 
 
 @pytest.mark.parametrize(("choice", "found"), [("off", type(None)), ("auto", type(None)), ("host", HostMemory)])

@@ -227,6 +227,18 @@ def test_a_push_fades_when_latencies_are_well_below_their_targets() -> None:
     assert pushed > 1
     assert after(every_second(60, 1000, **how, ttft=0.9), state).targets[ATTENTION] == pushed, "just met: it stands"
     assert after(every_second(60, 3000, **how, ttft=0.5), state).targets[ATTENTION] == 1
+    assert after(every_second(60, 3000, **how), state).targets[ATTENTION] == 1, "too few requests to tell"
+
+
+def test_latencies_of_before_the_load_fell_push_nobody() -> None:
+    """Those that are told cover half a minute, in which one replica has gone already."""
+    patient = replace(OPTIONS, down_after_s=20.0, bounds=OPTIONS.bounds | {"experts": Bounds(fewest=1, most=3)})
+    how = {"ready": {HOT: 3}, "stall": {HOT: 0.9}}
+    busy = after(every_second(1, 120, work={HOT: 2.2}, tpot=2.0, **how), options=patient)
+    assert busy.targets[HOT] == 3
+    calm = after(every_second(121, 30, work={HOT: 0.3}, tpot=2.0, **how), busy, patient)
+    calm = after(every_second(151, 20, work={HOT: 0.3}, **how), calm, patient)
+    assert calm.targets[HOT] == 1
 
 
 WORK = st.floats(0, 20)
