@@ -45,8 +45,10 @@ class ControlBlock:
             self.words[FAILED : FAILED + 1].copy_(self._abort, non_blocking=True)
 
     def supersede(self) -> None:
-        """End the step whose words were written last, even if the stream has not come to them, before the next write. For
-        the thread that writes."""
+        """End the step whose words were written last, even if the stream has not come to them, before the next write.
+
+        For the thread that writes.
+        """
         if self._aside is None:
             self.abort()
             return

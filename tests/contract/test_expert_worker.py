@@ -103,6 +103,15 @@ class Stage:
             while set(await self.floor.seats()) != workers:
                 await asyncio.sleep(0.01)
 
+    async def until_listed(self, *workers: str) -> None:
+        """A worker that calls itself ready has yet to tell Redis, and the leader to see it there."""
+        async with asyncio.timeout(10):
+            while (table := await self.floor.reader.read_table()) is None or sorted(
+                seat.worker for seat in table.seats
+            ) != sorted(workers):
+                await self.placement.turn(self.floor.e)
+                await asyncio.sleep(0.01)
+
     async def table(self) -> RoutingTable:
         table = await self.floor.reader.read_table()
         assert table is not None
@@ -143,7 +152,7 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
         assert workers[0].missing() == ["a seat"]
         await stage.until(lambda: all(worker.status == "ready" for worker in workers))
         await stage.until(lambda: not any(worker.missing() for worker in workers))
-        await stage.placement.turn(floor.e)
+        await stage.until_listed("a", "b")
         assert await stage.listed() == {"a": workers[0].serving.port, "b": workers[1].serving.port}
         assert {worker.group.number for worker in workers} == {0, 1}
         seats = {worker.seat for worker in workers}
@@ -205,7 +214,7 @@ async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_bef
     async with stage_of(floor, groups=1) as stage:
         workers = [stage.start("a"), stage.start("b")]
         await stage.until(lambda: all(worker.status == "ready" for worker in workers))
-        await stage.placement.turn(floor.e)
+        await stage.until_listed("a", "b")
         link = Link()
         follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
         following = asyncio.create_task(follower.run())
@@ -230,14 +239,14 @@ async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floo
     async with stage_of(floor, groups=2) as stage:
         workers = {name: stage.start(name) for name in ("a", "b", "c")}
         await stage.until(lambda: all(worker.status == "ready" for worker in workers.values()))
-        await stage.placement.turn(floor.e)
+        await stage.until_listed("a", "b", "c")
         alone = next(name for name, worker in workers.items() if worker.group.number == 1)
         stage.tasks[alone][2].cancel()
         lost = await stage.table()
         await floor.lapse(alone)
         await stage.until(lambda: {w.group.number for n, w in workers.items() if n != alone and w.group} == {0, 1})
         await stage.until(lambda: all(w.status == "ready" for n, w in workers.items() if n != alone))
-        await stage.placement.turn(floor.e)
+        await stage.until_listed(*(workers.keys() - {alone}))
         table = await stage.table()
         assert table.epoch >= lost.epoch + 2
         assert sorted(seat.group for seat in table.seats) == [0, 1]

@@ -197,6 +197,18 @@ def test_experts_that_stay_with_attention_have_no_scale_of_their_own(render: Ren
     assert scaled(render(*ON, "attention.experts=local", apis=KEDA)).keys() == {"gateway", "attention"}
 
 
+def test_the_alert_on_the_most_replicas_knows_the_bounds_of_single_groups(render: Render) -> None:
+    bounds = (
+        "autoscaling.experts.maxReplicas=6",
+        "experts.perGroup.1.maxReplicas=8",
+        "experts.perGroup.0.minReplicas=1",
+    )
+    rules = named(render(*ON, *bounds, apis=KEDA), "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
+    [asked] = [rule["expr"] for rule in rules if rule["alert"] == "ExpertmeshAtMostReplicas"]
+    found = set(re.findall(r'role="(\w+)"(?:,shard(!?[~=]+"\d+"))?\}\) >= (\d+)', asked))
+    assert found == {("attention", "", "4"), ("gateway", "", "4"), ("experts", '!~"1"', "6"), ("experts", '="1"', "8")}
+
+
 def test_alerts_ask_for_series_that_there_are(rendered: Objects) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
