@@ -65,6 +65,8 @@ class Seats:
         self.links: dict[tuple[int, str, int, str, int], SeatLink] = {}
         self.groups: dict[int, ShardGroup] = {}
         self.closed = False
+        self._turns: dict[int, float] = {}
+        """By group, where the turn of the seat that was chosen last began: newcomers start from there."""
         self._call_s = call_s
         self._unavailable_s = unavailable_s
         self._quarantine_s = quarantine_s
@@ -141,11 +143,16 @@ class Seats:
         link.quarantined_until = soon(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:
-        """The replica with the fewest rows outstanding for its speed, the lowest seat of equals; one whose lane is not
-        there yet only where there is no other."""
+        """The replica with the fewest rows outstanding for its speed, of equals the one that was sent the fewest.
 
-        def order(link: SeatLink) -> tuple[bool, float, int]:
-            return link.awaits_lane, link.outstanding_rows / link.seat.capacity, link.seat.number
+        So the calls of an attention worker, one at a time, go round, and workers that meet at a seat then follow one
+        another. One whose lane is not there yet gets rows only where there is no other.
+        """
+        turn = self._turns.get(part.rows.group, 0.0)
+
+        def order(link: SeatLink) -> tuple[bool, float, float, int]:
+            outstanding = link.outstanding_rows / link.seat.capacity
+            return link.awaits_lane, outstanding, max(link.turn, turn), link.seat.number
 
         return min((link for link in self.links.values() if self._may_take(link, part, now)), key=order, default=None)
 
@@ -169,6 +176,8 @@ class Seats:
         rows, reduced = part.rows, part.dispatch.reduced
         tensors = [rows.ids_RK, rows.weights_RK] if reduced else [rows.ids_RK]
         answer_rows = len(rows.index_R) if reduced else len(rows.pairs_P)
+        self._turns[rows.group] = begins = max(link.turn, self._turns.get(rows.group, 0.0))
+        link.turn = begins + part.dispatch.rows / link.seat.capacity
         connection = (link.seat.number, link.connections)
         if connection not in part.again_at:  # what failed here before does not prove that anybody can answer
             part.starving_since = None

@@ -6,8 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from testkit.tcp_fabric import Compute, double, linked, part_of, seat_of, send, serve, table_of, tcp_link
@@ -119,6 +121,53 @@ def test_rows_go_to_the_replica_with_the_fewest_outstanding(served: Serve) -> No
             gate.open.set()
         for rows, handle in zip((5, 2, 2, 2), handles, strict=True):
             assert (link.combine(handle) == 2 * rows).all()
+
+
+def test_calls_one_at_a_time_go_to_all_replicas_by_their_speed_newcomers_too(served: Serve) -> None:
+    servers = [served(), served(), served()]
+    seats = [seat_of(server, number) for number, server in enumerate(servers)]
+    seats[1] = msgspec.structs.replace(seats[1], capacity=2.0)
+
+    def calls() -> list[int]:
+        return [server.counts.calls for server in servers]
+
+    with linked(table_of(*seats[:2])) as link:
+        for _ in range(30):
+            link.combine(dispatch(link, 2))
+        assert calls() == [10, 20, 0]
+        link.apply(table_of(*seats, epoch=2))
+        until(lambda: len(link.usable()) == 3)
+        for _ in range(40):
+            link.combine(dispatch(link, 2))
+    assert calls() == [pytest.approx(20, abs=1), pytest.approx(40, abs=1), pytest.approx(10, abs=1)]
+
+
+def test_workers_that_meet_at_a_replica_spread_over_all(served: Serve) -> None:
+    """Each has one call under way, and knows nothing of the others."""
+    gate, computing, most = threading.Lock(), 0, 0
+
+    def slow(_layer: int, x_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
+        nonlocal computing, most
+        with gate:
+            computing += 1
+            most = max(most, computing)
+        time.sleep(0.02)
+        with gate:
+            computing -= 1
+        return x_TD * 2
+
+    servers = [served(slow, join_rows=1) for _ in range(3)]
+    table = table_of(*(seat_of(server, number) for number, server in enumerate(servers)))
+
+    def work(link: TcpLink) -> None:
+        for _ in range(30):
+            link.combine(dispatch(link, 1))
+
+    with linked(table) as one, linked(table) as two, linked(table) as three, ThreadPoolExecutor(3) as pool:
+        for working in [pool.submit(work, link) for link in (one, two, three)]:
+            working.result()
+    assert [server.counts.calls for server in servers] == [30, 30, 30]
+    assert most == 3
 
 
 def test_calls_are_joined_by_layer_in_the_order_of_arrival(served: Serve) -> None:
