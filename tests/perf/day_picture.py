@@ -14,6 +14,8 @@ from pocket_moe.plots import Picture, Scale, steps  # noqa: E402
 
 WIDTH, LEFT, RIGHT, TOP = 980, 64, 24, 92
 HEIGHT, GAP = 130, 40
+EVERY = 3
+"""Minutes to a point, which has the most of them."""
 SHADES = ("a", "b", "c", "d")
 
 
@@ -76,7 +78,10 @@ def _panel(
     drawing.text(x, top - 8, title)
     x += 8 + 7 * len(title)
     for style, name, values in lines:
-        points = [(hours.at(minute / 60), height.at(value)) for minute, value in enumerate(values[:minutes])]
+        points = [
+            (hours.at(minute / 60), height.at(max(values[minute : minute + EVERY])))
+            for minute in range(0, minutes, EVERY)
+        ]
         drawing.line(_corners(points), style=style, faint=style == "d")
         if name:
             drawing.line([(x, top - 12), (x + 16, top - 12)], style=style, faint=style == "d")
