@@ -81,8 +81,8 @@ class Tide:
             text += chunk.choices[0].text
         return text
 
-    def p99(self, began: float, ended: float) -> float:
-        """Of the gaps between tokens that came from ``began`` to ``ended``, Unix times; s."""
+    def gap_s(self, share: float, began: float, ended: float) -> float:
+        """So many of the gaps between tokens that came from ``began`` to ``ended``, Unix times, were no longer; s."""
         gaps = sorted(met.gap_s for met in self.met if began <= met.at < ended)
         assert len(gaps) >= 20, f"only {len(gaps)} tokens"
-        return gaps[int(0.99 * len(gaps))]
+        return gaps[int(share * len(gaps))]
