@@ -123,11 +123,16 @@ async def test_a_hot_shard_gets_replicas_and_gives_them_back(scaled: Scaled) -> 
     ended = time.time()
     edges = [*marks.values(), ended]
     rows = [
-        (name, ended - began, *(1e3 * tide.gap_s(share, began, ended) for share in (0.5, 0.99)))
-        for (name, began), ended in zip(marks.items(), edges[1:], strict=True)
+        (name, end - began, *(1e3 * tide.gap_s(share, began, end) for share in (0.5, 0.99)))
+        for (name, began), end in zip(marks.items(), edges[1:], strict=True)
     ]
     print(f"\n{tide.finished} requests; phase, s, p50 and p99 inter-token latency in ms\n" + table(rows))
-    _draw(scaled, marks, ended, f"A hot shard under KEDA: {tide.finished} requests, {len(tide.failed)} failed")
+    _draw(
+        scaled,
+        marks,
+        ended,
+        f"A hot shard under KEDA: {tide.finished} requests, {len(tide.failed)} failed, {len(tide.wrong)} changed",
+    )
     assert (tide.failed, tide.wrong) == ([], [])
 
 
