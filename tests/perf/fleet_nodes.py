@@ -4,7 +4,8 @@
 
 Real are the API server, the controllers, the scheduler of pods and KEDA; pods on fake nodes run nothing and are ready
 at once. Needs a cluster by KUBE_TOOL, which goes on running afterwards without the fake nodes and the release.
-``--scaled``: with ScaledObjects, where the cluster has KEDA. ``--release-only``: no nodes, just the release's size.
+``--scaled``: with ScaledObjects, which a real pod tells what is wanted, as a leading scheduler would; then it wants one
+replica more of some groups. ``--release-only``: no nodes, just the release's size.
 """
 
 from __future__ import annotations
@@ -16,17 +17,37 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 from testkit.chart import CHART
-from testkit.kube import Cluster, started
+from testkit.kube import IMAGES, TAG, Cluster, started
 
 NAMESPACE, RELEASE = "fleet-nodes", "mesh"
 LIMIT_BYTES = 1 << 20
 """Of a Secret, and so of what Helm keeps of a release."""
+LEADER, PYTHON, COUNTS = "leader", "/opt/expertmesh/bin/python", "/tmp/counts"
+_PAGE = f'''
+import http.server, json, pathlib
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        rows = json.loads(pathlib.Path("{COUNTS}").read_text())
+        line = 'expertmesh_wanted_replicas{{role="%s",shard="%s"}} %d\\n'
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write("".join(line % tuple(row) for row in rows).encode())
+
+    def log_message(self, *words):
+        pass
+
+http.server.ThreadingHTTPServer(("", 9100), Page).serve_forever()
+'''
+GROWN, SCALED_S = 10, 180.0
 WATCHED = ("kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler")
 
 
@@ -46,9 +67,34 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
         url = "http://prometheus.monitoring.svc:9090"
         fewest = {"experts": args.replicas, "attention": args.attention, "gateway": args.gateways}
         bounds = {role: {"minReplicas": count, "maxReplicas": max(64, count)} for role, count in fewest.items()}
-        values["autoscaling"] = {"enabled": True, "prometheus": {"serverAddress": url}, **bounds}
-        values["metrics"] = {"podMonitor": {"enabled": True}}
+        prometheus = {"serverAddress": url, "matchers": f'namespace="{NAMESPACE}",pod="{LEADER}"'}
+        values["autoscaling"] = {"enabled": True, "prometheus": prometheus, **bounds}
     return values
+
+
+def _leader() -> list[dict[str, Any]]:
+    """The pod that says what is wanted, and the monitor that has it asked."""
+    labels = {"fleet": LEADER}
+    pod = {
+        "containers": [
+            {
+                "name": LEADER,
+                "image": f"expertmesh-control:{TAG}",
+                "command": [PYTHON, "-c", _PAGE],
+                "ports": [{"name": "metrics", "containerPort": 9100}],
+            }
+        ]
+    }
+    endpoint = {"port": "metrics", "interval": "2s"}
+    return [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": LEADER, "labels": labels}, "spec": pod},
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PodMonitor",
+            "metadata": {"name": LEADER},
+            "spec": {"selector": {"matchLabels": labels}, "podMetricsEndpoints": [endpoint]},
+        },
+    ]
 
 
 class Load:
@@ -142,10 +188,47 @@ class Nodes:
         self.show("at rest", load.figures())
 
     def scaled(self) -> None:
+        """Until all ScaledObjects are ready; then until KEDA has followed a wish for more."""
+        cluster, args = self._cluster, self._args
+        cluster.run(cluster.tool, "build", "-t", f"expertmesh-control:{TAG}", *IMAGES["expertmesh-control"])
+        for each in _leader():
+            cluster.kubectl("-n", NAMESPACE, "apply", "-f", "-", text=json.dumps(each))
+        cluster.kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", f"pod/{LEADER}", "--timeout=120s")
+        groups = {("experts", str(number)): args.replicas for number in range(args.groups)}
+        counts = {**groups, ("attention", ""): args.attention, ("gateway", ""): args.gateways}
+        began, load = time.monotonic(), Load()
+        self._want(counts)
+        self._until("ready", lambda: self._states()["True"], len(counts), began)
+        hpas = len(cluster.items(NAMESPACE, "hpa"))
+        self.show("keda", {"ready": self._states(), "hpas": hpas, "seconds": round(time.monotonic() - began, 1)})
+        began = time.monotonic()
+        more = {("experts", str(number)): args.replicas + 1 for number in range(GROWN)}
+        self._want(counts | more)
+        first = self._until("grown", self._grown, 1, began)
+        last = self._until("grown", self._grown, GROWN, began)
+        self.show("one more of some groups", {"groups": self._grown(), "first_s": first, "all_s": last})
+        self.show("meanwhile", load.figures())
+
+    def _want(self, counts: dict[tuple[str, str], int]) -> None:
+        text = json.dumps([[role, shard, count] for (role, shard), count in counts.items()])
+        write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+        self._cluster.kubectl("-n", NAMESPACE, "exec", LEADER, "--", PYTHON, "-c", write, COUNTS, text)
+
+    def _until(self, what: str, count: Callable[[], int], wanted: int, began: float) -> float:
+        """Seconds, or all there are."""
+        while (found := count()) < wanted and time.monotonic() - began < SCALED_S:
+            print(f"  {time.monotonic() - began:.0f} s: {found} of {wanted} {what}", flush=True)
+            time.sleep(2)
+        return round(time.monotonic() - began, 1)
+
+    def _states(self) -> Counter[str]:
         path = "jsonpath={range .items[*]}{.status.conditions[?(@.type=='Ready')].status}{'\\n'}{end}"
-        states = Counter(self._cluster.kubectl("-n", NAMESPACE, "get", "scaledobjects", "-o", path).split())
-        hpas = len(self._cluster.items(NAMESPACE, "hpa"))
-        self.show("keda", {"ready": states, "hpas": hpas})
+        return Counter(self._cluster.kubectl("-n", NAMESPACE, "get", "scaledobjects", "-o", path).split())
+
+    def _grown(self) -> int:
+        path = "jsonpath={range .items[*]}{.spec.replicas}{'\\n'}{end}"
+        found = self._cluster.kubectl("-n", NAMESPACE, "get", "statefulsets", "-o", path).split()
+        return found.count(str(self._args.replicas + 1))
 
     def away(self) -> None:
         began = time.monotonic()
@@ -183,9 +266,9 @@ def main() -> None:
         if not args.release_only:
             nodes.settle()
             nodes.spread()
+            nodes.rest(20)
             if args.scaled:
                 nodes.scaled()
-            nodes.rest(20)
     finally:
         nodes.away()
         if args.json:
