@@ -175,8 +175,6 @@ class SymmHost:
         return Taken(ticket=guest.region.ticket, place=guest.place)
 
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
-        if guest.body is not None:
-            guest.body.control.abort()
         if guest.steps is not None:
             guest.steps.close()
         guest.steps = guest.body = None

@@ -93,7 +93,7 @@ class Steps(Protocol):
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         """Queue a step; returns at once. One that was started before and has not ended is given up: an attention worker
-        starts the next when it has all answers, or has lost another seat that it counted on."""
+        starts the next when it has all answers, has lost another seat that it counted on, or waits no longer."""
         ...
 
     def idle(self) -> bool: ...
@@ -102,7 +102,9 @@ class Steps(Protocol):
         """Until all that was started has ended, which it does: every wait has its deadline."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what waits, in the thread that started it."""
+        ...
 
 
 class GraphSteps:
@@ -136,6 +138,8 @@ class GraphSteps:
         self._stream.synchronize()
 
     def close(self) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._body.control.supersede()
         self.wait()
         self._graphs.clear()
 
@@ -177,6 +181,8 @@ class ThreadSteps:
             self._changed.wait_for(self.idle)
 
     def close(self) -> None:
+        self._newest += 1
+        self._body.control.supersede()
         self._waiting.put(None)
         self._thread.join()
 

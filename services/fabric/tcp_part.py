@@ -143,18 +143,20 @@ class Seats:
         link.quarantined_until = soon(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:
-        """The replica with the fewest rows outstanding for its speed, of equals the one that was sent the fewest.
+        """The replica with the fewest rows outstanding for its speed; of equals, with the fewest calls so far for it.
 
         So the calls of an attention worker, one at a time, go round, and workers that meet at a seat then follow one
         another. One whose lane is not there yet gets rows only where there is no other.
         """
-        turn = self._turns.get(part.rows.group, 0.0)
 
         def order(link: SeatLink) -> tuple[bool, float, float, int]:
             outstanding = link.outstanding_rows / link.seat.capacity
-            return link.awaits_lane, outstanding, max(link.turn, turn), link.seat.number
+            return link.awaits_lane, outstanding, self._turn(link), link.seat.number
 
         return min((link for link in self.links.values() if self._may_take(link, part, now)), key=order, default=None)
+
+    def _turn(self, link: SeatLink) -> float:
+        return max(link.turn, self._turns.get(link.seat.group, 0.0))
 
     def _may_take(self, link: SeatLink, part: Part, now: float) -> bool:
         """A table that came since the dispatch may have cut the groups anew: the experts count, not the number."""
@@ -176,8 +178,8 @@ class Seats:
         rows, reduced = part.rows, part.dispatch.reduced
         tensors = [rows.ids_RK, rows.weights_RK] if reduced else [rows.ids_RK]
         answer_rows = len(rows.index_R) if reduced else len(rows.pairs_P)
-        self._turns[rows.group] = begins = max(link.turn, self._turns.get(rows.group, 0.0))
-        link.turn = begins + part.dispatch.rows / link.seat.capacity
+        self._turns[link.seat.group] = begins = self._turn(link)
+        link.turn = begins + 1 / link.seat.capacity
         connection = (link.seat.number, link.connections)
         if connection not in part.again_at:  # what failed here before does not prove that anybody can answer
             part.starving_since = None

@@ -60,7 +60,7 @@ class SeatLink:
         self.outstanding_rows = 0
         """Sent and not answered, those of abandoned calls included: the worker computes them all the same."""
         self.turn = 0.0
-        """Rows sent, over the seat's speed, from where the group's turns were when it came."""
+        """Calls sent, over the seat's speed, from where the group's turns were when it came."""
         self.connections = 0
         self.quarantined_until = 0.0
         self.problem: ExpertMeshError | None = None

@@ -85,16 +85,16 @@ class HttpServer:
     async def run(self) -> None:
         await self._server.serve(sockets=[self._listener])
 
-    def close_idle(self) -> int:
-        """Closes connections that have waited for another request for some time. Those whose first or next one is on
-        its way, and new ones, are served.
+    def close_idle(self, idle_s: float) -> int:
+        """Closes connections that have waited ``idle_s`` for another request. Those whose first or next one is on its
+        way, and new ones, are served.
 
         Returns:
             How many remain on which an answer said, or may have, that the next request can come here: its head went
             out before the app began to add ``Connection: close``.
         """
         for connection in list(self._server.server_state.connections):
-            if _idle_s(connection) >= _LATE_S and not _unread(connection):
+            if _waits_s(connection) >= idle_s and not _unread(connection):
                 connection.shutdown()
         return sum(_stays(connection) for connection in self._server.server_state.connections)
 
@@ -103,20 +103,23 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def _idle_s(connection: Any) -> float:
-    """How long it has waited for another request (uvicorn's httptools protocol); 0: it has an answer to give, or was
-    never asked."""
-    if connection.cycle is None or not connection.cycle.response_complete:
-        return 0.0
-    ends = connection.timeout_keep_alive_task
-    return asyncio.get_running_loop().time() - (ends.when() - connection.timeout_keep_alive) if ends else 0.0
+def _waits_s(connection: Any) -> float:
+    """How long it has waited for another request (uvicorn's httptools protocol); -1: it does not, or had none yet."""
+    timer = connection.timeout_keep_alive_task
+    if connection.cycle is None or not connection.cycle.response_complete or timer is None:
+        return -1.0
+    began: float = timer.when() - connection.timeout_keep_alive
+    return asyncio.get_running_loop().time() - began
 
 
 def _stays(connection: Any) -> bool:
-    """Whether it outlives the answer whose head it has sent."""
+    """Whether it outlives the answer whose head it has sent. One that has no timer afterwards got something that is no
+    request, and nobody waits for it."""
     cycle = connection.cycle
-    started = cycle is not None and cycle.response_started
-    return bool(started and cycle.keep_alive and not connection.transport.is_closing())
+    if cycle is None or not cycle.response_started or connection.transport.is_closing():
+        return False
+    waits = not cycle.response_complete or connection.timeout_keep_alive_task is not None
+    return bool(cycle.keep_alive and waits)
 
 
 def _unread(connection: Any) -> bool:
@@ -134,8 +137,8 @@ class Drain:
     closes its connection. While requests keep coming it goes on, up to :data:`_MOST_DELAYS` times as long: who sends
     them has not heard yet. Then ``close_idle``, for a request on a connection that was kept would come here whatever
     the cluster has heard. An answer that had begun before may be followed by a request on its connection: it goes on
-    until these are idle, and closed, too. Then no new requests, time for the open ones, and a typed error for those
-    that remain ``timeout_s`` after the delay."""
+    until these are idle, and closed, too, half of ``timeout_s`` at most. Then no new requests, what is left of that
+    time for the open ones, and a typed error for those that remain."""
 
     def __init__(
         self,
@@ -145,7 +148,7 @@ class Drain:
         timeout_s: float,
         delay_s: float = 0.0,
         *,
-        close_idle: Callable[[], int],
+        close_idle: Callable[[float], int],
     ) -> None:
         self._intake = intake
         self._table = table
@@ -158,12 +161,12 @@ class Drain:
         """Returns when every job has ended."""
         self._intake.leaving = True
         await self._until_quiet()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                await self._until_told()
-                self._intake.draining = True
-                await self._table.idle.wait()
+        began = time.monotonic()
+        await self._until_told(began + self._timeout_s / 2)
         self._intake.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, began + self._timeout_s - time.monotonic())):
+                await self._table.idle.wait()
         left = self._table.jobs()
         error = Draining("This server is shutting down.", hint="Send the request again.", retry_after_s=1.0)
         for job in left:
@@ -176,13 +179,17 @@ class Drain:
         if left:
             log.warning("shutting down with %d requests unfinished", len(left))
 
-    async def _until_told(self) -> None:
-        """No connection is left on which a client may expect to be served; without a delay nobody is waited for."""
-        kept = self._close_idle()
-        await asyncio.sleep(min(_LATE_S, self._delay_s))
-        while kept and self._delay_s:
-            kept = self._close_idle()
+    async def _until_told(self, latest: float) -> None:
+        """No connection is left on which a client may expect to be served, or none but those that take nothing any
+        more; without a delay nobody is waited for."""
+        least_s = min(_LATE_S, self._delay_s)
+        kept, busy_at = self._close_idle(least_s), time.monotonic()
+        while kept and self._delay_s and (now := time.monotonic()) < min(latest, busy_at + _LAST_WORDS_S):
+            if not self._table.idle.is_set():
+                busy_at = now
             await asyncio.sleep(_LOOK_S)
+            kept = self._close_idle(least_s)
+        await asyncio.sleep(least_s)  # for a request that has come and is not read yet
 
     async def _until_quiet(self) -> None:
         """Half of the delay without a request is quiet."""

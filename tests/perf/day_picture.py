@@ -44,7 +44,7 @@ def picture(figures: Mapping[str, Any]) -> str:
                 ("d", "fixed, as good (most)", [max(fixed[name][at] for name in groups) for at in range(minutes)]),
             ],
         ),
-        ("missed a target, % of a minute's", [("a", "", _missed(shards["ended_and_met"], minutes))]),
+        (f"missed a target, % of the worst of {EVERY} minutes", [("a", "", _missed(shards["ended_and_met"], minutes))]),
     ]
     for number, (title, lines) in enumerate(rows):
         _panel(drawing, hours, TOP + number * (HEIGHT + GAP), title, lines, minutes)

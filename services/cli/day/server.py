@@ -154,7 +154,8 @@ class Server:
             share.add(told, passed_s)
         self._told = [[0.0] * (len(LATENCY_EDGES) + 1) for _ in range(2)]
         active = self.queued + self.running > NOTHING
-        return Signals(at=at, loads=loads, active=active, ttft=self._ttft.ratio(), tpot=self._tpot.ratio())
+        ttft, tpot, few = self._ttft.ratio(), self._tpot.ratio(), self._ttft.heard
+        return Signals(at=at, loads=loads, active=active, ttft=ttft, tpot=tpot, few=few)
 
     def _smooth(self, target: Target, work: float, passed_s: float) -> float:
         return self._work.setdefault(target, Smoothed(LOAD_HALF_LIFE_S)).add(work, passed_s)

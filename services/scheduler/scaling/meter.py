@@ -88,6 +88,7 @@ class Meter:
             active=under_way > 0 or arrived,
             ttft=self._ttft.ratio(),
             tpot=self._tpot.ratio(),
+            few=self._ttft.heard,
         )
 
     def _hear_gateways(self, reading: Reading, passed_s: float) -> bool:

@@ -8,9 +8,9 @@
 the same while replicas start and nothing is asked for twice; more replicas come at once, fewer only when fewer have
 sufficed for a while. ``boost`` is the latencies' say: where nine of ten requests miss a target, the target that is to
 blame gets as many replicas more as the latency is too high, once those asked for are there and had time to show what
-they change; it fades while latencies are well below the targets. ``coming``, of shard groups: how many times the
-attention workers that are there are needed for the load; those that start bring as much more work, and seats take as
-long to start. Where signals are missing the wish stands, or rises.
+they change; it fades while latencies are well below the targets, or requests are too few to tell. ``coming``, of shard
+groups: how many times the attention workers that are there are needed for the load; those that start bring as much more
+work, and seats take as long to start. Where signals are missing the wish stands, or rises.
 Without requests for ``sleep_after_s`` all shard groups and attention workers are wanted no more, together.
 """
 
@@ -38,8 +38,7 @@ MOST_RATIO = 2.0
 SETTLE_S = 45.0
 """After replicas came or went, before latencies say that they are too few."""
 COMFORTABLE = 0.8
-"""Latencies over their targets below which a boost fades, as it does where too few requests come to tell; between this
-and 1 it stands."""
+"""Latencies over their targets below which a boost fades; between this and 1 it stands."""
 BOOST_HALF_LIFE_S = 120.0
 STALLED, MOSTLY_STALLED = 0.2, 0.5
 """Share of steps spent waiting for a shard group from which on it is to blame for time per token, and for TTFT."""
@@ -134,7 +133,7 @@ def _boosted(
     boost, came_at = course.boost, course.came_at
     base = load.work / UTILISATION[target.role]
     if ratio is not None:
-        settled = load.ready >= course.wanted and load.ready <= course.ready
+        settled = load.ready >= course.wanted and load.ready == course.ready
         if settled and base > 0 and signals.at - came_at >= SETTLE_S:
             wished = load.ready * min(ratio, MOST_RATIO) / base
             if wished > boost:
@@ -145,7 +144,13 @@ def _boosted(
 
 
 def _comfortable(signals: Signals) -> bool:
-    return all(ratio is None or ratio < COMFORTABLE for ratio in (signals.ttft, signals.tpot))
+    """Latencies are well below their targets, or few requests come, and go. Where many are stuck, or gateways are not
+    heard, nobody knows."""
+    ratios = [ratio for ratio in (signals.ttft, signals.tpot) if ratio is not None]
+    if ratios:
+        return max(ratios) < COMFORTABLE
+    gateways = signals.loads.get(Target("gateway"))
+    return (signals.few or not signals.active) and gateways is not None and gateways.known
 
 
 def _blamed(signals: Signals, state: State, options: ScalingOptions) -> dict[Target, float]:

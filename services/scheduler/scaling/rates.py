@@ -57,6 +57,10 @@ class Rates:
             self._rates.pop(gone, None)
 
 
+_HEARD = 0.25
+"""What two half-lives leave of one latency."""
+
+
 class Share:
     """Nine of ten latencies were within so many times their target: of what was counted lately, fading."""
 
@@ -68,6 +72,11 @@ class Share:
         """``counts`` came in the last ``passed_s``."""
         kept = 0.5 ** (passed_s / self._half_life_s)
         self._counts = [kept * old + new for old, new in zip(self._counts, counts, strict=True)]
+
+    @property
+    def heard(self) -> bool:
+        """Whether one was counted lately, be they too few to tell."""
+        return sum(self._counts) >= _HEARD
 
     def ratio(self) -> float | None:
         """None: too few to tell."""

@@ -38,3 +38,5 @@ class Signals:
     """Nine of ten requests lately had their first token within so many times the target; None: too few to tell."""
     tpot: float | None = None
     """Likewise for the time between tokens."""
+    few: bool = False
+    """Requests had their tokens lately, if too few to tell more."""

@@ -37,7 +37,8 @@ def test_a_groups_value_replaces_that_of_all_groups(render: Render) -> None:
             "experts.perGroup.1.resources.limits.nvidia\\.com/mig-3g\\.40gb=1",
             "experts.perGroup.1.nodeSelector.gpu=h100",
         ),
-        "experts.perGroup.1.replicas=null",
+        *("experts.perGroup.1.replicas=null", "experts.perGroup.1.extraVolumes[0].name=own"),
+        *("experts.perGroup.1.extraVolumeMounts[0].name=own", "experts.perGroup.1.extraVolumeMounts[0].mountPath=/own"),
         profile=None,
     )
     first, second = (named(objects, "StatefulSet", f"experts-{number}")["spec"] for number in range(2))
@@ -45,6 +46,9 @@ def test_a_groups_value_replaces_that_of_all_groups(render: Render) -> None:
     assert second["template"]["spec"]["containers"][0]["resources"] == {"limits": {"nvidia.com/mig-3g.40gb": 1}}
     assert second["template"]["spec"]["nodeSelector"] == {"gpu": "h100"}
     assert (first["replicas"], "replicas" in second) == (1, False)
+    for number, spec in enumerate((first["template"]["spec"], second["template"]["spec"])):
+        assert ("own" in {volume["name"] for volume in spec["volumes"]}) == number
+        assert ("/own" in {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}) == number
 
 
 def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another(render: Render) -> None:

@@ -108,6 +108,38 @@ async def test_whoever_was_not_told_that_it_leaves_is_served_on_the_same_connect
     writer.close()
 
 
+async def test_nobody_waits_for_a_connection_that_sends_what_is_no_request(gateway) -> None:
+    """The body of a request that was answered before it was read stops the timer by which idle time is known."""
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    head, _, body = _post(ASK).replace(b"/v1/completions", b"/v1/nowhere").partition(b"\r\n\r\n")
+    writer.write(head + b"\r\n\r\n")
+    assert b"404" in await reader.readuntil(b"\r\n\r\n")
+    writer.write(body)
+    await asyncio.sleep(IDLE_S)
+    async with asyncio.timeout(5):
+        await _drain(gateway, delay_s=0.01, timeout_s=60).run()
+    assert gateway.intake.draining
+    writer.close()
+
+
+async def test_requests_are_refused_after_half_of_the_time_whatever_is_kept_open(gateway, script) -> None:
+    """What comes then could not be finished: the other half is for the open ones."""
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(_post(ASK | {"stream": True}))
+    [request] = await gateway.queue.wait_for("admitted")
+    gateway.queue.emit(*script.events(request, [5, 6])[:1])
+    await reader.readuntil(b"\r\n\r\n")
+    drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=2).run())
+    async with asyncio.timeout(10):
+        while not gateway.intake.draining:
+            await asyncio.sleep(0.01)
+        assert not drain.done()
+        gateway.queue.emit(*script.events(request, [5, 6])[1:])
+        await reader.readuntil(b"0\r\n\r\n")
+        await drain
+    writer.close()
+
+
 async def test_a_connection_whose_client_stays_silent_is_closed_after_its_answer(gateway, script) -> None:
     reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
     writer.write(_post(ASK | {"stream": True}))
@@ -150,7 +182,7 @@ async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(g
     assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     await asyncio.sleep(IDLE_S)
     os.write(to_late.get_extra_info("socket").fileno(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    gateway.server.close_idle()
+    gateway.server.close_idle(IDLE_S / 2)
     async with asyncio.timeout(10):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
@@ -159,7 +191,7 @@ async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(g
 async def test_a_connection_whose_first_request_is_on_its_way_is_not_closed(gateway) -> None:
     late, to_late = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
     await gateway.http.get("/health")  # by now the connection is taken
-    gateway.server.close_idle()
+    gateway.server.close_idle(IDLE_S / 2)
     to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     async with asyncio.timeout(10):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")

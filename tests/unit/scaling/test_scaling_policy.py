@@ -40,6 +40,7 @@ def at(
     ttft: float | None = None,
     tpot: float | None = None,
     useful: int | None = None,
+    few: bool = False,
 ) -> Signals:
     """Little work everywhere, but for ``work``."""
     given_work, there, stalls = work or {}, ready or {}, stall or {}
@@ -53,7 +54,7 @@ def at(
         )
         for target in ALL
     }
-    return Signals(at=time, loads=loads, active=active, ttft=ttft, tpot=tpot)
+    return Signals(at=time, loads=loads, active=active, ttft=ttft, tpot=tpot, few=few)
 
 
 def after(readings: Sequence[Signals], state: State = START, options: ScalingOptions = OPTIONS) -> State:
@@ -227,7 +228,10 @@ def test_a_push_fades_when_latencies_are_well_below_their_targets() -> None:
     assert pushed > 1
     assert after(every_second(60, 1000, **how, ttft=0.9), state).targets[ATTENTION] == pushed, "just met: it stands"
     assert after(every_second(60, 3000, **how, ttft=0.5), state).targets[ATTENTION] == 1
-    assert after(every_second(60, 3000, **how), state).targets[ATTENTION] == 1, "too few requests to tell"
+    assert after(every_second(60, 3000, **how, few=True), state).targets[ATTENTION] == 1, "too few requests to tell"
+    assert after(every_second(60, 3000, **how), state).targets[ATTENTION] == pushed, "they are stuck: it stands"
+    unheard = every_second(60, 3000, **how, few=True, unknown=[GATEWAY])
+    assert after(unheard, state).targets[ATTENTION] == pushed, "nobody knows how they fare"
 
 
 def test_latencies_of_before_the_load_fell_push_nobody() -> None:
@@ -237,7 +241,7 @@ def test_latencies_of_before_the_load_fell_push_nobody() -> None:
     busy = after(every_second(1, 120, work={HOT: 2.2}, tpot=2.0, **how), options=patient)
     assert busy.targets[HOT] == 3
     calm = after(every_second(121, 30, work={HOT: 0.3}, tpot=2.0, **how), busy, patient)
-    calm = after(every_second(151, 20, work={HOT: 0.3}, **how), calm, patient)
+    calm = after(every_second(151, 20, work={HOT: 0.3}, few=True, **how), calm, patient)
     assert calm.targets[HOT] == 1
 
 
