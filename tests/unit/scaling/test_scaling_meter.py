@@ -167,6 +167,16 @@ def test_nine_of_ten_latencies_are_within_the_ratio() -> None:
     assert (signals.ttft, signals.tpot) == (None, 0.9)
 
 
+def test_one_answer_lately_is_few() -> None:
+    one = tuple(float(number == 0) for number in range(len(LATENCY_EDGES) + 1))
+    told = [gateway(10), gateway(11, ttft=one), *(gateway(seconds, ttft=one) for seconds in range(12, 60))]
+    meter, few = Meter(groups=2, lease_s=LEASE_S), []
+    for number, each in enumerate(told):
+        few.append(meter.signals(reading(10 + number, loads=Loads(workers={}, gateways={"g": each}))).few)
+    assert few[:2] == [False, True]
+    assert not few[-1]
+
+
 def test_latencies_fade_and_too_few_say_nothing() -> None:
     share = Share(half_life_s=10.0)
     share.add([0.0] * len(LATENCY_EDGES) + [8.0], 0.0)
