@@ -45,9 +45,9 @@ the release's scheduler, if there is one.
 {{- end -}}
 {{- if eq .role "attention" }}{{ $_ := set $own "experts" $values.attention.experts }}{{ end -}}
 {{- if eq .role "experts" }}{{ $_ := set $own "fabric_port" 7100 }}{{ end -}}
-{{- if and (has .role (list "attention" "experts")) (eq $values.attention.experts "tcp") -}}
+{{- if and (has .role (list "attention" "experts")) (ne $values.attention.experts "local") -}}
 {{- $_ := set $own "fabric_secret_file" "/etc/expertmesh/fabric/secret" -}}
-{{- $_ := set $own "fabric_lane" $values.fabric.lane -}}
+{{- if eq $values.attention.experts "tcp" }}{{ $_ := set $own "fabric_lane" $values.fabric.lane }}{{ end -}}
 {{- end -}}
 {{- include "expertmesh.layered" (list $values.config $role.config $own) -}}
 {{- end -}}

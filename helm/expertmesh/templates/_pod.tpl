@@ -9,7 +9,8 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $computes := has .role (list "attention" "experts") -}}
 {{- $hasModel := ne .role "scheduler" -}}
 {{- $ca := and (not $values.redis.enabled) $values.redis.external.caSecret -}}
-{{- $apart := and $computes (eq $values.attention.experts "tcp") -}}
+{{- $apart := and $computes (ne $values.attention.experts "local") -}}
+{{- $ranks := and (eq .role "attention") (eq $values.attention.experts "mesh") -}}
 {{- $watches := and (eq .role "scheduler") (include "expertmesh.autoscaled" .) -}}
 metadata:
   labels:
@@ -54,6 +55,14 @@ spec:
         {{- range $name, $value := $values.fabric.ncclEnv }}
         - {name: {{ $name }}, value: {{ $value | quote }}}
         {{- end }}
+        {{- end }}
+        {{- if $ranks }}
+        - {name: EXPERTMESH_RANKS, value: {{ $values.attention.mesh.ranks | quote }}}
+        - name: EXPERTMESH_RANK
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
+        - {name: EXPERTMESH_MESH_ADDRESS, value: "$(LWS_LEADER_ADDRESS):7200"}
+        - name: EXPERTMESH_NODE
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
         {{- end }}
         {{- if hasKey . "group" }}
         - {name: EXPERTMESH_EXPERT_GROUP, value: {{ .group | quote }}}

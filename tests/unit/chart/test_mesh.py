@@ -1,0 +1,71 @@
+"""Attention workers that share the experts: groups of pods that a LeaderWorkerSet numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from testkit.chart import CHART, Render, named
+
+MESH = ("attention.experts=mesh", "attention.mesh.ranks=4", "attention.replicas=2", "attention.config.expert_slices=2")
+
+
+def test_ranks_are_groups_that_end_and_start_together(render: Render) -> None:
+    objects = render(*MESH, "commonAnnotations.team=moe", "attention.mesh.annotations.place=rack")
+    found = named(objects, "LeaderWorkerSet", "attention")
+    group = found["spec"]["leaderWorkerTemplate"]
+    assert (found["spec"]["replicas"], group["size"]) == (2, 4)
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert found["metadata"]["annotations"] == {"team": "moe", "place": "rack"}
+    assert ("Deployment", "mesh-expertmesh-attention") not in objects
+    assert not [name for kind, name in objects if kind == "StatefulSet" and "experts" in name]
+
+
+def test_a_rank_knows_its_number_its_node_and_where_rank_0_is(render: Render) -> None:
+    group = named(render(*MESH), "LeaderWorkerSet", "attention")["spec"]["leaderWorkerTemplate"]
+    [container] = group["workerTemplate"]["spec"]["containers"]
+    env = {
+        each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"][3:]
+    }
+    assert env["EXPERTMESH_RANKS"] == "4"
+    assert env["EXPERTMESH_RANK"] == "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
+    assert env["EXPERTMESH_MESH_ADDRESS"] == "$(LWS_LEADER_ADDRESS):7200"
+    assert env["EXPERTMESH_NODE"] == "spec.nodeName"
+    assert env["EXPERTMESH_ADVERTISE"] == "status.podIP"
+
+
+def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Render) -> None:
+    objects = render(*MESH)
+    config = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
+    told = ("experts", "fabric_secret_file", "expert_slices")
+    assert tuple(config[name] for name in told) == ("mesh", "/etc/expertmesh/fabric/secret", 2)
+    assert named(objects, "Secret", "fabric")
+    policy = named(objects, "NetworkPolicy", "attention")["spec"]
+
+    def roles(rules: list[dict[str, Any]], way: str) -> set[tuple[str, bool]]:
+        """Who, and whether on every port."""
+        return {
+            (peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "ports" not in rule)
+            for rule in rules
+            for peer in rule.get(way, [])
+            if "app.kubernetes.io/component" in peer.get("podSelector", {}).get("matchLabels", {})
+        }
+
+    assert ("attention", True) in roles(policy["ingress"], "from")
+    assert roles(policy["egress"], "to") == {("attention", True), ("redis", False)}
+
+
+def test_groups_are_not_scaled_by_load(helm: Any) -> None:
+    words = [word for setting in (*MESH, "autoscaling.enabled=true") for word in ("--set", setting)]
+    address = ("--set", "autoscaling.prometheus.serverAddress=http://p", "--set", "metrics.podMonitor.enabled=true")
+    done = helm("template", "mesh", str(CHART), "--values", str(CHART / "values-dev.yaml"), *words, *address)
+    assert done.returncode != 0
+    assert "autoscaling counts single attention workers" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", ["1", "half"])
+def test_a_group_has_two_ranks_at_least(helm: Any, ranks: str) -> None:
+    done = helm("template", "mesh", str(CHART), "--set", f"attention.mesh.ranks={ranks}")
+    assert done.returncode != 0
+    assert "attention.mesh.ranks" in done.stderr
