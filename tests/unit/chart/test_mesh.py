@@ -11,12 +11,12 @@ from testkit.chart import CHART, Render, named
 MESH = ("attention.experts=mesh", "attention.mesh.ranks=4", "attention.replicas=2", "attention.config.expert_slices=2")
 
 
-def test_ranks_are_groups_that_end_and_start_together(render: Render) -> None:
+def test_ranks_are_groups_of_pods(render: Render) -> None:
     objects = render(*MESH, "commonAnnotations.team=moe", "attention.mesh.annotations.place=rack")
     found = named(objects, "LeaderWorkerSet", "attention")
     group = found["spec"]["leaderWorkerTemplate"]
     assert (found["spec"]["replicas"], group["size"]) == (2, 4)
-    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert group["restartPolicy"] == "None", "ranks that lose one another start again by themselves"
     assert found["metadata"]["annotations"] == {"team": "moe", "place": "rack"}
     assert ("Deployment", "mesh-expertmesh-attention") not in objects
     assert not [name for kind, name in objects if kind == "StatefulSet" and "experts" in name]
