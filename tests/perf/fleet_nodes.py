@@ -4,8 +4,8 @@
 
 Real are the API server, the controllers, the scheduler of pods and KEDA; pods on fake nodes run nothing and are ready
 at once. Needs a cluster by KUBE_TOOL, which goes on running afterwards without the fake nodes and the release.
-``--scaled``: with ScaledObjects, which a real pod tells what is wanted, as a leading scheduler would; then it wants one
-replica more of some groups. ``--release-only``: no nodes, just the release's size.
+``--scaled``: with ScaledObjects, which a real pod tells what is wanted, as a leading scheduler would; then it wants a
+quarter more of some groups. ``--release-only``: no nodes, just the release's size.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
         prometheus = {"serverAddress": url, "matchers": f'namespace="{NAMESPACE}",pod="{LEADER}"'}
         values["autoscaling"] = {"enabled": True, "prometheus": prometheus, **bounds}
     return values
+
+
+def _more(replicas: int) -> int:
+    """By more than the tenth that an autoscaler tolerates."""
+    return replicas + max(1, replicas // 4)
 
 
 def _leader() -> list[dict[str, Any]]:
@@ -202,11 +207,11 @@ class Nodes:
         hpas = len(cluster.items(NAMESPACE, "hpa"))
         self.show("keda", {"ready": self._states(), "hpas": hpas, "seconds": round(time.monotonic() - began, 1)})
         began = time.monotonic()
-        more = {("experts", str(number)): args.replicas + 1 for number in range(GROWN)}
+        more = {("experts", str(number)): _more(args.replicas) for number in range(GROWN)}
         self._want(counts | more)
         first = self._until("grown", self._grown, 1, began)
         last = self._until("grown", self._grown, GROWN, began)
-        self.show("one more of some groups", {"groups": self._grown(), "first_s": first, "all_s": last})
+        self.show("a quarter more of some groups", {"groups": self._grown(), "first_s": first, "all_s": last})
         self.show("meanwhile", load.figures())
 
     def _want(self, counts: dict[tuple[str, str], int]) -> None:
@@ -228,7 +233,7 @@ class Nodes:
     def _grown(self) -> int:
         path = "jsonpath={range .items[*]}{.spec.replicas}{'\\n'}{end}"
         found = self._cluster.kubectl("-n", NAMESPACE, "get", "statefulsets", "-o", path).split()
-        return found.count(str(self._args.replicas + 1))
+        return found.count(str(_more(self._args.replicas)))
 
     def away(self) -> None:
         began = time.monotonic()
