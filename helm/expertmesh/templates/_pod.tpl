@@ -151,6 +151,12 @@ spec:
     {{- end }}
 {{- end -}}
 
+{{/* An attention worker's, in whichever workload. Takes `root` and `role`. */}}
+{{- define "expertmesh.attentionPod" -}}
+{{- $values := .root.Values -}}
+{{- include "expertmesh.pod" (merge (dict "image" $values.images.worker "port" "metrics" "ports" (dict "metrics" 9100) "ready" "/ready" "startSeconds" 300 "graceSeconds" (add $values.attention.drainSeconds 15)) .) -}}
+{{- end -}}
+
 {{/* Which nodes a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector) and `values`. */}}
 {{- define "expertmesh.placement" -}}
 {{- $values := .values -}}

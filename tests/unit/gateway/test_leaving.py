@@ -87,11 +87,7 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
 async def test_whoever_was_not_told_that_it_leaves_is_served_on_the_same_connection(gateway, script) -> None:
     """A stream that began before says nothing of its connection, so that a client may send its next request there."""
     gateway.queue.answer = lambda request: script.events(request, [5, 6]) if gateway.intake.leaving else []
-    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
-    writer.write(_post(ASK | {"stream": True}))
-    [request] = await gateway.queue.wait_for("admitted")
-    gateway.queue.emit(*script.events(request, [5, 6])[:1])
-    head = await reader.readuntil(b"\r\n\r\n")
+    reader, writer, request, head = await _streaming(gateway, script)
     assert b"connection: close" not in head.lower()
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
     await asyncio.sleep(IDLE_S)
@@ -124,11 +120,7 @@ async def test_nobody_waits_for_a_connection_that_sends_what_is_no_request(gatew
 
 async def test_requests_are_refused_after_half_of_the_time_whatever_is_kept_open(gateway, script) -> None:
     """What comes then could not be finished: the other half is for the open ones."""
-    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
-    writer.write(_post(ASK | {"stream": True}))
-    [request] = await gateway.queue.wait_for("admitted")
-    gateway.queue.emit(*script.events(request, [5, 6])[:1])
-    await reader.readuntil(b"\r\n\r\n")
+    reader, writer, request, _ = await _streaming(gateway, script)
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=2).run())
     async with asyncio.timeout(10):
         while not gateway.intake.draining:
@@ -141,11 +133,7 @@ async def test_requests_are_refused_after_half_of_the_time_whatever_is_kept_open
 
 
 async def test_a_connection_whose_client_stays_silent_is_closed_after_its_answer(gateway, script) -> None:
-    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
-    writer.write(_post(ASK | {"stream": True}))
-    [request] = await gateway.queue.wait_for("admitted")
-    gateway.queue.emit(*script.events(request, [5, 6])[:1])
-    await reader.readuntil(b"\r\n\r\n")
+    reader, writer, request, _ = await _streaming(gateway, script)
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
     await asyncio.sleep(IDLE_S)
     gateway.queue.emit(*script.events(request, [5, 6])[1:])
@@ -153,6 +141,15 @@ async def test_a_connection_whose_client_stays_silent_is_closed_after_its_answer
         assert (await reader.read()).endswith(b"0\r\n\r\n")
         await drain
     writer.close()
+
+
+async def _streaming(gateway, script):  # type: ignore[no-untyped-def]
+    """A connection with a stream that has had the first of its two tokens: its ends, the request, the answer's head."""
+    reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(_post(ASK | {"stream": True}))
+    [request] = await gateway.queue.wait_for("admitted")
+    gateway.queue.emit(*script.events(request, [5, 6])[:1])
+    return reader, writer, request, await reader.readuntil(b"\r\n\r\n")
 
 
 def _post(body: dict[str, object]) -> bytes:
