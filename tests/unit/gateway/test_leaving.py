@@ -112,6 +112,7 @@ async def test_nobody_waits_for_a_connection_that_sends_what_is_no_request(gatew
     assert b"404" in await reader.readuntil(b"\r\n\r\n")
     writer.write(body)
     await asyncio.sleep(IDLE_S)
+    assert gateway.server.close_idle(IDLE_S / 2) == 0
     async with asyncio.timeout(5):
         await _drain(gateway, delay_s=0.01, timeout_s=60).run()
     assert gateway.intake.draining
