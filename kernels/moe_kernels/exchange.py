@@ -69,7 +69,8 @@ def take_rows(
 
     Args:
         inbox: uint8, ``layout.inbox_bytes``, 256-byte aligned.
-        counts_E: int64, pairs by expert so far.
+        counts_E: int64, pairs by expert so far; :func:`send_answers` must get the same. One of the two counts the pairs
+            of an exchange, so those that a step takes and then fails to answer may be counted or not.
     """
     section = inbox[layout.inbox_section(micro_batch) : layout.inbox_section(micro_batch + 1)]
     flags = section[: layout.x_at].view(torch.int64)
@@ -84,11 +85,23 @@ def take_rows(
 
 
 def send_answers(
-    y: Tensor, taken_RK: Tensor, control: Tensor, *, layout: Layout, bucket: int, exchange: int, micro_batch: int
+    y: Tensor,
+    taken_RK: Tensor,
+    counts_E: Tensor,
+    control: Tensor,
+    *,
+    layout: Layout,
+    bucket: int,
+    exchange: int,
+    micro_batch: int,
 ) -> None:
-    """``y_RD``, or ``y_RKD`` where they return unsummed, to the attention worker; then the flags."""
+    """``y_RD``, or ``y_RKD`` where they return unsummed, to the attention worker; then the flags.
+
+    Args:
+        counts_E: that of :func:`take_rows`.
+    """
     with backend.device_of(y):
-        _ways(y).send_answers(y.contiguous(), taken_RK, control, layout, bucket, exchange, micro_batch)
+        _ways(y).send_answers(y.contiguous(), taken_RK, counts_E, control, layout, bucket, exchange, micro_batch)
 
 
 def sum_answers(

@@ -54,7 +54,7 @@ def take_rows(
     flags: Tensor,
     ids_RK: Tensor,
     taken_RK: Tensor,
-    counts_E: Tensor,
+    _counts_E: Tensor,
     control: Tensor,
     layout: Layout,
     bucket: int,
@@ -68,12 +68,17 @@ def take_rows(
     if int(seen.min()) < want or int(seen.max()) > last:
         control[FAILED] |= 1
     taken_RK[:bucket] = -1 if int(control[FAILED]) else ids_RK[:bucket]
-    taken = taken_RK[:bucket].flatten().long()
-    counts_E.scatter_add_(0, taken.clamp(min=0), (taken >= 0).to(counts_E.dtype))
 
 
 def send_answers(
-    y: Tensor, taken_RK: Tensor, control: Tensor, layout: Layout, bucket: int, exchange: int, micro_batch: int
+    y: Tensor,
+    taken_RK: Tensor,
+    counts_E: Tensor,
+    control: Tensor,
+    layout: Layout,
+    bucket: int,
+    exchange: int,
+    micro_batch: int,
 ) -> None:
     if int(control[FAILED]):
         return
@@ -81,6 +86,8 @@ def send_answers(
     asked = (taken_RK[:bucket] >= 0).flatten() if layout.unsummed else (taken_RK[:bucket] >= 0).any(1)
     there = at(answers + layout.y_at, (bucket * layout.answer_slots, layout.hidden), layout.dtype)
     there[asked] = y.view(there.shape)[asked]
+    taken = taken_RK[:bucket].flatten().long()
+    counts_E.scatter_add_(0, taken.clamp(min=0), (taken >= 0).to(counts_E.dtype))
     _flags(answers, layout, bucket).fill_(int(control[BASE]) + exchange + 1)
 
 

@@ -120,10 +120,10 @@ def send_rows_kernel(
 @triton.jit(do_not_specialize=["blocks", "pairs", "exchange"], do_not_specialize_on_alignment=SMALL)
 def take_rows_kernel(
     flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, E,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Wait until every block of an exchange is there, then copy its ids; all -1 where it does not come in time, or
-    where the sender has gone on to a later step. Counts the rows by expert.
+    where the sender has gone on to a later step. COUNTS: count the pairs by expert.
 
     One program, whatever the size: while it waits, the kernels of other attention workers need the other SMs.
     """
@@ -154,17 +154,18 @@ def take_rows_kernel(
         pair = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_RK + pair, mask=(pair < pairs) & good, other=-1, cache_modifier=".cg")
         tl.store(taken_RK + pair, ids, mask=pair < pairs)
-        tl.atomic_add(counts_E + ids, 1, mask=(ids >= 0) & (ids < E), sem="relaxed")
+        if COUNTS:
+            tl.atomic_add(counts_E + ids, 1, mask=(ids >= 0) & (ids < E), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["bucket", "exchange"])
+@triton.jit(do_not_specialize=["bucket", "exchange"], do_not_specialize_on_alignment=SMALL)
 def send_answers_kernel(
-    y, taken_RK, control, bucket, exchange, section, y_at,
+    y, taken_RK, counts_E, control, bucket, exchange, section, y_at, E,
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Block of answers back to the attention worker, then its flag: SLOTS rows of y per row, 1 if they are summed, else
-    one per slot; those without an id are not copied."""
+    one per slot; those without an id are not copied. COUNTS: then count the pairs by expert."""
     block = tl.program_id(0)
     answers, base = tl.load(control + _PEER), tl.load(control + _BASE)
     slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -186,6 +187,8 @@ def send_answers_kernel(
         tl.debug_barrier()
         flag = answers.to(tl.pointer_type(tl.int64)) + block
         tl.atomic_xchg(flag, base + exchange + 1, sem="release", scope="sys")
+        if COUNTS:
+            tl.atomic_add(counts_E + ids, 1, mask=(ids >= 0) & (ids < E), sem="relaxed")  # nobody waits for these
 
 
 @triton.jit(do_not_specialize=["blocks", "exchange", "G"])

@@ -18,7 +18,7 @@ from services.errors import ExpertMeshError, WireError
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
 from services.fabric.symm_steps import GraphSteps, StepBody, Steps, ThreadSteps
-from services.fabric.symm_wire import Offer, Step, Taken
+from services.fabric.symm_wire import Offer, Step, Stop, Taken
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_peer import Peer
 from services.fabric.tcp_wire import Frame, Kind, message_of
@@ -88,6 +88,9 @@ class SymmHost:
         """
         if frame.kind == Kind.SYMM_STEP:
             self._start(peer, message_of(frame, Step))
+        elif frame.kind == Kind.SYMM_STOP:
+            message_of(frame, Stop)
+            self._prepared_steps(peer, "stops")[1].give_up()
         elif frame.kind == Kind.SYMM_OFFER:
             self._admit(peer, message_of(frame, Offer))
         else:
@@ -125,12 +128,18 @@ class SymmHost:
         self._memory.close()
 
     def _start(self, peer: Peer, step: Step) -> None:
-        guest = self._guests.get(peer)
-        if guest is None or guest.body is None or guest.steps is None or guest.answers is None:
-            raise WireError(f"{peer.name} starts a step before its offer was taken.")
+        guest, steps = self._prepared_steps(peer, "starts")
+        assert guest.body is not None
+        assert guest.answers is not None
         if (step.bucket, step.micro_batches) not in set(guest.body.shapes):
             raise WireError(f"{peer.name} starts a step of {step.micro_batches} x {step.bucket} rows.")
-        guest.steps.start(step, guest.body.words_of(step, guest.answers.address, WAIT_S))
+        steps.start(step, guest.body.words_of(step, guest.answers.address, WAIT_S))
+
+    def _prepared_steps(self, peer: Peer, does: str) -> tuple[_Guest, Steps]:
+        guest = self._guests.get(peer)
+        if guest is None or guest.steps is None:
+            raise WireError(f"{peer.name} {does} a step before its offer was taken.")
+        return guest, guest.steps
 
     def _admit(self, peer: Peer, offer: Offer) -> None:
         with self._gate:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moe_kernels.exchange_layout import Layout
 from services.errors import ExpertMeshError
 from services.fabric.symm_memory import Mapping, PeerMemory, Region
-from services.fabric.symm_wire import Offer, Step, Taken
+from services.fabric.symm_wire import Offer, Step, Stop, Taken
 from services.fabric.tcp_peer import Peer
 from services.fabric.tcp_seat import SeatLink
 from services.fabric.tcp_wire import Frame, Kind, message_of
@@ -45,6 +45,10 @@ class SharedSeat:
 
     def start(self, step: Step) -> None:
         self.peer.send(Kind.SYMM_STEP, step)
+
+    def stop(self) -> None:
+        """Let it wait no longer for rows of the step that was started last."""
+        self.peer.send(Kind.SYMM_STOP, Stop())
 
 
 class SymmLane:

@@ -300,7 +300,10 @@ class SymmLink:
         )
 
     def _judge(self, chosen: _Step, failed: int) -> None:
-        """Each wait has its deadline, the connection knows the dead: who is late and not lost is slow."""
+        """Each wait has its deadline, the connection knows the dead: who is late and not lost is slow. Nobody waits for
+        the rest of the step: seats left out of the next one would until they give up by themselves."""
+        for seat in set(chosen.seats.values()):
+            seat.stop()
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         if now > self._failing_since + self._options.unavailable_s:

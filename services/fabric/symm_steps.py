@@ -59,11 +59,11 @@ class StepBody:
 
     def _exchange(self, bucket: int, exchange: int, at: int, micro_batch: int) -> None:
         layout, words = self._layout, self.control.words
-        taken_RK = self._taken_RK[:bucket]
+        taken_RK, counts_E = self._taken_RK[:bucket], self._counts_LE[at]
         x_RD, weights_RK = take_rows(
             self._inbox,
             taken_RK,
-            self._counts_LE[at],
+            counts_E,
             words,
             layout=layout,
             bucket=bucket,
@@ -77,7 +77,16 @@ class StepBody:
             y = self._compute(self._layers[at], x_PD, ids_P1, ones_P1)
         else:
             y = self._compute(self._layers[at], x_RD, taken_RK, weights_RK)
-        send_answers(y, taken_RK, words, layout=layout, bucket=bucket, exchange=exchange, micro_batch=micro_batch)
+        send_answers(
+            y,
+            taken_RK,
+            counts_E,
+            words,
+            layout=layout,
+            bucket=bucket,
+            exchange=exchange,
+            micro_batch=micro_batch,
+        )
 
     def words_of(self, step: Step, answers: int, wait_s: float) -> dict[int, int]:
         return {
@@ -94,6 +103,11 @@ class Steps(Protocol):
     def start(self, step: Step, words: dict[int, int]) -> None:
         """Queue a step; returns at once. One that was started before and has not ended is given up: an attention worker
         starts the next when it has all answers, has lost another seat that it counted on, or waits no longer."""
+        ...
+
+    def give_up(self) -> None:
+        """End what waits, in the thread that starts steps. The process computes rows that come over tcp meanwhile, and
+        CUDA may want a GPU without running kernels for it: to load one, to pin memory."""
         ...
 
     def idle(self) -> bool: ...
@@ -126,10 +140,13 @@ class GraphSteps:
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if not self.idle():
-                self._body.control.supersede()
+            self._supersede()
             self._body.control.write(words)
             self._graphs[step.bucket, step.micro_batches].replay()
+
+    def give_up(self) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._supersede()
 
     def idle(self) -> bool:
         return self._stream.query()
@@ -138,10 +155,13 @@ class GraphSteps:
         self._stream.synchronize()
 
     def close(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._body.control.supersede()
+        self.give_up()
         self.wait()
         self._graphs.clear()
+
+    def _supersede(self) -> None:
+        if not self.idle():
+            self._body.control.supersede()
 
     def _captured(self, shape: tuple[int, int]) -> torch.cuda.CUDAGraph:
         """Without the pauses of ``torch.cuda.graph``: the steps of other attention workers go on meanwhile."""
@@ -173,6 +193,10 @@ class ThreadSteps:
         self._body.control.supersede()
         self._waiting.put((self._newest, step, words))
 
+    def give_up(self) -> None:
+        self._newest += 1
+        self._body.control.supersede()
+
     def idle(self) -> bool:
         return self._under_way == 0
 
@@ -181,8 +205,7 @@ class ThreadSteps:
             self._changed.wait_for(self.idle)
 
     def close(self) -> None:
-        self._newest += 1
-        self._body.control.supersede()
+        self.give_up()
         self._waiting.put(None)
         self._thread.join()
 

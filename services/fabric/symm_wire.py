@@ -42,6 +42,10 @@ class Step(Message, frozen=True, kw_only=True):
     micro_batches: Positive
 
 
+class Stop(Message, frozen=True, kw_only=True):
+    """Attention: no more rows come of the step begun last, which has failed. Another one need not follow."""
+
+
 def bucket_of(rows: int, most: int) -> int:
     """``rows`` rounded up to what seats prepare for: powers of two from 8 on, at most ``most``."""
     bucket = 8

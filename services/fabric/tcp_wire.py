@@ -49,6 +49,7 @@ class Kind(IntEnum):
     SYMM_OFFER = 30
     SYMM_TAKEN = 31
     SYMM_STEP = 32
+    SYMM_STOP = 33
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

@@ -65,7 +65,7 @@ class Seat:
         y_RKD = scale_RK.unsqueeze(2) * x_RD.float().nan_to_num(7).unsqueeze(1)
         if not self.layout.unsummed:
             y_RKD = (weights_RK.unsqueeze(2) * y_RKD).sum(1)
-        send_answers(y_RKD.to(self.layout.dtype), taken_RK, control, **at)
+        send_answers(y_RKD.to(self.layout.dtype), taken_RK, self.counts_E, control, **at)
         return control
 
 
@@ -142,6 +142,21 @@ def test_more_rows_than_blocks() -> None:
     for seat in seats:
         seat.serve(bucket=600)
     assert torch.equal(attention.sum(call, 600), expected(call))
+
+
+@pytest.mark.parametrize("rows", [42, 43, 600])
+def test_every_pair_is_counted_once(rows: int) -> None:
+    """The most that are counted when they are taken, the fewest when they are answered, and blocks of several rows."""
+    attention, seats = world(rows=rows)
+    call = whole_call(rows - 2)
+    for exchange in range(2):
+        attention.send(call, rows, exchange)
+        for seat in seats:
+            seat.serve(bucket=rows, exchange=exchange)
+    ids_S = call[1][call[1] >= 0]
+    for seat in seats:
+        here_S = ids_S[GROUP_OF_E[ids_S] == seat.group]
+        assert torch.equal(seat.counts_E, 2 * torch.bincount(here_S, minlength=EXPERTS))
 
 
 @pytest.mark.parametrize("crowded", [False, True])

@@ -1,7 +1,7 @@
 """A whole server between GPUs: recorded answers over REST while replicas are killed, leave and join. Prints as it goes.
 
     PYTHONPATH=.:kernels:tests python3 tests/perf/gpu_server.py [--gpus 4] [--attention 2] [--experts 6] [--groups 1]
-        [--kills 20] [--limit 150] [--out DIR] (--device cpu --shared host --lane gloo: the same on any machine, slowly)
+        [--kills 20] [--settle] [--limit 150] [--out DIR]     (--device cpu --shared host --lane gloo: on any machine)
 
 One process per role, as a user starts them: Redis, gateway, scheduler, attention workers on GPUs of their own, expert
 workers on the rest in turn. An attention worker uses one seat of a group at a time, by its number: other seats of that
@@ -84,7 +84,9 @@ class Run:
             if self.left_s < (DRAIN_S if self.options.only_kills else LAST_S):
                 break
             await self._kill("kill experts", workers[kill % len(workers)])
-            await self._shared(min(2 * self.options.groups, len(workers)))
+            if self.options.settle and self.left_s > LAST_S / 2:
+                await asyncio.to_thread(self.cluster.wait_whole, self.left_s - LAST_S / 2)
+            await self._shared(len(workers) if self.options.settle else min(2 * self.options.groups, len(workers)))
         if self.options.only_kills:
             return
         if self.left_s > LAST_S / 2:
@@ -217,6 +219,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--only-kills", action="store_true", help="nobody leaves, and no attention worker dies")
+    parser.add_argument("--settle", action="store_true", help="the next kill comes when all are there again")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--limit", type=float, default=150, help="seconds after which all ends")
     parser.add_argument("--device", default="auto")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -199,32 +200,47 @@ def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
         assert (tries, link.shared()) == (1, {0: 1})
 
 
-def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Group 1 gets no rows of the second micro-batch, since group 0's seat dies in the first. The step that follows has
-    one micro-batch: nothing of it comes where group 1's seat waits."""
+@contextmanager
+def linked_two_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SymmLink, list[Seat], Callable[..., Any]]]:
+    """Two seats of group 0, of which the first does not answer and dies soon, and one of group 1. With them what runs a
+    step: whether it settled, and what its first micro-batch gave."""
     monkeypatch.setattr(symm_host, "WAIT_S", LONG_S)
     groups = even_groups([0], EXPERTS, 2)
     seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
     seats[0].held.set()
     x_TD, ids_TK, weights_TK = torch.ones(3, HIDDEN), torch.tensor([[1, 6]]).expand(3, SLOTS), torch.ones(3, SLOTS)
 
-    def run(link: SymmLink, number: int, micro_batches: int) -> tuple[bool, Tensor]:
+    def run(number: int, micro_batches: int) -> tuple[bool, Tensor]:
         link.begin_step(number, [3] * micro_batches)
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
         return link.settled(), y_TD
 
     with linked(seats, groups=groups) as link:
         threading.Timer(0.2, seats[0].server.close).start()
+        yield link, seats, run
+
+
+def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Group 1 gets no rows of the second micro-batch, since group 0's seat dies in the first. The step that follows has
+    one micro-batch: nothing of it comes where group 1's seat waits."""
+    with linked_two_groups(monkeypatch) as (link, seats, run):
         began = time.monotonic()
-        assert not run(link, 1, micro_batches=2)[0]
+        assert not run(1, micro_batches=2)[0]
         seats[0].freed.set()
-        settled, y_TD = run(link, 2, micro_batches=1)
+        settled, y_TD = run(2, micro_batches=1)
         assert settled
         assert link.shared() == {0: 1, 1: 2}
-        assert torch.equal(y_TD, x_TD * 9)
+        assert torch.equal(y_TD, torch.full((3, HIDDEN), 9.0))
         assert time.monotonic() < began + LONG_S / 2
+
+
+def test_a_seat_waits_no_longer_for_a_step_given_up_though_no_other_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seat that let a deadline pass gets rows over tcp from then on, and its GPU is to be free for them."""
+    with linked_two_groups(monkeypatch) as (_, seats, run):
+        assert not run(1, micro_batches=2)[0]
+        wait_until(seats[2].host.idle, LONG_S / 2, "the seat that lives has ended the step")
 
 
 @pytest.mark.parametrize(("choice", "found"), [("off", type(None)), ("auto", type(None)), ("host", HostMemory)])
