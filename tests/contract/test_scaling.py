@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import pytest
 
 from services.errors import StaleLeader
-from services.messages import LATENCY_EDGES, GatewayLoad, SeatLoad, SeatReport, WorkerLoad
+from services.messages import LATENCY_BUCKETS, GatewayLoad, SeatLoad, SeatReport, WorkerLoad
 from services.queue.loads import LoadNotes, LoadReader
 from services.queue.seats import SeatRegistry
 from services.scheduler.scaling import Autoscaler, Bounds, Decision, Replicas, ScalingOptions, Sources, Target
 
-NONE = (0,) * (len(LATENCY_EDGES) + 1)
+NONE = (0,) * LATENCY_BUCKETS
 HOT, COLD = Target("experts", 0), Target("experts", 1)
 ATTENTION, GATEWAY = Target("attention"), Target("gateway")
 OPTIONS = ScalingOptions(

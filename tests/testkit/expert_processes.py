@@ -17,7 +17,7 @@ from services.model.progress import NoProgress
 from services.model.spec import load_spec
 from services.model.weights import load_experts
 from services.routing import Seat
-from testkit.slow_experts import Compute, slow
+from testkit.slow import Compute, slow
 from testkit.tcp_fabric import hello, serve
 
 START_S = 60.0

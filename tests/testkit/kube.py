@@ -136,7 +136,7 @@ class Cluster:
 def started(tool: str) -> tuple[Cluster, bool]:
     """The cluster, and whether it ran before."""
     before = Path(os.environ.get("KUBE_HOME", "/var/tmp/kube-one"), "run/kubelet.pid").exists()
-    subprocess.run([tool, "up", "--prometheus"], check=True, timeout=STEP_S, capture_output=True)
+    subprocess.run([tool, "up", "--prometheus"], check=True, timeout=STEP_S, capture_output=True, text=True)
     lines = subprocess.run([tool, "env"], check=True, timeout=60, capture_output=True, text=True).stdout
     script = f"{lines}\nenv -0"
     output = subprocess.run(["bash", "-c", script], check=True, timeout=60, capture_output=True, text=True).stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -142,14 +143,24 @@ class Bench:
         return proc
 
     def close(self) -> None:
-        for proc in reversed(self.procs):
-            if proc.popen.poll() is None:
-                proc.popen.terminate()
-        for proc in reversed(self.procs):
-            try:
-                proc.popen.wait(20)
-            except subprocess.TimeoutExpired:
-                proc.kill9()
+        """All end. Workers leave with the help of a scheduler and of Redis, which therefore end last."""
+        for _, procs in itertools.groupby(sorted(self.procs, key=_turn), _turn):
+            _end(list(procs))
+
+
+def _turn(proc: Proc) -> int:
+    return {"scheduler": 1, "redis": 2}.get(proc.name.partition("-")[0], 0)
+
+
+def _end(procs: Sequence[Proc]) -> None:
+    running = [proc for proc in reversed(procs) if proc.popen.poll() is None]
+    for proc in running:
+        proc.popen.terminate()
+    for proc in running:
+        try:
+            proc.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            proc.kill9()
 
 
 @contextlib.contextmanager

@@ -6,31 +6,27 @@ Python runs a ``sitecustomize`` that it finds as it starts: a ConfigMap brings o
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from testkit import slow
 from testkit.kube import Cluster
 
 _NAME, _FOLDER, _PAIR_S = "slow-rows", "/etc/slow-rows", "SLOW_PAIR_SECONDS"
 _SITE = f'''
-import os, time
+import os
 from services.model.experts import ExpertShard
+from slow import slow_shards
 
-pair_s, compute = float(os.environ["{_PAIR_S}"]), ExpertShard.forward
-
-def forward(shard, layer, x_TD, ids_TK, weights_TK):
-    until = time.perf_counter() + pair_s * len(x_TD)
-    y = compute(shard, layer, x_TD, ids_TK, weights_TK)
-    time.sleep(max(0.0, until - time.perf_counter()))
-    return y
-
-ExpertShard.forward = forward
+slow_shards(ExpertShard, row_s=float(os.environ["{_PAIR_S}"]))
 '''
 
 
 def slow_rows(cluster: Cluster, namespace: str) -> None:
     """What :func:`slow_group` mounts."""
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
-    cluster.kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(body | {"data": {"sitecustomize.py": _SITE}}))
+    body["data"] = {"sitecustomize.py": _SITE, "slow.py": Path(slow.__file__).read_text(encoding="utf-8")}
+    cluster.kubectl("-n", namespace, "apply", "-f", "-", text=json.dumps(body))
 
 
 def slow_group(group: int, pair_s: float) -> list[str]:

@@ -9,16 +9,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from services.experts.__main__ import main  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
-from testkit.slow_experts import slow  # noqa: E402
+from testkit.slow import slow_shards  # noqa: E402
 
 
 def run(call_s: float, argv: list[str]) -> int:
-    fast = ExpertShard.forward
-
-    def forward(shard, layer, x_TD, ids_TK, weights_TK):
-        return slow(lambda *call: fast(shard, *call), row_s=0.0, call_s=call_s)(layer, x_TD, ids_TK, weights_TK)
-
-    ExpertShard.forward = forward
+    slow_shards(ExpertShard, call_s=call_s)
     return main(argv)
 
 

@@ -1,19 +1,17 @@
-"""The API server as the scheduler asks it: lists and watches of workloads in one namespace, read-only, in plain dicts.
-
-Generated calls and models of the `kubernetes` client are not used: images leave them out (helm/images/Dockerfile).
-"""
+"""The API server as the scheduler asks it: lists and watches of workloads in one namespace, in plain dicts."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from services.errors import ConfigError, KubernetesUnavailable, WatchExpired
 from services.kube import ACCOUNT
+from services.runtime.kube_client import get, in_pod_client, pod_namespace
 
 if TYPE_CHECKING:
     from kubernetes.client.api_client import ApiClient
@@ -29,37 +27,30 @@ _GONE = 410
 
 
 def connect_in_cluster() -> ApiClient:
-    """A client with what this pod's service account has, its token read anew as it is renewed.
+    """A client with what this pod's service account has.
 
     Raises:
         ConfigError: this is no pod, or one without a token.
     """
-    from kubernetes.client.api_client import ApiClient
-    from kubernetes.client.configuration import Configuration
-    from kubernetes.config.config_exception import ConfigException
-    from kubernetes.config.incluster_config import load_incluster_config
-
-    configuration = Configuration()
-    try:
-        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except ConfigException as error:
-        raise ConfigError(
-            f"There is no way to the API server of Kubernetes ({error}).",
-            hint="--kubernetes on is for pods with a service account's token; the chart sets it with "
-            "autoscaling.enabled. Leave it off elsewhere.",
-        ) from error
-    configuration.retries = False
-    return ApiClient(configuration)
+    with _needed():
+        return in_pod_client()
 
 
 def own_namespace(account: Path = ACCOUNT) -> str:
     """Raises ConfigError where this is no pod, or one without a token."""
+    with _needed():
+        return pod_namespace(account)
+
+
+@contextmanager
+def _needed() -> Iterator[None]:
     try:
-        return (account / "namespace").read_text(encoding="utf-8").strip()
-    except OSError as error:
+        yield
+    except KubernetesUnavailable as error:
         raise ConfigError(
-            f"The namespace of this pod cannot be read ({error}).",
-            hint="--kubernetes on is for pods with a service account's token.",
+            error.message,
+            hint="--kubernetes on is for pods with a service account's token; the chart sets it with "
+            "autoscaling.enabled. Leave it off elsewhere.",
         ) from error
 
 
@@ -69,6 +60,7 @@ class Api:
     def __init__(self, client: ApiClient, *, namespace: str, selector: str) -> None:
         self._client, self._namespace, self._selector = client, namespace, selector
         self._open: RESTResponse | None = None
+        self._closed = False
 
     def list(self, kind: Kind) -> tuple[list[Json], str]:
         """All of ``kind`` that the selector finds, and the version from which to watch.
@@ -97,7 +89,8 @@ class Api:
                 yield event
 
     def close(self) -> None:
-        """Ends what another thread waits for."""
+        """Ends what another thread waits for, or is about to."""
+        self._closed = True
         response = self._open
         connection = getattr(response.response, "connection", None) if response else None
         if (sock := getattr(connection, "sock", None)) is not None:
@@ -105,21 +98,16 @@ class Api:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, kind: Kind, query: dict[str, str]) -> _Answer:
-        from kubernetes.client.exceptions import ApiException
-        from urllib3.exceptions import HTTPError
-
-        words = self._client.param_serialize(
-            "GET",
-            "/apis/apps/v1/namespaces/{namespace}/" + kind,
-            path_params={"namespace": self._namespace},
-            query_params=[("labelSelector", self._selector), *query.items()],
-            header_params={"Accept": "application/json"},
-            auth_settings=["BearerToken"],
+        self._open = get(
+            self._client,
+            f"/apis/apps/v1/namespaces/{self._namespace}/{kind}",
+            {"labelSelector": self._selector} | query,
+            accept="application/json",
+            timeout_s=(LATE_S, WATCH_S + LATE_S),
         )
-        try:
-            self._open = self._client.call_api(*words, _request_timeout=(LATE_S, WATCH_S + LATE_S))
-        except (HTTPError, ApiException, OSError) as error:
-            raise KubernetesUnavailable(f"The API server does not answer: {error}") from error
+        if self._closed:  # before there was anything to end
+            self._open.response.close()
+            raise KubernetesUnavailable("The connection to the API server was closed here.")
         return _Answer(self._open)
 
 

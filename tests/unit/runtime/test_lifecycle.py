@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -122,8 +121,7 @@ from services.runtime import die_with_parent, watch_parent
 
 async def main():
     argv = [sys.executable, "-c", CHILD]
-    child = await asyncio.create_subprocess_exec(*argv, start_new_session=True, preexec_fn=PREEXEC)
-    print(child.pid, flush=True)
+    await asyncio.create_subprocess_exec(*argv, start_new_session=True, preexec_fn=PREEXEC)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -134,12 +132,13 @@ asyncio.run(main())
     ("child", "preexec"),
     [
         pytest.param(
-            "import time; time.sleep(60)",
+            "import os, time; print(os.getpid(), flush=True); time.sleep(60)",
             "die_with_parent()",
             marks=pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's"),
         ),
         (
-            "import os, time; from services.runtime import watch_parent; watch_parent(os.getppid()); time.sleep(60)",
+            "import os, time; from services.runtime import watch_parent; watch_parent(os.getppid()); "
+            "print(os.getpid(), flush=True); time.sleep(60)",
             "None",
         ),
     ],
@@ -148,8 +147,7 @@ asyncio.run(main())
 def test_a_child_ends_with_a_parent_that_was_killed(child: str, preexec: str) -> None:
     script = _PARENT.replace("CHILD", repr(child)).replace("PREEXEC", preexec)
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    process = psutil.Process(int(_line(parent)))
-    time.sleep(0.5)  # the watch has to be up
+    process = psutil.Process(int(_line(parent)))  # it says so once it is watching
     assert process.is_running()
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()

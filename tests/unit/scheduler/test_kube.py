@@ -14,7 +14,7 @@ from kubernetes.client.configuration import Configuration
 from kubernetes.config.incluster_config import InClusterConfigLoader
 from testkit.workload_api import ApiServer, stateful_set
 
-from services.errors import ConfigError
+from services.errors import ConfigError, KubernetesUnavailable
 from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
 from services.scheduler.kube import Api, Heeded, KubeReplicas, own_namespace
@@ -194,6 +194,15 @@ def test_closing_ends_the_threads_while_they_wait(server: ApiServer) -> None:
         follower.close()
         until(lambda: not follower._thread.is_alive())
     KubeReplicas(connecting("http://127.0.0.1:1")).close()  # that never began
+
+
+def test_a_watch_that_begins_while_it_is_closed_ends(server: ApiServer) -> None:
+    with server.serving() as url:
+        api = connecting(url)()
+        _, version = api.list("statefulsets")
+        api.close()
+        with pytest.raises(KubernetesUnavailable, match="closed here"):
+            next(api.watch("statefulsets", version))
 
 
 def test_what_answers_but_is_no_api_server_does_no_harm() -> None:
