@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: source or digests are malformed.
-        CheckpointError: the source is not there, or a file is not what its digest says.
+        CheckpointError: see :func:`fetch`.
     """
     given = _parser().parse_args(argv)
     configure_logging("fetch")
@@ -44,23 +44,41 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
-    """Fills ``folder`` from ``source``; at once where that has been done. ``digests``: file name -> SHA-256, hex."""
+    """Fills ``folder`` from ``source``; at once where that has been done. ``digests``: file name -> SHA-256, hex.
+
+    Raises:
+        CheckpointError: the source is not there, a file is not what its digest says, or the folder cannot be written.
+    """
     identity = _identity(source, digests)
     if _mark_of(folder) == identity:
         log.info("%s is there already", source)
         return
+    log.info("fetching %s", source)
+    try:
+        _fill(folder, source, digests)
+        _write_mark(folder, identity)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot fetch {source} into {folder}: {error}.",
+            hint="The folder has to be writable for this user and large enough for the checkpoint.",
+        ) from error
+    log.info("%s is whole", folder)
+
+
+def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
     (folder / MARK).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    log.info("fetching %s", source)
     if source.startswith(_HUB):
         _from_hub(source, folder)
     else:
         _from_folder(Path(source), folder)
     check(folder, digests)
+
+
+def _write_mark(folder: Path, identity: str) -> None:
     draft = folder / f"{MARK}.draft"
     draft.write_text(identity, encoding="utf-8")
     os.replace(draft, folder / MARK)
-    log.info("%s is whole", folder)
 
 
 def wait(folder: Path, source: str, sleep: Callable[[float], None] = time.sleep) -> None:

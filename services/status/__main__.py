@@ -38,8 +38,9 @@ class Look:
         if cluster is None:
             return judge(None, queue)
         notes = [] if queue else ["Queue and shard groups are not shown: give their Redis with --redis-url."]
-        if cluster.blind:
-            notes.append(f"Pods are not shown: {cluster.blind}")
+        if cluster.hidden:
+            kinds = ", ".join(cluster.hidden).capitalize()
+            notes.append(f"{kinds} are not shown: {next(iter(cluster.hidden.values()))}")
         return judge(cluster, queue, notes)
 
     def _release(self) -> Release | KubernetesUnavailable | None:

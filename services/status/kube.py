@@ -7,14 +7,25 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from services.errors import KubernetesForbidden, KubernetesUnavailable
 from services.kube import ACCOUNT, INSTANCE, NAME, ROLE
-from services.status.release import SERVING, Object, Pod, Release, release, releases
+from services.runtime.kube_client import client_of, get, in_pod_client, pod_namespace
+from services.status.fetch import FETCH
+from services.status.reasons import Object
+from services.status.release import SERVING, Pod, Release, release, releases
+
+if TYPE_CHECKING:
+    from kubernetes.client.api_client import ApiClient
 
 _TIMEOUT_S = 5.0
-_HTTP_OK, _FORBIDDEN, _UNAVAILABLE = 200, 403, 503
+_HTTP_OK, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE = 200, 403, 404, 503
+_OURS = f"{INSTANCE},{NAME},{ROLE}"
+"""Of all releases."""
+_GROUPS = "leaderworkersets"
+_LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
+"""Label of what belongs to a LeaderWorkerSet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,27 +50,28 @@ class ClusterReader:
         self._pod = pod
 
     def read(self) -> Release:
-        """Without pods where the account may not list them, as that of a scheduler.
+        """Without what the account may not list, as that of a scheduler may not list pods.
 
         Raises:
             KubernetesUnavailable: the API server does not answer or refuses, or knows no release.
         """
-        made = [*self._list("apis/apps/v1", "deployments"), *self._list("apis/apps/v1", "statefulsets")]
+        hidden: dict[str, str] = {}
+        made = [*self._list("apis/apps/v1", "deployments"), *self._stateful_sets(), *self._groups(hidden)]
         name = self._chosen(releases(made), releases(each for each in made if self._is_mine(each)))
-        ours = {"labelSelector": f"{INSTANCE}={name}"}
-        try:
-            pods, blind = self._list("api/v1", "pods", **ours), ""
-        except KubernetesForbidden as error:
-            pods, blind = [], error.message
+        ours = f"{INSTANCE}={name}"
+        workloads = [each for each in made if each["metadata"]["labels"][INSTANCE] == name]
+        if any(each["metadata"]["labels"][ROLE] == "attention" for each in workloads):
+            hidden.pop(_GROUPS, None)  # a release has its attention workers in one kind of workload
         found = release(
             name,
             self._namespace,
-            workloads=[each for each in made if each["metadata"]["labels"][INSTANCE] == name],
-            pods=pods,
+            workloads=workloads,
+            pods=self._allowed("api/v1", "pods", hidden, ours),
+            jobs=self._allowed("apis/batch/v1", "jobs", hidden, ours),
             events=self._warnings(),
-            scaled=self._scaled(**ours),
+            scaled=self._scaled(ours),
         )
-        return replace(found, blind=blind)
+        return replace(found, hidden=hidden)
 
     def ready_page(self, pod: Pod) -> str:
         """What a role that is not ready says that it waits for; empty where it cannot be asked."""
@@ -91,15 +103,41 @@ class ClusterReader:
             raise KubernetesUnavailable(f"Namespace {self._namespace} {found}.", hint=hint)
         return names[0]
 
-    def _list(self, api: str, kind: str, **query: str) -> list[Object]:
-        """Without a selector: all that carry a role of ours. Raises KubernetesUnavailable."""
+    def _stateful_sets(self) -> list[Object]:
+        """Without those that a LeaderWorkerSet makes of itself: they may carry its labels."""
+        found = self._list("apis/apps/v1", "statefulsets")
+        return [each for each in found if _LWS_NAME not in each["metadata"]["labels"]]
+
+    def _groups(self, hidden: dict[str, str]) -> list[Object]:
+        """LeaderWorkerSets; none where the cluster does not know what that is."""
+        return self._allowed("apis/leaderworkerset.x-k8s.io/v1", _GROUPS, hidden, may_lack=True)
+
+    def _allowed(
+        self, api: str, kind: str, hidden: dict[str, str], selector: str = _OURS, *, may_lack: bool = False
+    ) -> list[Object]:
+        """Nothing where the account may not list them: then ``hidden`` has the reason."""
+        try:
+            return self._list(api, kind, selector, may_lack=may_lack)
+        except KubernetesForbidden as error:
+            hidden[kind] = error.message
+            return []
+
+    def _list(self, api: str, kind: str, selector: str = _OURS, *, may_lack: bool = False) -> list[Object]:
+        """Those on a request's path, and those that fetch the model. ``may_lack``: a cluster need not have such a kind.
+
+        Raises:
+            KubernetesForbidden: the account may not list them.
+            KubernetesUnavailable: no answer, or another than asked for.
+        """
         path = f"{api}/namespaces/{self._namespace}/{kind}"
-        answer = self._get(path, query or {"labelSelector": f"{INSTANCE},{NAME},{ROLE}"})
+        answer = self._get(path, {"labelSelector": selector})
+        if may_lack and answer.status == _NOT_FOUND:
+            return []
         if answer.status != _HTTP_OK:
             error = KubernetesForbidden if answer.status == _FORBIDDEN else KubernetesUnavailable
             raise error(f"The API server refuses {kind}: {_message(answer)}")
         items: list[Object] = json.loads(answer.text)["items"]
-        return [each for each in items if each["metadata"]["labels"].get(ROLE) in SERVING]
+        return [each for each in items if each["metadata"]["labels"].get(ROLE) in (*SERVING, FETCH)]
 
     def _warnings(self) -> list[Object]:
         """Of all objects there; none where the account may not see them, for they only add to the reasons."""
@@ -108,9 +146,11 @@ class ClusterReader:
         found: list[Object] = json.loads(answer.text)["items"] if answer.status == _HTTP_OK else []
         return found
 
-    def _scaled(self, **query: str) -> bool | None:
+    def _scaled(self, selector: str) -> bool | None:
         """Whether it has ScaledObjects; None where the account may not know."""
-        answer = self._get(f"apis/keda.sh/v1alpha1/namespaces/{self._namespace}/scaledobjects", query)
+        answer = self._get(
+            f"apis/keda.sh/v1alpha1/namespaces/{self._namespace}/scaledobjects", {"labelSelector": selector}
+        )
         if answer.status == _FORBIDDEN:
             return None
         return answer.status == _HTTP_OK and bool(json.loads(answer.text)["items"])
@@ -144,43 +184,35 @@ def connected(context: str | None) -> tuple[Get, str]:
     Raises:
         KubernetesUnavailable: the package is missing, or the configuration is unusable.
     """
+    if context is None and in_cluster():
+        return _getter(in_pod_client()), pod_namespace()
     try:
-        from kubernetes.client import ApiClient, Configuration
-        from kubernetes.config import ConfigException, list_kube_config_contexts, load_incluster_config
+        from kubernetes.client.configuration import Configuration
+        from kubernetes.config import ConfigException, list_kube_config_contexts
         from kubernetes.config import load_kube_config as load
     except ImportError as error:
         raise KubernetesUnavailable(f"{error.name} is missing.", hint="Install the package `kubernetes`.") from error
     settings, file = Configuration(), _kubeconfig()
     try:
-        if context is None and in_cluster():
-            load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-            namespace = (ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
-        else:
-            load(file, context=context, client_configuration=settings)  # type: ignore[no-untyped-call]
-            contexts, active = list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
-            named = [each for each in contexts if each["name"] == context] if context else [active]
-            namespace = str(named[0]["context"].get("namespace") or "default")
+        load(file, context=context, client_configuration=settings)  # type: ignore[no-untyped-call]
+        contexts, active = list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
+        named = [each for each in contexts if each["name"] == context] if context else [active]
+        namespace = str(named[0]["context"].get("namespace") or "default")
     except (ConfigException, OSError, ValueError, TypeError) as error:
         raise KubernetesUnavailable(f"The kubeconfig is unusable: {error}") from error
-    settings.retries = False
-    return _getter(ApiClient(settings)), namespace
+    return _getter(client_of(settings)), namespace
 
 
-def _getter(client: Any) -> Get:
+def _getter(client: ApiClient) -> Get:
     from urllib3.exceptions import HTTPError
 
-    def get(path: str, query: dict[str, str]) -> Answer:
-        request = client.param_serialize(
-            "GET",
-            f"/{path}",
-            query_params=list(query.items()),
-            header_params={"Accept": "application/json, text/plain"},
-            auth_settings=["BearerToken"],
-        )
+    def ask(path: str, query: dict[str, str]) -> Answer:
+        accept = "application/json, text/plain"
+        response = get(client, f"/{path}", query, accept=accept, timeout_s=(_TIMEOUT_S, _TIMEOUT_S))
         try:
-            response = client.call_api(*request, _request_timeout=(_TIMEOUT_S, _TIMEOUT_S))
-            return Answer(status=response.status, text=response.read().decode("utf-8", errors="replace"))
+            body: bytes = response.read()  # type: ignore[no-untyped-call]
         except (HTTPError, OSError) as error:
-            raise KubernetesUnavailable(f"The API server does not answer: {error}") from error
+            raise KubernetesUnavailable(f"The API server broke off: {error}") from error
+        return Answer(status=response.status, text=body.decode("utf-8", errors="replace"))
 
-    return get
+    return ask

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from services.status.fetch import Fetch
 from services.status.queue import Queue
 from services.status.release import Pod, Release, Workload
 
 _MOST_PODS = 3
+_NEEDED = {
+    "gateway": ("Deployment",),
+    "scheduler": ("Deployment",),
+    "attention": ("Deployment", "LeaderWorkerSet"),
+}
+"""What every release has, and as what. Redis may be elsewhere, and experts in the attention workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +41,7 @@ class Status:
 
 def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = ()) -> Status:
     """``release`` or ``queue`` may be None, not both."""
-    missing, troubles = _of_release(release) if release else ([], [])
+    missing, troubles = _of_release(release, alone=queue is None) if release else ([], [])
     if queue is not None:
         missing += _of_queue(queue, asleep=release is not None and release.asleep)
         troubles += [
@@ -44,8 +51,8 @@ def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = (
     return Status(release=release, queue=queue, missing=tuple(missing), troubles=tuple(troubles), notes=tuple(notes))
 
 
-def _of_release(release: Release) -> tuple[list[str], list[str]]:
-    missing, troubles = [], []
+def _of_release(release: Release, *, alone: bool) -> tuple[list[str], list[str]]:
+    missing, troubles = _absent(release, alone=alone), []
     for workload in release.workloads:
         asleep = release.asleep and workload.role in ("attention", "experts")
         line = f"{workload.title}: {workload.ready} of {workload.wanted} ready{_reasons(release, workload)}"
@@ -55,9 +62,35 @@ def _of_release(release: Release) -> tuple[list[str], list[str]]:
             troubles.append(line)
         elif _stuck(release, workload):
             troubles.append(f"{workload.title}: its rollout waits{_reasons(release, workload)}")
+    waited_for = [fetch for fetch in release.fetches if not fetch.done]
+    if missing:
+        missing[:0] = map(_fetch, waited_for)
+    else:
+        troubles += [_fetch(fetch) for fetch in waited_for if fetch.why]
     if release.asleep and release.scaled is False:
         missing.append("The model is scaled to zero, and nothing wakes it: no ScaledObject counts its replicas.")
     return missing, troubles
+
+
+def _absent(release: Release, *, alone: bool) -> list[str]:
+    """``alone``: Redis was not asked, which knows who is there."""
+    absent = []
+    for role, kinds in _NEEDED.items():
+        seen = [kind for kind in kinds if f"{kind.lower()}s" not in release.hidden]
+        line = f"{role}: the release has no {' or '.join(seen)} of it"
+        if any(workload.role == role for workload in release.workloads):
+            continue
+        if len(seen) == len(kinds):
+            absent.append(f"{line}.")
+        elif alone:
+            absent.append(f"{line}, and others may not be listed here.")
+    return absent
+
+
+def _fetch(fetch: Fetch) -> str:
+    state = "gave up" if fetch.over else "tries again" if fetch.failed else "has not ended"
+    attempts = f" (failed attempts: {fetch.failed})" if fetch.failed else ""
+    return f"model fetch: the Job {fetch.name} {state}{attempts}" + (f"\n{fetch.why}" if fetch.why else "")
 
 
 def _stuck(release: Release, workload: Workload) -> bool:

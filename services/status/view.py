@@ -61,6 +61,7 @@ def _release(release: Release) -> Iterator[str]:
     for each in release.workloads:
         pods = [pod for pod in release.pods if (pod.role, pod.group) == (each.role, each.group)]
         rows.append((each.title, f"{each.ready}/{each.wanted}", str(sum(pod.restarts for pod in pods))))
+    rows += [("model fetch", f"{int(each.done)}/1", str(each.failed)) for each in release.fetches]
     yield from _columns(rows)
 
 

@@ -64,3 +64,10 @@ def test_mistakes_are_named(source: Path, tmp_path: Path) -> None:
         main([str(tmp_path), "--source", str(source), "--sha256", "model.safetensors=abc"])
     with pytest.raises(CheckpointError, match="There is no folder"):
         main([str(tmp_path), "--source", str(tmp_path / "nowhere")])
+
+
+def test_a_folder_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("")
+    into = tmp_path / "full/model"
+    with pytest.raises(CheckpointError, match=f"Cannot fetch {source} into {into}: .*Not a directory.*writable"):
+        main([str(into), "--source", str(source)])

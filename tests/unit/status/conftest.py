@@ -19,6 +19,7 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ApiServer]:
             "statefulsets": [workload("redis", 1, 1), *(workload("experts", 1, 1, group) for group in range(2))],
             "pods": [pod(f"mesh-{role}-0", role) for role in ("redis", "gateway", "scheduler", "attention")]
             + [pod(f"mesh-experts-{group}-0", "experts", group) for group in range(2)],
+            "jobs": [],
             "events": [],
         }
         yield server

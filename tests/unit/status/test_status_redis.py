@@ -136,6 +136,11 @@ async def test_both_are_asked_and_both_must_agree(
     asked = ["status", "--redis-url", redis_url]
     assert await asyncio.to_thread(main, asked) == 0
     assert "leading scheduler  scheduler-1" in capsys.readouterr().out
+    attention = api.lists["deployments"].pop(2)
+    api.forbidden = {"leaderworkersets"}
+    assert await asyncio.to_thread(main, asked) == 0, "Redis knows of an attention worker, whatever it is made by"
+    assert "Leaderworkersets are not shown" in capsys.readouterr().out
+    api.lists["deployments"].append(attention)
     api.forbidden = {"deployments"}
     assert await asyncio.to_thread(main, asked) == 0
     assert "Pods are not shown: The API server refuses deployments" in capsys.readouterr().out
