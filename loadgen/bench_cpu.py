@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,7 @@ import psutil
 
 from loadgen.bench_model import write_checkpoint
 from loadgen.client import StreamResult, stream_completion
+from loadgen.served import Served, served
 from services.demo.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:  # the client side does not load torch
@@ -39,6 +38,7 @@ STEP_RANGE_MS = (15.0, 25.0)
 STEP_TARGET_MS = 20.0
 BASE_LAYERS = 4
 WARM_UP_TOKENS = 8
+SERVER_ENV = {"EXPERTMESH_SERVED_MODEL_NAME": "bench", "EXPERTMESH_LOG_LEVEL": "warning"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,40 +142,14 @@ def calibrated_checkpoint(folder: Path) -> tuple[Path, float]:
     return model, step_ms
 
 
-class Serve:
-    """``expertmesh serve`` as a child process, and the CPU seconds of the processes under it."""
-
-    def __init__(self, model: Path, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "services", "serve", *engine_flags(model), "--port", str(port)]
-        env = os.environ | {"EXPERTMESH_SERVED_MODEL_NAME": "bench", "EXPERTMESH_LOG_LEVEL": "warning"}
-        self.popen = subprocess.Popen(command, env=env)
-
-    async def wait_ready(self, session: aiohttp.ClientSession) -> None:
-        for _ in range(1200):
-            if self.popen.poll() is not None:
-                raise SystemExit(f"the server ended with {self.popen.returncode}")
-            try:
-                async with session.get(f"{self.url}/ready") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
-        raise SystemExit("the server was not ready within 120 s")
-
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far by hop; ``client`` is this process."""
-        seconds = {"client": sum(psutil.Process().cpu_times()[:2])}
-        root = psutil.Process(self.popen.pid)
-        for process in [root, *root.children(recursive=True)]:
-            name = _hop(process.cmdline())
-            seconds[name] = seconds.get(name, 0.0) + sum(process.cpu_times()[:2])
-        return seconds
-
-    def stop(self) -> None:
-        self.popen.send_signal(signal.SIGTERM)
-        self.popen.wait(60)
+def cpu_s(server: Served) -> dict[str, float]:
+    """CPU seconds so far of the processes under ``server``, by hop; ``client`` is this process."""
+    seconds = {"client": sum(psutil.Process().cpu_times()[:2])}
+    root = psutil.Process(server.pid)
+    for process in [root, *root.children(recursive=True)]:
+        name = _hop(process.cmdline())
+        seconds[name] = seconds.get(name, 0.0) + sum(process.cpu_times()[:2])
+    return seconds
 
 
 def _hop(cmdline: Sequence[str]) -> str:
@@ -187,7 +161,7 @@ def _hop(cmdline: Sequence[str]) -> str:
 
 
 async def rest_round(
-    serve: Serve, session: aiohttp.ClientSession, max_tokens: int, per_stream: int, seed: int
+    server: Served, session: aiohttp.ClientSession, max_tokens: int, per_stream: int, seed: int
 ) -> Round:
     """``STREAMS`` clients, each with ``per_stream`` requests one after the other."""
     waiting = prompts(STREAMS * per_stream, seed)
@@ -196,15 +170,15 @@ async def rest_round(
     async def user() -> list[StreamResult]:
         results = []
         while waiting:
-            results.append(await stream_completion(session, serve.url, body | {"prompt": waiting.pop()}))
+            results.append(await stream_completion(session, server.url, body | {"prompt": waiting.pop()}))
         return results
 
-    before, start = serve.cpu_s(), time.perf_counter()
+    before, start = cpu_s(server), time.perf_counter()
     results = [
         result for user_results in await asyncio.gather(*(user() for _ in range(STREAMS))) for result in user_results
     ]
     wall_s = time.perf_counter() - start
-    after = serve.cpu_s()
+    after = cpu_s(server)
     failed = [result.error for result in results if result.error or result.completion_tokens != max_tokens]
     if failed:
         raise SystemExit(f"{len(failed)} requests failed, the first with: {failed[0]}")
@@ -212,9 +186,14 @@ async def rest_round(
     return Round(tokens=sum(result.completion_tokens for result in results), wall_s=wall_s, cpu_s=cpu)
 
 
-async def compare(
-    model: Path, rounds: int, max_tokens: int, per_stream: int, port: int
-) -> tuple[list[Round], list[Round]]:
+async def _through(server: Served, max_tokens: int, per_stream: int) -> Round:
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=STREAMS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        await rest_round(server, session, WARM_UP_TOKENS, 1, seed=99)  # connections, first allocations
+        return await rest_round(server, session, max_tokens, per_stream, seed=1)
+
+
+def compare(model: Path, rounds: int, max_tokens: int, per_stream: int, port: int) -> tuple[list[Round], list[Round]]:
     """Interleaved rounds, in-process and REST; the server is stopped while the engine runs alone."""
     alone, rest = [], []
     for i in range(rounds):
@@ -224,15 +203,8 @@ async def compare(
             f"round {i + 1}: in-process {alone[-1].tokens_per_s:8.1f} tok/s (step {result['step_ms']:.1f} ms)",
             flush=True,
         )
-        serve = Serve(model, port)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=STREAMS)) as session:
-            try:
-                await serve.wait_ready(session)
-                await rest_round(serve, session, WARM_UP_TOKENS, 1, seed=99)  # connections, first allocations
-                rest.append(await rest_round(serve, session, max_tokens, per_stream, seed=1))
-            finally:
-                serve.stop()
+        with served(engine_flags(model), port=port, env=SERVER_ENV) as server:
+            rest.append(asyncio.run(_through(server, max_tokens, per_stream)))
         print(f"round {i + 1}: REST+Redis {rest[-1].tokens_per_s:8.1f} tok/s", flush=True)
     return alone, rest
 
@@ -268,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(drive_in_process(Path(model), int(max_tokens), int(per_stream))))
         return 0
     model, step_ms = calibrated_checkpoint(args.cache)
-    ratio = report(step_ms, *asyncio.run(compare(model, args.rounds, args.max_tokens, args.per_stream, args.port)))
+    ratio = report(step_ms, *compare(model, args.rounds, args.max_tokens, args.per_stream, args.port))
     return 0 if ratio >= args.goal else 1
 
 

@@ -16,8 +16,6 @@ import contextlib
 import json
 import random
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-START_S = 120.0
+from loadgen.served import served
+
 SEQUENCES = (1, 4, 16, 32)
 PROMPT_TOKENS, SHORT = 256, 4
 VOCABULARY = 1000
@@ -129,25 +128,10 @@ def _served(model: Path, shards: int) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["serve", "--model", model, "--port", port, "--expert-workers", shards, "--dtype", "float32"]
-    words += ["--threads", 1, "--overlap", "off", "--no-prefix-cache", "--log-level", "warning"]
-    process = subprocess.Popen([sys.executable, "-m", "services", *map(str, words)])
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    try:
-        while not _ready(url):
-            if process.poll() is not None or time.monotonic() > until:
-                sys.exit("measure_times: the server did not become ready")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _ready(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
-    return False
+    words = ["--model", model, "--expert-workers", shards, "--dtype", "float32", "--threads", 1]
+    words += ["--overlap", "off", "--no-prefix-cache", "--log-level", "warning"]
+    with served([str(word) for word in words], port=port) as server:
+        yield server.url
 
 
 def main() -> None:

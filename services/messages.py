@@ -7,6 +7,7 @@ Ids and lengths are counted in tokens, times in milliseconds by Redis TIME.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Literal
 
@@ -193,6 +194,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 LATENCY_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
 """A latency over its target falls into the bucket of the first edge that it does not exceed, or into one more."""
+LATENCY_BUCKETS = len(LATENCY_EDGES) + 1
+
+
+def latency_bucket(seconds: float, target_s: float) -> int:
+    """Number of the bucket into which it falls."""
+    return bisect_left(LATENCY_EDGES, seconds / target_s)
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -18,7 +18,7 @@ from services.cli.day.routing import check_shards, even_shares, read_shares
 from services.cli.day.server import Targets
 from services.cli.day.times import read_times
 from services.cli.day.trace import Trace, read_trace
-from services.config import OptionParser
+from services.config import OptionParser, check_bounds
 from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.scheduler.scaling import Bounds, ScalingOptions
@@ -94,12 +94,7 @@ def _check(given: Namespace) -> None:
         value, least = getattr(given, name), "more than 0" if name in over_zero else "0 or more"
         if not 0 <= value < 1e9 or (name in over_zero and value == 0):
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; expected {least}.")
-    for what in ("replicas", "attention"):
-        fewest, most = getattr(given, f"fewest_{what}"), getattr(given, f"most_{what}")
-        if fewest > most:
-            raise ConfigError(
-                f"--fewest-{what} {fewest} is more than --most-{what} {most}.", hint="Lower the one or raise the other."
-            )
+    check_bounds(given, ("replicas", "attention"))
     if not 1 <= given.shards <= MOST_SHARDS:
         raise ConfigError(f"--shards is {given.shards}; expected 1 to {MOST_SHARDS}.")
 

@@ -3,7 +3,16 @@
 Roles receive a :class:`Settings` by constructor and never read the environment themselves.
 """
 
-from services.config.load import Layered, layer, load_layered, load_settings, nearest_hint, parse_options, require
+from services.config.load import (
+    Layered,
+    check_bounds,
+    layer,
+    load_layered,
+    load_settings,
+    nearest_hint,
+    parse_options,
+    require,
+)
 from services.config.options import OptionParser, concerned
 from services.config.settings import (
     ATTENTION,
@@ -30,6 +39,7 @@ __all__ = [
     "OptionParser",
     "Role",
     "Settings",
+    "check_bounds",
     "concerned",
     "layer",
     "load_layered",

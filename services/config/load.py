@@ -192,13 +192,18 @@ def require(settings: Settings, role: Role) -> None:
         )
 
 
-def _require_bounds(settings: Settings) -> None:
-    for what in ("replicas", "attention", "gateways"):
-        fewest, most = getattr(settings, f"fewest_{what}"), getattr(settings, f"most_{what}")
+def check_bounds(given: object, names: Iterable[str]) -> None:
+    """Raises ConfigError where ``fewest_NAME`` of ``given`` is more than its ``most_NAME``."""
+    for name in names:
+        fewest, most = getattr(given, f"fewest_{name}"), getattr(given, f"most_{name}")
         if fewest > most:
             raise ConfigError(
-                f"--fewest-{what} {fewest} is more than --most-{what} {most}.", hint="Lower the one or raise the other."
+                f"--fewest-{name} {fewest} is more than --most-{name} {most}.", hint="Lower the one or raise the other."
             )
+
+
+def _require_bounds(settings: Settings) -> None:
+    check_bounds(settings, ("replicas", "attention", "gateways"))
     for shard, (fewest, most) in settings.shard_bounds().items():
         if fewest > most:
             raise ConfigError(

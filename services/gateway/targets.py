@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 
-from services.messages import LATENCY_EDGES, GatewayLoad
+from services.messages import LATENCY_BUCKETS, GatewayLoad, latency_bucket
 
 
 class LatencyTargets:
@@ -13,7 +12,7 @@ class LatencyTargets:
 
     def __init__(self, *, ttft_s: float, tpot_s: float) -> None:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
-        self._ttft, self._tpot = ([0] * (len(LATENCY_EDGES) + 1) for _ in range(2))
+        self._ttft, self._tpot = ([0] * LATENCY_BUCKETS for _ in range(2))
         self._came = self._ended = 0
         self._began = time.monotonic()
 
@@ -26,11 +25,11 @@ class LatencyTargets:
         self._ended += 1
 
     def first_token(self, seconds: float) -> None:
-        self._ttft[bisect_left(LATENCY_EDGES, seconds / self._ttft_s)] += 1
+        self._ttft[latency_bucket(seconds, self._ttft_s)] += 1
 
     def per_token(self, seconds: float) -> None:
         """Mean gap between the tokens of a request that ended."""
-        self._tpot[bisect_left(LATENCY_EDGES, seconds / self._tpot_s)] += 1
+        self._tpot[latency_bucket(seconds, self._tpot_s)] += 1
 
     def load(self) -> GatewayLoad:
         return GatewayLoad(

@@ -7,7 +7,6 @@ lot ends when the count of tokens has gone as far as its answer is long.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from itertools import count
 
 from services.cli.day.flow import MOST_PREFILL, Demand, Flow, flow
 from services.cli.day.times import ServiceTimes
-from services.messages import LATENCY_EDGES
+from services.messages import LATENCY_BUCKETS, latency_bucket
 from services.scheduler.scaling import Load, Signals, Target
 from services.scheduler.scaling.meter import (
     LATENCY_HALF_LIFE_S,
@@ -94,7 +93,7 @@ class Server:
         self._step_s = self._at = 0.0
         self._flow: Flow | None = None
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
-        self._told = [[0.0] * (len(LATENCY_EDGES) + 1) for _ in range(2)]
+        self._told = [[0.0] * LATENCY_BUCKETS for _ in range(2)]
         self._work: dict[Target, Smoothed] = {}
         self._line, self._ended = Places(STAY_HALF_LIFE_S, LINE_S), 0.0
 
@@ -152,7 +151,7 @@ class Server:
                 )
         for share, told in zip((self._ttft, self._tpot), self._told, strict=True):
             share.add(told, passed_s)
-        self._told = [[0.0] * (len(LATENCY_EDGES) + 1) for _ in range(2)]
+        self._told = [[0.0] * LATENCY_BUCKETS for _ in range(2)]
         active = self.queued + self.running > NOTHING
         ttft, tpot, few = self._ttft.ratio(), self._tpot.ratio(), self._ttft.heard
         return Signals(at=at, loads=loads, active=active, ttft=ttft, tpot=tpot, few=few)
@@ -189,7 +188,7 @@ class Server:
     def _begin(self, lot: Lot, first: float) -> None:
         lot.first, ttft_s = first, first - lot.came
         lot.on_time = ttft_s <= self.targets.ttft_s
-        self._told[0][bisect_left(LATENCY_EDGES, ttft_s / self.targets.ttft_s)] += lot.requests
+        self._told[0][latency_bucket(ttft_s, self.targets.ttft_s)] += lot.requests
         ends = self._tokens + (first - self._at) / self._step_s + lot.output
         heapq.heappush(self._ends, (ends, next(self._number), lot))
 
@@ -198,7 +197,7 @@ class Server:
             ends, _, lot = heapq.heappop(self._ends)
             ended = self._at - (self._tokens - ends) * self._step_s
             tpot_s = max(0.0, ended - lot.first) / lot.output
-            self._told[1][bisect_left(LATENCY_EDGES, tpot_s / self.targets.tpot_s)] += lot.requests
+            self._told[1][latency_bucket(tpot_s, self.targets.tpot_s)] += lot.requests
             met = tpot_s <= self.targets.tpot_s
             self.running = max(0.0, self.running - lot.requests)
             tally = self.tally

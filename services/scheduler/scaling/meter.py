@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.messages import LATENCY_EDGES, GatewayLoad, WorkerLoad
+from services.messages import LATENCY_BUCKETS, GatewayLoad, WorkerLoad
 from services.queue.loads import Loads
 from services.queue.scheduler_side import QueueDepth, WorkerState
 from services.queue.seats import SeatState
@@ -217,4 +217,4 @@ def _since(load: GatewayLoad, earlier: GatewayLoad | None) -> GatewayLoad:
 
 
 def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip(*counts, strict=True)] if counts else [0] * (len(LATENCY_EDGES) + 1)
+    return [sum(column) for column in zip(*counts, strict=True)] if counts else [0] * LATENCY_BUCKETS

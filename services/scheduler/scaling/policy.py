@@ -167,14 +167,18 @@ def _blamed(signals: Signals, state: State, options: ScalingOptions) -> dict[Tar
     for ratio, stalled in ((signals.tpot, STALLED), (signals.ttft, MOSTLY_STALLED)):
         if ratio is None or ratio <= 1:
             continue
-        stalls = slowest is not None and signals.loads[slowest].stall >= stalled
-        target = slowest if stalls and slowest and _can_gain(slowest, signals, state, options) else attention
-        blamed[target] = max(ratio, blamed.get(target, 0.0))
+        waited_for = slowest if slowest is not None and signals.loads[slowest].stall >= stalled else None
+        target = _cure(waited_for, signals, state, options) if waited_for else attention
+        if target is not None:
+            blamed[target] = max(ratio, blamed.get(target, 0.0))
     return blamed
 
 
-def _can_gain(target: Target, signals: Signals, state: State, options: ScalingOptions) -> bool:
-    """Whether more replicas than are wanted would help at all."""
-    load, course = signals.loads[target], state.courses.get(target, Course())
-    most = options.bounds_of(target).most
-    return course.wanted < (most if load.useful is None else min(most, load.useful))
+def _cure(group: Target, signals: Signals, state: State, options: ScalingOptions) -> Target | None:
+    """Of what more replicas help where steps wait for ``group``. Of attention where more seats would have nothing to
+    do. Once the group has the most that it may have: of attention if that is most of a step, else of nothing, as more
+    attention workers would wait for the same seats."""
+    wanted, useful = state.courses.get(group, Course()).wanted, signals.loads[group].useful
+    if wanted >= options.bounds_of(group).most:
+        return None if signals.loads[group].stall >= MOSTLY_STALLED else Target("attention")
+    return group if useful is None or wanted < useful else Target("attention")

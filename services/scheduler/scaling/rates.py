@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from services.messages import LATENCY_EDGES
+from services.messages import LATENCY_BUCKETS, LATENCY_EDGES
 
 BEYOND = 3.0
 """What counts for latencies past the last edge: times the target."""
@@ -66,7 +66,7 @@ class Share:
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
-        self._counts = [0.0] * (len(LATENCY_EDGES) + 1)
+        self._counts = [0.0] * LATENCY_BUCKETS
 
     def add(self, counts: Sequence[float], passed_s: float) -> None:
         """``counts`` came in the last ``passed_s``."""

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from services.messages import LATENCY_EDGES, ExpertInfo, GatewayLoad, SeatLoad, SeatReport, WorkerInfo, WorkerLoad
+from services.messages import (
+    LATENCY_BUCKETS,
+    LATENCY_EDGES,
+    ExpertInfo,
+    GatewayLoad,
+    SeatLoad,
+    SeatReport,
+    WorkerInfo,
+    WorkerLoad,
+)
 from services.queue.loads import Loads
 from services.queue.scheduler_side import QueueDepth, WorkerState
 from services.queue.seats import SeatState
@@ -17,7 +26,7 @@ from services.scheduler.scaling.rates import BEYOND, Places, Rates, Share
 LEASE_S = 6.0
 HOT, COLD = Target("experts", 0), Target("experts", 1)
 ATTENTION, GATEWAY = Target("attention"), Target("gateway")
-NONE = (0,) * (len(LATENCY_EDGES) + 1)
+NONE = (0,) * LATENCY_BUCKETS
 
 
 def seat(name: str, group: int, up_s: float, busy: float, waited: float = 0.0, rows: int = 0) -> SeatState:
@@ -168,7 +177,7 @@ def test_nine_of_ten_latencies_are_within_the_ratio() -> None:
 
 
 def test_one_answer_lately_is_few() -> None:
-    one = tuple(float(number == 0) for number in range(len(LATENCY_EDGES) + 1))
+    one = tuple(float(number == 0) for number in range(LATENCY_BUCKETS))
     told = [gateway(10), gateway(11, ttft=one), *(gateway(seconds, ttft=one) for seconds in range(12, 60))]
     meter, few = Meter(groups=2, lease_s=LEASE_S), []
     for number, each in enumerate(told):
@@ -181,5 +190,5 @@ def test_latencies_fade_and_too_few_say_nothing() -> None:
     share = Share(half_life_s=10.0)
     share.add([0.0] * len(LATENCY_EDGES) + [8.0], 0.0)
     assert share.ratio() == BEYOND
-    share.add([0.0] * (len(LATENCY_EDGES) + 1), 10.0)
+    share.add([0.0] * LATENCY_BUCKETS, 10.0)
     assert share.ratio() is None

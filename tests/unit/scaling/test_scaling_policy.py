@@ -114,10 +114,6 @@ def test_a_shard_group_may_have_bounds_of_its_own() -> None:
     wanted = after([at(1, {HOT: 100.0, COLD: 100.0})], options=own).targets
     assert (wanted[HOT], wanted[COLD]) == (4, 6)
     assert after(every_second(1, 40, active=False), options=own).targets[HOT] == 0
-    work = {HOT: 4 * UTILISATION["experts"], ATTENTION: UTILISATION["attention"]}
-    full = after([at(1, work, ready={HOT: 4})], options=own)
-    slow = at(1 + SETTLE_S, work, ready={HOT: 4}, stall={HOT: 0.9}, tpot=2.0)
-    assert decide(slow, full, own).targets[ATTENTION] == 2, "a group at its most is not to blame"
 
 
 def test_more_seats_than_callers_are_never_wanted() -> None:
@@ -188,6 +184,21 @@ def test_slow_tokens_push_attention_where_no_shard_is_waited_for_or_more_seats_w
     assert after(every_second(1, SETTLE_S + 3, work=work, tpot=1.5)).targets[ATTENTION] == 2
     stalled = every_second(1, SETTLE_S + 3, work=work, stall={HOT: 0.9}, tpot=1.5, useful=1)
     assert after(stalled).targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
+
+
+def test_nobody_is_pushed_where_steps_wait_for_a_group_that_has_its_most() -> None:
+    """More attention workers would wait for the same seats."""
+    own = replace(OPTIONS, shards={0: Bounds(fewest=1, most=4)})
+    how = {"work": {HOT: 4 * UTILISATION["experts"], ATTENTION: UTILISATION["attention"]}, "ready": {HOT: 4}}
+    for late in ({"tpot": 2.0}, {"ttft": 2.0}, {"tpot": 2.0, "ttft": 2.0}):
+        wanted = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.9}), options=own).targets
+        assert wanted == {HOT: 4, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+        no_callers = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.9}, useful=4), options=own)
+        assert no_callers.targets[ATTENTION] == 1, "nor would more callers find more seats"
+        elsewhere = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.1}), options=own)
+        assert elsewhere.targets[ATTENTION] == 2, "it is not what they wait for"
+        partly = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.3}), options=own)
+        assert partly.targets[ATTENTION] == 2, "most of a step is attention"
 
 
 def test_late_first_tokens_push_attention() -> None:

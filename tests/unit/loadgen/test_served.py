@@ -1,0 +1,45 @@
+"""A server as a child process: used once it is ready, ended with its context."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+from testkit.servers import free_port
+
+from loadgen.served import served
+
+SLOW_START = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    asked = 0
+
+    def do_GET(self):
+        Handler.asked += 1
+        self.send_response(200 if Handler.asked > 2 else 503)
+        self.end_headers()
+        self.wfile.write(f"{Handler.asked} {os.environ['SERVED']} {sys.argv[1:4]}".encode())
+
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+def test_it_is_there_once_it_is_ready_and_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "services").mkdir()
+    for name, text in (("__init__", ""), ("__main__", SLOW_START)):
+        (tmp_path / f"services/{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with served(["--model", "m"], port=free_port(), env={"SERVED": "yes"}) as server:
+        assert httpx.get(server.url).text == "4 yes ['serve', '--model', 'm']"
+        os.kill(server.pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+def test_one_that_ends_is_not_waited_for() -> None:
+    with pytest.raises(SystemExit, match="the server ended with 2"), served(["--no-such-option"], port=free_port()):
+        pytest.fail("it is not there")
