@@ -46,9 +46,18 @@ HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay"
 }
 """Values that are handed on as a knob of the server, and share its bounds."""
 _STRICT = {"additionalProperties": False}
-_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
-_PROBES = ("startup", "readiness", "liveness")
-_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_NAMES = ("existingSecret", "existingClaim", "caSecret", "tlsSecret")
+_CLASSES = ("storageClassName", "priorityClassName", "runtimeClassName", "className")
+NAMED = dict.fromkeys((*_NAMES, *_CLASSES), "objectName") | {
+    "key": "secretKey",
+    "caKey": "secretKey",
+    "plainKey": "secretKeyOrNone",
+    "repository": "repository",
+    "tag": "tag",
+    "size": "size",
+    "shmSize": "size",
+}
+"""Key -> the definition that holds for it everywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +117,17 @@ def _node(
     path: tuple[str, ...], default: Any, known: Mapping[tuple[str, ...], dict[str, Any] | None], more: dict[str, Any]
 ) -> dict[str, Any]:
     if path in known:
-        return known[path] or {"type": _kind(default)} | _bounds(path[-1])
+        return known[path] or _named(path[-1]) or {"type": _kind(default)} | _bounds(path[-1])
     properties = {key: _node((*path, key), value, known, {}) for key, value in default.items()}
     return {"type": "object", **_STRICT, "properties": properties | more}
+
+
+def _named(key: str) -> dict[str, Any]:
+    return _ref(NAMED[key]) if key in NAMED else {}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/definitions/{name}"}
 
 
 def _kind(default: Any) -> str:
@@ -134,41 +151,31 @@ def _key_prefix() -> dict[str, Any]:
 
 
 def definitions() -> dict[str, Any]:
-    probe = {"type": "object", **_STRICT, "properties": {}}
-    fields = ("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "failureThreshold", "successThreshold")
-    probe["properties"] = {field: {"type": "integer", "minimum": 0} for field in fields}
+    """Those of definitions.yaml, and those that follow from the server's knobs."""
     overrides: dict[str, Any] = {
         "replicas": {"type": ["integer", "null"], "minimum": 0},
         "minReplicas": {"type": "integer"} | _bounds("minReplicas"),
         "maxReplicas": {"type": "integer"} | _bounds("maxReplicas"),
-        "resources": {"type": "object"},
-        "resourceClaims": _OBJECTS,
-        "nodeSelector": _TEXTS,
-        "tolerations": _OBJECTS,
-        "affinity": {"type": "object"},
-        "podLabels": _TEXTS,
-        "podAnnotations": _TEXTS,
-        "extraEnv": _OBJECTS,
-        "extraVolumes": _OBJECTS,
-        "extraVolumeMounts": _OBJECTS,
+        "resources": _ref("resources"),
+        "resourceClaims": _ref("claims"),
+        "nodeSelector": _ref("labels"),
+        "tolerations": _ref("tolerations"),
+        "affinity": _ref("affinity"),
+        "podLabels": _ref("labels"),
+        "podAnnotations": _ref("strings"),
+        "podSecurityContext": _ref("object"),
+        "containerSecurityContext": _ref("object"),
+        "extraEnv": _ref("env"),
+        "extraVolumes": _ref("volumes"),
+        "extraVolumeMounts": _ref("mounts"),
     }
-    return {
-        "strings": _TEXTS,
-        "words": {"type": "array", "items": {"type": "string"}},
-        "object": {"type": "object"},
-        "objects": _OBJECTS,
-        "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
-        "probes": {
-            "type": "object",
-            **_STRICT,
-            "properties": dict.fromkeys(("startup", "readiness", "liveness"), probe),
-        },
+    shared: dict[str, Any] = yaml.safe_load((ROOT / "helm/definitions.yaml").read_text(encoding="utf-8"))
+    return shared | {
         "groups": {
             "type": "object",
             "patternProperties": {"^[0-9]+$": {"type": "object", **_STRICT, "properties": overrides}},
             **_STRICT,
         },
-        "name": {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?)?$"},
         "keyPrefix": _key_prefix(),
         "knobs": knobs(),
         **{f"{role}Knobs": knobs_of(role) for role in ROLES},

@@ -86,11 +86,11 @@ def test_the_control_image_stays_small(cluster: Cluster) -> None:
 
 def test_an_upgrade_to_other_groups_or_another_model_changes_nothing(installed: Installed) -> None:
     cluster, namespace = installed.release.cluster, installed.release.namespace
-    for setting, says in (
-        ("experts.groups=3", "experts.groups is 2 in the installed release, not 3"),
-        ("model.source=hostPath", "serves the model bundled, not /models"),
+    for settings, says in (
+        (["experts.groups=3"], "experts.groups is 2 in the installed release, not 3"),
+        (["model.source=hostPath", "model.hostPath.path=/models"], "serves the model bundled, not /models"),
     ):
-        chart = cluster.chart("dev", setting, "model.hostPath.path=/models")
+        chart = cluster.chart("dev", *settings)
         assert says in cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, check=False)
     assert cluster.helm("history", NAME, "--namespace", namespace).count("deployed") == 1
 

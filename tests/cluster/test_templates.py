@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from testkit.chart import CHART, ROOT
 from testkit.kube import Cluster
-from testkit.release import NAME
+from testkit.release import NAME, PREFIX
 
 PROFILES = ("dev", "single-node", "multi-node")
 MODEL = "model.hostPath.path=/models"
+HAS_DISK = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0]"
 OPTIONS = {
     "plain": [],
     "experts with attention": ["attention.experts=local"],
@@ -22,6 +25,10 @@ OPTIONS = {
         "redis.enabled=false",
         "redis.external.url=rediss://redis.db:6380/0",
         "redis.external.caSecret=redis-ca",
+    ],
+    "Redis by Sentinels": [
+        *("redis.enabled=false", "redis.external.existingSecret=redis-url"),
+        "redis.external.url=redis+sentinel://s0.db:26379\\,s1.db:26379/mymaster/0",
     ],
     "secrets of others": [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")],
     "no keys, no policies": ["auth.enabled=false", "networkPolicy.enabled=false", "metrics.podMonitor.enabled=true"],
@@ -42,14 +49,31 @@ OPTIONS = {
         *("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://a/b@c"),
         f"model.pvc.prefetch.sha256.model\\.safetensors={'0' * 64}",
         *("model.pvc.prefetch.tolerations[0].operator=Exists", "model.pvc.prefetch.priorityClassName=low"),
+        *("model.pvc.prefetch.podLabels.team=a", "model.pvc.prefetch.podAnnotations.note=b"),
+        *("model.pvc.prefetch.serviceAccount.annotations.role=c", "model.pvc.prefetch.waitResources.limits.cpu=1"),
     ],
     "a claim of others": ["model.source=pvc", "model.pvc.existingClaim=models", "model.subPath=olmoe"],
-    "an image volume": ["model.source=image", "model.image.reference=registry/model@sha256:" + "0" * 64],
+    "an image volume": [
+        *("model.source=image", "model.image.reference=registry/model@sha256:" + "0" * 64),
+        "model.pvc.prefetch.enabled=false",
+    ],
     "devices": [
         *("attention.resources.limits.nvidia\\.com/mig-3g\\.40gb=1", "experts.resources.limits.rdma/hca=1"),
         *("experts.resourceClaims[0].name=gpu", "experts.resourceClaims[0].resourceClaimTemplateName=one-gpu"),
         *("experts.resources.claims[0].name=gpu", "fabric.ncclEnv.NCCL_IB_HCA=mlx5", "experts.runtimeClassName=nvidia"),
     ],
+    "tested elsewhere": [
+        *("test.nodeSelector.pool=cpu", "test.tolerations[0].operator=Exists", "test.resources.limits.memory=1Gi"),
+        *(f"test.affinity.{HAS_DISK}.{field}" for field in ("key=disk", "operator=Exists")),
+        *(f"{role}.serviceAccount.annotations.cloud/role=arn" for role in ("gateway", "attention", "experts", "redis")),
+    ],
+    "rights of their own": [
+        *("attention.containerSecurityContext.capabilities.add[0]=IPC_LOCK", "redis.podSecurityContext.runAsUser=null"),
+        *("attention.containerSecurityContext.runAsUser=0", "attention.containerSecurityContext.runAsNonRoot=false"),
+        *("gateway.podSecurityContext.supplementalGroups[0]=5", "scheduler.containerSecurityContext.runAsUser=5"),
+        "experts.perGroup.0.containerSecurityContext.capabilities.add[0]=IPC_LOCK",
+    ],
+    "a lost node": ["nodeLostSeconds=5", "gateway.tolerations[0].operator=Exists", "gateway.tolerations[0].key=gpu"],
     "placed": [
         *("gateway.rollingUpdate.maxSurge=25%", "scheduler.rollingUpdate.maxUnavailable=1", "bindAddress=::"),
         *("gateway.podLabels.team=a", "commonLabels.team=b", "commonAnnotations.note=c"),
@@ -74,7 +98,8 @@ def namespace(bare_cluster: Cluster) -> Iterator[str]:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_rendering_is_accepted(bare_cluster: Cluster, namespace: str, profile: str, option: str) -> None:
-    settings = [word for setting in [MODEL, *OPTIONS[option]] for word in ("--set", setting)]
+    asked = [MODEL] if profile == "single-node" and "model.source" not in str(OPTIONS[option]) else []
+    settings = [word for setting in [*asked, *OPTIONS[option]] for word in ("--set", setting)]
     values = ("--values", str(CHART / f"values-{profile}.yaml"))
     apis = () if option == "autoscaled without KEDA" else ("--api-versions", "keda.sh/v1alpha1")
     text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *apis, *values, *settings)
@@ -83,9 +108,118 @@ def test_every_rendering_is_accepted(bare_cluster: Cluster, namespace: str, prof
     assert ("kind: ScaledObject" in text) is (option == "autoscaled")
 
 
+@pytest.fixture(scope="module", params=["restricted", "baseline"])
+def warned(bare_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """A namespace in which workloads of less than a level of pod security are warned of, and the level."""
+    with bare_cluster.namespace(f"t-level-{request.param}", level="privileged") as name:
+        bare_cluster.kubectl("label", "namespace", name, f"pod-security.kubernetes.io/warn={request.param}")
+        yield name, request.param
+
+
+LOCK = [f"{role}.containerSecurityContext.capabilities.add[0]=IPC_LOCK" for role in ("attention", "experts")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "breaks", "what"),
+    [
+        ([], [], ""),
+        (["model.source=hostPath", MODEL], ["restricted", "baseline"], "hostPath"),
+        (LOCK, ["restricted", "baseline"], 'must not include "IPC_LOCK" in securityContext.capabilities.add'),
+        (["redis.uid=0", "redis.podSecurityContext.runAsNonRoot=false"], ["restricted"], "runAsNonRoot != true"),
+        (["podSecurityContext.seccompProfile.type=Unconfined"], ["restricted", "baseline"], "seccompProfile"),
+        (["containerSecurityContext.readOnlyRootFilesystem=false"], [], ""),
+    ],
+)
+def test_which_level_of_pod_security_a_setting_keeps(
+    bare_cluster: Cluster, warned: tuple[str, str], settings: list[str], breaks: list[str], what: str
+) -> None:
+    """The table in the chart's README."""
+    name, level = warned
+    words = [word for setting in settings for word in ("--set", setting)]
+    profile = ("--values", str(CHART / "values-dev.yaml"))
+    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", name, *profile, *words)
+    said = bare_cluster.kubectl("-n", name, "apply", "--dry-run=server", "-f", "-", text=text, check=False)
+    assert said.count("server dry run") == text.count("\nkind: ")
+    warnings = [line for line in said.splitlines() if "would violate PodSecurity" in line]
+    assert all(f'"{level}:latest"' in line and what in line for line in warnings)
+    assert bool(warnings) is (level in breaks)
+
+
+INSTALLED = (
+    *("redis.persistence.enabled=true", "model.source=pvc", "fullnameOverride=mesh-expertmesh"),
+    *(f"{role}.replicas=0" for role in ("gateway", "attention", "experts")),
+)
+STANDING = ("Deployment", "StatefulSet", "PersistentVolumeClaim")
+
+
+@pytest.fixture(scope="module")
+def standing(bare_cluster: Cluster) -> Iterator[str]:
+    """A namespace with a release's workloads and its claim, without pods."""
+    with bare_cluster.namespace("t-standing") as name:
+        bare_cluster.kubectl("-n", name, "apply", "-f", "-", text=_standing(bare_cluster, name))
+        yield name
+
+
+def _standing(cluster: Cluster, namespace: str, *settings: str) -> str:
+    """What of a release with ``settings`` an upgrade may meet, all scaled to zero."""
+    words = [word for setting in [*INSTALLED, *settings] for word in ("--set", setting)]
+    profile = ("--values", str(CHART / "values-dev.yaml"))
+    text = cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *profile, *words)
+    found = [each for each in yaml.safe_load_all(text) if each and each["kind"] in STANDING]
+    for each in found:
+        if "replicas" in each["spec"]:
+            each["spec"]["replicas"] = 0
+    return yaml.safe_dump_all(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["redis.persistence.size=3Gi"], "updates to statefulset spec for fields other than"),
+        (["redis.persistence.enabled=false"], "updates to statefulset spec for fields other than"),
+        (["redis.persistence.storageClassName=fast"], "updates to statefulset spec for fields other than"),
+        (["model.pvc.storageClassName=fast"], "spec is immutable after creation except"),
+        (["model.pvc.accessModes={ReadWriteOnce}"], "spec is immutable after creation except"),
+        (["nameOverride=other"], "field is immutable"),
+    ],
+)
+def test_what_the_api_server_refuses_in_an_upgrade(
+    bare_cluster: Cluster, standing: str, settings: list[str], says: str
+) -> None:
+    """The table in the chart's README."""
+    text = _standing(bare_cluster, standing, *settings)
+    said = bare_cluster.kubectl("-n", standing, "apply", "--dry-run=server", "-f", "-", text=text, check=False)
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["redis.resources.limits.cpu=1", "redis.uid=5", "redis.nodeSelector.disk=ssd", "images.redis.tag=7.4"],
+        ["experts.drainSeconds=5", "experts.resources.limits.rdma/hca=1", "nodeLostSeconds=null", "commonLabels.a=b"],
+        ["gateway.service.type=LoadBalancer", "fabric.shmSize=2Gi", "attention.rollingUpdate.maxSurge=2"],
+    ],
+)
+def test_the_rest_may_change(bare_cluster: Cluster, standing: str, settings: list[str]) -> None:
+    text = _standing(bare_cluster, standing, *settings)
+    said = bare_cluster.kubectl("-n", standing, "apply", "--dry-run=server", "-f", "-", text=text)
+    assert " configured (server dry run)" in said
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.usefixtures("namespace")
 def test_the_manifests_are_accepted(bare_cluster: Cluster, profile: str) -> None:
     folder = ROOT / "manifests" / profile
     said = bare_cluster.kubectl("apply", "--dry-run=server", "-k", str(folder))
     assert said.count("server dry run") == (folder / "expertmesh.yaml").read_text().count("\nkind: ")
+
+
+def test_a_secret_that_is_kept_is_found(bare_cluster: Cluster, namespace: str) -> None:
+    """Under another name too."""
+    bare_cluster.kubectl(
+        *("-n", namespace, "create", "secret", "generic", f"{PREFIX}-redis", "--from-literal=redis-password=kept")
+    )
+    words = ("--namespace", namespace, "--dry-run=server", "--show-only", "templates/redis-secret.yaml")
+    for key in ("redis-password", "other"):
+        text = bare_cluster.helm("template", NAME, str(CHART), *words, "--set", f"redis.auth.key={key}")
+        assert yaml.safe_load(text)["data"] == {key: base64.b64encode(b"kept").decode()}

@@ -1,18 +1,7 @@
-{{/* "true" where KEDA sets the replicas. What it needs is asked for whether or not the cluster has it. */}}
+{{/* "true" where KEDA sets the replicas. */}}
 {{- define "expertmesh.autoscaled" -}}
-{{- $values := .root.Values -}}
-{{- if $values.autoscaling.enabled -}}
-{{- $prometheus := $values.autoscaling.prometheus -}}
-{{- $address := required "Give autoscaling.prometheus.serverAddress: KEDA asks Prometheus how many replicas are wanted." $prometheus.serverAddress -}}
-{{- if not (or $values.metrics.podMonitor.enabled $prometheus.matchers) -}}
-{{- fail "autoscaling needs the scheduler's metrics in Prometheus: set metrics.podMonitor.enabled, or say in autoscaling.prometheus.matchers which labels they have there." -}}
-{{- end -}}
-{{- if and $prometheus.authModes (not (or $prometheus.authenticationRef $prometheus.existingSecret)) -}}
-{{- fail "autoscaling.prometheus.authModes needs authenticationRef or existingSecret." -}}
-{{- end -}}
-{{- if .root.Capabilities.APIVersions.Has "keda.sh/v1alpha1" -}}
+{{- if and .root.Values.autoscaling.enabled (.root.Capabilities.APIVersions.Has "keda.sh/v1alpha1") -}}
 true
-{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -70,9 +59,6 @@ most_gateways: {{ $scaling.gateway.maxReplicas }}
 {{- $scaling := .root.Values.autoscaling -}}
 {{- $sleeps := and (ne .role "gateway") (gt (float64 $scaling.sleepAfterSeconds) 0.0) -}}
 {{- $own := dict "serverAddress" $scaling.prometheus.serverAddress "threshold" "1" "activationThreshold" "0" "ignoreNullValues" "false" "query" (printf "max(expertmesh_wanted_replicas{%s,role=%q,shard=%q})" (include "expertmesh.series" .) .role .shard) -}}
-{{- if gt (int .bounds.minReplicas) (int .bounds.maxReplicas) -}}
-{{- fail (printf "autoscaling: minReplicas %v of %s is more than maxReplicas %v." .bounds.minReplicas .name .bounds.maxReplicas) -}}
-{{- end -}}
 {{- with $scaling.prometheus.authModes }}{{ $_ := set $own "authModes" . }}{{ end -}}
 apiVersion: keda.sh/v1alpha1
 kind: ScaledObject

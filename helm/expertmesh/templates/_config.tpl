@@ -20,6 +20,16 @@ the release's scheduler, if there is one.
 {{- end -}}
 {{- end -}}
 
+{{/* Ends an upgrade that would leave what a long name without a hash has, secrets and queue. `found`: the ConfigMap of its scheduler. */}}
+{{- define "expertmesh.sameName" -}}
+{{- $label := "app.kubernetes.io/instance" -}}
+{{- with (.found | default dict).metadata -}}
+{{- if eq (get .labels $label) $.root.Release.Name -}}
+{{- fail (printf "The installed release calls its objects %s, not %s: others would be made beside them, with another Redis and other secrets. Set fullnameOverride=%[1]s to keep them." (trimSuffix "-scheduler" .name) (include "expertmesh.fullname" $)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The configuration file of one role: what the chart decides over the role's knobs over those of all. */}}
 {{- define "expertmesh.config" -}}
 {{- $values := .root.Values -}}

@@ -4,9 +4,13 @@
 {{- $fetch := $values.model.pvc.prefetch -}}
 metadata:
   labels:
-    {{- include "expertmesh.selector" . | nindent 4 }}
+    {{- include "expertmesh.layered" (list $fetch.podLabels (include "expertmesh.selector" . | fromYaml)) | nindent 4 }}
+  {{- with $fetch.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   restartPolicy: Never
+  serviceAccountName: {{ include "expertmesh.name" . | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- with $values.imagePullSecrets }}

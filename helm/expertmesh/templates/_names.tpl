@@ -1,13 +1,17 @@
 {{/* Names and labels. Each takes a dict with `root`, and `role` where it concerns one. */}}
 
 {{- define "expertmesh.fullname" -}}
+{{- include "expertmesh.cut" (dict "text" (include "expertmesh.wholeName" .) "most" 40) -}}
+{{- end -}}
+
+{{- define "expertmesh.wholeName" -}}
 {{- $name := default .root.Chart.Name .root.Values.nameOverride -}}
 {{- if .root.Values.fullnameOverride -}}
-{{- .root.Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- .root.Values.fullnameOverride -}}
 {{- else if contains $name .root.Release.Name -}}
-{{- .root.Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .root.Release.Name -}}
 {{- else -}}
-{{- printf "%s-%s" .root.Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- printf "%s-%s" .root.Release.Name $name -}}
 {{- end -}}
 {{- end -}}
 
@@ -65,10 +69,11 @@ annotations:
 {{- end -}}
 
 {{- define "expertmesh.image" -}}
-{{- if .image.digest -}}
-{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- $tag := .image.tag | default (.root.Chart.AppVersion | replace "+" "_") -}}
+{{- with .image.digest | default (regexFind "sha256:[0-9a-f]+$" $tag) -}}
+{{- printf "%s@%s" $.image.repository . -}}
 {{- else -}}
-{{- printf "%s:%s" .image.repository (.image.tag | default (.root.Chart.AppVersion | replace "+" "_")) -}}
+{{- printf "%s:%s" .image.repository $tag -}}
 {{- end -}}
 {{- end -}}
 
@@ -81,16 +86,6 @@ annotations:
 {{- end -}}
 {{- define "expertmesh.fabricSecret" -}}
 {{- .root.Values.fabric.existingSecret | default (printf "%s-fabric" (include "expertmesh.fullname" .)) -}}
-{{- end -}}
-
-{{/* What a Secret that this chart made holds under a key, or `new` at the first installation: never changed by an upgrade. */}}
-{{- define "expertmesh.kept" -}}
-{{- $found := lookup "v1" "Secret" .root.Release.Namespace .name -}}
-{{- with ($found | default dict).data -}}
-{{- get . $.key | default ($.new | b64enc) -}}
-{{- else -}}
-{{- .new | b64enc -}}
-{{- end -}}
 {{- end -}}
 
 {{- define "expertmesh.keyPrefix" -}}

@@ -12,6 +12,7 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $apart := and $computes (ne $values.attention.experts "local") -}}
 {{- $ranks := and (eq .role "attention") (eq $values.attention.experts "mesh") -}}
 {{- $watches := and (eq .role "scheduler") (include "expertmesh.autoscaled" .) -}}
+{{- $ofDeployment := not (or (hasKey . "group") $ranks) -}}
 metadata:
   labels:
     {{- include "expertmesh.podLabels" (merge (dict "labels" $role.podLabels) .) | nindent 4 }}
@@ -25,8 +26,8 @@ spec:
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- include "expertmesh.placement" (dict "root" $root "selector" . "values" $role) | nindent 2 }}
-  securityContext: {{- toYaml $values.podSecurityContext | nindent 4 }}
+  {{- include "expertmesh.placement" (dict "root" $root "selector" . "values" $role "lostSeconds" (ternary $values.nodeLostSeconds nil $ofDeployment)) | nindent 2 }}
+  securityContext: {{- include "expertmesh.securityContext" (list $values.podSecurityContext $role.podSecurityContext) | nindent 4 }}
   {{- if and $hasModel (eq $values.model.source "pvc") $values.model.pvc.prefetch.enabled }}
   initContainers:
     - name: wait-for-model
@@ -34,7 +35,7 @@ spec:
       imagePullPolicy: {{ $values.images.control.pullPolicy }}
       args: [fetch, --wait, {{ include "expertmesh.modelPath" . | quote }}, --source, {{ $values.model.pvc.prefetch.source | quote }}]
       securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
-      resources: {requests: {cpu: 10m, memory: 64Mi}}
+      resources: {{- toYaml ($values.model.pvc.prefetch.waitResources | default dict) | nindent 8 }}
       terminationMessagePolicy: FallbackToLogsOnError
       volumeMounts:
         - {name: model, mountPath: /model, readOnly: true}
@@ -78,7 +79,7 @@ spec:
         {{- end }}
       {{- include "expertmesh.probes" (dict "port" .port "ready" .ready "startSeconds" .startSeconds "changes" $role.probes) | nindent 6 }}
       resources: {{- toYaml $role.resources | nindent 8 }}
-      securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
+      securityContext: {{- include "expertmesh.securityContext" (list $values.containerSecurityContext $role.containerSecurityContext) | nindent 8 }}
       terminationMessagePolicy: FallbackToLogsOnError
       volumeMounts:
         - {name: config, mountPath: /etc/expertmesh/config, readOnly: true}
@@ -157,7 +158,7 @@ spec:
 {{- include "expertmesh.pod" (merge (dict "image" $values.images.worker "port" "metrics" "ports" (dict "metrics" 9100) "ready" "/ready" "startSeconds" 300 "graceSeconds" (add $values.attention.drainSeconds 15)) .) -}}
 {{- end -}}
 
-{{/* Which nodes a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector) and `values`. */}}
+{{/* Which nodes a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector), `values`, and for expertmesh.tolerations `lostSeconds`. */}}
 {{- define "expertmesh.placement" -}}
 {{- $values := .values -}}
 {{- with $values.priorityClassName }}
@@ -172,7 +173,7 @@ resourceClaims: {{- toYaml . | nindent 2 }}
 {{- with $values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $values.tolerations }}
+{{- with include "expertmesh.tolerations" (dict "given" $values.tolerations "lostSeconds" .lostSeconds) | fromYamlArray }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.affinity }}
@@ -188,6 +189,35 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels: {{- include "expertmesh.selector" .selector | nindent 8 }}
 {{- end }}
+{{- end -}}
+
+{{/*
+Those that are `given`, and for how many seconds a lost node is borne, where none of them says so: by the rule of the API
+server's DefaultTolerationSeconds. null leaves it to that. Pods of StatefulSets get none: they have no successor before
+their node is gone for good, and a node that comes back late would only lose pods that had served on.
+*/}}
+{{- define "expertmesh.tolerations" -}}
+{{- $all := .given | default list -}}
+{{- if not (kindIs "invalid" .lostSeconds) -}}
+{{- range $taint := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" -}}
+{{- $said := false -}}
+{{- range $.given -}}
+{{- if and (eq (.key | default $taint) $taint) (eq (.effect | default "NoExecute") "NoExecute") }}{{ $said = true }}{{ end -}}
+{{- end -}}
+{{- if not $said -}}
+{{- $all = append $all (dict "key" $taint "operator" "Exists" "effect" "NoExecute" "tolerationSeconds" (int $.lostSeconds)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $all -}}
+{{- end -}}
+
+{{/* Of several the later counts. What a container may is added and dropped apart: who adds one drops the others still. */}}
+{{- define "expertmesh.securityContext" -}}
+{{- $capabilities := list -}}
+{{- range . }}{{ $capabilities = append $capabilities ((. | default dict).capabilities | default dict) }}{{ end -}}
+{{- $merged := include "expertmesh.layered" $capabilities | fromYaml -}}
+{{- include "expertmesh.layered" (append . (ternary (dict "capabilities" $merged) dict (gt (len $merged) 0))) -}}
 {{- end -}}
 
 {{/*

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -51,3 +52,13 @@ def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
         return {(each["kind"], each["metadata"]["name"]): each for each in found}
 
     return run
+
+
+@pytest.fixture
+def notes(render: Render, tmp_path: Path) -> Callable[..., str]:
+    """What helm says after an installation, shown by a chart that has it in an object."""
+    folder = shutil.copytree(CHART, tmp_path / "chart")
+    (folder / "templates/NOTES.txt").rename(folder / "notes")
+    probe = '{kind: Notes, metadata: {name: notes}, text: {{ tpl (.Files.Get "notes") . | quote }}}'
+    (folder / "templates/probe.yaml").write_text(probe)
+    return lambda *settings, apis=(): str(render(*settings, chart=folder, apis=apis)["Notes", "notes"]["text"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,16 +128,6 @@ def test_without_keda_replicas_are_fixed(render: Render) -> None:
     }
 
 
-@pytest.fixture
-def notes(render: Render, tmp_path: Path) -> Callable[..., str]:
-    """What helm says after an installation, shown by a chart that has it in an object."""
-    folder = shutil.copytree(CHART, tmp_path / "chart")
-    (folder / "templates/NOTES.txt").rename(folder / "notes")
-    probe = '{kind: Notes, metadata: {name: notes}, text: {{ tpl (.Files.Get "notes") . | quote }}}'
-    (folder / "templates/probe.yaml").write_text(probe)
-    return lambda *settings, apis=(): str(render(*settings, chart=folder, apis=apis)["Notes", "notes"]["text"])
-
-
 def test_the_notes_say_who_sets_the_replicas(notes: Callable[..., str]) -> None:
     fixed, missing = "Replicas are fixed, by experts.replicas", "this cluster has no KEDA (keda.sh/v1alpha1)"
     said = notes(*ON)
@@ -156,11 +144,6 @@ def test_the_notes_say_who_sets_the_replicas(notes: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["metrics.podMonitor.enabled=true"], "Give autoscaling.prometheus.serverAddress"),
-        (["autoscaling.prometheus.serverAddress=http://p"], "set metrics.podMonitor.enabled, or say in"),
-        ([*ON, "autoscaling.prometheus.authModes=bearer"], "authModes needs authenticationRef or existingSecret"),
-        ([*ON, "autoscaling.attention.minReplicas=5"], "minReplicas 5 of mesh-expertmesh-attention is more than"),
-        ([*ON, "experts.perGroup.0.minReplicas=9"], "minReplicas 9 of mesh-expertmesh-experts-0 is more than"),
         ([*ON, "autoscaling.gateway.minReplicas=0"], "Must be greater than or equal to 1"),
         ([*ON, "autoscaling.sleepAfterSeconds=soon"], "autoscaling.sleepAfterSeconds: Invalid type"),
         ([*ON, "autoscaling.experts.replicas=2"], "Additional property replicas is not allowed"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from testkit.chart import CHART, WORKLOADS, Render, named, pods
 
 ROLE = "app.kubernetes.io/component"
@@ -91,6 +93,30 @@ def test_a_podmonitors_labels_are_labels(render: Render) -> None:
     objects = render("metrics.podMonitor.enabled=true", "metrics.podMonitor.labels.stack=main", "commonAnnotations.a=b")
     found = named(objects, "PodMonitor", "roles")["metadata"]
     assert (found["labels"]["stack"], found["annotations"]) == ("main", {"a": "b"})
+
+
+def test_long_names_make_no_object_of_the_same_name(render: Render) -> None:
+    stem = "a-team-with-a-long-name-serves-its-model-in"
+    one, two = (set(render(release=f"{stem}-{end}", profile=None)) for end in ("zone1", "zone2"))
+    assert not one & two
+    longest = max((name for kind, name in one), key=len)
+    assert len(longest) <= 63
+    hashed = hashlib.sha256(f"{stem}-zone1-expertmesh".encode()).hexdigest()[:8]
+    assert ("Deployment", f"{stem[:31]}-{hashed}-gateway") in one
+
+
+@pytest.mark.parametrize(
+    ("release", "settings", "name"),
+    [
+        ("mesh", [], "mesh-expertmesh"),
+        ("r" * 29, [], "r" * 29 + "-expertmesh"),  # 40 letters
+        ("my-expertmesh", [], "my-expertmesh"),
+        ("mesh", ["nameOverride=moe"], "mesh-moe"),
+        ("mesh", ["fullnameOverride=" + "f" * 40], "f" * 40),
+    ],
+)
+def test_a_short_name_is_what_it_was(render: Render, release: str, settings: list[str], name: str) -> None:
+    assert ("Deployment", f"{name}-gateway") in render(*settings, release=release, profile=None)
 
 
 def test_long_names_share_no_keys_in_redis(render: Render) -> None:

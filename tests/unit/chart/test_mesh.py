@@ -56,14 +56,6 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
     assert roles(policy["egress"], "to") == {("attention", True), ("redis", False)}
 
 
-def test_groups_are_not_scaled_by_load(helm: Any) -> None:
-    words = [word for setting in (*MESH, "autoscaling.enabled=true") for word in ("--set", setting)]
-    address = ("--set", "autoscaling.prometheus.serverAddress=http://p", "--set", "metrics.podMonitor.enabled=true")
-    done = helm("template", "mesh", str(CHART), "--values", str(CHART / "values-dev.yaml"), *words, *address)
-    assert done.returncode != 0
-    assert "autoscaling counts single attention workers" in done.stderr
-
-
 @pytest.mark.parametrize("ranks", ["1", "half"])
 def test_a_group_has_two_ranks_at_least(helm: Any, ranks: str) -> None:
     done = helm("template", "mesh", str(CHART), "--set", f"attention.mesh.ranks={ranks}")

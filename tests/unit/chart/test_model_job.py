@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,3 +56,15 @@ def test_each_source_is_fetched_into_a_folder_of_its_own(render: Render) -> None
     [args] = [template["spec"]["containers"][0]["args"] for name, template in pods(objects) if "fetch" in name]
     [waits] = named(objects, "Deployment", "gateway")["spec"]["template"]["spec"]["initContainers"]
     assert paths[2] == args[1] == waits["args"][2]
+
+
+def test_the_notes_have_a_command_that_shows_what_a_fetch_failed_of(render: Render, notes: Callable[..., str]) -> None:
+    [command] = [line for line in notes(*PREFETCH).splitlines() if "component=fetch" in line]
+    [(namespace, selector)] = re.findall(r"^  kubectl -n (\S+) get pods -l (\S+) ", command)
+    its = job(render(*PREFETCH))["spec"]["template"]
+    assert namespace == "there"
+    assert dict(word.split("=") for word in selector.split(",")).items() <= its["metadata"]["labels"].items()
+    ends = ".status.containerStatuses[*].state.terminated"
+    assert [f"{ends}.{word}" in command for word in ("exitCode", "reason", "message")] == [True] * 3
+    assert its["spec"]["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert "component=fetch" not in notes()

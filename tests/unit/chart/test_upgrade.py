@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from testkit.chart import CHART, Render, named
 
+ROLES = ("attention", "experts", "gateway", "redis", "scheduler")
 PROBE = '{{ include "expertmesh.unchanged" (dict "root" $ "found" .Values.global.found) }}'
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -58,3 +59,31 @@ def test_a_configmap_that_does_not_say_it_stops_nothing(upgrade: Callable[..., s
     assert upgrade(["experts.groups=2"], ["experts.groups=2", "model.source=image", "model.image.reference=a"]) != ""
     after = ["experts.groups=4", "model.source=image", "model.image.reference=a"]
     assert upgrade(["experts.groups=2"], after, lacks=("annotations", "data")) == ""
+
+
+def test_a_long_name_that_was_cut_otherwise_is_kept_or_refused(helm: Helm, render: Render, tmp_path: Path) -> None:
+    release, old = "r" * 45, "r" * 40
+    installed = render(f"fullnameOverride={old}", release=release, profile=None)["ConfigMap", f"{old}-scheduler"]
+    folder = shutil.copytree(CHART, tmp_path / "chart")
+    probe = '{{ include "expertmesh.sameName" (dict "root" $ "found" .Values.global.found) }}'
+    (folder / "templates/probe.yaml").write_text(probe)
+    values = tmp_path / "found.json"
+    values.write_text(json.dumps({"global": {"found": installed}}))
+    done = helm("template", release, str(folder), "--values", str(values))
+    assert f"calls its objects {old}, not {'r' * 31}-" in done.stderr
+    assert f"Set fullnameOverride={old} to keep them" in done.stderr
+    assert helm("template", "s" * 45, str(folder), "--values", str(values)).returncode == 0, "it is another release's"
+
+
+OF_ROLES = ("serviceAccount", "podSecurityContext", "containerSecurityContext")
+OF_LATER = (
+    *("test", "nodeLostSeconds", "model.pvc.prefetch.waitResources", "model.pvc.prefetch.serviceAccount"),
+    *(f"{role}.{name}" for role in ROLES for name in OF_ROLES),
+)
+
+
+def test_values_of_an_earlier_chart_are_enough(render: Render) -> None:
+    """``helm upgrade --reuse-values`` brings the values of the chart that was installed, and no others."""
+    objects = render(*(f"{name}=null" for name in OF_LATER))
+    assert {kind for kind, _ in objects} >= {"Deployment", "StatefulSet", "ServiceAccount"}
+    assert named(objects, "Pod", "test")["spec"]["containers"][0]["resources"] == {}

@@ -115,8 +115,8 @@ def test_a_drain_may_be_kept_off_redis(render: Render) -> None:
     assert budget["maxUnavailable"] == 1
     assert budget["selector"] == named(render(), "StatefulSet", "redis")["spec"]["selector"]
     assert named(render("redis.pdb.maxUnavailable=0"), "PodDisruptionBudget", "redis")["spec"]["maxUnavailable"] == 0
-    for setting in ("redis.pdb.enabled=false", "redis.enabled=false"):
-        objects = render(setting, "redis.external.url=redis://elsewhere")
+    for settings in (["redis.pdb.enabled=false"], ["redis.enabled=false", "redis.external.url=redis://elsewhere"]):
+        objects = render(*settings)
         assert not [name for kind, name in objects if kind == "PodDisruptionBudget" and "redis" in name]
 
 
@@ -127,3 +127,15 @@ def test_a_command_in_a_pod_speaks_of_its_release(render: Render) -> None:
             told = {each["name"]: each.get("value") for each in container["env"]}
             [mount] = [each for each in container["volumeMounts"] if each["name"] == "config"]
             assert told["EXPERTMESH_CONFIG"] == f"{mount['mountPath']}/config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("settings", "image"),
+    [
+        (["images.redis.tag=8-alpine"], "docker.io/library/redis:8-alpine"),
+        (["images.redis.digest=sha256:" + "0" * 64], "docker.io/library/redis@sha256:" + "0" * 64),
+    ],
+)
+def test_another_tag_of_redis_is_used(render: Render, settings: list[str], image: str) -> None:
+    [container] = named(render(*settings), "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image

@@ -1,0 +1,156 @@
+{{/*
+Values that contradict one another: each define says in lines what is wrong, and any line ends the rendering. What is switched
+off as a whole (its `enabled`, expert workers by attention.experts) may keep its settings: a values file then has a switch. What
+concerns one value alone stands in its `# @schema`, what only a cluster knows in expertmesh.unchanged and expertmesh.kept.
+*/}}
+{{- define "expertmesh.checks" -}}
+{{- $said := list -}}
+{{- range $part := list "redis" "model" "secrets" "groups" "scaling" "prometheus" "objects" -}}
+{{- range include (printf "expertmesh.checks.%s" $part) $ | splitList "\n" -}}
+{{- with trim . }}{{ $said = append $said . }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- with $said }}{{ fail (printf "values that cannot be meant:\n%s" (uniq . | join "\n")) }}{{ end -}}
+{{- end -}}
+
+{{- define "expertmesh.checks.redis" -}}
+{{- $redis := .Values.redis -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- if $redis.enabled -}}
+{{- range $name := list "url" "existingSecret" "caSecret" }}{{ if index $redis.external $name }}
+redis.external.{{ $name }} is given, but redis.enabled=true runs a Redis of the chart's, and that is used. Set redis.enabled=false for the external one, or leave redis.external.{{ $name }} empty.
+{{- end }}{{ end }}
+{{- range $name := list "redisTo" "redisPort" }}{{ if and $policy.enabled (index $policy $name) }}
+networkPolicy.{{ $name }} says where an external Redis is, but redis.enabled=true runs one of the chart's. Set redis.enabled=false with redis.external, or leave networkPolicy.{{ $name }} out.
+{{- end }}{{ end }}
+{{- else }}
+{{- if and $redis.external.caSecret $redis.external.url (not $redis.external.existingSecret) (not (hasPrefix "rediss" $redis.external.url)) }}
+redis.external.caSecret is {{ $redis.external.caSecret }}, but redis.external.url asks for no TLS. Begin that with rediss:// (rediss+sentinel:// for Sentinels), or leave redis.external.caSecret empty.
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Each source reads its own values, and another's would be passed over. */}}
+{{- define "expertmesh.checks.model" -}}
+{{- $model := .Values.model -}}
+{{- $mine := dict "hostPath" (list "path" "type") "pvc" (list "existingClaim" "storageClassName") "image" (list "reference") -}}
+{{- range $source, $names := omit $mine $model.source }}
+{{- range $name := $names }}{{ with index $model $source $name }}
+model.{{ $source }}.{{ $name }} is {{ . }}, but model.source is {{ $model.source }}, which does not read it. Set model.source={{ $source }}, or leave model.{{ $source }}.{{ $name }} empty.
+{{- end }}{{ end }}
+{{- end }}
+{{- if and $model.pvc.prefetch.enabled (ne $model.source "pvc") }}
+model.pvc.prefetch.enabled is true, but model.source is {{ $model.source }}, so nothing is fetched. Set model.source=pvc, or model.pvc.prefetch.enabled=false.
+{{- end }}
+{{- if and $model.subPath (eq $model.source "bundled") }}
+model.subPath is {{ $model.subPath }}, but model.source is bundled, the one model in the images. Set model.source to hostPath, pvc or image, or leave model.subPath empty.
+{{- end }}
+{{- if and (eq $model.source "pvc") $model.pvc.existingClaim $model.pvc.storageClassName }}
+model.pvc.storageClassName is {{ $model.pvc.storageClassName }}, for a claim that the chart makes, but model.pvc.existingClaim is {{ $model.pvc.existingClaim }}, and none is made. Leave one of them empty.
+{{- end }}
+{{- end -}}
+
+{{- define "expertmesh.checks.secrets" -}}
+{{- $auth := .Values.auth -}}
+{{- if and $auth.enabled (eq $auth.key ($auth.plainKey | default (ternary "" "api-key" (ne $auth.existingSecret "")))) }}
+auth.key and auth.plainKey are both {{ $auth.key }}: one is the file of hashed keys, the other a key in plain text. Give them different names.
+{{- end }}
+{{- end -}}
+
+{{- define "expertmesh.checks.groups" -}}
+{{- $experts := .Values.experts -}}
+{{- if eq .Values.attention.experts "tcp" -}}
+{{- range $number, $_ := $experts.perGroup }}
+{{- if not (regexMatch "^(0|[1-9][0-9]*)$" $number | ternary (lt (atoi $number) (int $experts.groups)) false) }}
+experts.perGroup names group {{ $number }}, but experts.groups is {{ int $experts.groups }}: groups are counted from 0. Raise experts.groups, or leave that group out.
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- include "expertmesh.checks.claims" (dict "name" "attention" "values" .Values.attention) }}
+{{- if eq .Values.attention.experts "tcp" -}}
+{{- range $group := until (int $experts.groups) }}
+{{- $own := get $experts.perGroup (toString $group) | default dict }}
+{{- $name := ternary (printf "experts.perGroup.%d" $group) "experts" (or (hasKey $own "resources") (hasKey $own "resourceClaims")) }}
+{{- include "expertmesh.checks.claims" (dict "name" $name "values" (include "expertmesh.layered" (list $experts $own) | fromYaml)) }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the one container uses of the pod's claims. A claim that no container names may be meant: drivers of network devices
+set up the whole pod. Takes `name` and `values`. */}}
+{{- define "expertmesh.checks.claims" -}}
+{{- $pod := list }}{{ range .values.resourceClaims }}{{ $pod = append $pod .name }}{{ end -}}
+{{- $used := list }}{{ range (.values.resources | default dict).claims }}{{ $used = append $used .name }}{{ end -}}
+{{- range $claim := $used }}{{ if not (has $claim $pod) }}
+{{ $.name }}.resources.claims has {{ $claim }}, which the pod does not claim. Add {{ $claim }} to {{ $.name }}.resourceClaims, or drop it.
+{{- end }}{{ end }}
+{{- end -}}
+
+{{- define "expertmesh.checks.scaling" -}}
+{{- $scaling := .Values.autoscaling -}}
+{{- if $scaling.enabled -}}
+{{- if eq .Values.attention.experts "mesh" }}
+autoscaling counts single attention workers, and attention.experts=mesh has them in groups: set autoscaling.enabled=false.
+{{- end }}
+{{- $bounds := dict "autoscaling.gateway" $scaling.gateway "autoscaling.attention" $scaling.attention "autoscaling.experts" $scaling.experts }}
+{{- if ne .Values.attention.experts "tcp" }}{{ $_ := unset $bounds "autoscaling.experts" }}{{ end }}
+{{- range $group, $own := ternary .Values.experts.perGroup dict (eq .Values.attention.experts "tcp") }}
+{{- if or (hasKey $own "minReplicas") (hasKey $own "maxReplicas") }}{{ $_ := set $bounds (printf "experts.perGroup.%s" $group) (include "expertmesh.groupBounds" (dict "root" $ "group" $group) | fromYaml) }}{{ end }}
+{{- end }}
+{{- range $name, $each := $bounds }}{{ if gt (int $each.minReplicas) (int $each.maxReplicas) }}
+{{ $name }}: minReplicas {{ $each.minReplicas }} is more than maxReplicas {{ $each.maxReplicas }}{{ if hasPrefix "experts" $name }} (one of them may be that of autoscaling.experts){{ end }}. Lower the one or raise the other.
+{{- end }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* How KEDA asks Prometheus. What it needs is asked for whether or not the cluster has KEDA. */}}
+{{- define "expertmesh.checks.prometheus" -}}
+{{- $prometheus := .Values.autoscaling.prometheus -}}
+{{- if .Values.autoscaling.enabled -}}
+{{- if not $prometheus.serverAddress }}
+Give autoscaling.prometheus.serverAddress: KEDA asks Prometheus how many replicas are wanted.
+{{- end }}
+{{- if not (or .Values.metrics.podMonitor.enabled $prometheus.matchers) }}
+autoscaling needs the scheduler's metrics in Prometheus: set metrics.podMonitor.enabled, or say in autoscaling.prometheus.matchers which labels they have there.
+{{- end }}
+{{- if and $prometheus.authModes (not (or $prometheus.authenticationRef $prometheus.existingSecret)) }}
+autoscaling.prometheus.authModes is {{ $prometheus.authModes }} and needs authenticationRef or existingSecret beside it.
+{{- end }}
+{{- if and $prometheus.existingSecret $prometheus.authenticationRef }}
+autoscaling.prometheus.existingSecret is {{ $prometheus.existingSecret }}, but authenticationRef names a TriggerAuthentication that is there already, and that is used. Leave one of them empty.
+{{- else if and $prometheus.existingSecret (not $prometheus.authModes) }}
+autoscaling.prometheus.existingSecret is {{ $prometheus.existingSecret }}, but without autoscaling.prometheus.authModes KEDA uses nothing of it. Give authModes (basic, bearer, tls, custom), or leave existingSecret empty.
+{{- end }}
+{{- $modes := nospace $prometheus.authModes | splitList "," }}
+{{- if and (has "basic" $modes) (has "bearer" $modes) }}
+autoscaling.prometheus.authModes has both basic and bearer, of which KEDA takes one. Leave the other out.
+{{- end }}
+{{- $needs := dict "basic" (list "username") "bearer" (list "bearerToken") "tls" (list "cert" "key") "custom" (list "customAuthHeader" "customAuthValue") }}
+{{- range $mode := ternary $modes list (and (ne $prometheus.existingSecret "") (not $prometheus.authenticationRef)) }}
+{{- range $key := get $needs $mode | default list }}{{ if not (has $key $prometheus.secretKeys) }}
+autoscaling.prometheus.authModes has {{ $mode }}, which needs {{ $key }}, but autoscaling.prometheus.secretKeys is {{ join ", " $prometheus.secretKeys }}. Add {{ $key }}, and have it in the Secret {{ $prometheus.existingSecret }}.
+{{- end }}{{ end }}
+{{- end }}
+{{- range $key := list "authModes" "query" "serverAddress" "threshold" "activationThreshold" "ignoreNullValues" }}{{ if hasKey $prometheus.metadata $key }}
+autoscaling.prometheus.metadata.{{ $key }} is given, but the chart sets it {{ has $key (list "authModes" "serverAddress") | ternary (printf "from autoscaling.prometheus.%s: use that" $key) "itself: leave it out" }}.
+{{- end }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the API server would refuse, after other objects are made. */}}
+{{- define "expertmesh.checks.objects" -}}
+{{- $name := include "expertmesh.fullname" (dict "root" $) -}}
+{{- if contains "." $name }}
+The release is called {{ .Release.Name }}, and a Service must not have a dot in its name, as in {{ $name }}-gateway. Give fullnameOverride, or the release another name.
+{{- end }}
+{{- range $role := list "gateway" "scheduler" "attention" }}
+{{- $updates := (index $.Values $role).rollingUpdate }}
+{{- if and (regexMatch "^0+%?$" (toString $updates.maxSurge)) (regexMatch "^0+%?$" (toString $updates.maxUnavailable)) }}
+{{ $role }}.rollingUpdate.maxSurge and {{ $role }}.rollingUpdate.maxUnavailable are both 0, so that no pod could ever be replaced. Give one of them 1 or more.
+{{- end }}
+{{- end }}
+{{- $service := .Values.gateway.service }}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") }}
+gateway.service.nodePort is {{ $service.nodePort }}, but gateway.service.type is ClusterIP, which has no port on nodes. Set gateway.service.type to NodePort or LoadBalancer, or leave gateway.service.nodePort out.
+{{- end }}
+{{- end -}}

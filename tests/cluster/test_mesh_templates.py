@@ -1,0 +1,63 @@
+"""Attention workers that share the experts, as LeaderWorkerSets: what is rendered is what the API server takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testkit.chart import CHART
+from testkit.kube import Cluster
+from testkit.release import NAME
+
+PROFILES = ("dev", "single-node", "multi-node")
+DEFINITION = Path(__file__).with_name("leaderworkerset-crd.yaml")
+MESH = {
+    "plain": ["attention.mesh.ranks=4"],
+    "sliced, over nodes": [
+        *("attention.mesh.ranks=8", "attention.replicas=2", "attention.config.expert_slices=2"),
+        *("attention.mesh.annotations.place=rack", "attention.rollingUpdate.maxSurge=1"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def namespace(bare_cluster: Cluster) -> Iterator[str]:
+    """With the controller's own definition where the cluster has it, else with ours."""
+    with bare_cluster.namespace("t-mesh-templates", level="privileged") as name:
+        if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
+            yield name
+            return
+        bare_cluster.kubectl("apply", "-f", str(DEFINITION))
+        bare_cluster.kubectl("wait", "--for=condition=Established", "-f", str(DEFINITION), "--timeout=30s")
+        try:
+            yield name
+        finally:
+            bare_cluster.kubectl("delete", "-f", str(DEFINITION))
+
+
+@pytest.mark.parametrize("option", MESH)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_groups_of_ranks_are_accepted(bare_cluster: Cluster, namespace: str, profile: str, option: str) -> None:
+    model = ["model.hostPath.path=/models"] if profile == "single-node" else []
+    chosen = ["attention.experts=mesh", "autoscaling.enabled=false", *model, *MESH[option]]
+    words = ["--values", str(CHART / f"values-{profile}.yaml"), *[w for each in chosen for w in ("--set", each)]]
+    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *words)
+    assert _dry_run(bare_cluster, namespace, text).count("server dry run") == text.count("\nkind: ")
+    [ranks] = [each for each in yaml.safe_load_all(text) if each and each["kind"] == "LeaderWorkerSet"]
+    pods = ranks["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert "server dry run" in _dry_run(bare_cluster, namespace, json.dumps(_deployment(pods)))
+
+
+def _dry_run(cluster: Cluster, namespace: str, text: str) -> str:
+    """Strict: a field that the API does not know is an error, too."""
+    return cluster.kubectl("-n", namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-", text=text)
+
+
+def _deployment(pods: dict[str, Any]) -> dict[str, Any]:
+    """A workload that the API server knows by heart, of the same pods."""
+    spec = {"selector": {"matchLabels": pods["metadata"]["labels"]}, "template": pods}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "ranks"}, "spec": spec}

@@ -1,0 +1,78 @@
+"""An upgrade from another commit of this repository, its chart and its images, to what is here: under load, nothing
+fails. KUBE_FROM names the commit; a clone without history has none to come from. Redis stays as it is: one alone cannot
+be replaced unnoticed (see docs/kubernetes-operations.md)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testkit.chart import ROOT
+from testkit.kube import IMAGES, LOCAL, TAG, Cluster, until
+from testkit.release import NAME, Release
+
+FROM = os.environ.get("KUBE_FROM", "")
+OLD = f"{TAG}-from"
+OURS = ("expertmesh-control", "expertmesh-worker-cpu")
+OLD_IMAGES = ["--set", f"images.control.tag={OLD}", "--set", f"images.worker.tag={OLD}"]
+pytestmark = pytest.mark.skipif(not FROM, reason="KUBE_FROM names no commit to upgrade from")
+
+
+@pytest.fixture(scope="module")
+def old_chart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words after ``helm install NAME``: that commit's chart, with images built of that commit."""
+    tree = tmp_path_factory.mktemp("from")
+    packed = subprocess.Popen(["git", "-C", str(ROOT), "archive", FROM], stdout=subprocess.PIPE)
+    with tarfile.open(fileobj=packed.stdout, mode="r|") as archive:
+        archive.extractall(tree, filter="data")
+    assert packed.wait() == 0, f"{FROM} is no commit of this repository"
+    for name in OURS:
+        _build(cluster, tree, name)
+    chart = tree / "helm/expertmesh"
+    return [str(chart), "--values", str(chart / "values-dev.yaml"), *LOCAL, *OLD_IMAGES]
+
+
+def _build(cluster: Cluster, tree: Path, name: str) -> None:
+    """In its tree: paths are those of that commit."""
+    words = [cluster.tool, "build", "-t", f"{name}:{OLD}", *IMAGES[name]]
+    done = subprocess.run(words, cwd=tree, env=cluster.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def before(cluster: Cluster, old_chart: list[str]) -> Iterator[Release]:
+    with cluster.namespace("t-upgrade-from") as namespace:
+        cluster.helm("install", NAME, *old_chart, "--namespace", namespace, "--wait", "--timeout", "10m")
+        yield Release(cluster=cluster, namespace=namespace)
+
+
+async def test_an_upgrade_from_another_commit_under_load_fails_nothing(before: Release) -> None:
+    cluster, namespace, key = before.cluster, before.namespace, before.key
+    old = {pod["metadata"]["uid"] for pod in before.pods() if "redis" not in pod["metadata"]["name"]}
+
+    def upgrade() -> None:
+        cluster.helm("upgrade", NAME, *cluster.chart("dev"), "--namespace", namespace, "--wait", "--timeout", "10m")
+
+    began = time.monotonic()
+    outcome = await before.under_load(upgrade, lead_s=5)
+    print(f"\nupgrade from {FROM} in {time.monotonic() - began:.0f} s: {outcome}")
+    assert (outcome.failed, outcome.wrong) == ([], [])
+    assert outcome.finished > 10
+    until(lambda: old.isdisjoint(pod["metadata"]["uid"] for pod in before.pods()), 120, "the old pods are gone")
+    assert before.key == key
+
+
+async def test_a_rollback_to_it_under_load_fails_nothing(before: Release) -> None:
+    cluster, namespace = before.cluster, before.namespace
+
+    def roll_back() -> None:
+        cluster.helm("rollback", NAME, "1", "--namespace", namespace, "--wait", "--timeout", "10m")
+
+    outcome = await before.under_load(roll_back, lead_s=5)
+    print(f"\nback to {FROM}: {outcome}")
+    assert (outcome.failed, outcome.wrong) == ([], [])
