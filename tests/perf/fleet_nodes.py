@@ -63,6 +63,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
     values["gateway"] |= {"replicas": args.gateways}
     values["redis"] |= {"persistence": {"enabled": False}}
     values["model"] = {"name": "m", "source": "hostPath", "hostPath": {"path": "/models/m"}}
+    values["model"]["pvc"] = {"prefetch": {"enabled": False}}
     if args.scaled:
         url = "http://prometheus.monitoring.svc:9090"
         fewest = {"experts": args.replicas, "attention": args.attention, "gateway": args.gateways}

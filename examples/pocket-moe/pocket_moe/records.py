@@ -60,10 +60,10 @@ class ExpertTrace:
         return flat.reshape(len(self.domains), layers, self.experts).astype(np.int64)
 
     def save(self, path: Path) -> None:
-        """Two ids a byte where there are at most 16 experts; layer by layer, which compresses best."""
-        ids_LKN = np.ascontiguousarray(self.ids.transpose(1, 2, 0))
+        """Two ids a byte where there are at most 16 experts; token by token, whose layers resemble one another."""
+        ids_NLK = np.ascontiguousarray(self.ids)
         arrays: dict[str, NDArray[Any]] = {
-            "ids": _nibbles(ids_LKN) if self.experts <= _NIBBLE_EXPERTS else ids_LKN,
+            "ids": _nibbles(ids_NLK) if self.experts <= _NIBBLE_EXPERTS else ids_NLK,
             "shape": np.array([*self.ids.shape, self.experts], np.int64),
             "lengths": np.diff(self.starts).astype(np.uint16),
             "document_domain": self.document_domain,
@@ -78,12 +78,12 @@ class ExpertTrace:
             with np.load(path, allow_pickle=False) as file:
                 arrays: dict[str, NDArray[Any]] = {name: file[name] for name in file.files}
             _, _, slots, experts = arrays["shape"].tolist()
-            ids_LKN = _unpacked(arrays["ids"], slots) if experts <= _NIBBLE_EXPERTS else arrays["ids"]
-            _check_trace(arrays, ids_LKN)
+            ids_NLK = _unpacked(arrays["ids"], slots) if experts <= _NIBBLE_EXPERTS else arrays["ids"]
+            _check_trace(arrays, ids_NLK)
         except _DAMAGE as error:
             raise _unreadable(path, error) from error
         return cls(
-            ids=np.ascontiguousarray(ids_LKN.transpose(2, 0, 1)),
+            ids=np.ascontiguousarray(ids_NLK),
             starts=np.concatenate([[0], np.cumsum(arrays["lengths"], dtype=np.int64)]),
             document_domain=arrays["document_domain"],
             domains=tuple(arrays["domains"].tolist()),
@@ -181,22 +181,22 @@ def _indented(value: Any, indent: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _nibbles(ids_LKN: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    even_LKN = np.pad(ids_LKN, ((0, 0), (0, ids_LKN.shape[1] % 2), (0, 0)))
-    return (even_LKN[:, 0::2] | (even_LKN[:, 1::2] << 4)).astype(np.uint8)
+def _nibbles(ids_NLK: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    even_NLK = np.pad(ids_NLK, ((0, 0), (0, 0), (0, ids_NLK.shape[2] % 2)))
+    return (even_NLK[:, :, 0::2] | (even_NLK[:, :, 1::2] << 4)).astype(np.uint8)
 
 
 def _unpacked(packed: NDArray[np.uint8], slots: int) -> NDArray[np.uint8]:
-    ids_LKN = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1, packed.shape[2])
-    return ids_LKN[:, :slots].astype(np.uint8)
+    ids_NLK = np.stack([packed & 15, packed >> 4], axis=3).reshape(*packed.shape[:2], -1)
+    return ids_NLK[:, :, :slots].astype(np.uint8)
 
 
-def _check_trace(arrays: Mapping[str, NDArray[Any]], ids_LKN: NDArray[np.uint8]) -> None:
+def _check_trace(arrays: Mapping[str, NDArray[Any]], ids_NLK: NDArray[np.uint8]) -> None:
     """Raises ValueError where the arrays of a trace contradict one another."""
     tokens, layers, slots, experts = arrays["shape"].tolist()
     lengths, domain = arrays["lengths"], arrays["document_domain"]
-    if ids_LKN.shape != (layers, slots, tokens) or ids_LKN.max(initial=0) >= experts:
-        raise ValueError(f"ids of shape {ids_LKN.shape} are not {slots} of {experts} experts for {tokens} tokens")
+    if ids_NLK.shape != (tokens, layers, slots) or ids_NLK.max(initial=0) >= experts:
+        raise ValueError(f"ids of shape {ids_NLK.shape} are not {slots} of {experts} experts for {tokens} tokens")
     if int(lengths.sum(dtype=np.int64)) != tokens or lengths.shape != domain.shape:
         raise ValueError(f"the lengths of its documents do not add up to {tokens} tokens")
     if domain.max(initial=0) >= len(arrays["domains"]):
