@@ -92,7 +92,7 @@ def test_long_sequences_are_cut(window: int | None) -> None:
 def test_more_than_the_longest_part_for_each() -> None:
     """Many rows leave few parts for each: those of one very long sequence are then longer than parts should be."""
     case = Case([0] * 31 + [16_500], heads=1, kv_heads=1, head_dim=4, block_size=1024, dtype=torch.float32)
-    assert_close(case(), case.expected())
+    assert_close(case(), case.expected(), roundings=64)  # a sum of 16,500
 
 
 @settings(max_examples=12, deadline=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from msgspec import structs
@@ -242,15 +242,26 @@ async def test_a_killed_worker_is_replaced_without_a_gap(server: RedisServer) ->
         assert all(len(stream.lost) == 1 for stream in streams)
 
 
-async def test_a_worker_that_was_away_for_longer_than_its_lease_comes_back_under_its_id(server: RedisServer) -> None:
+async def test_a_worker_that_was_away_for_longer_than_its_lease_comes_back_under_its_id(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present, renew = asyncio.Event(), WorkerQueue.heartbeat
+
+    async def heartbeat(queue: WorkerQueue, worker_id: str, held: Mapping[str, int]) -> set[str]:
+        await present.wait()
+        return await renew(queue, worker_id, held)
+
+    monkeypatch.setattr(WorkerQueue, "heartbeat", heartbeat)
+    present.set()
     async with Deployment(server.url) as deployment:
         deployment.scheduler()
         worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=300)
         await stream.first_token.wait()
-        await deployment.connection().zadd(KEYS.workers, {worker.info.id: 1})  # as if it had expired
+        present.clear()
         await eventually(lambda: stream.lost)
+        present.set()
         await finish([stream])
         check([stream], 300)
         assert worker.engine.added == [(stream.request.id, 1), (stream.request.id, 2)]
