@@ -17,7 +17,7 @@ Without requests for ``sleep_after_s`` all shard groups and attention workers ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.scheduler.scaling.signals import Load, Signals
@@ -94,14 +94,15 @@ def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
     idle_s = signals.at - active_at
     may_sleep = options.sleep_after_s > 0 and not signals.active
     asleep = may_sleep and (state.asleep or idle_s >= options.sleep_after_s)
-    blamed = _blamed(signals, state, options)
+    blamed, incurable = _blamed(signals, state, options)
+    calm = _comfortable(signals)
     courses, coming = dict(state.courses), 1.0
     for target, load in sorted(signals.loads.items(), key=lambda item: item[0].role != "attention"):
         before = state.courses.get(target, Course())
         if state.asleep and not asleep and target.sleeps:
             before = Course()  # awake: what was wanted before it fell asleep says nothing
-        passed_s = signals.at - state.at
-        boosted = _boosted(before, load, target, blamed.get(target), signals, passed_s)
+        fading_s = signals.at - state.at if calm or (incurable and target.role == "attention") else 0.0
+        boosted = _boosted(before, load, target, blamed.get(target), signals.at, fading_s)
         courses[target] = _next(boosted, load, target, signals.at, options, coming if target.role == "experts" else 1.0)
         if target.role == "attention":
             coming = max(1.0, min(MOST_COMING, load.work / UTILISATION["attention"] / max(1, load.ready)))
@@ -126,20 +127,19 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
     return Course(highest=highest, boost=course.boost, need=need, ready=load.ready, came_at=came_at)
 
 
-def _boosted(
-    course: Course, load: Load, target: Target, ratio: float | None, signals: Signals, passed_s: float
-) -> Course:
-    """``course`` with the boost that latencies ask for; ``ratio``: of the worst that ``target`` is to blame for."""
+def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at: float, fading_s: float) -> Course:
+    """``course`` with the boost that latencies ask for; ``ratio``: of the worst that ``target`` is to blame for, else
+    its boost fades for ``fading_s``."""
     boost, came_at = course.boost, course.came_at
     base = load.work / UTILISATION[target.role]
     if ratio is not None:
         settled = load.ready >= course.wanted and load.ready == course.ready
-        if settled and base > 0 and signals.at - came_at >= SETTLE_S:
+        if settled and base > 0 and at - came_at >= SETTLE_S:
             wished = load.ready * min(ratio, MOST_RATIO) / base
             if wished > boost:
-                boost, came_at = min(MOST_BOOST, wished), signals.at
-    elif _comfortable(signals):
-        boost = 1.0 + (boost - 1.0) * 0.5 ** (passed_s / BOOST_HALF_LIFE_S)
+                boost, came_at = min(MOST_BOOST, wished), at
+    else:
+        boost = 1.0 + (boost - 1.0) * 0.5 ** (fading_s / BOOST_HALF_LIFE_S)
     return Course(highest=course.highest, boost=boost, need=course.need, ready=course.ready, came_at=came_at)
 
 
@@ -153,32 +153,36 @@ def _comfortable(signals: Signals) -> bool:
     return (signals.few or not signals.active) and gateways is not None and gateways.known
 
 
-def _blamed(signals: Signals, state: State, options: ScalingOptions) -> dict[Target, float]:
-    """Targets that are to blame for latencies above their targets, and by how much these are missed."""
+def _blamed(signals: Signals, state: State, options: ScalingOptions) -> tuple[dict[Target, float], bool]:
+    """Targets that are to blame for latencies above their targets, and by how much these are missed; whether one is
+    missed that only groups could cure which have their most."""
     attention = Target("attention")
     if attention not in signals.loads:
-        return {}
-    slowest = max(
-        (target for target in signals.loads if target.role == "experts"),
-        key=lambda target: (signals.loads[target].stall, -(target.shard or 0)),
-        default=None,
-    )
+        return {}, False
+    groups = [target for target in signals.loads if target.role == "experts"]
+    groups.sort(key=lambda target: (-signals.loads[target].stall, target.shard or 0))
     blamed: dict[Target, float] = {}
+    incurable = False
     for ratio, stalled in ((signals.tpot, STALLED), (signals.ttft, MOSTLY_STALLED)):
         if ratio is None or ratio <= 1:
             continue
-        waited_for = slowest if slowest is not None and signals.loads[slowest].stall >= stalled else None
-        target = _cure(waited_for, signals, state, options) if waited_for else attention
+        waited_for = [group for group in groups if signals.loads[group].stall >= stalled]
+        target = _cure(waited_for, signals, state, options)
         if target is not None:
             blamed[target] = max(ratio, blamed.get(target, 0.0))
-    return blamed
+        incurable |= target is None
+    return blamed, incurable
 
 
-def _cure(group: Target, signals: Signals, state: State, options: ScalingOptions) -> Target | None:
-    """Of what more replicas help where steps wait for ``group``. Of attention where more seats would have nothing to
-    do. Once the group has the most that it may have: of attention if that is most of a step, else of nothing, as more
-    attention workers would wait for the same seats."""
-    wanted, useful = state.courses.get(group, Course()).wanted, signals.loads[group].useful
-    if wanted >= options.bounds_of(group).most:
-        return None if signals.loads[group].stall >= MOSTLY_STALLED else Target("attention")
-    return group if useful is None or wanted < useful else Target("attention")
+def _cure(waited_for: Sequence[Target], signals: Signals, state: State, options: ScalingOptions) -> Target | None:
+    """Of what more replicas help: the first of the groups ``waited_for``, longest first, that may have more with
+    something to do. Else of attention; but of nothing where groups that have the most that they may have are most of a
+    step, as more attention workers would wait for the same seats."""
+    full = 0.0
+    for group in waited_for:
+        wanted, load = state.courses.get(group, Course()).wanted, signals.loads[group]
+        if wanted >= options.bounds_of(group).most:
+            full += load.stall
+        elif load.useful is None or wanted < load.useful:
+            return group
+    return None if full >= MOSTLY_STALLED else Target("attention")

@@ -201,6 +201,32 @@ def test_nobody_is_pushed_where_steps_wait_for_a_group_that_has_its_most() -> No
         assert partly.targets[ATTENTION] == 2, "most of a step is attention"
 
 
+def test_the_group_waited_for_second_grows_where_the_first_has_its_most() -> None:
+    own = replace(OPTIONS, shards={0: Bounds(fewest=1, most=1)})
+    how = {"work": {HOT: 0.7, COLD: 0.6, ATTENTION: 0.5}, "tpot": 1.5}
+    second = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.6, COLD: 0.25}), options=own).targets
+    assert second == {HOT: 1, COLD: 2, ATTENTION: 1, GATEWAY: 2}
+    longer = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.25, COLD: 0.6})).targets
+    assert longer == {HOT: 1, COLD: 2, ATTENTION: 1, GATEWAY: 2}, "where both may grow it is the one waited for longer"
+    hardly = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.6, COLD: 0.15}), options=own).targets
+    assert hardly == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}, "steps hardly wait for it"
+    both = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(fewest=1, most=1)})
+    most = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
+    assert most[ATTENTION] == 1, "together they are most of a step"
+
+
+def test_attention_that_cures_nothing_any_more_goes() -> None:
+    """It was pushed while it was to blame; then the load moved to a group that has its most."""
+    own = replace(OPTIONS, shards={0: Bounds(fewest=1, most=1)})
+    how = {"work": {HOT: 0.7, ATTENTION: 0.5}, "ready": {ATTENTION: 2}}
+    state = after(every_second(1, SETTLE_S + 3, **how, tpot=1.5), options=own)
+    assert state.targets[ATTENTION] > 1
+    waits = {"stall": {HOT: 0.8}, "tpot": 1.5}
+    assert after(every_second(60, 3000, **how, **waits), state, own).targets[ATTENTION] == 1
+    late = after(every_second(60, 3000, **how, **waits | {"stall": {HOT: 0.4}, "ttft": 1.2}), state, own)
+    assert late.targets[ATTENTION] > 1, "first tokens wait for it"
+
+
 def test_late_first_tokens_push_attention() -> None:
     how = {"work": {HOT: 0.6, ATTENTION: 0.5}, "stall": {HOT: 0.3}, "ttft": 3.0}
     pushed = after(every_second(1, SETTLE_S + 3, **how))
