@@ -182,6 +182,12 @@ class MeshBroken(FabricError):
     code = "mesh_broken"
 
 
+class MeshLeft(MeshBroken):
+    """A rank left in order, and so did this one."""
+
+    code = "mesh_left"
+
+
 class RequestError(ExpertMeshError):
     """One request fails. ``status`` is HTTP's; ``kind`` is OpenAI's ``error.type``; ``retryable``: waiting may help."""
 

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from services.attention.observer import ExpertObserver, MeshObserver, SharingObs
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
-from services.errors import MeshBroken, QueueUnavailable
+from services.errors import MeshBroken, MeshLeft, QueueUnavailable
 from services.fabric.symm_link import SymmLink
 from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo, WorkerLoad
@@ -73,7 +74,7 @@ class AttentionRole:
             if built is not None:
                 await self._with_experts(built, scrape_url(settings, port), stop)
         except MeshBroken as error:
-            log.error("%s", error.message)
+            log.log(logging.INFO if isinstance(error, MeshLeft) else logging.ERROR, "%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
         finally:
             await server.close()
@@ -131,9 +132,12 @@ class AttentionRole:
             lacks=self._experts.missing if self._experts else lambda: (),
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
+        leave = stop
         if isinstance(built.engine, LockStepEngine):
             built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
             built.engine.on_work(worker.nudge)
+            leave = asyncio.Event()
+            built.engine.on_leave = partial(asyncio.get_running_loop().call_soon_threadsafe, leave.set)
         watched: list[Callable[[], None]] = [
             ExpertObserver(metrics, built.link.expert_rows, by_layer=settings.layer_series).refresh
         ]
@@ -144,12 +148,15 @@ class AttentionRole:
         if built.mesh:
             mesh = built.mesh
             watched.append(MeshObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
-        experts = asyncio.create_task(_watch(watched))
-        telling = asyncio.create_task(self._load_notes(built, steps).run())
+        beside = [asyncio.create_task(_watch(watched)), asyncio.create_task(self._load_notes(built, steps).run())]
+        if isinstance(built.engine, LockStepEngine):
+            beside.append(asyncio.create_task(_leave_together(built.engine, worker, stop, leave)))
         try:
-            await worker.run(stop)
+            await worker.run(leave)
             if built.mesh:
                 await asyncio.to_thread(built.mesh.linger)
+                if not stop.is_set():
+                    raise MeshLeft("Another rank left; this one starts again, to meet those that come.")
         except EngineHung:
             log.exception("exiting at once")
             os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
@@ -160,7 +167,7 @@ class AttentionRole:
             await self._hand_over(self._id, blamed)
             raise error.__cause__ from error
         finally:
-            await end_tasks([experts, telling])
+            await end_tasks(beside)
 
     def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:
         link, began = built.link, time.monotonic()
@@ -212,6 +219,16 @@ class AttentionRole:
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )
+
+
+async def _leave_together(
+    engine: LockStepEngine, worker: AttentionWorker, stop: asyncio.Event, leave: asyncio.Event
+) -> None:
+    """Sets ``leave`` with ``stop``, which the other ranks hear of."""
+    await stop.wait()
+    engine.leave()
+    worker.nudge()
+    leave.set()
 
 
 async def _watch(watched: Sequence[Callable[[], None]]) -> None:

@@ -170,15 +170,22 @@ class LockStepEngine:
         """Attempts in the step in which the mesh broke: one of them may be why."""
         self.has_room: Callable[[], bool] = lambda: True
         """Whether results may be made; while they may not, this rank serves the others' rows only."""
+        self.on_leave: Callable[[], object] = lambda: None
+        """Called once, from the engine's thread, when another rank leaves: this one has to leave, too."""
         mesh.bell.listen(mesh.steps.idle_turns)
 
     @property
     def has_work(self) -> bool:
-        return self._active or self._wants_step or self._mesh.bell.heard(self._mesh.steps.idle_turns)
+        steps = self._mesh.steps
+        return self._active or self._wants_step or steps.untold or self._mesh.bell.heard(steps.idle_turns)
 
     def on_work(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when another rank has work."""
         self._mesh.on_ring = wake
+
+    def leave(self) -> None:
+        """No more requests come. From any thread; the others hear of it with the next step, which needs a nudge."""
+        self._mesh.steps.leaving = True
 
     def add(self, request: GenerateRequest) -> None:
         self._engine.add(request)
@@ -199,7 +206,7 @@ class LockStepEngine:
             MeshBroken: a rank is gone; this one cannot go on either.
         """
         steps, bell = self._mesh.steps, self._mesh.bell
-        if not self._active and self._wants_step:
+        if not self._active and (self._wants_step or steps.untold):
             bell.ring(steps.idle_turns)
         before = steps.turns
         events = self._engine_step() if self._wants_step else []
@@ -209,6 +216,9 @@ class LockStepEngine:
             steps.finish()
         if not self._active:
             bell.listen(steps.idle_turns)
+        if steps.some_leave and not steps.leaving:
+            steps.leaving = True
+            self.on_leave()
         return events
 
     def _engine_step(self) -> list[TokenEvent]:

@@ -1,7 +1,8 @@
 """Lock-step over a mesh: before each step the ranks agree whether any of them has work; then all take all layers.
 
 A rank without work takes part without rows. While nobody has any, nobody computes, polls or sends: whoever gets work
-rings a bell, and all agree again. Legend: T rows, D hidden size, K slots per row.
+rings a bell, and all agree again. A mesh lives as a whole: one that leaves says so with an agreement, and the others
+then leave too, each when it has drained. Legend: T rows, D hidden size, K slots per row.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class LockStep(Certain, Generic[HandleT]):
         self._left: deque[int] = deque()
         self._open: list[HandleT] = []
         self._broken: MeshBroken | None = None
-        self.all_leave = False
+        self.leaving = False
+        """May be set from any thread: this rank takes no more requests. The others hear of it when all agree next."""
+        self.some_leave, self.all_drained = False, False
         self.turns = 0
         self.idle_turns = 0
         """Agreements that nobody has work: the same number in every rank."""
@@ -78,15 +81,21 @@ class LockStep(Certain, Generic[HandleT]):
     def expert_rows(self) -> dict[int, list[int]]:
         return self._link.expert_rows()
 
-    def begin(self, *, work: bool, leaving: bool = False) -> bool:
-        """Agree with all ranks; whether a turn follows. Raises MeshBroken."""
-        working, leavers = self._unless_broken(lambda: self._agree([int(work), int(leaving)]))
+    @property
+    def untold(self) -> bool:
+        """Whether this rank leaves, and the others know of none that does."""
+        return self.leaving and not self.some_leave
+
+    def begin(self, *, work: bool, drained: bool = False) -> bool:
+        """Agree with all ranks; whether a turn follows. ``drained``: nothing is left here. Raises MeshBroken."""
+        said = [int(work), int(self.leaving or drained), int(drained)]
+        working, leavers, done = self._unless_broken(lambda: self._agree(said))
         if working:
             self._left = deque(self._layers)
             self.turns += 1
         else:
             self.idle_turns += 1
-        self.all_leave = leavers == self._ranks
+        self.some_leave, self.all_drained = leavers > 0, done == self._ranks
         return working > 0
 
     def finish(self) -> None:
@@ -180,16 +189,16 @@ def _key(period: int) -> str:
 
 
 def linger(steps: LockStep[HandleT], bell: Bell, seconds: float) -> None:
-    """Take part without rows until all ranks leave, for ``seconds`` at most: those that drain longer need this one."""
+    """Take part without rows until all have drained, for ``seconds`` at most: those that take longer need this one."""
     until = time.monotonic() + seconds
     with suppress(MeshBroken):  # another one left sooner
         steps.finish()
         bell.ring(steps.idle_turns)
         while time.monotonic() < until:
-            if steps.begin(work=False, leaving=True):
+            if steps.begin(work=False, drained=True):
                 steps.finish()
                 continue
-            if steps.all_leave:
+            if steps.all_drained:
                 return
             bell.listen(steps.idle_turns)
             while not bell.heard(steps.idle_turns) and time.monotonic() < until:

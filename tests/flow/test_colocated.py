@@ -87,6 +87,32 @@ def test_ranks_give_the_recorded_answers_and_killed_ones_lose_no_request(tmp_pat
         check_end(server)
 
 
+def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> None:
+    """One is told to end, amid requests and then while nobody asks; the others drain with it, end, and all meet anew."""
+    with bench(tmp_path) as stage:
+        server = serve(stage, 3)
+        wanted = recorded()[:64]
+        assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))
+        before = ranks_of(server)
+
+        async def disturbed() -> list[dict[str, Any]]:
+            asking = asyncio.create_task(complete_all(server.url, wanted, at_once=32))
+            await asyncio.sleep(1)
+            before[2].terminate()
+            assert not asking.done(), "it was told too late to disturb"
+            return await asking
+
+        assert_recorded(wanted, asyncio.run(disturbed()))
+        wait_until(lambda: others(server, before), 60, "all ranks started again")
+        again = ranks_of(server)
+        assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
+        again[1].terminate()
+        wait_until(lambda: others(server, again), 10, "all ranks started again, though there was no request")
+        assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
+        assert server.metric("expertmesh_lost_attempts_total") == 0, "no attempt was given up"
+        check_end(server)
+
+
 def others(server: Server, before: list[psutil.Process]) -> bool:
     """Whether there are as many ranks, none of them of ``before``."""
     now = {rank.pid for rank in ranks_of(server)}

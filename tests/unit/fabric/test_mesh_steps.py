@@ -171,8 +171,20 @@ def test_those_that_drained_stay_until_all_have() -> None:
     began = time.monotonic()
     together(lambda: linger(ranks[0], bells[0], 10), lambda: linger(ranks[1], bells[1], 10), drains_longer)
     assert [steps.turns for steps in ranks] == [3, 3, 3]
-    assert all(steps.all_leave for steps in ranks)
+    assert all(steps.all_drained for steps in ranks)
     assert time.monotonic() - began < 9
+
+
+def test_all_hear_of_one_that_leaves_with_the_next_step() -> None:
+    table = Table(2)
+    (leaver, _), (other, _) = steps_of(table, 0), steps_of(table, 1)
+    together(lambda: one_pass(leaver, 1), lambda: one_pass(other, 1))
+    assert (leaver.untold, other.some_leave) == (False, False)
+    leaver.leaving = True
+    assert leaver.untold, "and nobody knows it yet"
+    together(lambda: one_pass(leaver, 1), lambda: one_pass(other, 1))
+    assert (leaver.untold, other.some_leave, other.leaving) == (False, True, False)
+    assert not other.all_drained, "it has rows still"
 
 
 def bell_at(store: TCPStore, on_ring: Callable[[], None], *, keeper: bool = False) -> StoreBell:

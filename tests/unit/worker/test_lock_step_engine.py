@@ -1,18 +1,20 @@
-"""Whom a rank blames when the mesh breaks: what was in its step, not what waits."""
+"""Whom a rank blames when the mesh breaks (what was in its step, not what waits), and how it hears of one leaving."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from services.attention.colocated import LockStepEngine
 from services.errors import MeshBroken
+from services.fabric.mesh_steps import LockStep
 
 
 def engine_that(step: Any, *, has_work: bool = True) -> LockStepEngine:
-    steps = SimpleNamespace(turns=0, idle_turns=0, finish=lambda: None, begin=broken)
+    steps = SimpleNamespace(turns=0, idle_turns=0, finish=lambda: None, begin=broken, untold=False)
     bell = SimpleNamespace(listen=lambda _: None, ring=lambda _: None, heard=lambda _: not has_work)
     engine: Any = SimpleNamespace(has_work=has_work, step=step, in_step=lambda: {"running": 2})
     mesh: Any = SimpleNamespace(steps=steps, bell=bell)
@@ -35,3 +37,31 @@ def test_nothing_is_blamed_for_a_mesh_that_broke_while_this_rank_had_no_work() -
     with pytest.raises(MeshBroken):
         engine.step()
     assert engine.blamed == {}
+
+
+def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
+    """Nobody has work: the leaver rings, all agree, and nothing follows."""
+    agreed: list[list[int]] = []
+    rung: list[int] = []
+
+    def agree(values: Sequence[int]) -> list[int]:
+        agreed.append(list(values))
+        return [0, 1, 0]
+
+    def engine() -> LockStepEngine:
+        steps: LockStep[Any] = LockStep(cast("Any", None), agree, ranks=2, layers=[0], no_rows=cast("Any", None))
+        bell = SimpleNamespace(listen=lambda _: None, ring=rung.append, heard=lambda _: False)
+        idle: Any = SimpleNamespace(has_work=False)
+        mesh: Any = SimpleNamespace(steps=steps, bell=bell)
+        return LockStepEngine(idle, mesh)
+
+    leaver, other = engine(), engine()
+    told: list[str] = []
+    leaver.on_leave, other.on_leave = (lambda: told.append("leaver")), (lambda: told.append("other"))
+    assert not leaver.has_work
+    leaver.leave()
+    assert leaver.has_work
+    for each in (leaver, other, other):
+        each.step()
+    assert (agreed[0], agreed[1], told, rung) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
+    assert not leaver.has_work
