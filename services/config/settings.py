@@ -252,7 +252,11 @@ class Settings(BaseSettings):
         le=256,
     )
     ranks: int = _knob(
-        1, "attention workers that share the experts (--experts mesh)", roles=(ATTENTION,), ge=1, le=4096
+        1,
+        "attention workers that share the experts (--experts mesh); --autoscale counts such groups",
+        roles=(ATTENTION, SCHEDULER),
+        ge=1,
+        le=4096,
     )
     rank: int = _knob(0, "number of this one among them, from 0", roles=(ATTENTION,), ge=0)
     mesh_address: str | None = _knob(None, "HOST:PORT on which rank 0 meets the others", roles=(ATTENTION,))

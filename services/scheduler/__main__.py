@@ -42,7 +42,9 @@ def _watched(settings: Settings) -> KubeReplicas | None:
     assert settings.kubernetes_selector is not None, "load_settings requires it"
     namespace, selector = own_namespace(), settings.kubernetes_selector
     connect_in_cluster()  # what is missing is said at once
-    return KubeReplicas(lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector))
+    return KubeReplicas(
+        lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector), groups=settings.ranks > 1
+    )
 
 
 def _placement(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -45,11 +46,11 @@ class Stage:
         self.came = 0
         self.busy_s = 0.0
 
-    def leader(self) -> Autoscaler:
+    def leader(self, options: ScalingOptions = OPTIONS) -> Autoscaler:
         registry = SeatRegistry(self.floor.redis, self.floor.keys, self.bench.limits, clock=lambda: self.at)
         sources = Sources(queue=self.bench.scheduler, registry=registry, loads=self.reader, counts=self.known)
         return Autoscaler(
-            sources, OPTIONS, groups=2, lease_s=60.0, on_decision=self.decisions.append, clock=lambda: self.at
+            sources, options, groups=2, lease_s=60.0, on_decision=self.decisions.append, clock=lambda: self.at
         )
 
     async def tell(self, *, busy: float) -> None:
@@ -123,6 +124,15 @@ async def test_targets_that_redis_lost_are_those_asked_for_or_there(stage):
     await stage.floor.redis.delete(stage.floor.keys.targets)
     stage.known.told = {HOT: Replicas(wanted=3, ready=1), ATTENTION: Replicas(wanted=2, ready=1)}
     assert await stage.turns(stage.leader(), 2) == {HOT: 3, COLD: 1, ATTENTION: 2, GATEWAY: 1}
+
+
+async def test_ranks_that_are_there_are_taken_over_as_groups(stage):
+    """Three of two groups of two, and what the leader before wanted is lost: both stand."""
+    for name in ("v", "x"):
+        await stage.floor.bench.add_worker(name)
+    ranks = stage.leader(replace(OPTIONS, ranks=2))
+    assert (await stage.turns(ranks, 2))[ATTENTION] == 2
+    assert stage.decisions[-1].signals.loads[ATTENTION].ready == 1, "the third has nobody to step with"
 
 
 async def test_targets_of_long_ago_take_nothing_away_that_is_asked_for_now(stage):

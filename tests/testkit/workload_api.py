@@ -35,7 +35,7 @@ class ApiServer:
         self.asked: list[str] = []
         self.watched_from: list[int] = []
         self.refused = 0
-        self._objects: dict[str, dict[str, Json]] = {"statefulsets": {}, "deployments": {}}
+        self._objects: dict[str, dict[str, Json]] = {"statefulsets": {}, "deployments": {}, "leaderworkersets": {}}
         self._events: list[tuple[int, str, Json]] = []
         self._news = threading.Condition()
         self._cut = 0

@@ -34,6 +34,9 @@ most_replicas: {{ $scaling.experts.maxReplicas }}
 {{- with $own }}
 shard_replicas: {{ join "," . | quote }}
 {{- end }}
+{{- if eq .root.Values.attention.experts "mesh" }}
+ranks: {{ .root.Values.attention.mesh.ranks }}
+{{- end }}
 fewest_attention: {{ $scaling.attention.minReplicas }}
 most_attention: {{ $scaling.attention.maxReplicas }}
 fewest_gateways: {{ $scaling.gateway.minReplicas }}
@@ -54,7 +57,7 @@ most_gateways: {{ $scaling.gateway.maxReplicas }}
 {{- .root.Values.autoscaling.prometheus.matchers | default $own -}}
 {{- end -}}
 
-{{/* Takes `root`, `role`, `shard` ("" but for experts), `kind` and `name` of the workload, `bounds`. Zero is asleep: gateways never are. */}}
+{{/* Takes `root`, `role`, `shard` ("" but for experts), `kind`, `name` and perhaps `apiVersion` of the workload, `bounds`. Zero is asleep: gateways never are. */}}
 {{- define "expertmesh.scaledObject" -}}
 {{- $scaling := .root.Values.autoscaling -}}
 {{- $sleeps := and (ne .role "gateway") (gt (float64 $scaling.sleepAfterSeconds) 0.0) -}}
@@ -64,7 +67,7 @@ apiVersion: keda.sh/v1alpha1
 kind: ScaledObject
 metadata: {{- include "expertmesh.metadata" (pick . "root" "role" "name" "group") | nindent 2 }}
 spec:
-  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ .name | quote }}}
+  scaleTargetRef: {apiVersion: {{ .apiVersion | default "apps/v1" }}, kind: {{ .kind }}, name: {{ .name | quote }}}
   minReplicaCount: {{ ternary 0 (int .bounds.minReplicas) $sleeps }}
   maxReplicaCount: {{ .bounds.maxReplicas }}
   pollingInterval: {{ $scaling.pollingInterval }}

@@ -89,9 +89,6 @@ set up the whole pod. Takes `name` and `values`. */}}
 {{- define "expertmesh.checks.scaling" -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- if $scaling.enabled -}}
-{{- if eq .Values.attention.experts "mesh" }}
-autoscaling counts single attention workers, and attention.experts=mesh has them in groups: set autoscaling.enabled=false.
-{{- end }}
 {{- $bounds := dict "autoscaling.gateway" $scaling.gateway "autoscaling.attention" $scaling.attention "autoscaling.experts" $scaling.experts }}
 {{- if ne .Values.attention.experts "tcp" }}{{ $_ := unset $bounds "autoscaling.experts" }}{{ end }}
 {{- range $group, $own := ternary .Values.experts.perGroup dict (eq .Values.attention.experts "tcp") }}

@@ -257,7 +257,7 @@ would set it to 1.
 */}}
 {{- define "expertmesh.replicas" -}}
 {{- if include "expertmesh.autoscaled" . -}}
-{{- $spec := (lookup "apps/v1" .kind .root.Release.Namespace .name).spec | default dict -}}
+{{- $spec := (lookup (.apiVersion | default "apps/v1") .kind .root.Release.Namespace .name).spec | default dict -}}
 {{- if hasKey $spec "replicas" -}}
 replicas: {{ int $spec.replicas }}
 {{- end -}}

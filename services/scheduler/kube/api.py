@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from kubernetes.client.api_client import ApiClient
     from kubernetes.client.rest import RESTResponse
 
-Kind = Literal["statefulsets", "deployments"]
+Kind = Literal["statefulsets", "deployments", "leaderworkersets"]
 Json = dict[str, Any]
 WATCH_S = 30
 """After this the API server ends a watch, and the next one says that it is still there."""
 LATE_S = 10.0
 """A connection takes no longer; nor is the end of a watch later by more than this."""
+_APIS: Mapping[Kind, str] = {
+    "statefulsets": "apps/v1",
+    "deployments": "apps/v1",
+    "leaderworkersets": "leaderworkerset.x-k8s.io/v1",
+}
 _GONE = 410
 
 
@@ -100,7 +105,7 @@ class Api:
     def _answer(self, kind: Kind, query: dict[str, str]) -> _Answer:
         self._open = get(
             self._client,
-            f"/apis/apps/v1/namespaces/{self._namespace}/{kind}",
+            f"/apis/{_APIS[kind]}/namespaces/{self._namespace}/{kind}",
             {"labelSelector": self._selector} | query,
             accept="application/json",
             timeout_s=(LATE_S, WATCH_S + LATE_S),
@@ -159,7 +164,7 @@ def _refusal(status: int, text: str) -> KubernetesUnavailable:
         return WatchExpired(f"The API server has forgotten what came since: {text}")
     hint = {
         401: "The token is refused; it is read anew.",
-        403: "The service account may not get, list and watch StatefulSets and Deployments of its namespace: the "
-        "chart's Role is missing.",
+        403: "The service account may not get, list and watch StatefulSets, Deployments and, with --ranks, "
+        "LeaderWorkerSets of its namespace: the chart's Role is missing.",
     }
     return KubernetesUnavailable(f"The API server answers {status}: {text}", hint=hint.get(status))

@@ -13,25 +13,30 @@ from services.scheduler.scaling.targets import Replicas, Target
 
 
 class KubeReplicas:
-    """Follows StatefulSets and Deployments from :meth:`start` to :meth:`close`."""
+    """Follows StatefulSets, Deployments and, where attention workers come in ``groups``, LeaderWorkerSets from
+    :meth:`start` to :meth:`close`."""
 
-    def __init__(self, connect: Callable[[], Api]) -> None:
-        self._sets, self._deployments = Follower("statefulsets", connect), Follower("deployments", connect)
+    def __init__(self, connect: Callable[[], Api], *, groups: bool = False) -> None:
+        self._sets = Follower("statefulsets", connect)
+        self._all = [self._sets, Follower("deployments", connect)]
+        self._all += [Follower("leaderworkersets", connect)] if groups else []
 
     def start(self) -> None:
-        self._sets.start()
-        self._deployments.start()
+        for each in self._all:
+            each.start()
 
     def close(self) -> None:
-        self._sets.close()
-        self._deployments.close()
+        for each in self._all:
+            each.close()
 
     def counts(self) -> Mapping[Target, Replicas] | None:
         """What Kubernetes was told and what is ready; None while that is not known."""
-        sets, deployments = self._sets.workloads, self._deployments.workloads
-        if sets is None or deployments is None:
-            return None
-        return summed([*sets.values(), *deployments.values()])
+        found: list[Workload] = []
+        for each in self._all:
+            if (workloads := each.workloads) is None:
+                return None
+            found += workloads.values()
+        return summed(found)
 
     def staying(self, seats: Sequence[SeatState]) -> list[SeatState]:
         """``seats``, those that leave marked as if they had been asked to; see :func:`without_leaving`."""

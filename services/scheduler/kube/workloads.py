@@ -1,4 +1,4 @@
-"""A StatefulSet or Deployment of this release, as far as the scheduler asks: whose replicas they are, and how many."""
+"""A workload of this release, as far as the scheduler asks: whose replicas they are, and how many."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class Workload:
 
 
 def workload(found: Json) -> Workload | None:
-    """None for what is nobody's replicas, such as Redis."""
+    """None for what is nobody's replicas, such as Redis, and for what a controller made of another workload."""
     labels = found["metadata"].get("labels") or {}
     role, shard = labels.get(ROLE), labels.get(SHARD)
     if role not in get_args(ScaledRole) or (shard is not None and not shard.isdecimal()):
+        return None
+    if any(owner.get("controller") for owner in found["metadata"].get("ownerReferences") or []):
         return None
     spec, status = found.get("spec") or {}, found.get("status") or {}
     wanted = spec.get("replicas")

@@ -57,7 +57,7 @@ class Autoscaler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources, self._options = sources, options
-        self._meter = Meter(groups=groups, lease_s=lease_s)
+        self._meter = Meter(groups=groups, lease_s=lease_s, ranks=options.ranks)
         self._on_decision = on_decision
         self._clock = clock
         self._state: State | None = None
@@ -95,7 +95,7 @@ class Autoscaler:
         kept = unpack_targets(await self._sources.loads.targets())
         asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
         told = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
-        return State.starting(reading.at, {**_there(reading), **told})
+        return State.starting(reading.at, {**_there(reading, self._options.ranks), **told})
 
     def _say(self, before: State, state: State) -> None:
         told = before.targets
@@ -104,10 +104,10 @@ class Autoscaler:
                 log.info("%s: %d replicas wanted (%s before)", target.name, wanted, told.get(target, "none"))
 
 
-def _there(reading: Reading) -> dict[Target, int]:
+def _there(reading: Reading, ranks: int) -> dict[Target, int]:
     """Targets of which something is registered: of nothing it is not known whether it sleeps or starts."""
     groups = [seat.report.group for seat in reading.seats if seat.report.group is not None]
     there = {Target("experts", group): groups.count(group) for group in set(groups)}
-    there[Target("attention")] = len(reading.workers)
+    there[Target("attention")] = -(-len(reading.workers) // ranks)
     there[Target("gateway")] = len(reading.loads.gateways)
     return {target: many for target, many in there.items() if many}

@@ -56,11 +56,11 @@ class GroupReading:
 
 class Meter:
     """One leader's. ``groups``: shard groups that there are at least; ``lease_s``: who is silent for so long is not
-    known."""
+    known; ``ranks``: so many attention workers are one replica."""
 
-    def __init__(self, *, groups: int, lease_s: float) -> None:
+    def __init__(self, *, groups: int, lease_s: float, ranks: int = 1) -> None:
         self._groups = set(range(groups))
-        self._lease_s = lease_s
+        self._lease_s, self._ranks = lease_s, ranks
         self._seats, self._workers, self._gateways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
         self._told: dict[str, GatewayLoad] = {}
@@ -168,10 +168,12 @@ class Meter:
         running = sum(worker.outstanding_requests for worker in reading.workers)
         places = self._places.asked(running, reading.depth.requests, self._ended, passed_s)
         tokens = sum(worker.outstanding_tokens for worker in reading.workers)
+        demand = max(places / self._slots, tokens / self._tokens) / self._ranks
+        whole = len(workers) // self._ranks
         return Load(
-            work=self._demand.add(max(places / self._slots, tokens / self._tokens), passed_s),
-            ready=len(workers),
-            known=bool(workers) and len(workers) >= _ready(reading, Target("attention")),
+            work=self._demand.add(demand, passed_s),
+            ready=whole,
+            known=whole > 0 and whole >= _ready(reading, Target("attention")),
         )
 
     def _of_gateways(self, reading: Reading) -> Load:

@@ -74,6 +74,8 @@ class ScalingOptions:
     """Without requests; 0: the model never sleeps."""
     down_after_s: float = 120.0
     """For so long fewer replicas must have sufficed before there are fewer."""
+    ranks: int = 1
+    """Attention workers that come and go together: that many are one replica."""
 
     def bounds_of(self, target: Target) -> Bounds:
         own = None if target.shard is None else self.shards.get(target.shard)
@@ -90,6 +92,7 @@ class ScalingOptions:
             shards={shard: Bounds(fewest=few, most=many) for shard, (few, many) in settings.shard_bounds().items()},
             sleep_after_s=settings.sleep_after,
             down_after_s=settings.scale_down_after,
+            ranks=settings.ranks,
         )
 
 

@@ -51,6 +51,23 @@ def test_gateways_attention_workers_and_each_group_are_scaled_by_what_the_schedu
         assert "fallback" not in spec, "what cannot be asked holds"
 
 
+def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
+    mesh = ("attention.experts=mesh", "attention.mesh.ranks=4", "autoscaling.attention.maxReplicas=3")
+    rendered = render(*ON, *mesh, apis=KEDA)
+    objects = scaled(rendered)
+    assert objects.keys() == {"gateway", "attention"}
+    target, bounds = objects["attention"]["scaleTargetRef"], ("minReplicaCount", "maxReplicaCount")
+    assert (target["kind"], target["name"]) in rendered
+    assert target["apiVersion"] == named(rendered, "LeaderWorkerSet", "attention")["apiVersion"]
+    assert [objects["attention"][name] for name in bounds] == [1, 3]
+    assert "replicas" not in named(rendered, "LeaderWorkerSet", "attention")["spec"]
+    config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
+    assert (config["ranks"], config["most_attention"]) == (4, 3), "the scheduler counts groups"
+    [apps, groups] = named(rendered, "Role", "scheduler")["rules"]
+    assert apps["verbs"] == groups["verbs"] == ["get", "list", "watch"]
+    assert (groups["apiGroups"], groups["resources"]) == (["leaderworkerset.x-k8s.io"], ["leaderworkersets"])
+
+
 def test_what_keda_counts_is_given_no_number(rendered: Objects) -> None:
     counted = {name for name, each in [(n, e) for (_, n), e in rendered.items()] if "replicas" in each.get("spec", {})}
     assert counted == {"mesh-expertmesh-scheduler", "mesh-expertmesh-redis"}

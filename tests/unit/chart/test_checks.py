@@ -90,7 +90,6 @@ def test_what_belongs_together_is_together(refused: Refused, settings: list[str]
     [
         ([*SCALED], "Give autoscaling.prometheus.serverAddress"),
         ([*ASKED, "metrics.podMonitor.enabled=false"], "set metrics.podMonitor.enabled, or say in"),
-        ([*ASKED, "attention.experts=mesh"], "autoscaling counts single attention workers"),
         ([*ASKED, "autoscaling.attention.minReplicas=5"], "autoscaling.attention: minReplicas 5 is more than"),
         ([*ASKED, "experts.perGroup.0.minReplicas=9"], "experts.perGroup.0: minReplicas 9 is more than maxReplicas 4"),
         ([*ASKED, "autoscaling.prometheus.authModes=bearer"], "bearer and needs authenticationRef or existingSecret"),

@@ -73,8 +73,8 @@ def reading(at: float, **how: object) -> Reading:
     return replace(usual, **how)  # type: ignore[arg-type]
 
 
-def after(*readings: Reading, groups: int = 2) -> Signals:
-    meter = Meter(groups=groups, lease_s=LEASE_S)
+def after(*readings: Reading, groups: int = 2, ranks: int = 1) -> Signals:
+    meter = Meter(groups=groups, lease_s=LEASE_S, ranks=ranks)
     return [meter.signals(each) for each in readings][-1]
 
 
@@ -138,6 +138,18 @@ def test_a_worker_that_restarts_counts_from_its_second_report() -> None:
     assert not rates.fresh("a", 2, LEASE_S)
     rates.tell("a", 4, {"busy": 2}, at=3)
     assert rates.of("a", "busy") == 0.5
+
+
+def test_ranks_are_counted_by_groups() -> None:
+    """Half of a group's places are asked for; a group of which a rank is missing is not there."""
+    ranks = [worker(name, 4) for name in "uvwx"]
+    counts = {ATTENTION: Replicas(wanted=2, ready=2)}
+    two = after(reading(10), reading(100, workers=ranks, counts=counts), ranks=2).loads[ATTENTION]
+    assert (two.work, two.ready, two.known) == (pytest.approx(1.0), 2, True)
+    lacking = after(reading(10), reading(100, workers=ranks[:3], counts=counts), ranks=2).loads[ATTENTION]
+    assert (lacking.ready, lacking.known) == (1, False)
+    half = after(reading(10), reading(100, workers=ranks[:1]), ranks=2).loads[ATTENTION]
+    assert (half.ready, half.known) == (0, False)
 
 
 def test_attention_asks_for_places_or_for_tokens_whichever_is_more() -> None:

@@ -79,6 +79,26 @@ def test_counts_are_unknown_before_the_first_answer_and_absolute_after(
     assert all(line.endswith(" app.kubernetes.io/instance=mesh") for line in server.asked)
 
 
+def test_groups_of_attention_workers_are_counted_once(server: ApiServer) -> None:
+    """The controller gives its StatefulSets the labels of the LeaderWorkerSet."""
+    server.delete("deployments", "mesh-attention")
+    group = stateful_set("mesh-attention", 3, ready=2, role="attention")
+    server.put("leaderworkersets", group)
+    owner = {"controller": True, "kind": "LeaderWorkerSet", "name": "mesh-attention"}
+    for name in ("mesh-attention", "mesh-attention-0"):
+        part = stateful_set(name, 3, ready=3, role="attention")
+        server.put("statefulsets", part | {"metadata": part["metadata"] | {"ownerReferences": [owner]}})
+    with server.serving() as url:
+        replicas = KubeReplicas(connecting(url), groups=True)
+        replicas.start()
+        until(lambda: replicas.counts() is not None)
+        counts = replicas.counts() or {}
+        replicas.close()
+    assert counts[Target("attention")] == Replicas(wanted=3, ready=2)
+    path = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/there/leaderworkersets"
+    assert f"list {path} app.kubernetes.io/instance=mesh" in server.asked
+
+
 def test_what_changes_is_heard_of(server: ApiServer, replicas: KubeReplicas) -> None:
     until(lambda: told(replicas) == 2)
     server.put("statefulsets", stateful_set("mesh-experts-0", 5, ready=2))
