@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from testkit.chart import CHART
 from testkit.kube import Cluster
+from testkit.leader_worker_sets import defined
 from testkit.release import NAME
 
 PROFILES = ("dev", "single-node", "multi-node")
-DEFINITION = Path(__file__).with_name("leaderworkerset-crd.yaml")
 MESH = {
     "plain": ["attention.mesh.ranks=4"],
     "sliced, over nodes": [
@@ -23,28 +22,37 @@ MESH = {
     ],
 }
 
+SCALED = {
+    "fixed": ["autoscaling.enabled=false"],
+    "scaled": [
+        *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true"),
+        "autoscaling.prometheus.serverAddress=http://prometheus:9090",
+    ],
+}
+
 
 @pytest.fixture(scope="module")
 def namespace(bare_cluster: Cluster) -> Iterator[str]:
     """With the controller's own definition where the cluster has it, else with ours."""
-    with bare_cluster.namespace("t-mesh-templates", level="privileged") as name:
-        if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
-            yield name
-            return
-        bare_cluster.kubectl("apply", "-f", str(DEFINITION))
-        bare_cluster.kubectl("wait", "--for=condition=Established", "-f", str(DEFINITION), "--timeout=30s")
-        try:
-            yield name
-        finally:
-            bare_cluster.kubectl("delete", "-f", str(DEFINITION))
+    with defined(bare_cluster), bare_cluster.namespace("t-mesh-templates", level="privileged") as name:
+        yield name
 
 
+@pytest.mark.parametrize("scaled", SCALED)
 @pytest.mark.parametrize("option", MESH)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_groups_of_ranks_are_accepted(bare_cluster: Cluster, namespace: str, profile: str, option: str) -> None:
+def test_groups_of_ranks_are_accepted(
+    bare_cluster: Cluster, namespace: str, profile: str, option: str, scaled: str
+) -> None:
     model = ["model.hostPath.path=/models"] if profile == "single-node" else []
-    chosen = ["attention.experts=mesh", "autoscaling.enabled=false", *model, *MESH[option]]
-    words = ["--values", str(CHART / f"values-{profile}.yaml"), *[w for each in chosen for w in ("--set", each)]]
+    chosen = ["attention.experts=mesh", *SCALED[scaled], *model, *MESH[option]]
+    words = [
+        "--api-versions",
+        "keda.sh/v1alpha1",
+        "--values",
+        str(CHART / f"values-{profile}.yaml"),
+        *[w for each in chosen for w in ("--set", each)],
+    ]
     text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *words)
     assert _dry_run(bare_cluster, namespace, text).count("server dry run") == text.count("\nkind: ")
     [ranks] = [each for each in yaml.safe_load_all(text) if each and each["kind"] == "LeaderWorkerSet"]
