@@ -4,6 +4,8 @@ sleep and wake, and lose a rank. Where the cluster has no controller of LeaderWo
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -46,6 +48,13 @@ class Mesh:
         found = self.cluster.get(self.namespace, "leaderworkerset", f"{PREFIX}-attention")
         return found["spec"]["replicas"], found.get("status", {}).get("readyReplicas", 0)
 
+    def asleep(self) -> bool:
+        """As `expertmesh status` has it, which misses nothing."""
+        words = ("-m", "services", "status", "--kube-namespace", self.namespace, "--json")
+        found = json.loads(self.cluster.run(sys.executable, *words))
+        assert found["missing"] == found["troubles"] == []
+        return bool(found["asleep"])
+
     def registered(self) -> float | None:
         """Ranks that take requests."""
         return self._prometheus.value(f'max(expertmesh_workers{{namespace="{self.namespace}"}})')
@@ -63,6 +72,7 @@ def mesh(cluster: Cluster) -> Iterator[Mesh]:
         found.upgrade()
         until(lambda: found.groups() == (1, 1), 120, "the ranks of a group have met")
         print(f"\na group of {RANKS} ranks is ready {time.monotonic() - began:.1f} s after helm install began")
+        until(lambda: found.registered() == RANKS, 120, "Prometheus knows it")
         yield found
 
 
@@ -83,6 +93,7 @@ async def test_groups_come_and_go_by_load(mesh: Mesh) -> None:
     edges = [*marks.values(), time.time()]
     rows = [(name, end - began) for (name, began), end in zip(marks.items(), edges[1:], strict=True)]
     print(f"\n{tide.finished} requests; s\n" + table(rows))
+    assert not mesh.asleep()
     assert (tide.failed, tide.wrong) == ([], [])
     assert tide.finished > CLIENTS
 
@@ -107,6 +118,7 @@ def test_groups_sleep_and_wake(mesh: Mesh) -> None:
     mesh.upgrade("autoscaling.sleepAfterSeconds=8")
     until(lambda: mesh.groups()[0] == 0, 180, "no group is wanted")
     until(lambda: not mesh.release.pods("attention"), 120, "its pods are gone")
+    assert mesh.asleep()
     client = mesh.release.client()
     assert [model.id for model in client.models.list().data] == ["pocket"]
     began = time.monotonic()
