@@ -182,8 +182,8 @@ class MeshBroken(FabricError):
     code = "mesh_broken"
 
 
-class MeshLeft(MeshBroken):
-    """A rank left in order, and so did this one."""
+class MeshLeft(FabricError):
+    """A rank left in order, and so has this one."""
 
     code = "mesh_left"
 

@@ -6,5 +6,7 @@ from pathlib import Path
 
 ROLE, SHARD = "app.kubernetes.io/component", "expertmesh.io/shard-group"
 INSTANCE, NAME = "app.kubernetes.io/instance", "app.kubernetes.io/name"
+GROUP_OF = "leaderworkerset.sigs.k8s.io/name"
+"""On what the controller of LeaderWorkerSets makes of one: its StatefulSets carry the labels of that one, too."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes puts a pod's token, the API server's authority and the name of the namespace."""

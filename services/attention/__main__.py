@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from redis.asyncio import Redis
 
 from services.attention.build import Built, build
 from services.attention.capacity import credit
-from services.attention.colocated import LockStepEngine
+from services.attention.colocated import Departure, LockStepEngine
 from services.attention.engine import Engine
 from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StallObserver, StepObserver
 from services.attention.remote import TableFollower
@@ -73,8 +72,8 @@ class AttentionRole:
             built = await _unless_stopped(lambda: build(settings, self._clock.now_ms, worker=self._id), stop)
             if built is not None:
                 await self._with_experts(built, scrape_url(settings, port), stop)
-        except MeshBroken as error:
-            log.log(logging.INFO if isinstance(error, MeshLeft) else logging.ERROR, "%s", error.message)
+        except (MeshBroken, MeshLeft) as error:
+            (log.info if isinstance(error, MeshLeft) else log.error)("%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
         finally:
             await server.close()
@@ -132,31 +131,18 @@ class AttentionRole:
             lacks=self._experts.missing if self._experts else lambda: (),
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
-        leave = stop
+        beside = [_watch(self._watched(built)), self._load_notes(built, steps).run()]
+        departure = None
         if isinstance(built.engine, LockStepEngine):
             built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
             built.engine.on_work(worker.nudge)
-            leave = asyncio.Event()
-            built.engine.on_leave = partial(asyncio.get_running_loop().call_soon_threadsafe, leave.set)
-        watched: list[Callable[[], None]] = [
-            ExpertObserver(metrics, built.link.expert_rows, by_layer=settings.layer_series).refresh
-        ]
-        if isinstance(built.link, TcpLink | SymmLink):
-            watched.append(StallObserver(metrics, built.link.stalled_s).refresh)
-        if isinstance(built.link, SymmLink):
-            watched.append(SharingObserver(metrics, built.link).refresh)
-        if built.mesh:
-            mesh = built.mesh
-            watched.append(MeshObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
-        beside = [asyncio.create_task(_watch(watched)), asyncio.create_task(self._load_notes(built, steps).run())]
-        if isinstance(built.engine, LockStepEngine):
-            beside.append(asyncio.create_task(_leave_together(built.engine, worker, stop, leave)))
+            departure = Departure(built.engine, stop, worker.nudge)
+            beside.append(departure.follow())
+        tasks = [asyncio.create_task(each) for each in beside]
         try:
-            await worker.run(leave)
-            if built.mesh:
-                await asyncio.to_thread(built.mesh.linger)
-                if not stop.is_set():
-                    raise MeshLeft("Another rank left; this one starts again, to meet those that come.")
+            await worker.run(departure.begun if departure else stop)
+            if departure:
+                await departure.end()
         except EngineHung:
             log.exception("exiting at once")
             os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
@@ -167,7 +153,19 @@ class AttentionRole:
             await self._hand_over(self._id, blamed)
             raise error.__cause__ from error
         finally:
-            await end_tasks(beside)
+            await end_tasks(tasks)
+
+    def _watched(self, built: Built) -> list[Callable[[], None]]:
+        metrics, link, mesh = self._metrics, built.link, built.mesh
+        by_layer = self._settings.layer_series
+        watched: list[Callable[[], None]] = [ExpertObserver(metrics, link.expert_rows, by_layer=by_layer).refresh]
+        if isinstance(link, TcpLink | SymmLink):
+            watched.append(StallObserver(metrics, link.stalled_s).refresh)
+        if isinstance(link, SymmLink):
+            watched.append(SharingObserver(metrics, link).refresh)
+        if mesh:
+            watched.append(MeshObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
+        return watched
 
     def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:
         link, began = built.link, time.monotonic()
@@ -219,16 +217,6 @@ class AttentionRole:
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )
-
-
-async def _leave_together(
-    engine: LockStepEngine, worker: AttentionWorker, stop: asyncio.Event, leave: asyncio.Event
-) -> None:
-    """Sets ``leave`` with ``stop``, which the other ranks hear of."""
-    await stop.wait()
-    engine.leave()
-    worker.nudge()
-    leave.set()
 
 
 async def _watch(watched: Sequence[Callable[[], None]]) -> None:

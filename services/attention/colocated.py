@@ -6,8 +6,10 @@ theirs through the experts here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from services.attention.engine import Engine, EngineStats
 from services.config import Settings
-from services.errors import MeshBroken
+from services.errors import MeshBroken, MeshLeft
 from services.fabric.mesh_build import MeshShape, mesh_link
 from services.fabric.mesh_join import Facts, Joined, Meeting, join
 from services.fabric.mesh_steps import Bell, LockStep, Rows, linger
@@ -28,6 +30,9 @@ from services.model.progress import Progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
 from services.runtime import advertised, node_name
+
+MARGIN_S = 5.0
+"""The others hear later that this rank leaves, and have their last tokens to bring to Redis when they have drained."""
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ class Colocated:
 
     def linger(self) -> None:
         """After the last request: stay for ranks that still drain."""
-        linger(self.steps, self.bell, self._settings.drain_timeout)
+        linger(self.steps, self.bell, self._settings.drain_timeout + MARGIN_S)
 
     def _placement(self) -> Placement:
         settings, spec = self._settings, self._spec
@@ -187,6 +192,10 @@ class LockStepEngine:
         """No more requests come. From any thread; the others hear of it with the next step, which needs a nudge."""
         self._mesh.steps.leaving = True
 
+    def linger(self) -> None:
+        """After the last request, when no thread steps: stay for ranks that still drain."""
+        self._mesh.linger()
+
     def add(self, request: GenerateRequest) -> None:
         self._engine.add(request)
 
@@ -231,3 +240,30 @@ class LockStepEngine:
     @property
     def _wants_step(self) -> bool:
         return self._engine.has_work and self.has_room()
+
+
+class Departure:
+    """How one rank ends: it is told to, or another one leaves. To be made in the event loop, before the engine steps.
+
+    Args:
+        stop: this rank is told to end.
+        nudge: wakes the thread in which ``engine`` steps.
+    """
+
+    def __init__(self, engine: LockStepEngine, stop: asyncio.Event, nudge: Callable[[], None]) -> None:
+        self._engine, self._stop, self._nudge = engine, stop, nudge
+        self.begun = asyncio.Event()
+        engine.on_leave = partial(asyncio.get_running_loop().call_soon_threadsafe, self.begun.set)
+
+    async def follow(self) -> None:
+        """Ends when this rank is told to end, and has told the others."""
+        await self._stop.wait()
+        self._engine.leave()
+        self._nudge()
+        self.begun.set()
+
+    async def end(self) -> None:
+        """After the last request. Raises MeshLeft where this rank was not told: it has to start again."""
+        await asyncio.to_thread(self._engine.linger)
+        if not self._stop.is_set():
+            raise MeshLeft("Another rank has left; this one starts again, to meet those that come.")

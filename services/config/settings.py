@@ -338,9 +338,11 @@ class Settings(BaseSettings):
         pattern=r"^(\d{1,4}=[1-9]\d{0,3}:[1-9]\d{0,3}(,\d{1,4}=[1-9]\d{0,3}:[1-9]\d{0,3})*)?$",
     )
     fewest_attention: int = _knob(
-        1, "attention workers wanted at least, while awake", roles=(SCHEDULER,), ge=1, le=4096
+        1, "attention workers, or groups of --ranks, wanted at least, while awake", roles=(SCHEDULER,), ge=1, le=4096
     )
-    most_attention: int = _knob(4, "attention workers wanted at most", roles=(SCHEDULER,), ge=1, le=4096)
+    most_attention: int = _knob(
+        4, "attention workers, or groups of them, wanted at most", roles=(SCHEDULER,), ge=1, le=4096
+    )
     fewest_gateways: int = _knob(1, "gateways wanted at least", roles=(SCHEDULER,), ge=1, le=4096)
     most_gateways: int = _knob(4, "gateways wanted at most", roles=(SCHEDULER,), ge=1, le=4096)
 
@@ -352,7 +354,7 @@ class Settings(BaseSettings):
     )
     kubernetes_selector: str | None = _knob(
         None,
-        "labels of this deployment's StatefulSets and Deployments, as `kubectl get -l` takes them",
+        "labels of this deployment's workloads, as `kubectl get -l` takes them",
         roles=(SCHEDULER,),
         min_length=1,
     )

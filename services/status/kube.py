@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.errors import KubernetesForbidden, KubernetesUnavailable
-from services.kube import ACCOUNT, INSTANCE, NAME, ROLE
+from services.kube import ACCOUNT, GROUP_OF, INSTANCE, NAME, ROLE
 from services.runtime.kube_client import client_of, get, in_pod_client, pod_namespace
 from services.status.fetch import FETCH
 from services.status.reasons import Object
@@ -24,8 +24,6 @@ _HTTP_OK, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE = 200, 403, 404, 503
 _OURS = f"{INSTANCE},{NAME},{ROLE}"
 """Of all releases."""
 _GROUPS = "leaderworkersets"
-_LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
-"""Label of what belongs to a LeaderWorkerSet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +104,7 @@ class ClusterReader:
     def _stateful_sets(self) -> list[Object]:
         """Without those that a LeaderWorkerSet makes of itself: they may carry its labels."""
         found = self._list("apis/apps/v1", "statefulsets")
-        return [each for each in found if _LWS_NAME not in each["metadata"]["labels"]]
+        return [each for each in found if GROUP_OF not in each["metadata"]["labels"]]
 
     def _groups(self, hidden: dict[str, str]) -> list[Object]:
         """LeaderWorkerSets; none where the cluster does not know what that is."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import pytest
 from testkit.kube import Cluster, table, until
 from testkit.leader_worker_sets import controlled, defined
+from testkit.pocket_answers import MOST_TOKENS, recorded
 from testkit.prometheus import ADDRESS, Prometheus
 from testkit.release import COMES_BACK, NAME, PREFIX, Release
 from testkit.tide import Tide
@@ -55,6 +56,12 @@ class Mesh:
         assert found["missing"] == found["troubles"] == []
         return bool(found["asleep"])
 
+    def lost(self) -> float | None:
+        """Attempts that were not answered to their end."""
+        return self._prometheus.value(
+            f'sum(expertmesh_lost_attempts_total{{namespace="{self.namespace}"}}) or vector(0)'
+        )
+
     def registered(self) -> float | None:
         """Ranks that take requests."""
         return self._prometheus.value(f'max(expertmesh_workers{{namespace="{self.namespace}"}})')
@@ -94,6 +101,7 @@ async def test_groups_come_and_go_by_load(mesh: Mesh) -> None:
     rows = [(name, end - began) for (name, began), end in zip(marks.items(), edges[1:], strict=True)]
     print(f"\n{tide.finished} requests; s\n" + table(rows))
     assert not mesh.asleep()
+    assert mesh.lost() == 0, "all drained what they had"
     assert (tide.failed, tide.wrong) == ([], [])
     assert tide.finished > CLIENTS
 
@@ -121,9 +129,11 @@ def test_groups_sleep_and_wake(mesh: Mesh) -> None:
     assert mesh.asleep()
     client = mesh.release.client()
     assert [model.id for model in client.models.list().data] == ["pocket"]
-    began = time.monotonic()
-    stream = client.completions.create(model="pocket", prompt="define: moor\n", stream=True, timeout=300)
-    next(iter(stream))
+    began, asked = time.monotonic(), recorded()[0]
+    stream = client.completions.create(
+        model="pocket", prompt=asked["prompt"], max_tokens=MOST_TOKENS, temperature=0, stream=True, timeout=300
+    )
+    pieces = [next(iter(stream)).choices[0].text]
     print(f"\nfirst token {time.monotonic() - began:.1f} s after the request that woke the group")
-    for _ in stream:
-        pass
+    pieces += [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == asked["text"]

@@ -38,6 +38,17 @@ def namespace(bare_cluster: Cluster) -> Iterator[str]:
         yield name
 
 
+def test_a_cluster_without_groups_says_so(bare_cluster: Cluster) -> None:
+    """Before anything is made, with and without autoscaling."""
+    if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
+        pytest.skip("this cluster knows LeaderWorkerSets")
+    for option in SCALED.values():
+        chosen = ["attention.experts=mesh", "attention.mesh.ranks=2", *option]
+        words = ["--values", str(CHART / "values-dev.yaml"), *[w for each in chosen for w in ("--set", each)]]
+        said = bare_cluster.helm("install", NAME, str(CHART), "--dry-run=server", *words, check=False)
+        assert "makes a LeaderWorkerSet, which this cluster does not know" in said
+
+
 @pytest.mark.parametrize("scaled", SCALED)
 @pytest.mark.parametrize("option", MESH)
 @pytest.mark.parametrize("profile", PROFILES)

@@ -135,6 +135,19 @@ async def test_ranks_that_are_there_are_taken_over_as_groups(stage):
     assert stage.decisions[-1].signals.loads[ATTENTION].ready == 1, "the third has nobody to step with"
 
 
+async def test_targets_in_another_unit_are_not_taken_for_groups(stage):
+    """Six attention workers were wanted; four of them are a group now. And no bound is passed."""
+    kept = b'{"experts/0":6,"experts/1":0,"attention":6,"gateway":1}'
+    groups = stage.leader(replace(OPTIONS, ranks=4))
+    await stage.reader.keep_targets(stage.floor.e, kept)
+    assert await stage.turns(groups, 1) == {HOT: 4, COLD: 1, ATTENTION: 1, GATEWAY: 1}
+    assert json.loads(await stage.reader.targets())["ranks"] == 4
+    again = stage.leader(replace(OPTIONS, ranks=4))
+    await stage.reader.keep_targets(stage.floor.e, b'{"attention":3,"ranks":4}')
+    assert (await stage.turns(again, 1))[ATTENTION] == 3
+    assert (await stage.turns(stage.leader(), 1))[ATTENTION] == 1, "nor groups for single workers"
+
+
 async def test_targets_of_long_ago_take_nothing_away_that_is_asked_for_now(stage):
     await stage.reader.keep_targets(stage.floor.e, b'{"experts/0":1,"experts/1":0,"attention":0,"gateway":1}')
     stage.known.told = {HOT: Replicas(wanted=3, ready=3), ATTENTION: Replicas(wanted=2, ready=2)}

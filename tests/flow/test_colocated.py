@@ -97,7 +97,8 @@ def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> Non
 
         async def disturbed() -> list[dict[str, Any]]:
             asking = asyncio.create_task(complete_all(server.url, wanted, at_once=32))
-            await asyncio.sleep(1)
+            while server.metric("expertmesh_requests_running") < 3:
+                await asyncio.sleep(0.05)
             before[2].terminate()
             assert not asking.done(), "it was told too late to disturb"
             return await asking
@@ -108,6 +109,8 @@ def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> Non
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
         again[1].terminate()
         wait_until(lambda: others(server, again), 10, "all ranks started again, though there was no request")
+        said = server.proc.log()
+        assert (said.count("ended with exit code 0;"), said.count("ended with exit code 75;")) == (2, 4)
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
         assert server.metric("expertmesh_lost_attempts_total") == 0, "no attempt was given up"
         check_end(server)

@@ -24,6 +24,7 @@ kubernetes: "on"
 kubernetes_selector: {{ include "expertmesh.matchLabels" . | quote }}
 sleep_after: {{ $scaling.sleepAfterSeconds }}
 scale_down_after: {{ $scaling.scaleDownAfterSeconds }}
+{{- if eq .root.Values.attention.experts "tcp" }}
 fewest_replicas: {{ $scaling.experts.minReplicas }}
 most_replicas: {{ $scaling.experts.maxReplicas }}
 {{- $own := list }}
@@ -33,6 +34,7 @@ most_replicas: {{ $scaling.experts.maxReplicas }}
 {{- end }}
 {{- with $own }}
 shard_replicas: {{ join "," . | quote }}
+{{- end }}
 {{- end }}
 {{- if eq .root.Values.attention.experts "mesh" }}
 ranks: {{ .root.Values.attention.mesh.ranks }}

@@ -140,6 +140,11 @@ autoscaling.prometheus.metadata.{{ $key }} is given, but the chart sets it {{ ha
 {{- if contains "." $name }}
 The release is called {{ .Release.Name }}, and a Service must not have a dot in its name, as in {{ $name }}-gateway. Give fullnameOverride, or the release another name.
 {{- end }}
+{{- /* Aggregation of APIs is in each cluster, and not in what helm assumes where it sees none. */}}
+{{- $apis := .Capabilities.APIVersions }}
+{{- if and (eq .Values.attention.experts "mesh") ($apis.Has "apiregistration.k8s.io/v1") (not ($apis.Has "leaderworkerset.x-k8s.io/v1")) }}
+attention.experts=mesh makes a LeaderWorkerSet, which this cluster does not know. Install its controller (https://lws.sigs.k8s.io), or set attention.experts to tcp or local.
+{{- end }}
 {{- range $role := list "gateway" "scheduler" "attention" }}
 {{- $updates := (index $.Values $role).rollingUpdate }}
 {{- if and (regexMatch "^0+%?$" (toString $updates.maxSurge)) (regexMatch "^0+%?$" (toString $updates.maxUnavailable)) }}

@@ -257,7 +257,10 @@ would set it to 1.
 */}}
 {{- define "expertmesh.replicas" -}}
 {{- if include "expertmesh.autoscaled" . -}}
-{{- $spec := (lookup (.apiVersion | default "apps/v1") .kind .root.Release.Namespace .name).spec | default dict -}}
+{{- $api := .apiVersion | default "apps/v1" -}}
+{{- $found := dict -}}
+{{- if .root.Capabilities.APIVersions.Has $api }}{{ $found = lookup $api .kind .root.Release.Namespace .name }}{{ end -}}
+{{- $spec := $found.spec | default dict -}}
 {{- if hasKey $spec "replicas" -}}
 replicas: {{ int $spec.replicas }}
 {{- end -}}

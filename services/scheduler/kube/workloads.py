@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from services.kube import ROLE, SHARD
+from services.kube import GROUP_OF, ROLE, SHARD
 from services.scheduler.kube.api import Json
 from services.scheduler.scaling.targets import Replicas, ScaledRole, Target
 
@@ -26,12 +26,10 @@ class Workload:
 
 
 def workload(found: Json) -> Workload | None:
-    """None for what is nobody's replicas, such as Redis, and for what a controller made of another workload."""
+    """None for what is nobody's replicas, such as Redis, and for what was made of a LeaderWorkerSet."""
     labels = found["metadata"].get("labels") or {}
     role, shard = labels.get(ROLE), labels.get(SHARD)
-    if role not in get_args(ScaledRole) or (shard is not None and not shard.isdecimal()):
-        return None
-    if any(owner.get("controller") for owner in found["metadata"].get("ownerReferences") or []):
+    if role not in get_args(ScaledRole) or GROUP_OF in labels or (shard is not None and not shard.isdecimal()):
         return None
     spec, status = found.get("spec") or {}, found.get("status") or {}
     wanted = spec.get("replicas")

@@ -74,7 +74,7 @@ class Autoscaler:
         state = decide(signals, before, self._options)
         if self._state is None or state.targets != before.targets:
             self._say(before, state)
-            await self._sources.loads.keep_targets(epoch, pack_targets(state.targets))
+            await self._sources.loads.keep_targets(epoch, pack_targets(state.targets, self._options.ranks))
         self._state = state
         self._on_decision(Decision(state=state, signals=signals, groups=dict(self._meter.groups)))
 
@@ -91,11 +91,13 @@ class Autoscaler:
 
     async def _inherited(self, reading: Reading) -> State:
         """What the leader before wanted or what was asked for, whichever is more: the one may be of long ago, the other
-        on its way. Where neither is known, what is there."""
-        kept = unpack_targets(await self._sources.loads.targets())
+        on its way. Where neither is known, what is there. Within the bounds, but for what sleeps."""
+        kept = unpack_targets(await self._sources.loads.targets(), self._options.ranks)
         asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
         told = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
-        return State.starting(reading.at, {**_there(reading, self._options.ranks), **told})
+        found = {**_there(reading, self._options.ranks), **told}
+        bound = self._options.bounds_of
+        return State.starting(reading.at, {target: n and bound(target).clamp(n) for target, n in found.items()})
 
     def _say(self, before: State, state: State) -> None:
         told = before.targets

@@ -161,28 +161,32 @@ def _blamed(signals: Signals, state: State, options: ScalingOptions) -> tuple[di
         return {}, False
     groups = [target for target in signals.loads if target.role == "experts"]
     groups.sort(key=lambda target: (-signals.loads[target].stall, target.shard or 0))
+    full = sum(signals.loads[group].stall for group in groups if _wanted(group, state) >= options.bounds_of(group).most)
     blamed: dict[Target, float] = {}
     incurable = False
     for ratio, stalled in ((signals.tpot, STALLED), (signals.ttft, MOSTLY_STALLED)):
         if ratio is None or ratio <= 1:
             continue
         waited_for = [group for group in groups if signals.loads[group].stall >= stalled]
-        target = _cure(waited_for, signals, state, options)
+        target = _cure(waited_for, full, signals, state, options)
         if target is not None:
             blamed[target] = max(ratio, blamed.get(target, 0.0))
         incurable |= target is None
     return blamed, incurable
 
 
-def _cure(waited_for: Sequence[Target], signals: Signals, state: State, options: ScalingOptions) -> Target | None:
+def _cure(
+    waited_for: Sequence[Target], full: float, signals: Signals, state: State, options: ScalingOptions
+) -> Target | None:
     """Of what more replicas help: the first of the groups ``waited_for``, longest first, that may have more with
-    something to do. Else of attention; but of nothing where groups that have the most that they may have are most of a
-    step, as more attention workers would wait for the same seats."""
-    full = 0.0
+    something to do. Else of attention; but of nothing where those that have the most that they may have are most of a
+    step (``full``: their share), as more attention workers would wait for the same seats."""
     for group in waited_for:
-        wanted, load = state.courses.get(group, Course()).wanted, signals.loads[group]
-        if wanted >= options.bounds_of(group).most:
-            full += load.stall
-        elif load.useful is None or wanted < load.useful:
+        wanted, useful = _wanted(group, state), signals.loads[group].useful
+        if wanted < options.bounds_of(group).most and (useful is None or wanted < useful):
             return group
     return None if full >= MOSTLY_STALLED else Target("attention")
+
+
+def _wanted(target: Target, state: State) -> int:
+    return state.courses.get(target, Course()).wanted

@@ -96,19 +96,25 @@ class ScalingOptions:
         )
 
 
-def pack_targets(targets: Mapping[Target, int]) -> bytes:
+_RANKS = "ranks"
+"""Beside the targets: what one of attention is, where that is not one worker."""
+
+
+def pack_targets(targets: Mapping[Target, int], ranks: int) -> bytes:
     """As a leader keeps them for its successor: JSON, readable for an operator too."""
-    return msgspec.json.encode({target.name: wanted for target, wanted in targets.items()})
+    unit = {} if ranks == 1 else {_RANKS: ranks}
+    return msgspec.json.encode({target.name: wanted for target, wanted in targets.items()} | unit)
 
 
-def unpack_targets(kept: bytes | None) -> dict[Target, int]:
-    """Nothing where ``kept`` is of a version that is not understood."""
+def unpack_targets(kept: bytes | None, ranks: int) -> dict[Target, int]:
+    """Nothing where ``kept`` is of a version that is not understood; nothing of attention where its unit is another."""
     try:
-        return {
-            _target(name): wanted for name, wanted in msgspec.json.decode(kept or b"{}", type=dict[str, int]).items()
-        }
+        read = msgspec.json.decode(kept or b"{}", type=dict[str, int])
+        unit = read.pop(_RANKS, 1)
+        found = {_target(name): wanted for name, wanted in read.items()}
     except (msgspec.MsgspecError, ValueError):
         return {}
+    return {target: wanted for target, wanted in found.items() if target.role != "attention" or unit == ranks}
 
 
 def _target(name: str) -> Target:

@@ -68,6 +68,15 @@ def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
     assert (groups["apiGroups"], groups["resources"]) == (["leaderworkerset.x-k8s.io"], ["leaderworkersets"])
 
 
+@pytest.mark.parametrize("where", ["mesh", "local"])
+def test_bounds_of_expert_workers_that_there_are_not_do_not_reach_the_scheduler(render: Render, where: str) -> None:
+    """It would refuse these."""
+    odd = ("autoscaling.experts.minReplicas=5", "experts.perGroup.0.minReplicas=9")
+    rendered = render(*ON, f"attention.experts={where}", *odd, apis=KEDA)
+    config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
+    assert not {"fewest_replicas", "most_replicas", "shard_replicas"} & config.keys()
+
+
 def test_what_keda_counts_is_given_no_number(rendered: Objects) -> None:
     counted = {name for name, each in [(n, e) for (_, n), e in rendered.items()] if "replicas" in each.get("spec", {})}
     assert counted == {"mesh-expertmesh-scheduler", "mesh-expertmesh-redis"}

@@ -56,6 +56,16 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
     assert roles(policy["egress"], "to") == {("attention", True), ("redis", False)}
 
 
+def test_a_cluster_that_knows_no_groups_is_told_of(helm: Any) -> None:
+    """Where none is seen, as by tools that render alone, nothing is."""
+    words = ["template", "mesh", str(CHART), *(word for each in MESH for word in ("--set", each))]
+    apis = [("--api-versions", each) for each in ("apiregistration.k8s.io/v1", "leaderworkerset.x-k8s.io/v1")]
+    seen = helm(*words, *apis[0])
+    assert "this cluster does not know. Install its controller (https://lws.sigs.k8s.io)" in seen.stderr
+    assert helm(*words, *apis[0], *apis[1]).returncode == helm(*words).returncode == 0
+    assert helm("template", "mesh", str(CHART), *apis[0]).returncode == 0, "tcp needs none"
+
+
 @pytest.mark.parametrize("ranks", ["1", "half"])
 def test_a_group_has_two_ranks_at_least(helm: Any, ranks: str) -> None:
     done = helm("template", "mesh", str(CHART), "--set", f"attention.mesh.ranks={ranks}")

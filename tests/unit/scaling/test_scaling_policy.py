@@ -213,6 +213,8 @@ def test_the_group_waited_for_second_grows_where_the_first_has_its_most() -> Non
     both = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(fewest=1, most=1)})
     most = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
     assert most[ATTENTION] == 1, "together they are most of a step"
+    late = after(every_second(1, SETTLE_S + 3, **how | {"ttft": 1.5}, stall={HOT: 0.3, COLD: 0.25}), options=both)
+    assert late.targets[ATTENTION] == 1, "for the first token, too"
 
 
 def test_attention_that_cures_nothing_any_more_goes() -> None:

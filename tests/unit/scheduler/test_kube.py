@@ -84,10 +84,10 @@ def test_groups_of_attention_workers_are_counted_once(server: ApiServer) -> None
     server.delete("deployments", "mesh-attention")
     group = stateful_set("mesh-attention", 3, ready=2, role="attention")
     server.put("leaderworkersets", group)
-    owner = {"controller": True, "kind": "LeaderWorkerSet", "name": "mesh-attention"}
     for name in ("mesh-attention", "mesh-attention-0"):
         part = stateful_set(name, 3, ready=3, role="attention")
-        server.put("statefulsets", part | {"metadata": part["metadata"] | {"ownerReferences": [owner]}})
+        part["metadata"]["labels"] |= {"leaderworkerset.sigs.k8s.io/name": "mesh-attention"}
+        server.put("statefulsets", part)
     with server.serving() as url:
         replicas = KubeReplicas(connecting(url), groups=True)
         replicas.start()
