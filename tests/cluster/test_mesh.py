@@ -58,9 +58,8 @@ class Mesh:
 
     def lost(self) -> float | None:
         """Attempts that were not answered to their end."""
-        return self._prometheus.value(
-            f'sum(expertmesh_lost_attempts_total{{namespace="{self.namespace}"}}) or vector(0)'
-        )
+        series = f'expertmesh_lost_attempts_total{{namespace="{self.namespace}"}}'
+        return self._prometheus.value(f"sum({series}) or vector(0)")
 
     def registered(self) -> float | None:
         """Ranks that take requests."""
@@ -106,8 +105,8 @@ async def test_groups_come_and_go_by_load(mesh: Mesh) -> None:
     assert tide.finished > CLIENTS
 
 
-async def test_a_rank_that_is_killed_loses_no_request(mesh: Mesh) -> None:
-    """The only group there is: its requests go on when the ranks have met anew."""
+async def test_a_rank_whose_pod_is_deleted_with_force_loses_no_request(mesh: Mesh) -> None:
+    """Of the only group there is: what the ranks do not answer in the second that they have goes on when they have met."""
     before = mesh.release.pods("attention")[0]
 
     def kill() -> None:
