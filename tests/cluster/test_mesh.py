@@ -106,7 +106,7 @@ async def test_groups_come_and_go_by_load(mesh: Mesh) -> None:
 
 
 async def test_a_rank_whose_pod_is_deleted_with_force_loses_no_request(mesh: Mesh) -> None:
-    """Of the only group there is: what the ranks do not answer in the second that they have goes on when they have met."""
+    """Of the only group there is: what its ranks do not answer in a second goes on when they have met again."""
     before = mesh.release.pods("attention")[0]
 
     def kill() -> None:
