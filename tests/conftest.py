@@ -7,11 +7,16 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from testkit.iproute import obstacle
 from testkit.netns import Network, open_network
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores are all there is; read when torch is first imported
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU is needed; read when triton is first imported
+
+# How long an example takes says how busy the machine is, not whether the property holds. What else is set, stays.
+settings.register_profile("tests", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ class Stream:
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def finish(streams: Sequence[Stream], timeout_s: float = 20) -> None:
+async def finish(streams: Sequence[Stream], timeout_s: float = 60) -> None:
     """Wait for the end of each."""
     async with asyncio.timeout(timeout_s):
         for stream in streams:

@@ -147,7 +147,7 @@ class Deployment:
         return asyncio.create_task(coroutine), stop
 
 
-async def eventually(condition: Any, timeout_s: float = 5.0) -> None:
+async def eventually(condition: Any, timeout_s: float = 20.0) -> None:
     """Wait for ``condition()``, which may be a coroutine function, to hold."""
     async with asyncio.timeout(timeout_s):
         while True:

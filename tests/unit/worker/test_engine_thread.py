@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ def request(name: str, *, max_tokens: int = 4, attempt: int = 1) -> GenerateRequ
     )
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -90,19 +91,24 @@ def test_tokens_come_out_in_order_and_are_announced_once_per_taking(rig: Rig) ->
 
 
 def test_an_idle_thread_takes_no_steps_and_wakes_at_once(rig: Rig) -> None:
-    time.sleep(0.05)
-    assert rig.engine.steps == 0
-    started = time.monotonic()
-    rig.thread.send(Add(request("a", max_tokens=1)))
-    wait_for(lambda: rig.thread.unpublished)
-    assert time.monotonic() - started < 0.05
+    """At once: as a rule, for the machine may hold a thread up now and then."""
+    took_s: list[float] = []
+    for number in range(11):
+        time.sleep(0.02)
+        assert rig.engine.steps == number
+        started = time.monotonic()
+        rig.thread.send(Add(request(f"r{number}", max_tokens=1)))
+        wait_for(lambda: rig.thread.unpublished)
+        took_s.append(time.monotonic() - started)
+        rig.collect()
+    assert statistics.median(took_s) < 0.05
 
 
 def test_a_stop_takes_effect_before_the_next_step_and_nothing_follows(rig: Rig) -> None:
     rig.engine.gate.clear()
     rig.thread.send(Add(request("a", max_tokens=1000)))
+    wait_for(lambda: rig.thread.step is not None)
     rig.thread.send(Add(request("b", max_tokens=3)))
-    wait_for(lambda: len(rig.engine.added) == 2)
     rig.thread.send(Stop("a", 1))  # while the first step runs
     rig.engine.gate.set()
     wait_for(lambda: rig.engine.cancelled == [("a", 1)] and rig.thread.unpublished >= 4)
@@ -118,8 +124,7 @@ def test_a_stopped_request_can_come_back_as_a_later_attempt(rig: Rig) -> None:
     wait_for(lambda: rig.thread.unpublished > 5)
     rig.thread.send(Stop("a", 1))
     rig.thread.send(Add(request("a", max_tokens=3, attempt=2)))
-    wait_for(lambda: not rig.engine.has_work)
-    rig.collect(10**6)
+    wait_for(lambda: rig.collect() is not None and any(event.finish for event in rig.events if event.attempt == 2))
     assert [event.index for event in rig.events if event.attempt == 2] == [0, 1, 2]
 
 
@@ -127,7 +132,7 @@ def test_a_stopped_attempt_that_is_assigned_once_more_is_heard_from_its_first_to
     """A crash can make Redis forget an assignment: the worker drops the attempt, and then gets the same one again."""
     rig.engine.gate.clear()
     rig.thread.send(Add(request("a", max_tokens=1000)))
-    wait_for(lambda: rig.engine.added)
+    wait_for(lambda: rig.thread.step is not None)
     rig.thread.send(Stop("a", 1))  # while the first step runs
     rig.thread.send(Add(request("a", max_tokens=1)))
     rig.engine.gate.set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from msgspec import structs
@@ -20,6 +22,17 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(12)]
+
+
+@dataclass
+class Recording(SteppingEngine):
+    """Knows after how many steps it heard of each cancel."""
+
+    cancelled_after: list[int] = field(default_factory=list)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self.cancelled_after.append(self.steps)
+        super().cancel(request_id, attempt)
 
 
 async def test_assigned_requests_stream_their_tokens_and_return_their_credit(server: RedisServer) -> None:
@@ -38,41 +51,46 @@ async def test_assigned_requests_stream_their_tokens_and_return_their_credit(ser
 
 
 async def test_publishing_overlaps_with_computing(server: RedisServer) -> None:
-    """Ten steps of 20 ms with a publish of at least 15 ms each end in well under the sum."""
+    """The engine goes on to the last token while the first is on its way to Redis."""
     async with Deployment(server.url) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
-        slow = worker.worker._publisher._send
+        worker = deployment.worker()
+        sending, may, slow = asyncio.Event(), asyncio.Event(), worker.worker._publisher._send
 
         async def send(events: Sequence[object]) -> set[str]:
-            await asyncio.sleep(0.015)
-            return await slow(events)  # type: ignore[arg-type,no-any-return]
+            sending.set()
+            await may.wait()
+            return await slow(events)  # type: ignore[arg-type]
 
-        worker.worker._publisher._send = send  # type: ignore[assignment]
+        worker.worker._publisher._send = send
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=20)
-        await stream.first_token.wait()
-        started = time.monotonic()
+        await sending.wait()
+        await eventually(lambda: worker.engine.steps == 20)
+        assert stream.tokens == []
+        may.set()
         await finish([stream])
-        assert time.monotonic() - started < 19 * 0.035 - 0.1
+        check([stream], 20)
 
 
 async def test_a_cancel_stops_the_engine_within_a_step_and_frees_the_credit(server: RedisServer) -> None:
     async with Deployment(server.url) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
+        worker = deployment.worker(engine=(engine := Recording(step_s=0.02)))
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=5000)
         await stream.first_token.wait()
-        started = time.monotonic()
+        engine.gate.clear()  # the step under way lasts until the worker has heard
         assert await client.queue.cancel([stream.request.id]) == 1
-        await eventually(lambda: worker.engine.cancelled)
-        assert time.monotonic() - started < 0.1
-        assert worker.engine.held() == {}
         await eventually(lambda: not worker.worker.held())
-        before = len(stream.tokens)
+        steps = engine.steps
+        engine.gate.set()
+        await eventually(lambda: engine.cancelled_after)
+        assert engine.cancelled_after[0] <= steps + 1
+        assert engine.held() == {}
+        await eventually(lambda: not worker.worker.unpublished)
         await asyncio.sleep(0.1)
-        assert len(stream.tokens) <= before + 1
+        assert len(stream.tokens) <= steps + 1
         assert stream.end is None  # nobody asked to hear of it
 
 
@@ -128,9 +146,9 @@ async def _write_assign(redis: Redis, worker: RunningWorker, request: object) ->
 
 
 async def test_leases_are_kept_while_a_long_step_runs(server: RedisServer) -> None:
-    async with Deployment(server.url, lease_s=0.4) as deployment:
+    async with Deployment(server.url, lease_s=1.5) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=1.5))
+        worker = deployment.worker(engine=SteppingEngine(step_s=3.5))
         client = await deployment.client()
         streams = await client.submit([1], max_tokens=1)
         await finish(streams)
@@ -140,17 +158,17 @@ async def test_leases_are_kept_while_a_long_step_runs(server: RedisServer) -> No
 
 
 async def test_redis_killed_and_started_again_costs_no_token(server: RedisServer) -> None:
-    async with Deployment(server.url) as deployment:
+    async with Deployment(server.url, lease_s=1.5) as deployment:
         deployment.scheduler()
         deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=200)
+        streams = await client.submit(*PROMPTS, max_tokens=250)
         await streams[0].first_token.wait()
         server.kill()
-        await asyncio.sleep(1.2)  # longer than a lease
+        await asyncio.sleep(1.9)  # longer than a lease
         server.start()
         await finish(streams)
-        check(streams, 200)
+        check(streams, 250)
         assert [stream.lost for stream in streams] == [[]] * len(streams)
 
 
@@ -162,6 +180,7 @@ async def test_the_engine_pauses_when_the_buffer_is_full_and_goes_on(server: Red
         streams = await client.submit(*PROMPTS[:4], max_tokens=150)
         await streams[0].first_token.wait()
         server.kill()
+        await eventually(lambda: worker.worker.missing() == ["Redis"])  # no answer of before is still to be read
         await eventually(lambda: worker.worker.unpublished >= 50)
         steps = worker.engine.steps
         await asyncio.sleep(0.2)
@@ -177,18 +196,23 @@ async def test_a_drain_lets_running_requests_end_and_takes_no_new_ones(server: R
         deployment.scheduler()
         first = deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
-        streams = await client.submit([1], [2], max_tokens=50)
+        streams = await client.submit([1], [2], max_tokens=80)
         await streams[1].first_token.wait()
+        registry = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
         stopping = asyncio.create_task(first.stop())
-        await asyncio.sleep(0.05)
+        await eventually(partial(without_credit, registry))
         second = deployment.worker()
         later = await client.submit([3], max_tokens=5)
         await finish([*streams, *later])
         await stopping
-        check(streams, 50)
+        check(streams, 80)
         check(later, 5)
         assert [stream.lost for stream in streams] == [[], []]
         assert [name for name, _ in second.engine.added] == [later[0].request.id]
+
+
+async def without_credit(registry: SchedulerQueue) -> bool:
+    return [state.credit_requests for state in await registry.workers()] == [0]
 
 
 async def test_a_drain_gives_back_what_has_not_begun(server: RedisServer) -> None:
@@ -272,7 +296,7 @@ async def test_a_dead_engine_ends_the_worker_and_its_requests_go_elsewhere(serve
         deployment.scheduler()
         worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
-        [stream] = await client.submit([1], max_tokens=50)
+        [stream] = await client.submit([1], max_tokens=500)
         await stream.first_token.wait()
         worker.engine.fail = True
         with pytest.raises(EngineError) as caught:
@@ -280,25 +304,25 @@ async def test_a_dead_engine_ends_the_worker_and_its_requests_go_elsewhere(serve
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         deployment.worker()
         await finish([stream])
-        check([stream], 50)
+        check([stream], 500)
         assert len(stream.lost) == 1
 
 
 async def test_a_step_that_hangs_ends_the_worker_and_its_requests_go_elsewhere(server: RedisServer) -> None:
     async with Deployment(server.url) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=0.01), step_timeout_s=0.4)
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01), step_timeout_s=1.0)
         client = await deployment.client()
-        [stream] = await client.submit([1], max_tokens=100)  # its steps together last longer than one may
+        [stream] = await client.submit([1], max_tokens=500)  # its steps together last longer than one may
         await stream.first_token.wait()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         assert not worker.task.done()
         worker.engine.gate.clear()
         with pytest.raises(EngineHung):
             await worker.task
         deployment.worker()
         await finish([stream])
-        check([stream], 100)
+        check([stream], 500)
         assert len(stream.lost) == 1
         worker.engine.gate.set()
 
@@ -348,4 +372,4 @@ async def test_stopping_while_redis_is_away_does_not_hang(server: RedisServer) -
         server.kill()
         started = time.monotonic()
         await worker.stop()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
