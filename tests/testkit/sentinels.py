@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,14 +12,9 @@ from pathlib import Path
 
 import redis
 
+from testkit.servers import free_port
+
 PASSWORD, SENTINEL_PASSWORD, NAME = "of-redis", "of-sentinel", "mymaster"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Watched:

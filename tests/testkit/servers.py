@@ -24,13 +24,19 @@ from services.queue.embedded import find_redis_server
 from services.runtime import die_with_parent
 
 START_TIMEOUT_S = 120
+_PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to whoever asks for any: none is taken between being found and being used."""
+_turns = itertools.count(os.getpid() * 997)  # processes that test side by side begin far apart
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that nothing has now, another one each time."""
+    for _ in _PORTS:
+        port = _PORTS[next(_turns) % len(_PORTS)]
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.02) -> None:

