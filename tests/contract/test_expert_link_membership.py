@@ -198,10 +198,10 @@ def rows(link: Any) -> Any:
 
 def test_a_server_that_never_answers_costs_the_deadline(mute: ExpertServer, seats: Seats) -> None:
     _, well = seats.serve(ALL)
-    with seats.linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=0.3) as link:
-        handle = rows(link)
-        assert 0.25 < timed(lambda: link.combine(handle)) < 2
-        assert timed(lambda: link.combine(rows(link))) < 0.25  # it takes no calls for a while
+    call_s = 1.5
+    with seats.linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=call_s) as link:
+        assert call_s - 0.05 < timed(lambda: link.combine(rows(link))) < 2 * call_s
+        assert timed(lambda: link.combine(rows(link))) < call_s - 0.05  # it takes no calls for a while
     well.close()
 
 
@@ -234,7 +234,7 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(seats: Seats) -> None:
     ghost = Seat(number=number + 1, worker=f"experts-{number + 1}", group=0, host=host, port=port)
     table = table_of(ghost, seat_of(well, number))
     with seats.linked(table, call_s=30, unavailable_s=30, without=1) as link:
-        assert timed(lambda: link.combine(rows(link))) < FAST.silence_s + 1.5
+        assert timed(lambda: link.combine(rows(link))) < FAST.silence_s + 10
     well.close()
     listener.close()
     for stream in kept:
@@ -268,10 +268,9 @@ def test_a_process_killed_in_the_middle_of_a_call(kind: str) -> None:
         victim = Seat(number=0, worker="experts-0", group=0, host=host, port=int(port))
         with seats.linked(table_of(victim, seat_of(well, number)), call_s=20, unavailable_s=20) as link:
             killing = threading.Timer(KILL_S, worker.send_signal, [signal.SIGKILL])
-            killing.start()
             found: list[Tensor] = []
             # it waits for a line that never comes
-            assert KILL_S / 2 < timed(lambda: found.append(link.combine(rows(link)))) < KILL_S + 2
+            assert KILL_S / 2 < timed(lambda: (killing.start(), found.append(link.combine(rows(link))))) < KILL_S + 10
             assert torch.equal(found[0], torch.ones(3, 4))
             assert link.usable() == (number,)
     finally:

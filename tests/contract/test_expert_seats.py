@@ -222,8 +222,9 @@ async def test_only_the_leader_assigns_publishes_dismisses_and_reaps(floor):
 
 
 async def test_a_dead_seat_is_reaped_after_its_lease_and_not_before(floor):
-    lived, died = await floor.join("e1"), await floor.experts.join(expert("e2"), 0.15)
+    lived, died = await floor.join("e1"), await floor.experts.join(expert("e2"), 30)
     assert (await floor.registry.reap(floor.e)).seats == ()
+    assert await floor.experts.join(expert("e2"), 0.15) == died
     await asyncio.sleep(0.2)
     assert len(await floor.registry.seats()) == 2
     report = await floor.registry.reap(floor.e)

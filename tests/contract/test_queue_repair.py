@@ -54,9 +54,10 @@ async def test_a_lost_attempt_is_resubmitted_at_its_place(bench):
 
 
 async def test_a_dead_worker_gives_back_all_it_held(bench):
-    await bench.add_worker("w", lease_s=0.02)
+    await bench.add_worker("w")
     await bench.run_on("w", *(bench.request(f"r{i}") for i in range(5)))
-    await asyncio.sleep(0.03)
+    for index, member in ((bench.keys.workers, "w"), *((bench.keys.leases, f"r{i}") for i in range(5))):
+        await bench.expire_lease(index, member)
     report = await bench.scheduler.reap(bench.epoch, 3)
     assert (report.lost, report.workers, report.more) == (5, 0, True)  # two of them through their own leases
     assert (await bench.scheduler.reap(bench.epoch)).workers == 1
@@ -216,22 +217,27 @@ async def test_nothing_is_reclaimed_while_a_hold_is_on(bench):
     assert (report.workers, report.gateways) == (1, 1)
 
 
-@pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=0.1)])
+async def until_reclaimed(bench):
+    """The first report after a hold. Whoever asks so often starts none, but for a machine that stands still."""
+    async with asyncio.timeout(30):
+        while (report := await bench.scheduler.reap(bench.epoch)).held:
+            await asyncio.sleep(0.02)
+    return report
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=1.0)])
 async def test_a_new_run_id_of_the_server_starts_a_hold(bench):
     assert not (await bench.scheduler.reap(bench.epoch)).held
     await bench.redis.set(f"{bench.keys.prefix}run_id", "the server before")
     assert (await bench.scheduler.reap(bench.epoch)).held
     assert (await bench.scheduler.reap(bench.epoch)).held
-    for _ in range(6):
-        await asyncio.sleep(0.02)
-        await bench.scheduler.reap(bench.epoch)
-    assert not (await bench.scheduler.reap(bench.epoch)).held
+    await until_reclaimed(bench)
     assert (await bench.redis.info("server"))["run_id"] == (
         await bench.redis.get(f"{bench.keys.prefix}run_id")
     ).decode()
 
 
-@pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=0.3)])
+@pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=1.0)])
 async def test_a_server_that_stood_still_starts_a_hold(bench):
     """Its own clock ran on, and everybody's lease with it; that nobody called shows it."""
     await bench.add_worker("w")
@@ -239,16 +245,13 @@ async def test_a_server_that_stood_still_starts_a_hold(bench):
     assert not (await bench.scheduler.reap(bench.epoch)).held
     await bench.expire_lease(bench.keys.leases, "a")
     await bench.expire_lease(bench.keys.gateways, "g1")
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(0.7)
     report = await bench.scheduler.reap(bench.epoch)
     assert (report.held, report.lost, report.gateways) == (True, 0, 0)
     await bench.gateway.heartbeat(60)
     assert await bench.worker.heartbeat("w", {"a": 1}) == set()
-    for _ in range(16):
-        await asyncio.sleep(0.02)
-        report = await bench.scheduler.reap(bench.epoch)
-        assert (report.lost, report.gateways) == (0, 0)
-    assert not report.held
+    report = await until_reclaimed(bench)
+    assert (report.lost, report.gateways) == (0, 0)
 
 
 async def test_resync_fences_the_running_attempt_off(bench):
