@@ -115,7 +115,7 @@ class ScriptedQueue:
 
     async def wait_for(self, attribute: str, count: int = 1) -> Any:
         """The recorded calls ``attribute`` once there are ``count``."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(getattr(self, attribute)) < count:
                 await asyncio.sleep(0.001)
         return getattr(self, attribute)
@@ -391,7 +391,7 @@ async def _running(
             codec=codec,
             tasks=tasks,
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not follower.up and not queue.down:
                 await asyncio.sleep(0.001)
         yield harness

@@ -224,16 +224,18 @@ async def test_an_admission_of_unknown_outcome_is_cancelled(gateway):
     assert len(gateway.table) == 0
 
 
-async def test_drain_lets_requests_end_and_refuses_new_ones(gateway, script):
+async def test_drain_lets_requests_end_and_refuses_new_ones(start, script):
+    gateway = await start(drain_s=30)
     task, request = await ask(gateway)
     drain = asyncio.create_task(gateway.drain.run())
-    await asyncio.sleep(0.01)
+    while not gateway.intake.draining:
+        await asyncio.sleep(0.001)
     refused = await gateway.http.post("/v1/completions", json=BODY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert (await gateway.http.get("/ready")).status_code == 503
     gateway.queue.emit(*script.events(request, gateway.ids("last")))
     assert await text_of(task) == "last"
-    await asyncio.wait_for(drain, 1)
+    await asyncio.wait_for(drain, 10)
     assert gateway.queue.cancelled == {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -22,6 +23,23 @@ async def raw_request(gateway: Any, body: bytes) -> tuple[asyncio.StreamReader, 
     return reader, writer
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def until_delivered(gateway: Any, count: int) -> None:
+    """So many tokens of each sequence of the one job."""
+    [job] = gateway.table.jobs()
+    await until(lambda: all(len(choice.generated) == count for choice in job.choices))
+
+
+async def until_read_by(gateway: Any, clients: int) -> None:
+    [job] = gateway.table.jobs()
+    await until(lambda: len(job._readers) == clients)
+
+
 async def hang_up(writer: asyncio.StreamWriter) -> float:
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     writer.transport.abort()
@@ -30,16 +48,16 @@ async def hang_up(writer: asyncio.StreamWriter) -> float:
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("running", [True, False])
-async def test_a_disconnect_cancels_within_milliseconds(gateway, script, stream, running):
+async def test_a_disconnect_cancels_at_once(gateway, script, stream, running):
     _, writer = await raw_request(gateway, b'{"prompt":"hello","max_tokens":90,"n":2,"stream":' + stream + b"}")
     requests = await gateway.queue.wait_for("admitted", 2)
     if running:
         for request in requests:
             gateway.queue.emit(*script.events(request, [5, 6], finish=None))
-        await asyncio.sleep(0.02)
+        await until_delivered(gateway, 2)
     gone = await hang_up(writer)
     await gateway.queue.wait_for("cancelled", 2)
-    assert time.monotonic() - gone < 0.05
+    assert time.monotonic() - gone < 1.0, "nothing that is done now and then found it"
     delivered = 2 if running else 0
     assert gateway.queue.cancelled == {request.id: delivered for request in requests}
     assert len(gateway.table) == 0
@@ -65,9 +83,9 @@ async def test_the_same_key_attaches_to_the_job_in_flight_from_its_start(gateway
     request = (await gateway.queue.wait_for("admitted"))[0]
     ids = gateway.ids("the lazy dog")
     gateway.queue.emit(*script.events(request, ids[:2], finish=None))
-    await asyncio.sleep(0.02)
+    await until_delivered(gateway, 2)
     second = asyncio.create_task(post(gateway, "k", {**BODY, "stream": True}))
-    await asyncio.sleep(0.02)
+    await until_read_by(gateway, 2)
     gateway.queue.emit(*script.events(request, ids[2:], start=2))
     texts = [_streamed(await task) for task in (first, second)]
     assert texts == ["the lazy dog", "the lazy dog"]
@@ -92,9 +110,9 @@ async def test_one_client_leaving_does_not_end_the_job_of_the_other(gateway, scr
     first = asyncio.create_task(post(gateway, "k"))
     request = (await gateway.queue.wait_for("admitted"))[0]
     second = asyncio.create_task(post(gateway, "k"))
-    await asyncio.sleep(0.02)
+    await until_read_by(gateway, 2)
     first.cancel()
-    await asyncio.sleep(0.02)
+    await until_read_by(gateway, 1)
     assert gateway.queue.cancelled == {}
     gateway.queue.emit(*script.events(request, gateway.ids("still")))
     assert (await second).json()["choices"][0]["text"] == "still"

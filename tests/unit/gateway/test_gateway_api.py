@@ -397,18 +397,26 @@ async def test_chat_without_a_template_is_refused_with_a_reason(start):
 
 
 async def test_an_idle_stream_shows_a_sign_of_life(gateway, script):
-    async with asyncio.TaskGroup() as group:
-        answer = group.create_task(gateway.http.post("/v1/completions", json={**ASK, "stream": True}))
+    seen: list[str] = []
+
+    async def read() -> None:
+        async with gateway.http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                seen.extend([line[:6]] * bool(line))
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(read())
         request = (await gateway.queue.wait_for("admitted"))[0]
         events = script.events(request, gateway.ids("ab"))
         gateway.queue.emit(events[0])
-        await asyncio.sleep(0.02)
+        while len(seen) < 1:
+            await asyncio.sleep(0.001)
         for job in gateway.table.jobs():
             job.poke()
-        await asyncio.sleep(0.02)
+        while len(seen) < 2:
+            await asyncio.sleep(0.001)
         gateway.queue.emit(*events[1:])
-    parts = answer.result().text.split("\n\n")
-    assert [part[:6] for part in parts] == ["data: ", ": wait", "data: ", "data: ", ""]
+    assert seen == ["data: ", ": wait", "data: ", "data: "]
 
 
 def test_the_process_never_loads_a_model_library():
