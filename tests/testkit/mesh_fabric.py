@@ -20,6 +20,8 @@ from services.model.experts import ExpertShard, ExpertWeights, sliced
 
 MAX_ROWS = 64
 LOOPBACK = "127.0.0.1"
+CONNECT_S = 60.0
+"""However short the waits of an exchange are to be, ranks may take so long to find one another."""
 
 
 class Ranks:
@@ -38,7 +40,7 @@ class Ranks:
     def _wire(self, rank: int, timeout_s: float) -> Any:
         client = TCPStore(LOOPBACK, self.store.port, is_master=False, wait_for_workers=False)
         store = PrefixStore("mesh", client)
-        group = gloo_group(store, rank, len(self.nodes), host=LOOPBACK, timeout_s=timeout_s)
+        group = gloo_group(store, rank, len(self.nodes), host=LOOPBACK, timeout_s=max(timeout_s, CONNECT_S))
         near = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
         return GlooWire(group, near=near, timeout_s=timeout_s)
 

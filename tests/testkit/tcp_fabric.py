@@ -83,7 +83,7 @@ def linked(
     hidden: int = 4,
     dtype: str = "float32",
     ready: bool = True,
-    ready_s: float = 5.0,
+    ready_s: float = 30.0,
     lane: str = "",
     **options: Any,
 ) -> Iterator[TcpLink]:

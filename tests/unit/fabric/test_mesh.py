@@ -131,7 +131,7 @@ def test_a_rank_that_dies_ends_the_exchange_of_all(way: str) -> None:
 
 
 def test_a_rank_that_lags_meets_the_deadline() -> None:
-    with of_their_own(0.5) as ranks:
+    with of_their_own(1.0) as ranks:
         shape = MeshShape(nodes=ranks.nodes, way="flat")
         with dealt_link({0: experts()}, EXPERTS, shape, ranks=ranks) as link:
             late, began = threading.Event(), time.monotonic()
@@ -149,7 +149,7 @@ def test_a_rank_that_lags_meets_the_deadline() -> None:
             errors = ranks.each(work)
         assert all(BROKE in error for error in errors)
         assert "All ranks start again" in errors[0]
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 20
 
 
 def test_slices_that_do_not_divide() -> None:

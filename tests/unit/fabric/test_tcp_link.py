@@ -54,12 +54,12 @@ class Gate:
     def __call__(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.calls.append((layer, len(x_TD)))
         self.entered.release()
-        assert self.open.wait(5)
+        assert self.open.wait(30)
         return self._compute(layer, x_TD, ids_TK, weights_TK)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -176,7 +176,7 @@ def test_calls_are_joined_by_layer_in_the_order_of_arrival(served: Serve) -> Non
     groups = even_groups([0, 1], 1, 1)
     with linked(table_of(seat_of(server, 0), groups=groups, experts=1)) as link:
         handles = [dispatch(link, 1)]
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         for rows, layer in ((2, 1), (3, 0), (4, 1), (5, 0), (3, 1)):
             handles.append(dispatch(link, rows, layer))
         until(lambda: server.rows_in_flight == 18)
@@ -196,7 +196,7 @@ def test_a_full_inbox_stops_reading(served: Serve) -> None:
     most = 0
     with linked(table_of(seat_of(server, 0)), call_s=10) as link:
         handles = [dispatch(link, 4) for _ in range(6)]
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         until(lambda: server.rows_in_flight == 8)
         began = time.monotonic()
         while time.monotonic() < began + 1.3:  # longer than silence_s
@@ -237,7 +237,7 @@ def test_an_error_answers_its_call_alone(served: Serve) -> None:
     server = served(gate)
     with linked(table_of(seat_of(server, 0)), unavailable_s=0.2) as link:
         handles = {rows: dispatch(link, rows) for rows in (1,)}
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         handles |= {rows: dispatch(link, rows) for rows in (2, 7, 3)}
         until(lambda: server.rows_in_flight == 13)
         gate.open.set()
@@ -385,7 +385,7 @@ def test_an_answer_of_another_shape_puts_the_seat_into_quarantine(
 
     real = ExpertServer._answer
     monkeypatch.setattr(tcp_server.ExpertServer, "_answer", short)
-    with linked(table_of(seat_of(wrong, 0), seat_of(well, 1)), quarantine_s=0.3) as link:
+    with linked(table_of(seat_of(wrong, 0), seat_of(well, 1)), quarantine_s=2.0) as link:
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert (wrong.counts.calls, well.counts.calls) == (1, 2)
@@ -398,7 +398,7 @@ def test_a_late_answer_is_dropped(served: Serve) -> None:
     slow, well = served(gate), served()
     with linked(table_of(seat_of(slow, 0), seat_of(well, 1)), call_s=0.2) as link:
         assert torch.equal(send(link, ONES), 2 * ONES)
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         gate.open.set()
         until(lambda: slow.counts.calls == 1 and slow.rows_in_flight == 0)
         assert torch.equal(send(link, ONES), 2 * ONES)
@@ -430,7 +430,7 @@ def test_rows_in_flight_outlive_another_cut_of_the_groups(served: Serve) -> None
     lost, low, high = served(gate), served(experts={0: range(4)}), served(experts={0: range(4, 8)})
     with linked(table_of(seat_of(lost, 0))) as link:
         handle = link.dispatch(0, ONES, torch.full((3, 1), 6), torch.ones(3, 1))
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         seats = seat_of(low, 1, 0), seat_of(high, 2, 1)
         link.apply(table_of(*seats, groups=even_groups([0], 8, 2), epoch=2))
         assert link.wait_ready(5)
@@ -449,22 +449,25 @@ def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve)
             link.apply(type(other)(epoch=4, fingerprint="another", num_experts=8, groups=other.groups))
 
 
+def parted(link: TcpLink) -> bool:
+    """Whether it knows why its one seat cannot be used."""
+    return all(seat.problem is not None for seat in link._seats.links.values())
+
+
 def test_another_worker_at_the_address_is_not_used(served: Serve) -> None:
     server = served()
-    with (
-        linked(table_of(seat_of(server, 7)), ready=False, unavailable_s=0.3) as link,
-        pytest.raises(ExpertUnavailable, match="is seat 0 of worker"),
-    ):
-        send(link, ONES)
+    with linked(table_of(seat_of(server, 7)), ready=False, unavailable_s=0.3) as link:
+        until(lambda: parted(link))
+        with pytest.raises(ExpertUnavailable, match="is seat 0 of worker"):
+            send(link, ONES)
 
 
 def test_a_wrong_secret_is_named_in_the_error(served: Serve) -> None:
     server = served(secret=b"another")
-    with (
-        linked(table_of(seat_of(server, 0)), ready=False, unavailable_s=0.3) as link,
-        pytest.raises(ExpertUnavailable, match="does not know this cluster's secret"),
-    ):
-        send(link, ONES)
+    with linked(table_of(seat_of(server, 0)), ready=False, unavailable_s=0.3) as link:
+        until(lambda: parted(link))
+        with pytest.raises(ExpertUnavailable, match="does not know this cluster's secret"):
+            send(link, ONES)
 
 
 def test_close_ends_a_combine_that_waits(served: Serve) -> None:
@@ -472,7 +475,7 @@ def test_close_ends_a_combine_that_waits(served: Serve) -> None:
     server = served(gate)
     with linked(table_of(seat_of(server, 0)), unavailable_s=60, call_s=60) as link:
         handle = dispatch(link, 2)
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         threading.Timer(0.1, link.close).start()
         with pytest.raises(ExpertUnavailable):
             link.combine(handle)
@@ -485,7 +488,7 @@ def test_drain_finishes_what_is_here_and_refuses_the_rest(served: Serve) -> None
     finished: list[bool] = []
     with linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
         handle = dispatch(link, 3)
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=20)
         thread = threading.Thread(target=lambda: finished.append(leaving.drain(5)))
         thread.start()
         until(lambda: link.usable() == (1,))

@@ -68,7 +68,7 @@ def test_the_first_signal_drains(start: Start, number: signal.Signals) -> None:
     process = start(_UNTIL_STOPPED)
     assert _line(process) == "up"
     process.send_signal(number)
-    assert process.communicate(timeout=10) == ("drained\n", "")
+    assert process.communicate(timeout=60) == ("drained\n", "")
     assert process.returncode == 0
 
 
@@ -78,7 +78,7 @@ def test_the_second_signal_ends_it_at_once(start: Start) -> None:
     process.send_signal(signal.SIGINT)
     assert _line(process) == "draining"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) == FORCED
+    assert process.wait(timeout=60) == FORCED
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_second_signal_ends_it_at_once(start: Start) -> None:
 )
 def test_a_start_up_error_is_one_line_and_its_code(start: Start, body: str) -> None:
     process = start(body, "--log-format", "text")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 5
     assert err.strip().endswith("another model. Do this.")
     assert err.count("\n") == 1
@@ -103,14 +103,14 @@ def test_a_start_up_error_is_one_line_and_its_code(start: Start, body: str) -> N
 
 def test_a_wrong_option_is_one_line(start: Start) -> None:
     process = start("pass", "--prot", "1")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err.count("\n")) == (2, 1)
     assert "expertmesh scheduler: Unknown option --prot." in err
 
 
 def test_a_crash_has_its_traceback_and_its_code(start: Start) -> None:
     process = start("1 / 0", "--log-format", "text")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == CRASHED
     assert "ZeroDivisionError" in err
 
@@ -152,7 +152,7 @@ def test_a_child_ends_with_a_parent_that_was_killed(child: str, preexec: str) ->
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     try:
-        process.wait(timeout=5)
+        process.wait(timeout=30)
     finally:
         if process.is_running():
             process.kill()
