@@ -1,9 +1,10 @@
-"""What every test gets: an environment without our variables, one torch thread, interpreted Triton kernels, and on
-request a private Redis or hosts of their own."""
+"""What every test gets: an environment without our variables, one torch thread, interpreted Triton kernels, the same
+random numbers, and on request a private Redis or hosts of their own."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -24,6 +25,13 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("EXPERTMESH_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """What a test draws from torch without a generator of its own is the same each time, whichever ran before it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture
