@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -89,19 +90,35 @@ def check_port(host: str, port: int) -> int:
         raise ConfigError(f"Cannot listen on --host {host} ({error.strerror}).", hint="Try 127.0.0.1.") from error
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """``count`` different ports on which nobody listens."""
-    with ExitStack() as probes:  # all open at once, else the kernel might offer one twice
-        return [_port_of(probes.enter_context(_listen(host, 0))) for _ in range(count)]
+def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
+    """``count`` different ports for children to listen on.
+
+    Until ``until`` is closed Linux gives them to nobody else, as it might while a child starts: a port that is bound,
+    and not listened on, goes to those alone who ask for it.
+    """
+    with ExitStack() as bound:  # all at once, else the kernel might offer one twice
+        ports = [_port_of(bound.enter_context(_bind(host, 0))) for _ in range(count)]
+        if sys.platform == "linux":
+            until.push(bound.pop_all())
+        return ports
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    probe = _bind(host, port)
+    try:
+        probe.listen()
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     probe = socket.socket(family, kind, protocol)
     try:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
-        probe.listen()
     except OSError:
         probe.close()
         raise

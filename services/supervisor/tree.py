@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
 from services.runtime import FORCED, configure_logging, run_process
 from services.supervisor.child import Child, RedisProcess, RoleProcess
-from services.supervisor.handover import RunFolder, base_url, check_port, free_ports
+from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.policy import RestartPolicy
 
 MODULES: Mapping[Role, str] = {
@@ -81,14 +82,15 @@ class Supervisor:
             StartupError: the model folder or the address is unusable, or Redis does not start.
         """
         port = self._check()
-        folder = RunFolder()
+        folder, ports = RunFolder(), ExitStack()
         try:
-            await self._start(folder, port)
+            await self._start(folder, port, ports)
             code = await self._watch(stop, base_url(self._settings.host, port))
             if stop.is_set():
                 print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
         finally:
             await self._stop()
+            ports.close()
             folder.remove()
         return FORCED if self._forced else code
 
@@ -112,11 +114,11 @@ class Supervisor:
         self._check_model(model)
         return check_port(self._settings.host, self._settings.port)
 
-    async def _start(self, folder: RunFolder, port: int) -> None:
+    async def _start(self, folder: RunFolder, port: int, ports: ExitStack) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
-        common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder)}
+        common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder, ports)}
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
-        metrics = dict(zip(inner, free_ports(_LOOPBACK, len(inner)), strict=True))
+        metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
         upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
         computing = [name for name, role in inner.items() if role in (ATTENTION, EXPERTS)]
         for name, role in self._processes().items():
@@ -153,7 +155,7 @@ class Supervisor:
         """Names of the attention workers that share the experts."""
         return [f"{ATTENTION}-{rank}" for rank in range(self._settings.colocated_workers)]
 
-    def _fabric(self, folder: RunFolder) -> dict[str, object]:
+    def _fabric(self, folder: RunFolder, ports: ExitStack) -> dict[str, object]:
         """What attention and expert workers need of one another, where they are several."""
         settings = self._settings
         if not (settings.colocated_workers or settings.expert_workers):
@@ -161,7 +163,7 @@ class Supervisor:
         secret = {"fabric_secret_file": str(settings.fabric_secret_file or folder.new_secret("fabric"))}
         if settings.expert_workers:
             return secret | {"experts": "tcp", "fabric_port": 0}
-        (port,) = free_ports(_LOOPBACK, 1)
+        (port,) = held_ports(_LOOPBACK, 1, ports)
         ranks = {"ranks": settings.colocated_workers, "mesh_address": f"{_LOOPBACK}:{port}"}
         return secret | ranks | {"experts": "mesh"}
 

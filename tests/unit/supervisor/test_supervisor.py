@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
 from services.runtime import FORCED
 from services.supervisor import Supervisor
-from services.supervisor.handover import RunFolder, base_url, check_port, free_ports
+from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.policy import RestartPolicy
 
 _FAKES = Path(__file__).parent / "fakes"
@@ -388,8 +389,19 @@ def _sweep_in(temporary: Path) -> None:
     assert not folder.path.exists()
 
 
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports("127.0.0.1", 20))) == 20
+def test_held_ports_differ() -> None:
+    with ExitStack() as held:
+        assert len(set(held_ports("127.0.0.1", 20, held))) == 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is held: two sockets may not be bound to it")
+def test_a_held_port_goes_to_the_child_that_asks_for_it_and_to_nobody_who_asks_for_any() -> None:
+    with ExitStack() as held:
+        (port,) = held_ports("127.0.0.1", 1, held)
+        for _ in range(2):  # a child may end and be started again
+            socket.create_server(("127.0.0.1", port)).close()
+        with socket.socket() as whoever, pytest.raises(OSError, match="in use"):
+            whoever.bind(("127.0.0.1", port))  # without SO_REUSEADDR, as the kernel looks for any
 
 
 @pytest.mark.parametrize(
