@@ -30,7 +30,7 @@ class RedisServer:
     def start(self, password: str | None = None) -> None:
         """Start, or start again from the append-only file; returns when it answers."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         with redis.Redis(unix_socket_path=self.socket, password=password) as probe:
             while not _answers(probe):
                 assert time.monotonic() < deadline, f"{self.binary} does not come up"

@@ -144,7 +144,7 @@ class Bench:
                 return bool(client.ping())
             return False
 
-        wait_until(answers, 10, "redis-server answers")
+        wait_until(answers, 30, "redis-server answers")
         client.close()
         return proc
 

@@ -89,8 +89,9 @@ async def test_whoever_was_not_told_that_it_leaves_is_served_on_the_same_connect
     gateway.queue.answer = lambda request: script.events(request, [5, 6]) if gateway.intake.leaving else []
     reader, writer, request, head = await _streaming(gateway, script)
     assert b"connection: close" not in head.lower()
-    drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
-    await asyncio.sleep(IDLE_S)
+    delay_s = 0.2  # may pass before the client asks again: with less, a pause of this process were idle time
+    drain = asyncio.create_task(_drain(gateway, delay_s=delay_s, timeout_s=30).run())
+    await asyncio.sleep(3 * delay_s)
     assert not gateway.intake.draining
     gateway.queue.emit(*script.events(request, [5, 6])[1:])
     async with asyncio.timeout(10):

@@ -37,7 +37,7 @@ async def test_what_streams_goes_on_at_a_worker_that_has_experts(server: RedisSe
         deployment.scheduler()
         first = deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=150)
+        streams = await client.submit(*PROMPTS, max_tokens=400)
         for stream in streams:
             await stream.first_token.wait()
         first.lacks.append("experts of group 0")
@@ -46,7 +46,7 @@ async def test_what_streams_goes_on_at_a_worker_that_has_experts(server: RedisSe
         await eventually(lambda: not first.worker.held())
         second = deployment.worker()
         await finish(streams)
-        check(streams, 150)
+        check(streams, 400)
         assert [[lost.reason for lost in stream.lost] for stream in streams] == [["experts unavailable"]] * len(streams)
         assert len(second.engine.added) == len(streams)
 
