@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from testkit.client import check, finish
 from testkit.roles import Deployment, eventually
@@ -29,7 +31,7 @@ async def test_requests_pause_at_a_failover_and_go_on_with_the_same_tokens(watch
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=80)
         await streams[0].first_token.wait()
-        watched.kill_primary()
+        await asyncio.to_thread(watched.kill_primary)
         await finish(streams, timeout_s=60)
         check(streams, 80)
         later = await client.submit([99], max_tokens=3)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -52,10 +53,13 @@ class Watched:
                 time.sleep(0.1)
 
     def kill_primary(self) -> None:
-        """Kill -9, once the replica has all that was written."""
+        """Kill -9, once the replica has all that anybody was told is written."""
         with redis.Redis(port=self.primary, password=PASSWORD) as client:
-            client.set("last", 1)
-            assert client.wait(1, 10_000) == 1
+            client.client_pause(60_000, all=False)  # writes alone
+            deadline = time.monotonic() + 30
+            while _behind(client.info("replication")):
+                assert time.monotonic() < deadline, "the replica does not catch up"
+                time.sleep(0.05)
         self._processes[0].kill()
         self._processes[0].wait()
 
@@ -71,6 +75,11 @@ class Watched:
         options = [*words, "--save", ""] if before is None else [*words]
         command = [self._binary, *(before or []), *options, "--dir", str(folder), "--bind", "127.0.0.1"]
         self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+
+def _behind(found: dict[str, Any]) -> bool:
+    """Whether the replica has not told yet that it has everything."""
+    return bool(found["slave0"]["offset"] < found["master_repl_offset"])
 
 
 def _await_answer(port: int, password: str) -> redis.Redis:
