@@ -20,6 +20,8 @@ _PROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 def guarded(tensor: Tensor, *, short: int = 0) -> Tensor:
     """A contiguous copy. Its last element lies ``short`` elements before the first page that nobody may touch, which
     is how to shift it off an alignment."""
+    if not tensor.numel():
+        return tensor
     used = (tensor.numel() + short) * tensor.element_size()
     whole = math.ceil(used / mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, whole + GUARD_BYTES)

@@ -26,12 +26,14 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutation:
-    """``old``, found once in ``file`` of moe_kernels, becomes ``new``; ``test`` (a pytest node id) must then fail."""
+    """``old``, found once in ``file`` of moe_kernels, becomes ``new``; ``test`` (a pytest node id) must then fail.
+    ``strays``: what it stores leaves the tensor; that crashes, see :func:`_guard`, where chance would decide."""
 
     file: str
     old: str
     new: str
     test: str
+    strays: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +83,11 @@ class Runner:
             env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def run(self, tests: list[str], package_directory: Path) -> Result:
-        """Up to the first failure."""
+    def run(self, tests: list[str], package_directory: Path, *, guard: bool = False) -> Result:
+        """Up to the first failure. ``guard``: new tensors end where memory does."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps([tests, str(package_directory)]), file=self._process.stdin, flush=True)
+        print(json.dumps([tests, str(package_directory), guard]), file=self._process.stdin, flush=True)
         return Result(**json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
@@ -139,12 +141,14 @@ def _serve() -> None:
         print(json.dumps(_forked(*json.loads(line))), flush=True)
 
 
-def _forked(tests: list[str], package_directory: str) -> dict[str, str]:
+def _forked(tests: list[str], package_directory: str, guard: bool) -> dict[str, str]:
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
         os.close(ours)
         signal.alarm(TIMEOUT_S)
+        if guard:
+            _guard()
         _report(tests, package_directory, theirs)
     os.close(theirs)
     with os.fdopen(ours) as pipe:
@@ -155,6 +159,17 @@ def _forked(tests: list[str], package_directory: str) -> dict[str, str]:
         return result
     died = os.waitstatus_to_exitcode(status)
     return {"verdict": "red" if -died in CRASHES else "broken", "detail": f"the test's process ended with {died}"}
+
+
+def _guard() -> None:
+    """What is allocated from now on ends where nobody may write: a store behind it ends the process."""
+    import torch
+
+    from testkit.guarded import guarded
+
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+    torch.empty = lambda *size, **how: guarded(empty(*size, **how))
+    torch.Tensor.new_empty = lambda self, *size, **how: guarded(new_empty(self, *size, **how))
 
 
 def _report(tests: list[str], package_directory: str, pipe: int) -> None:
