@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.errors import KubernetesForbidden, KubernetesUnavailable
-from services.kube import ACCOUNT, GROUP_OF, INSTANCE, NAME, ROLE
+from services.kube import ACCOUNT, GROUP_OF, GROUPS_API, INSTANCE, NAME, ROLE
 from services.runtime.kube_client import client_of, get, in_pod_client, pod_namespace
 from services.status.fetch import FETCH
 from services.status.reasons import Object
@@ -108,7 +108,7 @@ class ClusterReader:
 
     def _groups(self, hidden: dict[str, str]) -> list[Object]:
         """LeaderWorkerSets; none where the cluster does not know what that is."""
-        return self._allowed("apis/leaderworkerset.x-k8s.io/v1", _GROUPS, hidden, may_lack=True)
+        return self._allowed(f"apis/{GROUPS_API}", _GROUPS, hidden, may_lack=True)
 
     def _allowed(
         self, api: str, kind: str, hidden: dict[str, str], selector: str = _OURS, *, may_lack: bool = False

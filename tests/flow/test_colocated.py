@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def check_answers(server: Server) -> None:
     assert used_s(server) - cpu_s < 2, "nobody spins without work"
 
 
+async def disturbed(
+    server: Server, wanted: list[dict[str, Any]], disturb: Callable[[], object], *, at_once: int
+) -> list[dict[str, Any]]:
+    """Answers to ``wanted``; ``disturb`` comes once some of them are computed."""
+    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=at_once))
+    while server.metric("expertmesh_requests_running") < 3:
+        await asyncio.sleep(0.05)
+    disturb()
+    assert not asking.done(), "it came too late to disturb"
+    return await asking
+
+
 def check_end(server: Server) -> None:
     assert server.proc.stop() == 0
     assert "terminate called" not in server.proc.log(), "ranks end in order"
@@ -70,14 +83,7 @@ def test_ranks_give_the_recorded_answers_and_killed_ones_lose_no_request(tmp_pat
         wanted = recorded()[:100]
         before = ranks_of(server)
 
-        async def disturbed() -> list[dict[str, Any]]:
-            asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
-            await asyncio.sleep(1)
-            before[1].kill()
-            assert not asking.done(), "the kill came too late to disturb"
-            return await asking
-
-        assert_recorded(wanted, asyncio.run(disturbed()))
+        assert_recorded(wanted, asyncio.run(disturbed(server, wanted, before[1].kill, at_once=64)))
         wait_until(lambda: others(server, before), 60, "all ranks started again")
         again = ranks_of(server)
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
@@ -95,15 +101,7 @@ def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> Non
         assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))
         before = ranks_of(server)
 
-        async def disturbed() -> list[dict[str, Any]]:
-            asking = asyncio.create_task(complete_all(server.url, wanted, at_once=32))
-            while server.metric("expertmesh_requests_running") < 3:
-                await asyncio.sleep(0.05)
-            before[2].terminate()
-            assert not asking.done(), "it was told too late to disturb"
-            return await asking
-
-        assert_recorded(wanted, asyncio.run(disturbed()))
+        assert_recorded(wanted, asyncio.run(disturbed(server, wanted, before[2].terminate, at_once=32)))
         wait_until(lambda: others(server, before), 60, "all ranks started again")
         again = ranks_of(server)
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from services.errors import ConfigError, KubernetesUnavailable, WatchExpired
-from services.kube import ACCOUNT
+from services.kube import ACCOUNT, GROUPS_API
 from services.runtime.kube_client import get, in_pod_client, pod_namespace
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ LATE_S = 10.0
 _APIS: Mapping[Kind, str] = {
     "statefulsets": "apps/v1",
     "deployments": "apps/v1",
-    "leaderworkersets": "leaderworkerset.x-k8s.io/v1",
+    "leaderworkersets": GROUPS_API,
 }
 _GONE = 410
 
