@@ -238,9 +238,8 @@ class SymmLink:
                 self._next_table = table
 
     def oldest_epoch(self) -> int:
-        """Of the tables that exchanges under way were made by; of the newest if there are none."""
-        oldest = self.tcp.oldest_epoch()
-        return min(oldest, self._step.epoch) if self._under_way and self._step.seats else oldest
+        """As :meth:`TcpLink.oldest_epoch`; a seat whose memory the step under way uses is needed until that ends."""
+        return self.tcp.oldest_epoch()
 
     def missing(self) -> tuple[int, ...]:
         return self.tcp.missing()

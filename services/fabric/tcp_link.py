@@ -13,7 +13,6 @@ import logging
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ class TcpHandle:
     """A dispatch on its way."""
 
     parts: list[Part]
-    epoch: int
     x_TD: Tensor
     weights_TK: Tensor
     device: torch.device
@@ -97,10 +95,10 @@ class TcpLink:
         self._unavailable_s = unavailable_s
         self._changed = threading.Condition()
         self._seats = Seats(call_s=call_s, unavailable_s=unavailable_s, quarantine_s=quarantine_s)
-        self._retired: list[SeatLink] = []
+        self._retired: list[tuple[int, SeatLink]] = []
+        """Those that the newest table does not list, with the epoch of the last one that did."""
         self._step = 0
         self._micro_batches = itertools.count()
-        self._under_way: Counter[int] = Counter()
         self._stalls = Stalls()
         self._rows = ExpertRows(table.group_of, table.num_experts)
         self._table = table
@@ -120,9 +118,10 @@ class TcpLink:
                 self._changed.notify_all()
 
     def oldest_epoch(self) -> int:
-        """Of the tables by which dispatches were made that are not combined yet; of the newest if there are none."""
+        """Of the tables that are needed still: the newest, and those by which a seat that it does not list anymore owes
+        an answer. Calls that wait for a replica of another group need no older table: they are sent by the newest."""
         with self._changed:
-            return min([self._table.epoch, *(epoch for epoch, count in self._under_way.items() if count > 0)])
+            return min([self._table.epoch, *(epoch for epoch, link in self._retired if link.busy)])
 
     def missing(self) -> tuple[int, ...]:
         """Numbers of the groups that have no usable seat."""
@@ -193,8 +192,7 @@ class TcpLink:
                 )
                 parts.append(Part(rows, dispatch))
                 self._seats.settle(parts[-1])
-            self._under_way[epoch] += 1
-        return TcpHandle(parts, epoch, x_TD, weights_TK, device)
+        return TcpHandle(parts, x_TD, weights_TK, device)
 
     def combine(self, handle: TcpHandle) -> Tensor:
         """As :class:`services.fabric.experts.ExpertLink` says.
@@ -212,8 +210,6 @@ class TcpLink:
                 for part in handle.parts:
                     part.abandon()
                 raise
-            finally:
-                self._under_way[handle.epoch] -= 1
         answers = [(part.rows, part.answer) for part in handle.parts if part.answer is not None]
         if self._reduced:
             return sum_rows(answers, handle.x_TD).to(handle.device)
@@ -231,7 +227,7 @@ class TcpLink:
         """End all connections; a combine that waits raises ExpertUnavailable."""
         with self._changed:
             self._seats.closed = True
-            links = [*self._seats.links.values(), *self._retired]
+            links = [*self._seats.links.values(), *(link for _, link in self._retired)]
             for link in links:
                 link.shut()
             self._changed.notify_all()
@@ -247,7 +243,7 @@ class TcpLink:
                 hint="Start attention and expert workers from the same model folder.",
             )
         assert table.group_of is not None  # raises where the table does not fit together
-        known, self._table = self._seats.links, table
+        known, before, self._table = self._seats.links, self._table.epoch, table
         self._seats.links = {
             _identity(seat): known.pop(_identity(seat))
             if _identity(seat) in known
@@ -255,10 +251,10 @@ class TcpLink:
             for seat in table.seats
         }
         self._seats.groups = {group.number: group for group in table.groups}
-        self._retired = [link for link in self._retired if not link.ended]
+        self._retired = [(epoch, link) for epoch, link in self._retired if not link.ended]
         for link in known.values():
             link.retire(soon(self._call_s + self._unavailable_s))
-            self._retired.append(link)
+            self._retired.append((before, link))
 
     def _missing(self) -> tuple[int, ...]:
         usable = {link.seat.group for link in self._seats.links.values() if link.usable}

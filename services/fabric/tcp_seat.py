@@ -51,7 +51,7 @@ _WITHOUT_LANE_S = 60.0
 class SeatLink:
     """A thread that keeps one seat connected until it is retired or closed.
 
-    ``changed`` guards all of it; whoever calls :meth:`usable`, :meth:`send` or :meth:`retire` holds it.
+    ``changed`` guards all of it; whoever calls :meth:`usable`, :meth:`busy`, :meth:`send` or :meth:`retire` holds it.
     """
 
     def __init__(self, seat: Seat, facts: Facts, changed: threading.Condition, rider: Rider | None = None) -> None:
@@ -99,6 +99,11 @@ class SeatLink:
         return self._connection is not None and self._connection.attempt is not None and not self.lane
 
     @property
+    def busy(self) -> bool:
+        """Whether somebody waits for it: for the answer to a call, or in a step that a rider counts it in."""
+        return self._connection is not None and self._busy(self._connection)
+
+    @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
@@ -133,7 +138,7 @@ class SeatLink:
     def retire(self, by: float) -> None:
         """Take no new calls, and close when those in flight have ended, at the monotonic time ``by`` at the latest."""
         self._retire_by = by
-        if self._connection is None or not self._busy(self._connection):
+        if not self.busy:
             self.shut()
 
     def shut(self) -> None:

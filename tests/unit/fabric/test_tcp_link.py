@@ -439,6 +439,38 @@ def test_rows_in_flight_outlive_another_cut_of_the_groups(served: Serve) -> None
         assert torch.equal(link.combine(handle), 2 * ONES)
 
 
+def test_an_answer_that_a_seat_owes_keeps_the_last_table_that_lists_it_in_use(served: Serve) -> None:
+    gate = Gate()
+    leaving, staying = served(gate), served()
+    seats = seat_of(leaving, 0), seat_of(staying, 1)
+    with linked(table_of(seats[0])) as link:
+        handle = dispatch(link, 3)
+        assert gate.entered.acquire(timeout=20)
+        link.apply(table_of(*seats, epoch=2))
+        assert link.oldest_epoch() == 2
+        for epoch in 3, 4:
+            link.apply(table_of(seats[1], epoch=epoch))
+            assert link.oldest_epoch() == 2
+        gate.open.set()
+        assert (link.combine(handle) == 6).all()
+        assert link.oldest_epoch() == 4
+
+
+def test_a_seat_that_owes_nothing_may_go_while_others_are_waited_for(served: Serve) -> None:
+    """Two seats that leave at once, one table after the other: neither waits until the other one is replaced."""
+    groups = even_groups([0], 8, 2)
+    leaving, next_one = served(experts={0: range(4, 8)}), served(experts={0: range(4)})
+    with linked(table_of(seat_of(leaving, 0, 1), groups=groups), unavailable_s=20) as link:
+        handle = link.dispatch(0, ONES, torch.tensor([[1], [6], [7]]), torch.ones(3, 1))
+        until(lambda: leaving.counts.calls == 1)
+        link.apply(table_of(groups=groups, epoch=2))
+        until(lambda: link.oldest_epoch() == 2)
+        assert leaving.drain(5)
+        link.apply(table_of(seat_of(next_one, 1), groups=groups, epoch=3))
+        assert torch.equal(link.combine(handle), 2 * ONES)
+    assert (leaving.counts.calls, next_one.counts.calls) == (1, 1)
+
+
 def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve) -> None:
     server = served()
     with linked(table_of(seat_of(server, 0), epoch=3)) as link:
