@@ -173,7 +173,7 @@ class WorkerMetrics:
         self.shared_steps = counter("shared_steps_total", "Iterations with rows in memory that seats share.")
         self.repeated_steps = counter("repeated_steps_total", "Iterations run again: a seat was lost or late in them.")
         self.graph_steps = counter("graph_steps_total", "Iterations by CUDA graph, repeated ones too.")
-        self.graphs = gauge("decode_graphs", "CUDA graphs of decode steps that were captured.")
+        self.graphs = gauge("step_graphs", "CUDA graphs of steps that were captured.")
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")

@@ -116,17 +116,19 @@ class BatchManager:
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after ``plan``, which is under way: each sequence one token on, whatever ``plan`` draws for it.
 
-        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: a prompt, an admission,
-        a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this step, or :meth:`abandon`.
+        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: the rest of a prompt, an
+        admission, a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this step, or
+        :meth:`abandon`.
         """
-        if plan.prompts or self._clock() >= self._next_deadline_ms:
+        if not all(piece.draws for piece in plan.prompts) or self._clock() >= self._next_deadline_ms:
             return None
-        alive = plan.decodes if plan.decodes is self._decodes else [state for state in plan.decodes if state.blocks]
+        alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
+        alive += tuple(piece.state for piece in plan.prompts)
         goes_on = tuple(state for state in alive if len(state.token_ids) + 1 < state.limit)
         may_admit = self._waiting and len(goes_on) < self._limits.max_num_seqs
         if not goes_on or len(alive) < len(self._running) or may_admit or not make_room(self.pool, goes_on, 1):
             return None
-        ahead = StepPlan(decodes=goes_on if len(goes_on) < len(plan.decodes) else plan.decodes)
+        ahead = StepPlan(decodes=goes_on if plan.prompts or len(goes_on) < len(plan.decodes) else plan.decodes)
         self._held_back.launched(ahead)
         return ahead
 

@@ -18,7 +18,7 @@ from services.attention.blocks import BlockPool
 from services.attention.cache import KVCache, blocks_within
 from services.attention.flatten import Flattener
 from services.attention.forward import forward
-from services.attention.graphs import Capture, DecodeGraphs
+from services.attention.graphs import Capture, StepGraphs
 from services.attention.micro_batches import split
 from services.attention.overlap import OverlapPolicy
 from services.attention.plan import BatchLimits
@@ -109,9 +109,10 @@ class Engine(Generic[HandleT]):
         self._kv = KVCache(
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
         )
-        self._graphs = capture and DecodeGraphs(
-            model, link, self._kv, capture=capture, max_rows=options.max_num_seqs, max_len=self.max_model_len
-        )
+        rows = max(options.max_num_seqs, options.max_num_batched_tokens)
+        self._graphs: StepGraphs[HandleT] | None = None
+        if capture is not None:
+            self._graphs = StepGraphs(model, link, self._kv, capture=capture, max_rows=rows, max_len=self.max_model_len)
         self._pool = BlockPool(blocks, options.block_size)
         self._inputs = Flattener(options.block_size, model.device)
         limits = BatchLimits(
@@ -125,7 +126,7 @@ class Engine(Generic[HandleT]):
         )
         self._batch = BatchManager(limits, self._pool, clock)
         self._replays = False
-        """Whether the last step that only decoded was."""
+        """Whether the last step that suited a graph was."""
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._stepper = Stepper(
             batch=self._batch,
@@ -141,7 +142,7 @@ class Engine(Generic[HandleT]):
         )
 
     def prepare(self) -> None:
-        """Capture the graphs of decode steps, if there are to be any. Takes seconds; before the first step.
+        """Capture the graphs of steps, if there are to be any. Takes seconds; before the first step.
 
         Raises:
             ConfigError: they cannot be captured.
@@ -210,10 +211,11 @@ class Engine(Generic[HandleT]):
     def _climb(self, inputs: StepInputs, number: int) -> Climbed:
         """Whether it is right, :meth:`_settled` says; that has been asked where this raises. ``number`` names the step.
 
-        While steps that decode are replayed none of them is split: what a trial would find is slower. Nor is anything
-        learned from them about those that may be.
+        While steps that suit a graph are replayed none of them is split: what a trial would find is slower. Nor is
+        anything learned from them about those that may be.
         """
-        whole = self._replays and not inputs.sequences
+        suit = self._graphs is not None and self._graphs.suit(inputs)
+        whole = self._replays and suit
         sizes = inputs.sizes if self._overlap.active and not whole else ()
         micro_batches = split(inputs, self._overlap.cut(sizes))
         self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
@@ -225,7 +227,7 @@ class Engine(Generic[HandleT]):
         except BaseException:
             self._timed.settled()
             raise
-        if not inputs.sequences:
+        if suit:
             self._replays = replayed
         return Climbed(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
 

@@ -83,7 +83,7 @@ class Flattener:
         if ahead and states is self._states:
             self._position_B = self._position_B + 1
         else:
-            self._states, self._position_B = states, _array([state.computed + ahead for state in states])
+            self._states, self._position_B = states, _array([len(state.token_ids) - 1 + ahead for state in states])
         return self._position_B
 
     def _tensors(self, *rows: NDArray[np.int64]) -> tuple[Tensor, ...]:

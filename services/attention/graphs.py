@@ -1,8 +1,9 @@
-"""Decode steps by CUDA graph: the whole climb of a step's rows, from embedding to the last layer, in one launch.
+"""Steps by CUDA graph: the whole climb of a step's rows, from embedding to the last layer, in one launch.
 
 There is a graph for each number of rows that steps are rounded up to, and for each key of the link (see
 :meth:`services.fabric.experts.ExpertLink.graph_key`). Rows, lengths, blocks and seats are words on the device, so the
-same graph serves whichever sequences decode and whichever workers have the experts. What is not for a graph (prompts,
+same graph serves whichever sequences have the rows and whichever workers have the experts. Rows of short prompts are in
+it beside those that decode, each as if it were a sequence of its own. What is not for a graph (long prompts,
 micro-batches in ping-pong, exchanges that need the host) is left to the caller.
 Legend: T rows of the step, D hidden size.
 """
@@ -30,6 +31,9 @@ from services.model.inputs import StepInputs
 HandleT = TypeVar("HandleT")
 MOST_ROWS = 512
 """Larger steps are bound by the GPU anyway."""
+MOST_READ_BYTES = 2 << 30
+"""Of keys and values in a layer, by the rows of a step's prompts: in a graph each row reads its whole past by itself,
+else all rows of a prompt read it once. With more to read that costs more than launching kernels one by one."""
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +76,11 @@ class CudaCapture:
         return graph.replay
 
 
-class DecodeGraphs(Generic[HandleT]):
+class StepGraphs(Generic[HandleT]):
     """For one engine, used by one thread at a time. A step is :meth:`replayed`, then :meth:`settled`.
 
     Args:
-        max_rows: sequences in a step, at most.
+        max_rows: of a step, at most.
         max_len: positions of a sequence, at most.
     """
 
@@ -96,6 +100,7 @@ class DecodeGraphs(Generic[HandleT]):
         self._inputs = FixedInputs(
             self._buckets[-1], blocks, block_size=kv.block_size, spare_slot=kv.spare_slot, device=model.device
         )
+        self._position_bytes = 2 * model.spec.kv_size * model.dtype.itemsize
         self._x_TD = torch.zeros(
             self._buckets[-1], model.spec.hidden_size, dtype=model.dtype, device=model.device
         )  # fmt: skip
@@ -121,17 +126,25 @@ class DecodeGraphs(Generic[HandleT]):
             except Exception as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(
-                    f"Decode steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
-                    hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, --max-num-seqs.",
+                    f"Steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
+                    hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, --max-num-seqs, "
+                    "--max-num-batched-tokens.",
                 ) from error
-            log.info("decode graphs %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)
+            log.info("graphs of steps %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)
+
+    def suit(self, inputs: StepInputs) -> bool:
+        """Whether a graph is right for ``inputs``, if the link lets there be one."""
+        if len(inputs.token_ids_T) > self._buckets[-1]:
+            return False
+        read = sum(rows.length * rows.kv_len - rows.length * (rows.length - 1) // 2 for rows in inputs.sequences)
+        return read * self._position_bytes <= MOST_READ_BYTES
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
         """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it."""
         inputs, *others = micro_batches
-        if others or inputs.sequences or inputs.decodes is None or len(inputs.decodes) > self._buckets[-1]:
+        if others or not self.suit(inputs):
             return None
-        key, count = self._link.graph_key(), len(inputs.decodes)
+        key, count = self._link.graph_key(), len(inputs.token_ids_T)
         if key is None:
             return None
         rows = next(size for size in self._buckets if size >= count)
@@ -153,7 +166,7 @@ class DecodeGraphs(Generic[HandleT]):
             self._capture_rows(rows)
         except Exception:  # the steps' boundary: they go on without
             self._broken = True
-            log.exception("A decode step of %d rows cannot be captured; from here on new ones are not.", rows)
+            log.exception("A step of %d rows cannot be captured; from here on new ones are not.", rows)
 
     def _capture_rows(self, rows: int) -> bool:
         """Whether there is a graph for the link's key now."""

@@ -86,7 +86,8 @@ class Flight:
         tokens_B = self.top.drawn.tokens_R
         if plan.decodes is self.plan.decodes:
             return tokens_B
-        row_of = {state: row for row, state in enumerate(self.plan.decodes)}
+        drawing = (*self.plan.decodes, *(piece.state for piece in self.plan.prompts if piece.draws))
+        row_of = {state: row for row, state in enumerate(drawing)}
         return tokens_B[upload(np.array([row_of[state] for state in plan.decodes]), tokens_B.device)]
 
 

@@ -9,13 +9,13 @@ from services.attention.sequence import SequenceState
 
 
 def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> bool:
-    """Give each of ``decodes`` a block for the token at ``computed + ahead``, where it is the first in one.
+    """Give each of ``decodes`` a block for the token drawn last, or ``ahead`` after it, where it is the first in one.
 
     They have room for all before it. False, and no blocks, if there are too few. Asking twice takes nothing more.
     """
     size = pool.block_size
-    at_edge = [state for state in decodes if not (state.computed + ahead) % size]
-    growing = [state for state in at_edge if len(state.blocks) * size <= state.computed + ahead]
+    at_edge = [state for state in decodes if not (len(state.token_ids) - 1 + ahead) % size]
+    growing = [state for state in at_edge if len(state.blocks) * size < len(state.token_ids) + ahead]
     if len(growing) > pool.available:
         return False
     for state in growing:

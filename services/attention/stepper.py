@@ -1,7 +1,7 @@
 """Steps one after the other: planned, launched, read, accounted for; and, with lookahead, the next one launched before.
 
-A step whose plan needs no token of the one before it, decodes alone, is launched while that is under way: its tokens
-are on the device already. Meanwhile the host reads the earlier one, so the device does not wait for it. What the later
+A step that only decodes what the one before it draws for is launched while that is under way: its tokens are on the
+device already. Meanwhile the host reads the earlier one, so the device does not wait for it. What the later
 one computes for a sequence that has ended by then is dropped (:mod:`services.attention.held_back` says why that
 harms nobody). If the earlier step failed, or drew something else in the end, the later one is given up
 and planned anew. At most one step is launched ahead, and two are under way only within :meth:`Stepper.step`.

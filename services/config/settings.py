@@ -142,7 +142,7 @@ class Settings(BaseSettings):
     )
     cuda_graphs: Literal["auto", "off"] = _knob(
         "auto",
-        "decode steps by CUDA graph: auto on a GPU, where experts are in the process or in shared memory",
+        "steps by CUDA graph: auto on a GPU, where experts are in the process or in shared memory",
         roles=(ATTENTION,),
     )
     threads: int | None = _knob(None, "CPU threads that compute (default: torch's own choice)", roles=_COMPUTING, ge=1)

@@ -1,4 +1,4 @@
-"""Decode steps by CUDA graph on real GPUs: whether they are right, and what they cost beside eager ones.
+"""Steps by CUDA graph on real GPUs: whether they are right, and what they cost beside eager ones.
 
     PYTHONPATH=.:kernels:tests python3 tests/perf/decode_graphs.py --out DIR                  (one GPU, some 4 minutes)
     PYTHONPATH=.:kernels:tests python3 tests/perf/decode_graphs.py --parts kernel,pocket      (some of it)
@@ -8,6 +8,8 @@
     apart    the pocket model with experts on other GPUs through shared memory (two GPUs or more), while one of two
              replicas is killed, a third joins, the other is killed; not among the default parts
     tune     tiles of the kernel and programs per SM; not among the default parts
+    prompts  Qwen3-30B-A3B's shapes: a layer's time by graph and eagerly with rows of a prompt in the step, by the past
+             that they have; not among the default parts
     layers   Qwen3-30B-A3B's shapes, random weights: a layer's time by graph and eagerly, attention's GB/s, kernels
 
 Needs torch, triton, numpy and msgspec. Prints as it goes, writes results.json to DIR, ends itself after ``--limit``
@@ -39,9 +41,10 @@ from torch import Tensor  # noqa: E402
 
 from moe_kernels import backend  # noqa: E402
 from moe_kernels.paged_decode import paged_decode  # noqa: E402
+from services.attention import graphs  # noqa: E402
 from services.attention.forward import forward  # noqa: E402
 from services.attention.graphs import CudaCapture  # noqa: E402
-from services.model.inputs import DecodeRows, StepInputs  # noqa: E402
+from services.model.inputs import DecodeRows, SequenceRows, StepInputs  # noqa: E402
 
 POCKET = Path(__file__).resolve().parents[2] / "examples/pocket-moe"
 
@@ -135,15 +138,15 @@ class Bench:
     def pocket(self) -> None:
         parts = kit.load(POCKET / "model", self.device, torch.float32)
         sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "kv_blocks": 8192, "max_model_len": 512}
-        eager, graphs = parts.engine(None, **sizes), parts.engine(self._capture(), **sizes)
+        eager, by_graph = parts.engine(None, **sizes), parts.engine(self._capture(), **sizes)
         began = time.perf_counter()
-        graphs.prepare()
-        self.note("pocket", captured=graphs.stats().graphs, prepare_s=time.perf_counter() - began)
+        by_graph.prepare()
+        self.note("pocket", captured=by_graph.stats().graphs, prepare_s=time.perf_counter() - began)
         records = [json.loads(line) for line in (POCKET / "records/greedy.jsonl").read_text().splitlines()]
         for count in self.options.counts:
             some = records[:count]
             asked = [kit.request(one["id"], one["prompt_ids"], 48, ignore_eos=False) for one in some]
-            ran = {name: kit.run(engine, asked) for name, engine in (("eager", eager), ("graphs", graphs))}
+            ran = {name: kit.run(engine, asked) for name, engine in (("eager", eager), ("graphs", by_graph))}
             differ = sum(ran["eager"].tokens[one["id"]] != ran["graphs"].tokens[one["id"]] for one in some)
             unlike = {
                 name: sum(_said(found.tokens[one["id"]]) != _said(one["output_ids"]) for one in some)
@@ -155,7 +158,7 @@ class Bench:
             self.must(not differ and not any(unlike.values()), "pocket", f"tokens of {len(some)} sequences")
         for count in self.options.counts:
             found = {}
-            for name, engine in (("eager", eager), ("graphs", graphs)):
+            for name, engine in (("eager", eager), ("graphs", by_graph)):
                 requests = kit.random_requests(count, 100, 40, parts.model.spec.vocab_size, seed=count)
                 found[name] = kit.run(engine, requests).median_ms
             self.note("pocket", sequences=count, step_ms_eager=found["eager"], step_ms_graphs=found["graphs"])
@@ -201,16 +204,61 @@ class Bench:
         work = CudaCapture(self.device)(lambda: [paged_decode(*case) for case in cases] and None)
         return self._us(work) / len(cases)
 
+    # prompts
+
+    def prompts(self) -> None:
+        """One prompt beside decoding sequences, rows of it with a past of so many tokens."""
+        decodes, pasts, lengths = 32, (0, 1000, 4000, 16_000), (16, 64, 128, 256, 480)
+        parts = self._qwen("prompts")
+        engine = parts.engine(
+            self._capture(), max_num_seqs=64, max_num_batched_tokens=2048, kv_blocks=4096, max_model_len=17_000
+        )
+        engine.prepare()
+        graphs.MOST_READ_BYTES = 1 << 60
+        model, kv, layers = engine._model, engine._kv, parts.model.spec.num_layers
+        for past, length in product(pasts, lengths):
+            inputs = self._with_prompt(decodes, past, length, kv.block_size)
+            eager_us = self._us(lambda inputs=inputs: forward(model, engine._timed, kv, (inputs,))) / layers
+            graph_us = -1.0
+            if engine._graphs is not None:
+                assert engine._graphs.replayed((inputs,)) is not None
+                graph_us = self._us(lambda inputs=inputs: engine._graphs.replayed((inputs,))) / layers
+            read = (length * past + length * (length + 1) // 2) * 2 * model.spec.kv_size * 2
+            self.note(
+                "prompts", decodes=decodes, past=past, rows=length, read_mib=read / 2**20, layer_us_eager=eager_us,
+                layer_us_graph=graph_us,
+            )  # fmt: skip
+
+    def _with_prompt(self, decodes: int, past: int, length: int, size: int) -> StepInputs:
+        first = self._inputs(decodes, 100, 8, size)
+        blocks = range(8 * decodes, 8 * decodes + (past + length) // size + 1)
+
+        def more(values_T: Tensor, values: list[int]) -> Tensor:
+            return torch.cat((values_T, torch.tensor(values, device=self.device)))
+
+        positions = list(range(past, past + length))
+        return StepInputs(
+            token_ids_T=more(first.token_ids_T, [7 + position % 1000 for position in positions]),
+            positions_T=more(first.positions_T, positions),
+            slots_T=more(first.slots_T, [blocks[position // size] * size + position % size for position in positions]),
+            sequences=(SequenceRows(start=decodes, length=length, kv_len=past + length, blocks=blocks),),
+            logits_rows_R=first.logits_rows_R,
+            decodes=first.decodes,
+        )
+
     # layers
 
-    def layers(self) -> None:
-        options = self.options
-        spec = kit.qwen3_30b(options.layers)
+    def _qwen(self, part: str) -> kit.Parts:
+        spec = kit.qwen3_30b(self.options.layers)
         began = time.perf_counter()
         experts = kit.random_experts(spec, self.device, torch.bfloat16)
         model = kit.random_dense(spec, self.device, torch.bfloat16)
-        parts = kit.Parts(model, kit.ExpertShard(experts, num_experts=spec.num_experts))
-        self.note("layers", layers=spec.num_layers, made_s=time.perf_counter() - began, copy_gb_s=self._copy_gb_s())
+        self.note(part, layers=spec.num_layers, made_s=time.perf_counter() - began, copy_gb_s=self._copy_gb_s())
+        return kit.Parts(model, kit.ExpertShard(experts, num_experts=spec.num_experts))
+
+    def layers(self) -> None:
+        options = self.options
+        parts = self._qwen("layers")
         most = max(options.counts)
         engine = parts.engine(
             self._capture(), max_num_seqs=most, max_num_batched_tokens=8192, prefix_cache=False,
@@ -224,7 +272,9 @@ class Bench:
         )
         for count in options.counts:
             prefill = count * options.context // 8192  # steps in which the first already decode
-            requests = kit.random_requests(count, options.context, 24 + prefill, spec.vocab_size, seed=count)
+            requests = kit.random_requests(
+                count, options.context, 24 + prefill, parts.model.spec.vocab_size, seed=count
+            )
             found = kit.run(engine, requests)
             self._layer(engine, count, found)
 

@@ -1,4 +1,4 @@
-"""Replayed decode steps give the tokens, counts and cache of others. A graph is a call here."""
+"""Replayed steps give the tokens, counts and cache of others. A graph is a call here."""
 
 from __future__ import annotations
 
@@ -64,12 +64,54 @@ def tokens(engine: Engine[Any], prompts: list[list[int]] = PROMPTS, count: int =
 def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngine) -> None:
     engine = make_engine(capture=call_again, max_num_seqs=6)
     engine.prepare()
-    assert engine.stats().graphs == len(row_buckets(6))
+    assert engine.stats().graphs == len(row_buckets(64)), "for as many rows as a step has"
     prompts = PROMPTS[:sequences]
     assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
     stats = engine.stats()
-    assert 0 < stats.graph_steps < stats.steps, "prompts are not for graphs"
-    assert stats.graphs == len(row_buckets(6))
+    assert stats.graph_steps == stats.steps > 0
+    assert stats.graphs == len(row_buckets(64))
+
+
+@pytest.mark.parametrize("budget", [1, 4, 7])
+def test_chunks_of_prompts_beside_decodes(budget: int, tiny: Any, make_engine: MakeEngine) -> None:
+    """And from the prefix cache, the second time."""
+    engine = make_engine(capture=call_again, max_num_seqs=3, max_num_batched_tokens=budget)
+    engine.prepare()
+    for _ in range(2):
+        assert tokens(engine) == [tiny.greedy(prompt, 9) for prompt in PROMPTS]
+    stats = engine.stats()
+    assert stats.graph_steps == stats.steps
+    assert stats.prefix_hit_tokens > 0
+    assert (stats.prefill_chunks > 0) == (budget < 14)
+
+
+def test_a_prompt_with_much_to_read_is_not_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine
+) -> None:
+    """Fourteen rows read 1 + 2 + ... + 14 positions; decodes always suit."""
+    position_bytes, replayed = 2 * 16 * 4, list[int]()
+    for most in (105 * position_bytes, 105 * position_bytes - 1):
+        monkeypatch.setattr("services.attention.graphs.MOST_READ_BYTES", most)
+        engine = make_engine(capture=call_again)
+        engine.prepare()
+        assert tokens(engine, [[7] * 14]) == [tiny.greedy([7] * 14, 9)]
+        replayed.append(engine.stats().steps - engine.stats().graph_steps)
+    assert replayed == [0, 1]
+
+
+def test_scores_of_a_prompt(make_engine: MakeEngine) -> None:
+    found = []
+    for capture in (None, call_again):
+        engine = make_engine(capture=capture)
+        engine.prepare()
+        engine.add(request("r", [5, 9, 11, 2, 4], 2, prompt_logprobs=2))
+        events = [event for _ in range(4) for event in engine.step()]
+        found.append([score for event in events for score in event.prompt_logprobs or [] if score is not None])
+        assert (engine.stats().graph_steps > 0) == (capture is not None)
+    eager, replayed = found
+    assert [score.top for score in eager] != []
+    assert [[token for token, _ in score.top] for score in eager] == [[t for t, _ in score.top] for score in replayed]
+    assert [score.logprob for score in eager] == pytest.approx([score.logprob for score in replayed], abs=1e-5)
 
 
 def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeEngine) -> None:
@@ -86,11 +128,12 @@ def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeE
 
 def test_with_the_kernel_itself(tiny: Any, make_engine: MakeEngine) -> None:
     """In the interpreter, experts and router too."""
-    engine = make_engine(capture=call_again, max_num_seqs=4, kv_blocks=16, max_model_len=32)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_blocks": 16, "max_model_len": 32}
+    engine = make_engine(capture=call_again, **sizes)
     with backend.forced("triton"):
         engine.prepare()
         assert tokens(engine, PROMPTS[:3], 3) == [tiny.greedy(prompt, 3) for prompt in PROMPTS[:3]]
-    assert engine.stats().graph_steps == 2
+    assert engine.stats().graph_steps == engine.stats().steps
 
 
 def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -108,7 +151,7 @@ def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
 
 def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine: MakeEngine) -> None:
     link = keyed(tiny)
-    engine = make_engine(link=link, capture=call_again, max_num_seqs=1)
+    engine = make_engine(link=link, capture=call_again, max_num_seqs=1, max_num_batched_tokens=1)
     engine.prepare()
     assert (link.rehearsed, engine.stats().graphs) == (1, 1)
     for key, captured in (("two", 2), ("one", 2), ("two", 2), (None, 2)):
@@ -137,8 +180,7 @@ def test_a_step_that_failed_replays_the_same_graph(tiny: Any, make_engine: MakeE
     link.failing = frozenset(range(100))
     assert tokens(engine) == [tiny.greedy(prompt, 9) for prompt in PROMPTS]
     assert engine.stats().graphs == captured
-    decodes = engine.stats().steps - 1
-    assert engine.stats().graph_steps == 2 * decodes
+    assert engine.stats().graph_steps == 2 * engine.stats().steps
 
 
 def test_larger_steps_than_any_graph_run_without(monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine) -> None:

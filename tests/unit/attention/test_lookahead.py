@@ -185,7 +185,29 @@ def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: M
         engine.step()
     stats = engine.stats()
     assert (stats.steps, stats.decode_tokens) == (30, sum(10 + 5 * number for number in range(5)))
-    assert stats.steps_ahead == 28, "but the prompts' step and the one after it"
+    assert stats.steps_ahead == 29, "but the prompts' own"
+
+
+def test_a_step_ahead_follows_prompts_that_end_and_no_others(engine_of: MakeEngine) -> None:
+    engine = engine_of(True, max_num_batched_tokens=8)
+    engine.add(ask("old", [1, 2, 3], max_tokens=40))
+    engine.step()
+    engine.add(ask("long", range(1, 21), max_tokens=4))
+    ahead = []
+    for _ in range(8):
+        engine.step()
+        ahead.append(engine._stepper.under_way)
+    assert ahead == [False, False, False, True, True, True, True, True], "old's; 7, 7 and 6 of the prompt; then decodes"
+
+
+def test_prompts_that_want_no_token_are_followed_by_no_step(engine_of: MakeEngine) -> None:
+    engine = engine_of(True)
+    engine.add(ask("old", [1, 2, 3], max_tokens=9))
+    engine.add(ask("echo", [4, 5, 6], max_tokens=0, prompt_logprobs=1))
+    engine.step()
+    assert not engine._stepper.under_way
+    while engine.has_work:
+        engine.step()
 
 
 def test_a_newcomer_waits_for_the_step_under_way_and_no_other(engine_of: MakeEngine) -> None:
@@ -324,7 +346,7 @@ def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
         assert story == Plot(3).play(engine_of(False))
 
 
-@pytest.mark.parametrize(("option", "replayed", "ahead"), [("auto", False, 0), ("auto", True, 7), ("on", False, 7)])
+@pytest.mark.parametrize(("option", "replayed", "ahead"), [("auto", False, 0), ("auto", True, 8), ("on", False, 8)])
 def test_auto_follows_steps_that_are_replayed_alone(tiny: Any, option: str, replayed: bool, ahead: int) -> None:
     def again(work: Callable[[], None]) -> Callable[[], None]:
         work()

@@ -79,7 +79,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("engine_step_tokens_sum") == 16
     assert (value("step_overlapped"), value("overlapped_steps_total")) == (1, 1)
     assert value("steps_ahead_total") == 1
-    assert (value("graph_steps_total"), value("decode_graphs")) == (1, 13)
+    assert (value("graph_steps_total"), value("step_graphs")) == (1, 13)
     assert value("exchange_wait_seconds_total") == pytest.approx(0.2)
     readings.append(replace(readings[-1], running=0, kv_used=0))  # a cancel between steps
     observer.after_step()
