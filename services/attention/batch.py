@@ -116,11 +116,12 @@ class BatchManager:
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after ``plan``, which is under way: each sequence one token on, whatever ``plan`` draws for it.
 
-        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: the rest of a prompt, an
-        admission, a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this step, or
-        :meth:`abandon`.
+        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: the rest of a prompt,
+        its scores, an admission, a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this
+        step, or :meth:`abandon`.
         """
-        if not all(piece.draws for piece in plan.prompts) or self._clock() >= self._next_deadline_ms:
+        read_first = any(piece.scored or not piece.draws for piece in plan.prompts)
+        if read_first or self._clock() >= self._next_deadline_ms:
             return None
         alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
         alive += tuple(piece.state for piece in plan.prompts)

@@ -109,10 +109,16 @@ class Engine(Generic[HandleT]):
         self._kv = KVCache(
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
         )
-        rows = max(options.max_num_seqs, options.max_num_batched_tokens)
         self._graphs: StepGraphs[HandleT] | None = None
         if capture is not None:
-            self._graphs = StepGraphs(model, link, self._kv, capture=capture, max_rows=rows, max_len=self.max_model_len)
+            self._graphs = StepGraphs(
+                model,
+                link,
+                self._kv,
+                capture=capture,
+                max_rows=options.max_num_batched_tokens,
+                max_len=self.max_model_len,
+            )
         self._pool = BlockPool(blocks, options.block_size)
         self._inputs = Flattener(options.block_size, model.device)
         limits = BatchLimits(
@@ -211,16 +217,16 @@ class Engine(Generic[HandleT]):
     def _climb(self, inputs: StepInputs, number: int) -> Climbed:
         """Whether it is right, :meth:`_settled` says; that has been asked where this raises. ``number`` names the step.
 
-        While steps that suit a graph are replayed none of them is split: what a trial would find is slower. Nor is
-        anything learned from them about those that may be.
+        While steps that suit a graph are replayed none of them is split, unless the policy insists: launches in each
+        layer take longer than what a split would hide. Nor is anything learned from them about those that may be.
         """
         suit = self._graphs is not None and self._graphs.suit(inputs)
-        whole = self._replays and suit
+        whole = self._replays and suit and not self._overlap.insists
         sizes = inputs.sizes if self._overlap.active and not whole else ()
         micro_batches = split(inputs, self._overlap.cut(sizes))
         self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
         try:
-            x_TD = self._graphs.replayed(micro_batches) if self._graphs else None
+            x_TD = self._graphs.replayed(micro_batches) if self._graphs and suit else None
             replayed = x_TD is not None
             if x_TD is None:
                 x_TD = forward(self._model, self._timed, self._kv, micro_batches)

@@ -7,10 +7,12 @@ Legend: T rows of the step, M most blocks of a sequence.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.model.inputs import PagedRows, StepInputs
+from services.model.transfer import upload
 
 
 class FixedInputs:
@@ -22,7 +24,7 @@ class FixedInputs:
 
     def __init__(self, rows: int, blocks: int, *, block_size: int, spare_slot: int, device: torch.device) -> None:
         self._block_size, self._spare_slot = block_size, spare_slot
-        self._pinned = device.type == "cuda"
+        self._device, self._pinned = device, device.type == "cuda"
         self._token_ids_T, self._positions_T, self._slots_T = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -51,30 +53,35 @@ class FixedInputs:
         ):
             fixed_T[:count].copy_(step_T, non_blocking=True)
         torch.add(self._positions_T[:count], 1, out=self._kv_len_T[:count])
-        blocks_TM = self._staged(inputs, count)
+        blocks_TM = self._block_rows(inputs)
         self._blocks_TM[:count, : blocks_TM.shape[1]].copy_(blocks_TM, non_blocking=True)
         if count < rows:
             self.clear(count, rows)
 
-    def _staged(self, inputs: StepInputs, count: int) -> Tensor:
-        """The block table of the first ``count`` rows, as wide as they need, on the host."""
-        decodes, size = inputs.decodes, self._block_size
-        longest = max((rows.kv_len for rows in inputs.sequences), default=0)
+    def _block_rows(self, inputs: StepInputs) -> Tensor:
+        """The blocks of each row, as far as any needs them; where all rows are decodes', on the host."""
+        decodes, pieces = inputs.decodes, inputs.sequences
+        lengths = [rows.kv_len for rows in pieces]
         if decodes is not None:
-            longest = max(longest, int(decodes.kv_len_B.max()))
-        staged_TM = torch.empty(count, -(-longest // size), dtype=torch.int32, pin_memory=self._pinned)
-        table_TM = staged_TM.numpy()
+            lengths.append(int(decodes.kv_len_B.max()))
+        first, width = len(decodes or ()), -(-max(lengths) // self._block_size)
+        staged_SM = torch.empty(first + len(pieces), width, dtype=torch.int32, pin_memory=self._pinned)
+        table_SM = staged_SM.numpy()
         if decodes is not None:
-            blocks_BM = decodes.blocks_BM[:, : table_TM.shape[1]]
-            table_TM[: len(decodes), : blocks_BM.shape[1]] = blocks_BM
-        for rows in inputs.sequences:
-            used = -(-rows.kv_len // size)
-            table_TM[rows.start : rows.start + rows.length, :used] = rows.blocks[:used]
-        return staged_TM
+            blocks_BM = decodes.blocks_BM[:, :width]
+            table_SM[:first, : blocks_BM.shape[1]] = blocks_BM
+        for number, rows in enumerate(pieces, start=first):
+            used = -(-rows.kv_len // self._block_size)
+            table_SM[number, :used] = rows.blocks[:used]
+        if not pieces:
+            return staged_SM
+        of_row_T = np.repeat(np.arange(len(table_SM)), [1] * first + [rows.length for rows in pieces])
+        return staged_SM.to(self._device, non_blocking=True)[upload(of_row_T, self._device)]
 
     def clear(self, first: int, rows: int) -> None:
         """The rows ``first .. rows`` are nobody's: they see nothing, and nobody reads what they write."""
         self._kv_len_T[first:rows].zero_()
+        self._token_ids_T[first:rows].zero_()
         self._slots_T[first:rows].fill_(self._spare_slot)
 
 

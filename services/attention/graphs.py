@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,9 +32,10 @@ from services.model.inputs import StepInputs
 HandleT = TypeVar("HandleT")
 MOST_ROWS = 512
 """Larger steps are bound by the GPU anyway."""
-MOST_READ_BYTES = 2 << 30
+MOST_READ_BYTES = 4 << 30
 """Of keys and values in a layer, by the rows of a step's prompts: in a graph each row reads its whole past by itself,
-else all rows of a prompt read it once. With more to read that costs more than launching kernels one by one."""
+else all rows of a prompt read it once. On an H200 that costs more than launching kernels one by one from somewhere
+above this on."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class StepGraphs(Generic[HandleT]):
     """For one engine, used by one thread at a time. A step is :meth:`replayed`, then :meth:`settled`.
 
     Args:
-        max_rows: of a step, at most.
+        max_rows: of a step, at most; larger ones suit no graph.
         max_len: positions of a sequence, at most.
     """
 
@@ -100,6 +102,7 @@ class StepGraphs(Generic[HandleT]):
         self._inputs = FixedInputs(
             self._buckets[-1], blocks, block_size=kv.block_size, spare_slot=kv.spare_slot, device=model.device
         )
+        self._windows = Counter(layer.window for layer in model.spec.layers)
         self._position_bytes = 2 * model.spec.kv_size * model.dtype.itemsize
         self._x_TD = torch.zeros(
             self._buckets[-1], model.spec.hidden_size, dtype=model.dtype, device=model.device
@@ -117,12 +120,11 @@ class StepGraphs(Generic[HandleT]):
         Raises:
             ConfigError: this device, or its memory, does not allow it.
         """
-        began = time.monotonic()
+        began, captured = time.monotonic(), False
         for number, rows in enumerate(reversed(self._buckets), start=1):  # the largest first: it sizes the pool
             try:
                 if not self._capture_rows(rows):
-                    log.info("the link to the experts leaves nothing to capture now")
-                    return
+                    continue
             except Exception as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(
@@ -130,19 +132,31 @@ class StepGraphs(Generic[HandleT]):
                     hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, --max-num-seqs, "
                     "--max-num-batched-tokens.",
                 ) from error
+            captured = True
             log.info("graphs of steps %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)
+        if not captured:
+            log.info("the link to the experts leaves nothing to capture now")
 
     def suit(self, inputs: StepInputs) -> bool:
         """Whether a graph is right for ``inputs``, if the link lets there be one."""
         if len(inputs.token_ids_T) > self._buckets[-1]:
             return False
-        read = sum(rows.length * rows.kv_len - rows.length * (rows.length - 1) // 2 for rows in inputs.sequences)
-        return read * self._position_bytes <= MOST_READ_BYTES
+        pieces = [(rows.kv_len - rows.length, rows.kv_len) for rows in inputs.sequences]
+        read = sum(
+            layers * _positions_read(start, end, window)
+            for start, end in pieces
+            for window, layers in self._windows.items()
+        )
+        return read * self._position_bytes <= MOST_READ_BYTES * self._model.spec.num_layers
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
-        """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it."""
+        """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it.
+
+        Args:
+            micro_batches: of a step that suits one; of two there are none.
+        """
         inputs, *others = micro_batches
-        if others or not self.suit(inputs):
+        if others:
             return None
         key, count = self._link.graph_key(), len(inputs.token_ids_T)
         if key is None:
@@ -180,3 +194,14 @@ class StepGraphs(Generic[HandleT]):
 
     def _climb(self, rows: int) -> None:
         self._x_TD[:rows].copy_(forward(self._model, self._link, self._kv, (self._inputs.of(rows),)))
+
+
+def _positions_read(start: int, end: int, window: int | None) -> int:
+    """By the rows at the positions ``start .. end`` of a sequence, of a layer with that window.
+
+    >>> _positions_read(0, 4, None), _positions_read(0, 4, 2), _positions_read(5, 7, 2)
+    (10, 7, 4)
+    """
+    grows = end if window is None else min(max(start, window), end)
+    rest = 0 if window is None else (end - grows) * window
+    return (grows - start) * (start + 1 + grows) // 2 + rest

@@ -80,13 +80,13 @@ class Flight:
         return self.top.outcomes(model)
 
     def tokens_for(self, plan: StepPlan) -> Tensor:
-        """On the device: what this step draws for the rows of ``plan``, which has no others."""
+        """On the device: what this step draws for the rows of ``plan``, which has no others. All its prompts draw."""
         assert self.top is not None
         assert self.top.drawn is not None
         tokens_B = self.top.drawn.tokens_R
         if plan.decodes is self.plan.decodes:
             return tokens_B
-        drawing = (*self.plan.decodes, *(piece.state for piece in self.plan.prompts if piece.draws))
+        drawing = (*self.plan.decodes, *(piece.state for piece in self.plan.prompts))
         row_of = {state: row for row, state in enumerate(drawing)}
         return tokens_B[upload(np.array([row_of[state] for state in plan.decodes]), tokens_B.device)]
 

@@ -79,6 +79,11 @@ class OverlapPolicy:
         """Whether any step may be split; else :meth:`cut` and :meth:`note` look at nothing."""
         return self._mode != "off"
 
+    @property
+    def insists(self) -> bool:
+        """Whether every step that can be is split, whatever would be faster."""
+        return self._mode == "on"
+
     def cut(self, sequences: Sequence[tuple[int, int]]) -> int | None:
         """How many of the ``(rows, kv_len)``, in order, are to be the first micro-batch; None for all in one."""
         if self._mode == "off" or len(sequences) < 2:

@@ -1,7 +1,7 @@
 """Experts in other processes: the routing table is followed, and the link gets every new one.
 
-The newest table is in use from the next exchange on. Which tables may still be in use is told to Redis with a lease, so
-that a seat that leaves waits for this worker's exchanges, and for no dead worker's.
+The newest table is in use from the next exchange on. Which older ones are still needed is told to Redis with a lease,
+so that a seat that leaves waits for what it owes this worker, and for no dead worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TabledLink(Protocol):
         """From the next dispatch on; connections are made in the background."""
 
     def oldest_epoch(self) -> int:
-        """Of the tables by which exchanges are under way, or of the newest."""
+        """Of the tables still needed: the newest, and those that list a seat, gone since, that owes an answer."""
 
     def missing(self) -> tuple[int, ...]:
         """Numbers of the shard groups that no seat can be reached for."""

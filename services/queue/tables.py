@@ -37,8 +37,8 @@ class TableReader:
         """Says that the worker uses no table below ``epoch``; the published epoch (0: none). Renews the worker's lease.
 
         Seats of tables from ``epoch`` on stay until a later call. So a worker moves to a newer table first and
-        notes it when nothing of the older one is under way; only its first table it takes by :meth:`enter`. Call it
-        every quarter of the lease, which ends by :meth:`SeatRegistry.reap` alone.
+        notes it when no seat that only the older one lists owes it an answer; only its first table it takes by
+        :meth:`enter`. Call it every quarter of the lease, which ends by :meth:`SeatRegistry.reap` alone.
         """
         return int(await self._scripts.run("note_epoch", worker_id, milliseconds(lease_s), epoch))
 
@@ -55,7 +55,7 @@ class TableReader:
 
 
 def unused(table: RoutingTable | None, worker_id: str, oldest_epoch: int | None) -> bool:
-    """Whether an expert worker that leaves may end: nobody uses a table that lists it.
+    """Whether an expert worker that leaves may end: nobody needs a table that lists it.
 
     ``oldest_epoch`` was asked for after ``table`` was read; None for a table that is not there, or that Redis lost.
     """

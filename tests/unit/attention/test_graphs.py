@@ -16,8 +16,11 @@ from testkit.decode_bench import call_again, load, request, run
 from moe_kernels import backend
 from services.attention.engine import Engine
 from services.attention.fixed_inputs import row_buckets
+from services.attention.overlap import OverlapPolicy
 from services.errors import ConfigError
 from services.fabric.local import LocalLink
+from services.model.dense import DenseModel
+from services.model.spec import LayerSpec
 
 POCKET = Path(__file__).parents[3] / "examples/pocket-moe"
 PROMPTS = [[5, 9, 11], [3], [7] * 14, [2, 4, 6, 8, 10], [90, 80, 70, 60, 50, 40, 30]]
@@ -60,6 +63,14 @@ def tokens(engine: Engine[Any], prompts: list[list[int]] = PROMPTS, count: int =
     return list(run(engine, requests).tokens.values())
 
 
+def with_window(tiny: Any, folder: Path) -> Any:
+    """The model with a window of five positions."""
+    config = json.loads((tiny.folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 5}))
+    (folder / "model.safetensors").symlink_to(tiny.folder / "model.safetensors")
+    return replace(tiny, folder=folder)
+
+
 @pytest.mark.parametrize("sequences", [1, 2, 3, 5])
 def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngine) -> None:
     engine = make_engine(capture=call_again, max_num_seqs=6)
@@ -88,15 +99,46 @@ def test_chunks_of_prompts_beside_decodes(budget: int, tiny: Any, make_engine: M
 def test_a_prompt_with_much_to_read_is_not_for_graphs(
     monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine
 ) -> None:
-    """Fourteen rows read 1 + 2 + ... + 14 positions; decodes always suit."""
-    position_bytes, replayed = 2 * 16 * 4, list[int]()
-    for most in (105 * position_bytes, 105 * position_bytes - 1):
-        monkeypatch.setattr("services.attention.graphs.MOST_READ_BYTES", most)
-        engine = make_engine(capture=call_again)
+    """Of fourteen tokens and of seven, in steps of eight: 1 + ... + 8 positions are read by the first, by the second
+    9 + ... + 14 and 1 + 2, by the third 3 + ... + 7. Decodes always suit."""
+    position_bytes, prompts = 2 * 16 * 4, [PROMPTS[2], PROMPTS[4]]
+    for most, eagerly in ((72, 0), (71, 1), (36, 1), (35, 2), (25, 2), (24, 3)):
+        monkeypatch.setattr("services.attention.graphs.MOST_READ_BYTES", most * position_bytes)
+        engine = make_engine(capture=call_again, max_num_batched_tokens=8)
         engine.prepare()
-        assert tokens(engine, [[7] * 14]) == [tiny.greedy([7] * 14, 9)]
-        replayed.append(engine.stats().steps - engine.stats().graph_steps)
-    assert replayed == [0, 1]
+        assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
+        assert engine.stats().steps - engine.stats().graph_steps == eagerly, most
+
+
+def test_a_prompt_reads_no_more_than_its_window(
+    monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Fourteen rows: 105 positions in the first layer, 1 + 2 + 3 + 4 + 10 x 5 in the two that have one."""
+    windowed = with_window(tiny, tmp_path).dense()
+    spec = replace(windowed.spec, layers=(LayerSpec(kind="moe"), *windowed.spec.layers[1:]))
+    for most, eagerly in ((225, 0), (224, 1)):
+        monkeypatch.setattr("services.attention.graphs.MOST_READ_BYTES", most * 2 * 16 * 4 / 3)
+        engine = make_engine(model=DenseModel(spec, windowed._weights), capture=call_again)
+        engine.prepare()
+        tokens(engine, [PROMPTS[2]])
+        assert engine.stats().steps - engine.stats().graph_steps == eagerly
+
+
+@pytest.mark.parametrize(("mode", "most", "split"), [("on", 1 << 30, 7), ("auto", 1 << 30, 0), ("auto", 0, 1)])
+def test_what_suits_a_graph_is_split_only_where_the_policy_insists(
+    monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine, mode: Any, most: int, split: int
+) -> None:
+    """It would like to split every step. Of a prompt alone, which comes first, it cannot."""
+    policy = OverlapPolicy(mode)
+    engine = make_engine(capture=call_again, overlap=policy)
+    engine.prepare()
+    tokens(engine, PROMPTS[:1], 1)
+    assert engine.stats().graph_steps == 1
+    policy.cut = lambda sequences: 1 if len(sequences) > 1 else None  # type: ignore[method-assign]
+    monkeypatch.setattr("services.attention.graphs.MOST_READ_BYTES", most)
+    assert tokens(engine, PROMPTS[:2], 7) == [tiny.greedy(prompt, 7) for prompt in PROMPTS[:2]]
+    stats = engine.stats()
+    assert (stats.overlapped_steps, stats.steps - stats.graph_steps) == (split, split)
 
 
 def test_scores_of_a_prompt(make_engine: MakeEngine) -> None:
@@ -120,6 +162,9 @@ def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeE
     graphs.prepare()
     for prompts in (PROMPTS, PROMPTS[:3]):
         assert tokens(eager, prompts) == tokens(graphs, prompts)
+    inputs = graphs._graphs._inputs.of(4)  # type: ignore[union-attr]
+    assert inputs.token_ids_T[:3].all()
+    assert not inputs.token_ids_T[3], "it may be one that is not a number"
     assert eager._timed._link.expert_rows() == graphs._timed._link.expert_rows()  # type: ignore[attr-defined]
     for layer in range(3):
         for ours, theirs in zip(eager._kv.layer(layer), graphs._kv.layer(layer), strict=True):
@@ -137,21 +182,18 @@ def test_with_the_kernel_itself(tiny: Any, make_engine: MakeEngine) -> None:
 
 
 def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
-    config = json.loads((tiny.folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 5}))
-    (tmp_path / "model.safetensors").symlink_to(tiny.folder / "model.safetensors")
-    windowed = replace(tiny, folder=tmp_path)
+    windowed = with_window(tiny, tmp_path)
     eager, graphs = (make_engine(model=windowed.dense(), capture=capture) for capture in (None, call_again))
     graphs.prepare()
     found = tokens(graphs)
     assert found == tokens(eager)
     assert found != tokens(make_engine()), "the window changes nothing: these prompts do not show it"
-    assert graphs.stats().graph_steps
+    assert graphs.stats().graph_steps == graphs.stats().steps > 0
 
 
 def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine: MakeEngine) -> None:
     link = keyed(tiny)
-    engine = make_engine(link=link, capture=call_again, max_num_seqs=1, max_num_batched_tokens=1)
+    engine = make_engine(link=link, capture=call_again, max_num_batched_tokens=1)
     engine.prepare()
     assert (link.rehearsed, engine.stats().graphs) == (1, 1)
     for key, captured in (("two", 2), ("one", 2), ("two", 2), (None, 2)):
@@ -215,7 +257,7 @@ def test_no_memory_for_graphs_is_told_at_the_start(make_engine: MakeEngine) -> N
         raise RuntimeError("CUDA out of memory\nand so on")
 
     with pytest.raises(ConfigError, match=r"512 rows cannot be captured as a CUDA graph: CUDA out of memory\. Start"):
-        make_engine(capture=full, max_num_seqs=600).prepare()
+        make_engine(capture=full, max_num_batched_tokens=600).prepare()
 
 
 def test_no_memory_later_leaves_the_steps_as_they_are(

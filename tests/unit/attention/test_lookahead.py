@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from testkit.decode_bench import call_again
 from torch import Tensor
 
 from services.attention import filters
 from services.attention.build import LOOKAHEAD
 from services.attention.engine import Engine, EngineOptions
+from services.attention.graphs import Capture
 from services.attention.plan import StepPlan
 from services.errors import ExpertUnavailable, MeshBroken
 from services.fabric.local import LocalHandle, LocalLink
@@ -66,10 +68,12 @@ def touchy(tiny: Any) -> TouchyModel:
 def engine_of(tiny: Any, touchy: TouchyModel) -> MakeEngine:
     link = tiny.link()
 
-    def make(lookahead: bool, *, link: Any = link, **options: Any) -> Engine[Any]:
+    def make(lookahead: bool, *, link: Any = link, capture: Capture | None = None, **options: Any) -> Engine[Any]:
         defaults = {"block_size": 4, "kv_blocks": 200, "max_num_batched_tokens": 64}
         chosen = EngineOptions(**{**defaults, **options, "lookahead": "all" if lookahead else "off"})
-        return Engine(model=touchy, link=link, options=chosen, clock=lambda: 0)
+        engine = Engine(model=touchy, link=link, options=chosen, clock=lambda: 0, capture=capture)
+        engine.prepare()
+        return engine
 
     return make
 
@@ -174,7 +178,9 @@ def test_every_request_is_told_the_same(
         "prefix_cache": cache,
     }
     plot = Plot(seed)
-    assert plot.play(engine_of(True, **options)) == plot.play(engine_of(False, **options))
+    told = plot.play(engine_of(False, **options))
+    assert plot.play(engine_of(True, **options)) == told
+    assert plot.play(engine_of(True, capture=call_again, **options)) == told
 
 
 def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: MakeEngine) -> None:
@@ -188,7 +194,9 @@ def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: M
     assert stats.steps_ahead == 29, "but the prompts' own"
 
 
-def test_a_step_ahead_follows_prompts_that_end_and_no_others(engine_of: MakeEngine) -> None:
+def test_a_step_ahead_follows_prompts_that_end_and_no_others(
+    engine_of: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engine_of(True, max_num_batched_tokens=8)
     engine.add(ask("old", [1, 2, 3], max_tokens=40))
     engine.step()
@@ -198,14 +206,18 @@ def test_a_step_ahead_follows_prompts_that_end_and_no_others(engine_of: MakeEngi
         engine.step()
         ahead.append(engine._stepper.under_way)
     assert ahead == [False, False, False, True, True, True, True, True], "old's; 7, 7 and 6 of the prompt; then decodes"
+    assert not caplog.records, "none is given up"
 
 
-def test_prompts_that_want_no_token_are_followed_by_no_step(engine_of: MakeEngine) -> None:
+def test_prompts_that_want_no_token_or_scores_are_followed_by_no_step(engine_of: MakeEngine) -> None:
     engine = engine_of(True)
     engine.add(ask("old", [1, 2, 3], max_tokens=9))
     engine.add(ask("echo", [4, 5, 6], max_tokens=0, prompt_logprobs=1))
     engine.step()
     assert not engine._stepper.under_way
+    engine.add(ask("scored", [4, 5, 6], max_tokens=5, prompt_logprobs=1))
+    engine.step()
+    assert not engine._stepper.under_way, "its scores would wait for what follows"
     while engine.has_work:
         engine.step()
 

@@ -200,6 +200,21 @@ def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
         assert (tries, link.shared()) == (1, {0: 1})
 
 
+def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_settled() -> None:
+    """The tables that follow do not list it; its connection stays, too, or the step would have to run again."""
+    seat = Seat(0)
+    with linked([seat]) as link:
+        x_TD, ids_TK, weights_TK = torch.ones(2, HIDDEN), torch.tensor([[1, 6]] * 2), torch.ones(2, SLOTS)
+        link.begin_step(1, [2])
+        for epoch in 2, 3:
+            link.apply(table_of(epoch=epoch, groups=GROUPS))
+            assert link.oldest_epoch() == 1
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        assert link.settled()
+        assert torch.equal(y_TD, (2.0 + 7.0) * x_TD)
+        assert link.oldest_epoch() == 3
+
+
 @contextmanager
 def linked_two_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SymmLink, list[Seat], Callable[..., Any]]]:
     """Two seats of group 0, of which the first does not answer and dies soon, and one of group 1. With them what runs a
