@@ -86,8 +86,11 @@ class SymmLane:
         with self._changed:
             self._in_step = frozenset()
 
+    def carries(self, seat: SeatLink) -> bool:
+        return seat.seat.node == self._node
+
     def opened(self, seat: SeatLink, peer: Peer) -> None:
-        if seat.seat.node != self._node:
+        if not self.carries(seat):
             return
         self._tidy()
         try:

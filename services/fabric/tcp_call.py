@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.errors import ExpertMeshError
 from services.fabric.nccl_lane import Shipment
-from services.fabric.nccl_setup import Attempt
+from services.fabric.nccl_setup import Attempt, Lanes
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_peer import Peer
 from services.fabric.tcp_wire import Frame
@@ -37,6 +37,9 @@ class Call:
 class Connection:
     peer: Peer
     theirs: Hello
+    lane_from: tuple[Lanes, float] | None = None
+    """A lane may be opened, from this monotonic time on."""
+    lane_wanted: bool = True
     attempt: Attempt | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     lost: dict[int, Call] = field(default_factory=dict)
@@ -53,6 +56,10 @@ class Rider(Protocol):
         ...
 
     def lost(self, seat: SeatLink) -> None: ...
+
+    def carries(self, seat: SeatLink) -> bool:
+        """Whether it is to take most of the seat's calls off the connection."""
+        ...
 
     def busy(self, seat: SeatLink) -> bool:
         """Whether the connection is needed although no call is in flight."""

@@ -44,6 +44,9 @@ from services.routing import Seat
 log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
+LANE_LATER_S = 10.0
+"""Where a rider carries most calls a lane is opened only once another call is worth one, and not before the seat is so
+old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
 _WITHOUT_LANE_S = 60.0
 """After a lane could not be made: how long rows go in frames before the next attempt."""
 
@@ -96,7 +99,10 @@ class SeatLink:
     @property
     def awaits_lane(self) -> bool:
         """Whether rows go in frames for now only: another replica may be faster."""
-        return self._connection is not None and self._connection.attempt is not None and not self.lane
+        connection = self._connection
+        if connection is None or self.lane:
+            return False
+        return connection.attempt is not None or (connection.lane_from is not None and connection.lane_wanted)
 
     @property
     def busy(self) -> bool:
@@ -126,7 +132,9 @@ class SeatLink:
         )
         self._connection.calls[number] = call
         self.outstanding_rows += call.rows
-        by_lane = self.lane and self._worth_lane(max(dispatch.rows, answer_rows))
+        worth = self._worth_lane(max(dispatch.rows, answer_rows))
+        self._connection.lane_wanted |= worth
+        by_lane = self.lane and worth
         dispatch = msgspec.structs.replace(dispatch, call=number, lane=by_lane)
         call.shipment = self._connection.peer.send(Kind.DISPATCH, dispatch, tensors, rows=x_RD, by_lane=by_lane)
         return call
@@ -194,8 +202,10 @@ class SeatLink:
     def _use(self, connection: Connection, lanes: Lanes | None) -> None:
         try:
             if lanes is not None:
-                with self._lane_may_fail(connection):
-                    connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
+                later = self._rider is not None and self._rider.carries(self) and not self._lane_required
+                connection.lane_from = lanes, soon(LANE_LATER_S if later else 0.0)
+                connection.lane_wanted = not later
+                self._maybe_open_lane(connection)
             if self._open(connection):
                 self._follow(connection)
         finally:
@@ -227,6 +237,12 @@ class SeatLink:
             self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
             raise
 
+    def _maybe_open_lane(self, connection: Connection) -> None:
+        if connection.lane_wanted and connection.lane_from is not None and soon(0) >= connection.lane_from[1]:
+            (lanes, _), connection.lane_from = connection.lane_from, None
+            with self._lane_may_fail(connection):
+                connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
+
     @contextmanager
     def _lane_may_fail(self, connection: Connection) -> Iterator[None]:
         """Where there will be no lane rows go on in frames, unless one is required: then the connection ends."""
@@ -242,6 +258,7 @@ class SeatLink:
             log.warning("Rows of %s go in frames: %s", self.name, error)
 
     def _take(self, connection: Connection, frame: Frame) -> None:
+        self._maybe_open_lane(connection)
         if connection.attempt is not None:
             with self._lane_may_fail(connection):
                 if connection.attempt.over(frame):

@@ -174,8 +174,8 @@ class Run:
             self.results[kind] = {"tokens": len(inside)} | quantiles(inside)
             self.say(f"inter-token latency, {kind}, ms", **self.results[kind])
         self.results |= {"events": events, "kills_ms": kills, "faults": dict(faults_of(everything))}
-        counted = [seats for figures in self.results.values() for seats in figures.get("shared_steps", ())]
-        shared = self.options.shared == "off" or any(counted)
+        counted = [self.results[what]["shared_steps"] for what in ("undisturbed", "disturbed")]
+        shared = self.options.shared == "off" or any(map(any, counted))
         good = not faults_of(everything) and shared
         self.say("verdict", good=good, answers=len(everything), faults=dict(faults_of(everything)), shared=shared)
         return good

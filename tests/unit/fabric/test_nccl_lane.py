@@ -13,7 +13,7 @@ from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, s
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
 from services.experts.donors import Donors, given
-from services.fabric import nccl_setup, nccl_weights
+from services.fabric import nccl_setup, nccl_weights, tcp_seat
 from services.fabric.nccl_groups import GlooGroups, groups_for
 from services.fabric.nccl_lane import Lane
 from services.fabric.nccl_setup import Lanes
@@ -21,8 +21,10 @@ from services.fabric.nccl_store import PairStore
 from services.fabric.nccl_weights import checksum, fetch
 from services.fabric.tcp_connect import Facts
 from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_peer import Peer
+from services.fabric.tcp_seat import SeatLink
 from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_wire import Kind, LaneNote
+from services.fabric.tcp_wire import Frame, Kind, LaneNote
 from services.model.experts import ExpertWeights
 from services.routing import ShardGroup
 
@@ -147,6 +149,59 @@ def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other
         assert settled(lambda: lanes_in_use(link)[0])
         send(link, ONES)
         assert (first.counts.calls, second.counts.calls) == (1, 5)
+
+
+class Carrier:
+    """Shares memory with every seat, say, and was never asked to take a call."""
+
+    def opened(self, seat: SeatLink, peer: Peer) -> None: ...
+
+    def take(self, seat: SeatLink, frame: Frame) -> bool:  # noqa: ARG002
+        return False
+
+    def lost(self, seat: SeatLink) -> None: ...
+
+    def carries(self, seat: SeatLink) -> bool:  # noqa: ARG002
+        return True
+
+    def busy(self, seat: SeatLink) -> bool:  # noqa: ARG002
+        return False
+
+
+def test_where_most_calls_go_another_way_a_lane_comes_later_for_one_that_is_worth_it(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 1.0)
+    few, many = torch.ones(3, 4), torch.ones(64, 4)
+    lanes, began = Lanes(GlooGroups(), least_bytes=many.nbytes), time.monotonic()
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes, rider=Carrier()) as link:
+        (seat,) = link._seats.links.values()
+        assert torch.equal(send(link, few), 2 * few)
+        assert not seat.awaits_lane
+        assert torch.equal(send(link, many), 2 * many)
+        assert seat.awaits_lane
+        assert settled(lambda: lanes_in_use(link)[0])
+        assert time.monotonic() - began >= 1.0
+        assert torch.equal(send(link, many), 2 * many)
+        assert not seat.awaits_lane
+
+
+def test_where_no_call_is_worth_a_lane_there_is_none(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.0)
+    opened = list[object]()
+    monkeypatch.setattr(tcp_seat, "Attempt", lambda *arguments: opened.append(arguments))
+    lanes, frames = Lanes(GlooGroups(), least_bytes=1 << 20), 3 * FAST.alive_s
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes, rider=Carrier()) as link:
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        time.sleep(frames)
+        assert torch.equal(send(link, ONES), 2 * ONES)
+    assert not opened
+
+
+def test_a_required_lane_comes_at_once(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 3600.0)
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), lane="gloo", rider=Carrier()) as link:
+        assert lanes_in_use(link) == {0: True}
 
 
 def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
