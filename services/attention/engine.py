@@ -32,6 +32,8 @@ from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
+PROBE_STEPS = 32
+"""Where a link gives no key a split may pay, which stands in a graph's way: how often a step is left whole then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +133,8 @@ class Engine(Generic[HandleT]):
             chunked_prefill=options.chunked_prefill,
         )
         self._batch = BatchManager(limits, self._pool, clock)
-        self._replays = False
-        """Whether the last step that suited a graph was."""
+        self._eager = 0
+        """Steps in a row that suited a graph and were run without."""
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._stepper = Stepper(
             batch=self._batch,
@@ -218,10 +220,11 @@ class Engine(Generic[HandleT]):
         """Whether it is right, :meth:`_settled` says; that has been asked where this raises. ``number`` names the step.
 
         While steps that suit a graph are replayed none of them is split, unless the policy insists: launches in each
-        layer take longer than what a split would hide. Nor is anything learned from them about those that may be.
+        layer take longer than what a split would hide. Nor is anything learned from them about those that may be. While
+        they are not, for want of a key, one in a while is left whole to see.
         """
         suit = self._graphs is not None and self._graphs.suit(inputs)
-        whole = self._replays and suit and not self._overlap.insists
+        whole = suit and not self._overlap.insists and self._eager % PROBE_STEPS == 0
         sizes = inputs.sizes if self._overlap.active and not whole else ()
         micro_batches = split(inputs, self._overlap.cut(sizes))
         self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
@@ -234,7 +237,7 @@ class Engine(Generic[HandleT]):
             self._timed.settled()
             raise
         if suit:
-            self._replays = replayed
+            self._eager = 0 if replayed else self._eager + 1
         return Climbed(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
 
     def _settled(self) -> bool:

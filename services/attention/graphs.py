@@ -33,9 +33,9 @@ HandleT = TypeVar("HandleT")
 MOST_ROWS = 512
 """Larger steps are bound by the GPU anyway."""
 MOST_READ_BYTES = 4 << 30
-"""Of keys and values in a layer, by the rows of a step's prompts: in a graph each row reads its whole past by itself,
-else all rows of a prompt read it once. On an H200 that costs more than launching kernels one by one from somewhere
-above this on."""
+"""Of keys and values in a layer, on average, by the rows of a step's prompts: in a graph each row reads all that it
+sees, else all rows of a prompt read it once. On an H200 that costs more than launching kernels one by one from
+somewhere above this on."""
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class StepGraphs(Generic[HandleT]):
         Raises:
             ConfigError: this device, or its memory, does not allow it.
         """
-        began, captured = time.monotonic(), False
+        began = time.monotonic()
         for number, rows in enumerate(reversed(self._buckets), start=1):  # the largest first: it sizes the pool
             try:
                 if not self._capture_rows(rows):
@@ -129,13 +129,11 @@ class StepGraphs(Generic[HandleT]):
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(
                     f"Steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
-                    hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, --max-num-seqs, "
+                    hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, "
                     "--max-num-batched-tokens.",
                 ) from error
-            captured = True
             log.info("graphs of steps %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)
-        if not captured:
-            log.info("the link to the experts leaves nothing to capture now")
+        log.info("%d graphs captured for %d sizes of steps", self.captures, len(self._buckets))
 
     def suit(self, inputs: StepInputs) -> bool:
         """Whether a graph is right for ``inputs``, if the link lets there be one."""

@@ -58,6 +58,7 @@ class Lanes:
         self._launches = Launches()
         self._gate = threading.Lock()
         self._hung: list[threading.Thread] = []
+        self._approaching: list[Opening] = []
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +111,15 @@ class Lanes:
     def approach(self, peer: Peer, adopted: Callable[[], None]) -> Opening:
         """The attention side's part, in the background. Raises LaneFailed as :meth:`refuse_if_many_hang`."""
         self.refuse_if_many_hang()
-        return Opening(self, peer, ATTENTION, self._opening_s, adopted)
+        opening = Opening(self, peer, ATTENTION, self._opening_s, adopted)
+        with self._gate:
+            self._approaching = [other for other in self._approaching if other.under_way] + [opening]
+        return opening
+
+    def opening(self) -> bool:
+        """Whether a lane is being opened that began with :meth:`approach` and is not given up."""
+        with self._gate:
+            return any(opening.under_way for opening in self._approaching)
 
     def wait_ended(self, seconds: float = ENDING_S) -> bool:
         """Before the process exits: whether the lanes that were ended are gone."""
@@ -159,6 +168,10 @@ class Opening:
         self._problem: ExpertMeshError | None = None
         self._thread = threading.Thread(target=self._run, name=f"lane of {peer.name}", daemon=True)
         self._thread.start()
+
+    @property
+    def under_way(self) -> bool:
+        return self._thread.is_alive() and not self._cancelled.is_set()
 
     def take(self, frame: Frame) -> bool:
         """Whether the other end has its lane. Raises LaneFailed where it tells that it has none."""

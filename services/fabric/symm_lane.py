@@ -65,6 +65,8 @@ class SymmLane:
         self._changed = threading.Condition()
         self._seats: dict[SeatLink, SharedSeat] = {}
         self._left: list[SharedSeat] = []
+        self._on_tcp: frozenset[SeatLink] = frozenset()
+        """Seats of this node with which no memory can be shared."""
         self._in_step: frozenset[SharedSeat] = frozenset()
 
     def usable(self) -> list[SharedSeat]:
@@ -86,17 +88,17 @@ class SymmLane:
         with self._changed:
             self._in_step = frozenset()
 
-    def carries(self, seat: SeatLink) -> bool:
-        return seat.seat.node == self._node
+    def carries(self, seat: SeatLink, rows: int) -> bool:
+        return seat.seat.node == self._node and rows <= self._layout.rows and seat not in self._on_tcp
 
     def opened(self, seat: SeatLink, peer: Peer) -> None:
-        if not self.carries(seat):
+        if seat.seat.node != self._node:
             return
         self._tidy()
         try:
             shared = SharedSeat(seat, peer, self._memory.share(self._layout.answers_bytes))
         except (ExpertMeshError, RuntimeError) as error:
-            log.warning("Rows of %s stay on tcp: %s", seat.name, error)
+            self._stay_on_tcp(seat, error)
             return
         with self._changed:
             self._seats[seat] = shared
@@ -115,13 +117,14 @@ class SymmLane:
             return False
         taken, shared = message_of(frame, Taken), self._seats.get(seat)
         if taken.problem:
-            log.warning("Rows of %s stay on tcp: %s", seat.name, taken.problem)
+            self._stay_on_tcp(seat, taken.problem)
         elif shared is not None and shared.inbox is None:
             self._map(shared, taken)
         return True
 
     def lost(self, seat: SeatLink) -> None:
         with self._changed:
+            self._on_tcp -= {seat}
             shared = self._seats.pop(seat, None)
             if shared is None:
                 return
@@ -145,12 +148,17 @@ class SymmLane:
         try:
             inbox = self._memory.open(taken.ticket)
         except ExpertMeshError as error:
-            log.warning("Rows of %s stay on tcp: %s", shared.link.name, error)
+            self._stay_on_tcp(shared.link, error)
             return
         with self._changed:
             shared.inbox, shared.place = inbox, taken.place
             self._changed.notify_all()
         log.info("%s shares memory", shared.link.name)
+
+    def _stay_on_tcp(self, seat: SeatLink, problem: object) -> None:
+        log.warning("Rows of %s stay on tcp: %s", seat.name, problem)
+        with self._changed:
+            self._on_tcp |= {seat}
 
     def _tidy(self) -> None:
         """Let go of the memory of lost seats that no step uses: when another one comes, not while steps run again."""

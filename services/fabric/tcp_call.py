@@ -38,7 +38,7 @@ class Connection:
     peer: Peer
     theirs: Hello
     lane_from: tuple[Lanes, float] | None = None
-    """A lane may be opened, from this monotonic time on."""
+    """A lane may be opened, from this monotonic time on, if it is wanted."""
     lane_wanted: bool = True
     attempt: Attempt | None = None
     calls: dict[int, Call] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class Rider(Protocol):
 
     def lost(self, seat: SeatLink) -> None: ...
 
-    def carries(self, seat: SeatLink) -> bool:
-        """Whether it is to take most of the seat's calls off the connection."""
+    def carries(self, seat: SeatLink, rows: int) -> bool:
+        """Whether calls of so many rows are to go by it, once it can and as long as it works."""
         ...
 
     def busy(self, seat: SeatLink) -> bool:

@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
 LANE_LATER_S = 10.0
-"""Where a rider carries most calls a lane is opened only once another call is worth one, and not before the seat is so
-old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
+"""Where a rider carries small calls a lane is opened only for a call that it does not, one lane at a time, and not
+before the seat is so old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
 _WITHOUT_LANE_S = 60.0
 """After a lane could not be made: how long rows go in frames before the next attempt."""
 
@@ -71,6 +71,7 @@ class SeatLink:
         self._facts = facts
         self._changed = changed
         self._connection: Connection | None = None
+        self._since = time.monotonic()
         self._leaving = False
         self._retire_by: float | None = None
         self._lane_required = facts.lanes is not None and facts.lanes.required
@@ -99,10 +100,7 @@ class SeatLink:
     @property
     def awaits_lane(self) -> bool:
         """Whether rows go in frames for now only: another replica may be faster."""
-        connection = self._connection
-        if connection is None or self.lane:
-            return False
-        return connection.attempt is not None or (connection.lane_from is not None and connection.lane_wanted)
+        return self._connection is not None and self._connection.attempt is not None and not self.lane
 
     @property
     def busy(self) -> bool:
@@ -133,7 +131,8 @@ class SeatLink:
         self._connection.calls[number] = call
         self.outstanding_rows += call.rows
         worth = self._worth_lane(max(dispatch.rows, answer_rows))
-        self._connection.lane_wanted |= worth
+        if worth and not self._carried(dispatch.rows):
+            self._connection.lane_wanted = True
         by_lane = self.lane and worth
         dispatch = msgspec.structs.replace(dispatch, call=number, lane=by_lane)
         call.shipment = self._connection.peer.send(Kind.DISPATCH, dispatch, tensors, rows=x_RD, by_lane=by_lane)
@@ -202,9 +201,8 @@ class SeatLink:
     def _use(self, connection: Connection, lanes: Lanes | None) -> None:
         try:
             if lanes is not None:
-                later = self._rider is not None and self._rider.carries(self) and not self._lane_required
-                connection.lane_from = lanes, soon(LANE_LATER_S if later else 0.0)
-                connection.lane_wanted = not later
+                connection.lane_wanted = self._lane_required or not self._carried(1)
+                connection.lane_from = lanes, 0.0 if connection.lane_wanted else self._since + LANE_LATER_S
                 self._maybe_open_lane(connection)
             if self._open(connection):
                 self._follow(connection)
@@ -238,10 +236,20 @@ class SeatLink:
             raise
 
     def _maybe_open_lane(self, connection: Connection) -> None:
-        if connection.lane_wanted and connection.lane_from is not None and soon(0) >= connection.lane_from[1]:
-            (lanes, _), connection.lane_from = connection.lane_from, None
-            with self._lane_may_fail(connection):
-                connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
+        """Asked with each frame: they come at least as often as signs of life."""
+        if connection.lane_from is None or not connection.lane_wanted:
+            return
+        lanes, since = connection.lane_from
+        with self._changed:
+            ending = self._leaving or self._retire_by is not None or self._stop.is_set()
+        if ending or soon(0) < since or (since and lanes.opening()):
+            return
+        connection.lane_from = None
+        with self._lane_may_fail(connection):
+            connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
+
+    def _carried(self, rows: int) -> bool:
+        return self._rider is not None and self._rider.carries(self, rows)
 
     @contextmanager
     def _lane_may_fail(self, connection: Connection) -> Iterator[None]:

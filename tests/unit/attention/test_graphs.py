@@ -141,6 +141,24 @@ def test_what_suits_a_graph_is_split_only_where_the_policy_insists(
     assert (stats.overlapped_steps, stats.steps - stats.graph_steps) == (split, split)
 
 
+def test_a_policy_that_splits_while_there_is_no_key_does_not_keep_graphs_away(
+    tiny: Any, make_engine: MakeEngine
+) -> None:
+    link, policy = keyed(tiny), OverlapPolicy("auto")
+    engine = make_engine(link=link, capture=call_again, overlap=policy)
+    engine.prepare()
+    policy.cut = lambda sequences: 1 if len(sequences) > 1 else None  # type: ignore[method-assign]
+    policy.note = lambda *_, **__: None  # type: ignore[method-assign]
+    link.key = None
+    assert tokens(engine, PROMPTS[:2], 40) == [tiny.greedy(prompt, 40) for prompt in PROMPTS[:2]]
+    stats = engine.stats()
+    assert (stats.graph_steps, stats.overlapped_steps) == (0, 38), "two were left whole to see"
+    link.key = "one"
+    tokens(engine, PROMPTS[:2], 40)
+    assert engine.stats().overlapped_steps - stats.overlapped_steps == 24, "until the next look"
+    assert engine.stats().graph_steps == 16
+
+
 def test_scores_of_a_prompt(make_engine: MakeEngine) -> None:
     found = []
     for capture in (None, call_again):

@@ -26,7 +26,7 @@ from services.fabric.tcp_seat import SeatLink
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_wire import Frame, Kind, LaneNote
 from services.model.experts import ExpertWeights
-from services.routing import ShardGroup
+from services.routing import ShardGroup, even_groups
 
 Serve = Callable[..., ExpertServer]
 ONES = torch.ones(3, 4)
@@ -152,7 +152,7 @@ def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other
 
 
 class Carrier:
-    """Shares memory with every seat, say, and was never asked to take a call."""
+    """Would take calls of up to 64 rows, but cannot yet."""
 
     def opened(self, seat: SeatLink, peer: Peer) -> None: ...
 
@@ -161,41 +161,67 @@ class Carrier:
 
     def lost(self, seat: SeatLink) -> None: ...
 
-    def carries(self, seat: SeatLink) -> bool:  # noqa: ARG002
-        return True
+    def carries(self, seat: SeatLink, rows: int) -> bool:  # noqa: ARG002
+        return rows <= 64
 
     def busy(self, seat: SeatLink) -> bool:  # noqa: ARG002
         return False
 
 
-def test_where_most_calls_go_another_way_a_lane_comes_later_for_one_that_is_worth_it(
+def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
     served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 1.0)
-    few, many = torch.ones(3, 4), torch.ones(64, 4)
-    lanes, began = Lanes(GlooGroups(), least_bytes=many.nbytes), time.monotonic()
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes, rider=Carrier()) as link:
-        (seat,) = link._seats.links.values()
+    few, many, began = torch.ones(64, 4), torch.ones(65, 4), time.monotonic()
+    with linked(
+        table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False), rider=Carrier()
+    ) as link:
+        time.sleep(1.0 + 3 * FAST.alive_s)
         assert torch.equal(send(link, few), 2 * few)
-        assert not seat.awaits_lane
+        time.sleep(3 * FAST.alive_s)
+        (seat,) = link._seats.links.values()
+        assert not seat.lane, "nobody wants one"
         assert torch.equal(send(link, many), 2 * many)
-        assert seat.awaits_lane
         assert settled(lambda: lanes_in_use(link)[0])
-        assert time.monotonic() - began >= 1.0
         assert torch.equal(send(link, many), 2 * many)
-        assert not seat.awaits_lane
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 2.0)
+    began = time.monotonic()
+    with linked(
+        table_of(seat_of(served(lane="gloo"), 1)), lanes=lanes_of("gloo", required=False), rider=Carrier()
+    ) as link:
+        assert torch.equal(send(link, many), 2 * many)
+        assert settled(lambda: lanes_in_use(link)[1])
+        assert time.monotonic() - began >= 2.0
 
 
-def test_where_no_call_is_worth_a_lane_there_is_none(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.0)
-    opened = list[object]()
-    monkeypatch.setattr(tcp_seat, "Attempt", lambda *arguments: opened.append(arguments))
-    lanes, frames = Lanes(GlooGroups(), least_bytes=1 << 20), 3 * FAST.alive_s
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes, rider=Carrier()) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
-        time.sleep(frames)
-        assert torch.equal(send(link, ONES), 2 * ONES)
-    assert not opened
+def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.1)
+    go_on, opening, most = threading.Event(), list[int](), list[int]()
+
+    def slow(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
+        opening.append(1)
+        most.append(len(opening))
+        assert go_on.wait(20)
+        real(lane, until, broken)
+        opening.pop()
+
+    real = nccl_setup._prove
+    monkeypatch.setattr(nccl_setup, "_prove", slow)
+    seats = [seat_of(served(lane="gloo"), number, number) for number in range(3)]
+    groups, many = even_groups([0], 8, 3), torch.ones(65, 4)
+    with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), rider=Carrier()) as link:
+        for expert in (0, 3, 7):
+            assert torch.equal(send(link, many, expert), 2 * many)
+        assert settled(lambda: bool(opening))
+        time.sleep(0.1 + 3 * FAST.alive_s)
+        assert most == [1]
+        link.apply(table_of(*seats[:2], groups=groups, epoch=2))
+        go_on.set()
+        assert settled(lambda: all(lanes_in_use(link).values()))
+        time.sleep(3 * FAST.alive_s)
+    assert most in ([1, 1], [1, 1, 1]), "the third is gone, unless it was the first"
 
 
 def test_a_required_lane_comes_at_once(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,18 @@ def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
         assert link.expert_rows() == {0: [0, 14, 0, 0, 0, 0, 14, 0]}
 
 
+def test_rows_that_memory_has_room_for_need_no_lane() -> None:
+    with linked([Seat(0)]) as link:
+        (seat,) = link.tcp._seats.links.values()
+        assert link.lane.carries(seat, ROWS)
+        assert not link.lane.carries(seat, ROWS + 1)
+        link.lane._stay_on_tcp(seat, "no memory, say")
+        assert not link.lane.carries(seat, 1)
+    with linked([Seat(0)], node="elsewhere") as link:
+        (seat,) = link.tcp._seats.links.values()
+        assert not link.lane.carries(seat, 1)
+
+
 def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
     """A rehearsal reaches no seat and counts nothing, and has the key of the steps that are like it."""
     seat = Seat(0)
