@@ -61,6 +61,17 @@ def longest_per_event(
     ]
 
 
+def longest_apart(gaps: Sequence[Gap], least_s: float) -> list[Gap]:
+    """Of waits of ``least_s`` or more that overlap, the longest one; in their order."""
+    found: list[Gap] = []
+    for begin, end in sorted(gap for gap in gaps if gap[1] - gap[0] >= least_s):
+        if found and begin < found[-1][1]:
+            found[-1] = max(found[-1], (begin, end), key=lambda gap: gap[1] - gap[0])
+        else:
+            found.append((begin, end))
+    return found
+
+
 def _cause(begins: Sequence[float], begin: float, end: float) -> int | None:
     """Which event a wait is due to: the one that came into it as it had just begun, else the last one before it."""
     after = bisect.bisect_right(begins, begin)

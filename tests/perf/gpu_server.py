@@ -21,18 +21,20 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from chaos.faults import Done
 from chaos.load import Load, Outcome, faults_of, jobs
 from chaos.plan import Event
-from chaos.report import gaps_of, longest_per_event, quantiles
+from chaos.report import gaps_of, longest_apart, longest_per_event, quantiles
 from testkit.cluster import Cluster, Shape, places
 from testkit.pocket_answers import POCKET, recorded
 from testkit.servers import Bench, bench
 
 SHARED_S, LEAVE_S, EFFECT_S, CALM_S, DRAIN_S = 60.0, 30.0, 1.0, 2.0, 12.0
+LONG_S = 0.06
 LAST_S = 40.0
 """Before the limit: what follows the kills needs so long."""
 
@@ -168,6 +170,14 @@ class Run:
             self.say("longest gap", **event)
         kills = sorted(event["longest_gap_ms"] for event in events if event["kind"] == "kill experts")
         self.say("longest gaps after kills of a replica, ms", kills=kills)
+        for begin, end in longest_apart(between, LONG_S):
+            clock = datetime.fromtimestamp(time.time() - time.perf_counter() + begin, UTC)  # as the logs tell it
+            self.say(
+                "a long gap",
+                at_s=round(begin - start, 2),
+                clock=f"{clock:%T.%f}"[:-3],
+                ms=round(1e3 * (end - begin), 1),
+            )
         for kind in sorted({kind for kind, _, _ in self.windows}):
             spans = [(begin, end) for of, begin, end in self.windows if of == kind]
             inside = [b - a for a, b in between if any(begin <= a and b <= end for begin, end in spans)]
