@@ -7,6 +7,8 @@ Legend: T rows of a step, D hidden size.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -19,6 +21,7 @@ from services.attention.cache import KVCache, blocks_within
 from services.attention.flatten import Flattener
 from services.attention.forward import forward
 from services.attention.graphs import Capture, StepGraphs
+from services.attention.made_up import rounds
 from services.attention.micro_batches import split
 from services.attention.overlap import OverlapPolicy
 from services.attention.plan import BatchLimits
@@ -32,6 +35,9 @@ from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
+REHEARSAL_S = 120.0
+"""What has not been rehearsed by then is met in service."""
+log = logging.getLogger(__name__)
 PROBE_STEPS = 32
 """Where a link gives no key a split may pay, which stands in a graph's way: how often a step is left whole then."""
 
@@ -100,7 +106,7 @@ class Engine(Generic[HandleT]):
         capture: Capture | None = None,
     ) -> None:
         spec = model.spec
-        self._model, self._timed = model, TimedLink(link)
+        self._model, self._link, self._clock, self._lookahead = model, link, clock, options.lookahead
         self._overlap = overlap or OverlapPolicy("off")
         self._device = model.device
         blocks = options.kv_blocks or blocks_within(
@@ -121,9 +127,8 @@ class Engine(Generic[HandleT]):
                 max_rows=options.max_num_batched_tokens,
                 max_len=self.max_model_len,
             )
-        self._pool = BlockPool(blocks, options.block_size)
         self._inputs = Flattener(options.block_size, model.device)
-        limits = BatchLimits(
+        self._limits = BatchLimits(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -132,22 +137,40 @@ class Engine(Generic[HandleT]):
             prefix_cache=options.prefix_cache,
             chunked_prefill=options.chunked_prefill,
         )
-        self._batch = BatchManager(limits, self._pool, clock)
+        self._sampler = Sampler(spec.vocab_size, model.device)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Without requests, prefixes and figures."""
+        self._timed = TimedLink(self._link)
+        self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
+        self._batch = BatchManager(self._limits, self._pool, self._clock)
         self._eager = 0
         """Steps in a row that suited a graph and were run without."""
-        self._sampler = Sampler(spec.vocab_size, model.device)
+        if self._graphs is not None:
+            self._graphs.steps = 0
         self._stepper = Stepper(
             batch=self._batch,
             inputs=self._inputs,
             climb=self._climb,
             settled=self._settled,
             waited_s=lambda: self._timed.waited_s,
-            model=model,
+            model=self._model,
             sampler=self._sampler,
             kv=self._kv,
             overlap=self._overlap,
-            lookahead=options.lookahead,
+            lookahead=self._lookahead,
         )
+
+    def _drop_all(self) -> None:
+        for request_id, attempt in self.held().items():
+            self.cancel(request_id, attempt)
+        while self.has_work:  # a step launched ahead is under way
+            self.step()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
 
     def prepare(self) -> None:
         """Capture the graphs of steps, if there are to be any. Takes seconds; before the first step.
@@ -157,6 +180,30 @@ class Engine(Generic[HandleT]):
         """
         if self._graphs:
             self._graphs.prepare()
+
+    def rehearse(self) -> None:
+        """Answer made-up requests and forget them: kernels are compiled and loaded, and buffers made, before anybody
+        waits for it. Nothing may be held. Takes seconds on a GPU, most of them where that was never done; the experts
+        have to be there, and what comes without them is left to be met in service.
+        """
+        assert not self.has_work
+        began, overlap = time.monotonic(), self._overlap
+        self._overlap = OverlapPolicy("off")  # nothing is to be learned from it
+        self._begin_anew()
+        try:
+            for asked in rounds(self._limits, self.kv_tokens):
+                for request in asked:
+                    self.add(request)
+                while self.has_work:
+                    told = next((event.error for event in self.step() if event.error), None)
+                    if told or time.monotonic() > began + REHEARSAL_S:
+                        log.warning("rehearsed in part only: %s", told.message if told else "it took too long")
+                        self._drop_all()
+                        return
+            log.info("rehearsed after %.1f s", time.monotonic() - began)
+        finally:
+            self._overlap = overlap
+            self._begin_anew()
 
     @property
     def has_work(self) -> bool:

@@ -50,7 +50,8 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures on a stream of its own, in memory that all graphs share: they never run at the same time."""
+    """Captures on a stream of its own, in memory that all graphs share: they never run at the same time. ``work`` has
+    run twice by then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,6 +74,8 @@ class CudaCapture:
                     graph.capture_end()
                 raise
             graph.capture_end()
+            graph.replay()  # uploads it, which a seat beside this worker that waits for rows would hold up
+            self._stream.synchronize()
         caller.wait_stream(self._stream)
         self._pool = graph.pool()
         return graph.replay

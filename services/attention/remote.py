@@ -62,9 +62,12 @@ class TableFollower:
 
     async def ready(self) -> None:
         """Returns once every shard group can be reached."""
+        told = ""
         while self.missing():
             if not await asyncio.to_thread(self._link.wait_ready, BLOCK_MS / 1000):
-                log.info("waiting for %s", ", ".join(self.missing()))
+                if told != (awaited := ", ".join(self.missing())):
+                    log.info("waiting for %s", awaited)
+                told = awaited
             elif not self._epoch:
                 await self._news.wait()
 

@@ -15,6 +15,7 @@ import torch
 
 from moe_kernels.exchange_layout import Layout
 from services.errors import ExpertMeshError, WireError
+from services.fabric.counters import Counters
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
 from services.fabric.symm_steps import GraphSteps, StepBody, Steps, ThreadSteps
@@ -57,6 +58,7 @@ class SymmHost:
         compute: takes tensors of ``device``; called from threads and captured in graphs.
         layers: those with experts here, in the order of the model: all layers with experts.
         num_experts: per layer, in the whole model.
+        wait_s: how long a started step waits for rows.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class SymmHost:
         hidden: int,
         dtype: torch.dtype,
         limits: Limits | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         self._compute, self._memory, self._device = compute, memory, device
         self._layers, self._hidden, self._dtype = list(layers), hidden, dtype
-        self._limits = limits or Limits()
+        self._limits, self._wait_s = limits or Limits(), wait_s
         self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self._counters = Counters()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # guests' streams do not wait for this one
         self._gate = threading.Lock()
@@ -110,7 +114,7 @@ class SymmHost:
 
     def rows(self) -> Mapping[int, Sequence[int]]:
         """Layer -> pairs by expert since the start; steps that are run again count again."""
-        return dict(zip(self._layers, self._counts_LE.tolist(), strict=True))
+        return dict(zip(self._layers, self._counters.read(list(self._counts_LE)), strict=True))
 
     def idle(self) -> bool:
         with self._gate:
@@ -133,7 +137,7 @@ class SymmHost:
         assert guest.answers is not None
         if (step.bucket, step.micro_batches) not in set(guest.body.shapes):
             raise WireError(f"{peer.name} starts a step of {step.micro_batches} x {step.bucket} rows.")
-        steps.start(step, guest.body.words_of(step, guest.answers.address, WAIT_S))
+        steps.start(step, guest.body.words_of(step, guest.answers.address, self._wait_s))
 
     def _prepared_steps(self, peer: Peer, does: str) -> tuple[_Guest, Steps]:
         guest = self._guests.get(peer)

@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_kernels.exchange import send_rows, sum_answers
 from moe_kernels.exchange_layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MOST_GROUPS, Layout
 from services.errors import ExpertUnavailable
+from services.fabric.counters import Counters
 from services.fabric.symm_choice import seat_for
 from services.fabric.symm_control import ControlBlock
 from services.fabric.symm_lane import SharedSeat, SymmLane
@@ -108,6 +109,7 @@ class SymmLink:
         self._control = ControlBlock(device)
         self._group_of_LE = torch.full((len(layers), table.num_experts), -1, dtype=torch.int32, device=device)
         self._counts_LE = torch.zeros(len(layers), table.num_experts, dtype=torch.int64, device=device)
+        self._counters = Counters()
         self._over_tcp_LE = torch.ones(len(layers), table.num_experts, dtype=torch.bool, device=device)
         self._gate = threading.Lock()
         self._table = self._next_table = table
@@ -247,9 +249,13 @@ class SymmLink:
     def wait_ready(self, seconds: float) -> bool:
         return self.tcp.wait_ready(seconds)
 
+    def wait_shared(self, seconds: float) -> bool:
+        """Whether every group had a seat of shared memory at some moment of that time; not while steps are made."""
+        return self.lane.wait_for(len(self._table.groups), seconds)
+
     def expert_rows(self) -> dict[int, list[int]]:
         """Layer -> pairs by expert since the start; those of a step that was run again count again."""
-        here, tcp = self._counts_LE.tolist(), self.tcp.expert_rows()
+        here, tcp = self._counters.read(list(self._counts_LE)), self.tcp.expert_rows()
         return {
             layer: [one + other for one, other in zip(here[at], tcp[layer], strict=True)]
             for layer, at in self._order.items()

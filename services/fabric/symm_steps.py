@@ -136,7 +136,12 @@ class GraphSteps:
                     body.control.write({FAILED: ABORTED})
                     body.run(bucket, micro_batches)
                     self._stream.synchronize()
-                self._graphs[bucket, micro_batches] = self._captured((bucket, micro_batches))
+                self._graphs[bucket, micro_batches] = graph = self._captured((bucket, micro_batches))
+                # The first launch uploads the graph, which kernels that wait on this GPU, such as those of an attention
+                # worker beside this seat, would hold up until they give up.
+                body.control.write({FAILED: ABORTED})
+                graph.replay()
+            self._stream.synchronize()
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
