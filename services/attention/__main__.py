@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -42,6 +43,8 @@ from services.runtime import AGAIN, CRASHED, MetricsServer, in_daemon, incarnati
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
 FAREWELL_S = 2.0
+SHARED_S = 20.0
+"""How long a worker with a seat of its own puts serving off until steps can go through shared memory."""
 UNBOUNDED = 1 << 62
 """Among ranks in lock-step the engine itself pauses, and goes on serving the others' rows."""
 
@@ -49,36 +52,40 @@ log = logging.getLogger(__name__)
 
 
 class AttentionRole:
-    """Everything around one worker: connection, metrics, loading, serving."""
+    """Everything around one worker: loading, experts, serving.
 
-    def __init__(self, settings: Settings, redis: Redis) -> None:
+    Args:
+        registry: gets the worker's series.
+        beside_experts: of other workers, too, in this process; they are a part of what :meth:`run` waits for.
+    """
+
+    def __init__(
+        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, beside_experts: bool = False
+    ) -> None:
         self._settings = settings
         self._redis = redis
+        self._beside_experts = beside_experts
         self._clock = RedisClock(redis)
-        self._registry = CollectorRegistry()
-        self._metrics = WorkerMetrics(self._registry)
+        self._metrics = WorkerMetrics(registry)
         self._worker: AttentionWorker | None = None
         self._experts: TableFollower | None = None
         self._id = incarnation()
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""
-        settings = self._settings
-        server = MetricsServer(self._registry, host=settings.host, port=settings.metrics_port, missing=self._missing)
-        port = await server.start()
-        log.info("metrics on port %d", port)
         try:
-            await check_access(self._redis, stop)
-            built = await _unless_stopped(lambda: build(settings, self._clock.now_ms, worker=self._id), stop)
+            built = await _unless_stopped(self._build, stop)
             if built is not None:
-                await self._with_experts(built, scrape_url(settings, port), stop)
+                await self._with_experts(built, metrics_url, stop)
         except (MeshBroken, MeshLeft) as error:
             (log.info if isinstance(error, MeshLeft) else log.error)("%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
-        finally:
-            await server.close()
 
-    def _missing(self) -> list[str]:
+    def _build(self) -> Built:
+        return build(self._settings, self._clock.now_ms, worker=self._id, beside_experts=self._beside_experts)
+
+    def missing(self) -> list[str]:
+        """What keeps it from serving; for /ready."""
         experts = self._experts.missing() if self._experts else []
         return experts + (self._worker.missing() if self._worker else [] if experts else ["weights"])
 
@@ -115,7 +122,7 @@ class AttentionRole:
     async def _serve(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         settings, metrics = self._settings, self._metrics
         if isinstance(built.engine, Engine):
-            await _unless_stopped(built.engine.prepare, stop)
+            await _unless_stopped(partial(self._make_ready, built.engine, built.link), stop)
             if stop.is_set():
                 return
         steps = StepObserver(metrics, built.engine.stats)
@@ -154,6 +161,16 @@ class AttentionRole:
             raise error.__cause__ from error
         finally:
             await end_tasks(tasks)
+
+    def _make_ready(self, engine: Engine[Any], link: object) -> None:
+        """What the first steps would wait for. Beside a seat again with shared memory: kernels of that seat that wait
+        for rows hold up the loading of others."""
+        engine.prepare()
+        if not engine.on_gpu:
+            return
+        engine.rehearse()
+        if self._beside_experts and isinstance(link, SymmLink) and link.wait_shared(SHARED_S):
+            engine.rehearse()
 
     def _watched(self, built: Built) -> list[Callable[[], None]]:
         metrics, link, mesh = self._metrics, built.link, built.mesh
@@ -239,10 +256,16 @@ async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | Non
 async def attend(settings: Settings, stop: asyncio.Event) -> None:
     """Run an attention worker until ``stop``; then drain."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
-    redis = connect(settings.redis_url)
+    redis, registry = connect(settings.redis_url), CollectorRegistry()
+    role = AttentionRole(settings, redis, registry)
+    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=role.missing)
     try:
-        await AttentionRole(settings, redis).run(stop)
+        port = await server.start()
+        log.info("metrics on port %d", port)
+        await check_access(redis, stop)
+        await role.run(scrape_url(settings, port), stop)
     finally:
+        await server.close()
         await redis.aclose()
 
 

@@ -43,8 +43,9 @@ class Built:
     """The other ranks, where they share the experts."""
 
 
-def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built:
-    """Load the checkpoint and build its engine. Takes as long as reading the weights; ``worker`` is the incarnation.
+def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_experts: bool = False) -> Built:
+    """Load the checkpoint and build its engine. Takes as long as reading the weights; ``worker`` is the incarnation,
+    ``beside_experts`` as :func:`services.attention.remote_link.remote_link` says.
 
     Raises:
         ConfigError: options contradict each other, the model or the machine.
@@ -63,7 +64,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str) -> Built
         dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
         link: CountingLink[Any]
         if settings.experts == "tcp":
-            link = remote_link(settings, spec, dtype, device, worker)
+            link = remote_link(settings, spec, dtype, device, worker, beside_experts=beside_experts)
         elif mesh is not None:
             link = mesh.connect(worker, progress)
         else:

@@ -23,14 +23,25 @@ from services.runtime import node_name
 
 MOST_SHARED_ROWS = 512
 """Of a micro-batch. Longer steps, prefill that is, are bound by their bytes and not by how soon these set out."""
+MOST_ROWS_BESIDE = 8192
+"""The same where this process has a seat, too: long steps would go through the connection to it."""
 DEADLINE_S = 0.02
 """For an exchange between GPUs, which takes some 10 microseconds; on CPUs the experts themselves may take longer."""
+DEADLINE_BESIDE_S = 0.25
+"""The same with GPUs that compute attention, too, and prompts of hundreds of milliseconds."""
 
 
 def remote_link(
-    settings: Settings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, worker: str
+    settings: Settings,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    worker: str,
+    *,
+    beside_experts: bool = False,
 ) -> TcpLink | SymmLink:
-    """Without seats: they come with the first routing table.
+    """Without seats: they come with the first routing table. ``beside_experts``: one of them is in this process, and
+    the others have attention beside them, too.
 
     Raises:
         ConfigError: the device cannot do what the settings ask for.
@@ -45,24 +56,27 @@ def remote_link(
     if memory is None:
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
+    deadline_s = DEADLINE_BESIDE_S if beside_experts else DEADLINE_S
     return SymmLink(
         lambda rider: _tcp_link(settings, spec, table, dtype, device, worker, rider),
         table,
         memory=memory,
         device=device,
         layers=list(spec.moe_layers),
-        layout=_layout(settings, spec, dtype, memory),
+        layout=_layout(settings, spec, dtype, memory, MOST_ROWS_BESIDE if beside_experts else MOST_SHARED_ROWS),
         node=node_name(settings),
         options=SymmOptions(
-            deadline_s=settings.exchange_timeout if host else DEADLINE_S, unavailable_s=settings.experts_patience
+            deadline_s=settings.exchange_timeout if host else deadline_s,
+            unavailable_s=settings.experts_patience,
+            crowded=beside_experts and not host,
         ),
     )
 
 
-def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory) -> Layout:
+def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, most: int) -> Layout:
     """Between CPUs answers come unsummed, so that tokens are those of ``--fabric-shared off``."""
     return Layout(
-        rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), MOST_SHARED_ROWS),
+        rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), most),
         hidden=spec.hidden_size,
         slots=spec.top_k,
         dtype=dtype,

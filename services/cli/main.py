@@ -63,6 +63,7 @@ COMMANDS = {
     "scheduler": Command("run a scheduler on its own, leader or standby", _from("services.scheduler.__main__")),
     "attention": Command("run an attention worker on its own", _from("services.attention.__main__")),
     "experts": Command("run an expert worker on its own", _from("services.experts.__main__")),
+    "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.__main__")),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),
     "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),

@@ -71,7 +71,9 @@ def _parser() -> OptionParser:
     parser.add_argument("--nodes", default=1, type=int, metavar="N", help="machines that they are on (default: 1)")
     parser.add_argument("--link-gb", type=float, metavar="X", help="GB/s of one GPU to others of its node (by kind)")
     parser.add_argument("--link-us", default=LINK_US, type=float, metavar="X", help="its latency (default: 4.1)")
-    parser.add_argument("--mesh-us", default=MESH_US, type=float, metavar="X", help="of co-located GPUs (2500)")
+    parser.add_argument(
+        "--mesh-us", default=MESH_US, type=float, metavar="X", help="of co-located GPUs of several nodes (2500)"
+    )
     parser.add_argument(
         "--across-gb", default=ACROSS_GB, type=float, metavar="X", help="GB/s of one GPU to other nodes (50)"
     )
@@ -137,9 +139,11 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         memory=kind.memory,
     )
     link = _link(spec, given, tokens)
-    mesh = Link(bandwidth=link.bandwidth, latency=max(given.mesh_us / 1e6, link.latency))
+    together = link  # seats share memory as expert workers do
+    if given.nodes > 1:
+        together = Link(bandwidth=link.bandwidth, latency=max(given.mesh_us / 1e6, link.latency))
     kv_bytes = 2.0 * spec.kv_size * ACTIVATION_BYTES * given.context
-    return choose_mode(shapes, link, gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew), together=mesh)
+    return choose_mode(shapes, link, gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew), together=together)
 
 
 def _dense_weights(spec: ModelSpec) -> int:
@@ -262,5 +266,6 @@ def _command(mode: Mode, given: Namespace) -> str:
                 "--mesh-address HOST:PORT` (docs/operating.md)"
             )
         copies = given.gpus // mode.degree
-        return f"{model} --colocated-workers {mode.degree}" + (f", {copies} of them" if copies > 1 else "")
+        seats = " --colocated-by seats --fabric-shared auto" if given.nodes == 1 else ""
+        return f"{model} --colocated-workers {mode.degree}{seats}" + (f", {copies} of them" if copies > 1 else "")
     return model if given.gpus == 1 else f"`expertmesh attention` on each of {given.gpus} GPUs (docs/operating.md)"

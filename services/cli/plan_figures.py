@@ -34,7 +34,8 @@ LINK_US = 4.1
 """One way. ADR 5: round trips of 64, 512 and 4096 KiB take 8.7, 12.2 and 36.7 us, so an empty one 8.2 and a byte more
 1 / 295 GB/s each way."""
 MESH_US = 2500.0
-"""One way among co-located GPUs. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the host waits for sizes."""
+"""One way among co-located GPUs of several nodes. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the host waits
+for sizes."""
 ACROSS_US, ACROSS_GB = 20.0, 50.0
 """Between nodes: a guess at 400 Gbit/s with RDMA, not measured."""
 
@@ -59,8 +60,8 @@ class Assumed:
         return [
             f"These are estimates: {self._margin()}",
             f"Assumed: {self.gpu} reaches {memory:.2f} TB/s and {flops:.0f} Tflop/s ({measured}; "
-            f"kernels/bench/floors.py); {self._link()}; co-located GPUs that share experts do so by the NCCL mesh, "
-            f"{2 * self.mesh_us:,.0f} us a layer (ADR 7); steps run as CUDA graphs; {self.context} tokens of context; "
+            f"kernels/bench/floors.py); {self._link()}; co-located GPUs that share experts do so by "
+            f"{self._together()}; steps run as CUDA graphs; {self.context} tokens of context; "
             f"the hottest GPU's experts get {self.skew:g} times the mean.",
         ]
 
@@ -73,6 +74,11 @@ class Assumed:
         others += [f"{self.weight_bits}-bit weights"] if self.weight_bits != 16 else []
         others += ["several nodes"] if self.nodes > 1 else []
         return f"{within}; nothing was measured of {', '.join(others)}."
+
+    def _together(self) -> str:
+        if self.nodes > 1:
+            return f"the NCCL mesh, {2 * self.mesh_us:,.0f} us a layer (ADR 7)"
+        return "seats that share memory, too (ADR 13)"
 
     def _link(self) -> str:
         figures = f"{self.link_us:g} us + bytes at {self.link_gb:.0f} GB/s one way"

@@ -6,6 +6,7 @@ Roles receive a :class:`Settings` by constructor and never read the environment 
 from services.config.load import (
     Layered,
     check_bounds,
+    colocated,
     layer,
     load_layered,
     load_settings,
@@ -16,6 +17,7 @@ from services.config.load import (
 from services.config.options import OptionParser, concerned
 from services.config.settings import (
     ATTENTION,
+    COLOCATED,
     ENV_PREFIX,
     EXPERTS,
     GATEWAY,
@@ -30,6 +32,7 @@ from services.config.settings import (
 
 __all__ = [
     "ATTENTION",
+    "COLOCATED",
     "ENV_PREFIX",
     "EXPERTS",
     "GATEWAY",
@@ -40,6 +43,7 @@ __all__ = [
     "Role",
     "Settings",
     "check_bounds",
+    "colocated",
     "concerned",
     "layer",
     "load_layered",

@@ -18,6 +18,7 @@ from pydantic_settings import EnvSettingsSource
 from services.config.options import OptionParser, add_options, bare, concerned
 from services.config.settings import (
     ATTENTION,
+    COLOCATED,
     ENV_PREFIX,
     EXPERTS,
     GATEWAY,
@@ -42,6 +43,7 @@ _TITLES = {
     SCHEDULER: "scheduler",
     ATTENTION: "attention worker",
     EXPERTS: "expert worker",
+    COLOCATED: "attention worker with experts",
 }
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
@@ -141,8 +143,18 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
     raise ConfigError(f"Unknown option {word}.", hint=nearest_hint(word, parser.option_names()) or see)
 
 
+def colocated(settings: Settings) -> Settings:
+    """What an attention worker and an expert worker in one process go by: rows to other processes, no lane to this one,
+    and nothing to overlap with, since it is this GPU that computes experts."""
+    return settings.model_copy(update={"experts": "tcp", "fabric_lane": "tcp", "overlap": "off"})
+
+
 def require(settings: Settings, role: Role) -> None:
     """Refuses settings with which ``role`` cannot run on its own."""
+    if role == COLOCATED:
+        require(colocated(settings), ATTENTION)
+        require(colocated(settings), EXPERTS)
+        return
     if role in (GATEWAY, ATTENTION, EXPERTS) and settings.model is None:
         raise ConfigError(f"The {_TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
     if settings.redis_url is None:

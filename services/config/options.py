@@ -7,7 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from services.config.settings import Role, Settings, option, roles_of
+from services.config.settings import ATTENTION, COLOCATED, EXPERTS, Role, Settings, option, roles_of
 from services.errors import ConfigError
 
 
@@ -46,8 +46,18 @@ def _help(name: str) -> str:
     return text if field.default in (None, []) else f"{text} (default: {field.default})"
 
 
+_SETTLED_TOGETHER = (
+    "experts", "ranks", "rank", "mesh_address", "mesh_timeout", "mesh_exchange", "relay_pairs", "expert_slots",
+    "expert_slices", "overlap", "fabric_lane",
+)  # fmt: skip
+"""What an attention worker with a seat of its own has no choice about."""
+
+
 def concerned(role: Role | None) -> list[str]:
     """Names of the knobs of ``role``; of all roles for None."""
+    if role == COLOCATED:
+        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*_SETTLED_TOGETHER}
+        return [name for name in Settings.model_fields if name in both]
     return [name for name in Settings.model_fields if role is None or role in roles_of(name)]
 
 

@@ -13,11 +13,13 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from services.config import redis_url as redis_urls
 
 ENV_PREFIX = "EXPERTMESH_"
-Role = Literal["gateway", "scheduler", "attention", "experts"]
+Role = Literal["gateway", "scheduler", "attention", "experts", "colocated"]
 GATEWAY: Literal["gateway"] = "gateway"
 SCHEDULER: Literal["scheduler"] = "scheduler"
 ATTENTION: Literal["attention"] = "attention"
 EXPERTS: Literal["experts"] = "experts"
+COLOCATED: Literal["colocated"] = "colocated"
+"""Attention and experts in one process: the knobs of both, see :func:`services.config.options.concerned`."""
 ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION, EXPERTS)
 _WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION, EXPERTS)
 _COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
@@ -250,6 +252,12 @@ class Settings(BaseSettings):
         roles=(SCHEDULER,),
         ge=0,
         le=256,
+    )
+    colocated_by: Literal["mesh", "seats"] = _knob(
+        "mesh",
+        "how those of `serve` share: mesh is in lock-step, all or none; with seats they come, go and die alone, and "
+        "between GPUs of one machine are faster (--fabric-shared auto)",
+        roles=(),
     )
     ranks: int = _knob(
         1,

@@ -44,51 +44,60 @@ async def _observe(observer: ExpertsObserver) -> None:
         await asyncio.sleep(REFRESH_S)
 
 
-async def _serve(settings: Settings, redis: Redis, stop: asyncio.Event) -> None:
-    assert settings.model is not None, "load_settings requires it of this role"
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    spec = load_spec(settings.model)
-    if not spec.moe_layers:
-        raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
-    name = incarnation()
-    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
-    reader = TableReader(redis, keys, limits)
-    loader = Loader(
-        settings,
-        spec,
-        worker=name,
-        dtype=serving_dtype(settings.dtype, spec),
-        device=torch_device(settings.device, rank=settings.gpu),
-        version=version("expertmesh"),
-        tables=partial(_newest, reader, asyncio.get_running_loop()),
-    )
-    registry = CollectorRegistry()
-    worker: ExpertWorker | None = None
-    server = MetricsServer(
-        registry,
-        host=settings.host,
-        port=settings.metrics_port,
-        missing=lambda: worker.missing() if worker else ["a seat"],
-    )
-    port = await server.start()
-    worker = ExpertWorker(
-        info=_info(settings, spec, name, scrape_url(settings, port)),
-        queue=ExpertQueue(redis, keys, limits),
-        reader=reader,
-        load=loader,
-        timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
-    )
-    log.info("expert worker %s, metrics on port %d", name, port)
-    observing = asyncio.create_task(
-        _observe(ExpertsObserver(ExpertMetrics(registry), worker, by_layer=settings.layer_series))
-    )
-    try:
-        await check_access(redis, stop)
-        await worker.run(stop)
-    finally:
-        observing.cancel()
-        await server.close()
+class ExpertsRole:
+    """Everything around one seat. To be made in the event loop; ``registry`` gets the worker's series,
+    ``beside_attention`` is for :class:`services.experts.serving.Loader`.
+
+    Raises:
+        ConfigError: the model has no experts.
+        CheckpointError: it cannot be told.
+    """
+
+    def __init__(
+        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, beside_attention: bool = False
+    ) -> None:
+        assert settings.model is not None, "load_settings requires it of this role"
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._settings, self._spec = settings, load_spec(settings.model)
+        if not self._spec.moe_layers:
+            raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
+        self._metrics, self._beside_attention = ExpertMetrics(registry), beside_attention
+        keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+        self._queue, self._reader = ExpertQueue(redis, keys, limits), TableReader(redis, keys, limits)
+        self._worker: ExpertWorker | None = None
+
+    async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
+        """Take a seat, serve until ``stop`` or until the scheduler wants it gone, leave."""
+        settings, name = self._settings, incarnation()
+        loader = Loader(
+            settings,
+            self._spec,
+            worker=name,
+            dtype=serving_dtype(settings.dtype, self._spec),
+            device=torch_device(settings.device, rank=settings.gpu),
+            version=version("expertmesh"),
+            tables=partial(_newest, self._reader, asyncio.get_running_loop()),
+            beside_attention=self._beside_attention,
+        )
+        self._worker = worker = ExpertWorker(
+            info=_info(settings, self._spec, name, metrics_url),
+            queue=self._queue,
+            reader=self._reader,
+            load=loader,
+            timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
+        )
+        log.info("expert worker %s", name)
+        observer = ExpertsObserver(self._metrics, worker, by_layer=settings.layer_series)
+        observing = asyncio.create_task(_observe(observer))
+        try:
+            await worker.run(stop)
+        finally:
+            observing.cancel()
+
+    def missing(self) -> list[str]:
+        """What keeps it from serving; for /ready."""
+        return self._worker.missing() if self._worker else ["a seat"]
 
 
 def _newest(reader: TableReader, loop: asyncio.AbstractEventLoop) -> RoutingTable | None:
@@ -122,10 +131,16 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
 async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
     """Run an expert worker until ``stop``; then leave its seat."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
-    redis = connect(settings.redis_url)
+    redis, registry = connect(settings.redis_url), CollectorRegistry()
+    role = ExpertsRole(settings, redis, registry)
+    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=role.missing)
     try:
-        await _serve(settings, redis, stop)
+        port = await server.start()
+        log.info("metrics on port %d", port)
+        await check_access(redis, stop)
+        await role.run(scrape_url(settings, port), stop)
     finally:
+        await server.close()
         await redis.aclose()
 
 

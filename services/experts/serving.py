@@ -14,7 +14,7 @@ from services.config import Settings
 from services.experts.donors import Donors, Tables, given
 from services.fabric.nccl_setup import Lanes, lanes_for
 from services.fabric.secret import read_secret
-from services.fabric.symm_host import SymmHost
+from services.fabric.symm_host import WAIT_S, SymmHost
 from services.fabric.symm_memory import memory_for
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_connect import Facts
@@ -31,6 +31,8 @@ from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
 
+WAIT_BESIDE_S = 0.5
+"""For rows through shared memory, on a GPU that attention has kernels to load on: that waits, too."""
 MOST_WARM_ROWS = 4096
 """Larger calls take kernels of the same shapes."""
 
@@ -92,7 +94,10 @@ class TcpServing:
 
 
 class Loader:
-    """Reads groups of one checkpoint and serves them; calling it blocks for as long as that takes."""
+    """Reads groups of one checkpoint and serves them; calling it blocks for as long as that takes.
+
+    ``beside_attention``: an attention worker computes on the same device, in this process.
+    """
 
     def __init__(
         self,
@@ -104,6 +109,7 @@ class Loader:
         device: torch.device,
         version: str,
         tables: Tables = lambda: None,
+        beside_attention: bool = False,
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         assert settings.fabric_secret_file is not None, "load_settings requires it of this role"
@@ -114,6 +120,7 @@ class Loader:
         self._tls = server_context(settings.fabric_tls_cert, settings.fabric_tls_key)
         self._lanes = lanes_for(settings.fabric_lane, device)
         self._tables = tables
+        self._beside = beside_attention
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """
@@ -128,7 +135,7 @@ class Loader:
             _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
         symm = self._symm(group, shard)
         server = ExpertServer(
-            shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward),
+            shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward, aside=self._beside),
             experts=group.experts,
             hello=self._hello(seat),
             secret=self._secret,
@@ -159,6 +166,7 @@ class Loader:
             num_experts=self._spec.num_experts,
             hidden=self._spec.hidden_size,
             dtype=self._dtype,
+            wait_s=WAIT_BESIDE_S if self._beside else WAIT_S,
         )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:
@@ -205,10 +213,21 @@ def _warm(shard: ExpertShard, group: ShardGroup, hidden: int, dtype: torch.dtype
     log.info("kernels are ready after %.1f s", time.perf_counter() - began)
 
 
-def _on(device: torch.device, compute: Compute) -> Compute:
-    """``compute`` on ``device``, of rows that come from the network; the server brings the answer back."""
+def _on(device: torch.device, compute: Compute, *, aside: bool) -> Compute:
+    """``compute`` on ``device``, of rows that come from the network; the server brings the answer back.
+
+    ``aside``: not in the order of what others compute on the default stream. The answer is brought back here then.
+    """
 
     def moved(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return compute(layer, x_TD.to(device), expert_ids_TK.to(device), weights_TK.to(device))
 
-    return moved
+    if not aside:
+        return moved
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def moved_aside(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        with torch.cuda.stream(stream):
+            return moved(layer, x_TD, expert_ids_TK, weights_TK).to(x_TD.device)
+
+    return moved_aside

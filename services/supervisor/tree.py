@@ -1,4 +1,4 @@
-"""Brings up Redis, gateway, scheduler and attention worker as one process tree, and takes it down in order.
+"""Brings up Redis, gateway, scheduler and workers as one process tree, and takes it down in order.
 
 What crosses to the children: a configuration file each, and SIGTERM. What comes back: exit codes, and the gateway's
 /ready.
@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from services.config import ATTENTION, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
+from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
 from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
@@ -31,6 +31,7 @@ MODULES: Mapping[Role, str] = {
     GATEWAY: "services.gateway",
     SCHEDULER: "services.scheduler",
     ATTENTION: "services.attention",
+    COLOCATED: "services.colocated",
     EXPERTS: "services.experts",
 }
 """What runs each role, in the order in which they are stopped: the gateway drains while the others still work."""
@@ -38,6 +39,7 @@ _READY_POLL_S = 0.1
 _READY_NOTE_S = 15.0
 _REDIS = "redis"
 _LOOPBACK = "127.0.0.1"
+_COMPUTING: tuple[Role, ...] = (ATTENTION, COLOCATED, EXPERTS)
 
 OnReady = Callable[[str], Awaitable[None]]
 log = logging.getLogger(__name__)
@@ -120,13 +122,13 @@ class Supervisor:
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
         upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
-        computing = [name for name, role in inner.items() if role in (ATTENTION, EXPERTS)]
+        computing = [name for name, role in inner.items() if role in _COMPUTING]
         for name, role in self._processes().items():
             if role == GATEWAY:
                 changes = common | {"port": port, "metrics_upstreams": upstreams}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
-            if role in (ATTENTION, EXPERTS):
+            if role in _COMPUTING:
                 changes = changes | {"gpu": self._settings.gpu + computing.index(name)}
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
@@ -136,23 +138,32 @@ class Supervisor:
         """Name -> role of every process, in the order in which they are stopped."""
         names: dict[Role, list[str]] = {role: [role] for role in self._modules}
         names[EXPERTS] = [f"{EXPERTS}-{index}" for index in range(self._settings.expert_workers)]
+        names[COLOCATED] = []
         if self._settings.attention_workers > 1:
             names[ATTENTION] = [f"{ATTENTION}-{index}" for index in range(self._settings.attention_workers)]
-        if self._settings.colocated_workers:
+        if self._ranks():
             names[ATTENTION] = self._ranks()
+        elif self._settings.colocated_workers:
+            names[ATTENTION] = []
+            names[COLOCATED] = [f"{COLOCATED}-{index}" for index in range(self._settings.colocated_workers)]
         return {name: role for role in self._modules for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""
         settings, processes = self._settings, self._processes()
-        needed: dict[Role, int] = {EXPERTS: settings.expert_groups or settings.expert_workers}
-        if not settings.colocated_workers:  # of ranks in lock-step all are needed
+        needed: dict[Role, int] = {
+            EXPERTS: settings.expert_groups or settings.expert_workers,
+            COLOCATED: settings.expert_groups or settings.colocated_workers,
+        }
+        if not self._ranks():  # of ranks in lock-step all are needed
             needed[ATTENTION] = 1
         others = [child for child in self._children if child.name != name and processes.get(child.name) == role]
         return role in needed and sum(child.well for child in others) >= needed[role]
 
     def _ranks(self) -> list[str]:
-        """Names of the attention workers that share the experts."""
+        """Names of the attention workers that share the experts in lock-step."""
+        if self._settings.colocated_by != "mesh":
+            return []
         return [f"{ATTENTION}-{rank}" for rank in range(self._settings.colocated_workers)]
 
     def _fabric(self, folder: RunFolder, ports: ExitStack) -> dict[str, object]:
@@ -163,6 +174,9 @@ class Supervisor:
         secret = {"fabric_secret_file": str(settings.fabric_secret_file or folder.new_secret("fabric"))}
         if settings.expert_workers:
             return secret | {"experts": "tcp", "fabric_port": 0}
+        if not self._ranks():
+            groups = settings.expert_groups or settings.colocated_workers
+            return secret | {"expert_groups": groups, "fabric_port": 0}
         (port,) = held_ports(_LOOPBACK, 1, ports)
         ranks = {"ranks": settings.colocated_workers, "mesh_address": f"{_LOOPBACK}:{port}"}
         return secret | ranks | {"experts": "mesh"}
@@ -238,8 +252,8 @@ class Supervisor:
         """The gateway first, which lets open requests end; Redis, which all others need, last; each role together."""
         roles = self._processes()
         for role in [*self._modules, None]:
-            drains = role in (GATEWAY, ATTENTION, EXPERTS)
-            patience_s = (self._settings.drain_timeout if drains else 0.0) + self._stop_margin_s
+            drains = {GATEWAY: 1, ATTENTION: 1, COLOCATED: 2, EXPERTS: 1}.get(role, 0) if role else 0
+            patience_s = drains * self._settings.drain_timeout + self._stop_margin_s
             if role == GATEWAY:
                 patience_s += self._settings.drain_delay
             of_role = [child for child in self._children if roles.get(child.name) == role]

@@ -5,8 +5,9 @@
 
 One process per role, as a user starts them: Redis, gateway, scheduler, attention workers on GPUs of their own, expert
 workers on the rest in turn. An attention worker uses one seat of a group at a time, by its number: other seats of that
-GPU wait without work, and one death is followed by the next before a process can start. Exit code 1: an answer was
-lost or changed, or no step went through shared memory.
+GPU wait without work, and one death is followed by the next before a process can start. With ``--colocated N`` there
+are N attention workers with seats of their own instead, on a GPU each, which nobody disturbs unless ``--kills``. Exit
+code 1: an answer was lost or changed, or no step went through shared memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Run:
     async def go(self) -> bool:
         await asyncio.to_thread(self.cluster.start)
         self.say("every worker is there")
-        await self._shared(len(self.cluster.of("experts")))
+        await self._shared(len(self.cluster.of("experts") or self._attending))
         load = Load(url=self.cluster.server.url, streams=self.options.streams)
         wanted = jobs(recorded(), 1, shortest=16, longest=48)
         cold = await load.undisturbed(wanted)
@@ -81,7 +82,7 @@ class Run:
 
     async def _disturb(self) -> None:
         """Kills of whoever serves longest, as fast as others can take its place; with all there a leave and a join."""
-        workers = self.cluster.of("experts")
+        workers = self.cluster.of("experts") or self._attending
         for kill in range(self.options.kills):
             if self.left_s < (DRAIN_S if self.options.only_kills else LAST_S):
                 break
@@ -89,7 +90,9 @@ class Run:
             if self.options.settle and self.left_s > LAST_S / 2:
                 await asyncio.to_thread(self.cluster.wait_whole, self.left_s - LAST_S / 2)
             await self._shared(len(workers) if self.options.settle else min(2 * self.options.groups, len(workers)))
-        if self.options.only_kills:
+        if self.options.colocated:
+            await self._window("calm", CALM_S * 5)
+        if self.options.only_kills or self.options.colocated:
             return
         if self.left_s > LAST_S / 2:
             await asyncio.to_thread(self.cluster.wait_whole, max(1.0, self.left_s - LAST_S / 2))
@@ -143,6 +146,10 @@ class Run:
             await asyncio.sleep(0.1)
         self.say("memory is shared", seats=found, wanted=seats, waited_s=round(time.perf_counter() - began, 1))
 
+    @property
+    def _attending(self) -> list[str]:
+        return self.cluster.of("attention") or self.cluster.of("colocated")
+
     def _tell(self, what: str, outcomes: list[Outcome]) -> None:
         first, between = gaps_of(outcomes, 0.0)
         figures = {
@@ -160,7 +167,7 @@ class Run:
 
     def _count(self, series: str) -> list[int]:
         """Of each attention worker, since it started."""
-        return [int(self.cluster.metric(name, f"expertmesh_{series}")) for name in self.cluster.of("attention")]
+        return [int(self.cluster.metric(name, f"expertmesh_{series}")) for name in self._attending]
 
     def _judge(self, everything: list[Outcome], outcomes: list[Outcome], start: float) -> bool:
         _, between = gaps_of(outcomes, 0.0)
@@ -194,14 +201,16 @@ class Run:
 def special(options: argparse.Namespace, name: str) -> dict[str, object]:
     """Every worker on the next GPU; links as asked for."""
     role, _, number = name.partition("-")
-    if role not in ("attention", "experts"):
+    if role not in ("attention", "experts", "colocated"):
         return {}
     gpu = int(number)
     if role == "experts":
         gpu = options.attention + gpu % max(1, options.gpus - options.attention)
-    link = {"fabric_shared": options.shared, "fabric_lane": options.lane}
+    link = {"fabric_shared": options.shared}
+    if role != "colocated":
+        link["fabric_lane"] = options.lane
     batch: dict[str, object] = {}
-    if role == "attention":
+    if role != "experts":
         batch = {"max_num_seqs": options.streams, "max_num_batched_tokens": 512}
         batch |= {"cuda_graphs": options.graphs, "lookahead": options.lookahead}
     return {"device": options.device, "gpu": gpu, **link, **batch}
@@ -226,6 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", type=int, default=2)
     parser.add_argument("--experts", type=int, default=6, help="more than GPUs: those that wait take places at once")
+    parser.add_argument("--colocated", type=int, default=0, help="so many with both instead")
     parser.add_argument("--gpus", type=int, default=4, help="the first ones are the attention workers'")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
@@ -243,9 +253,11 @@ def main() -> int:
     options.until = time.monotonic() + options.limit
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
+    apart = 0 if options.colocated else 1
     shape = Shape(
-        attention=options.attention, experts=options.experts, groups=options.groups, schedulers=1, lease_s=6.0
-    )
+        attention=apart * options.attention, experts=apart * options.experts, groups=options.groups,
+        colocated=options.colocated, schedulers=1, lease_s=6.0,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, bench(Path(folder)) as stage, places(False) as place:
         timer = threading.Timer(options.limit, give_up, (stage, options.out))
         timer.daemon = True

@@ -63,6 +63,8 @@ class Shape:
     attention: int = 2
     experts: int = 3
     groups: int = 2
+    colocated: int = 0
+    """Attention workers with a seat of their own, besides."""
     schedulers: int = 2
     lease_s: float = 3.0
 
@@ -150,13 +152,14 @@ class Cluster:
         """Whether all workers have what they need, and the leader counts them all. Its table may list the dead a while
         longer, so the workers are asked too."""
         leader = self.leader()
-        workers = [*self.of("experts"), *self.of("attention")]
+        workers = [*self.of("experts"), *self.of("attention"), *self.of("colocated")]
         if leader is None or not all(self._ready(name) for name in workers):
             return False
         with contextlib.suppress(httpx.HTTPError):
             text = httpx.get(self._url(leader, "metrics"), timeout=2).text
             counted = metric_sum(text, "expertmesh_expert_seats"), metric_sum(text, "expertmesh_workers")
-            return counted == (self.shape.experts, self.shape.attention)
+            both = self.shape.colocated
+            return counted == (self.shape.experts + both, self.shape.attention + both)
         return False
 
     def wait_whole(self, seconds: float = READY_S) -> None:
@@ -188,19 +191,22 @@ class Cluster:
         return f"http://{member.place.address}:{member.ports['metrics_port']}/{page}"
 
     def _names(self) -> list[str]:
-        counts = {"scheduler": self.shape.schedulers, "experts": self.shape.experts, "attention": self.shape.attention}
+        shape = self.shape
+        counts = {"scheduler": shape.schedulers, "experts": shape.experts, "attention": shape.attention}
+        counts["colocated"] = shape.colocated
         return ["redis", "gateway", *(f"{role}-{i}" for role, count in counts.items() for i in range(count))]
 
     def _member(self, name: str, place: Place) -> Member:
         role = name.partition("-")[0]
         ports = {"port": free_port()} if role == "gateway" else {"metrics_port": free_port()}
         compute: dict[str, object] = {"dtype": "float32", "threads": 1, "fabric_secret_file": self._secret}
+        attention = compute | {"model": self._model, "kv_blocks": 1024, "experts_patience": PATIENCE_S}
         own: dict[str, dict[str, object]] = {
             "redis": {},
             "gateway": {"model": self._model, "served_model_name": "pocket", "auth": "off"},
             "scheduler": {"expert_groups": self.shape.groups},
-            "attention": compute
-            | {"model": self._model, "experts": "tcp", "kv_blocks": 1024, "experts_patience": PATIENCE_S},
+            "attention": attention | {"experts": "tcp"},
+            "colocated": attention,
             "experts": compute | {"model": self._model},
         }
         common = {"host": place.address, "lease": self.shape.lease_s}

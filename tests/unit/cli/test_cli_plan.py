@@ -40,7 +40,12 @@ def test_experts_that_fit_no_gpu_are_shared(capsys: pytest.CaptureFixture[str], 
     code, text = said(capsys, "--model", big, "--gpus", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1")
     assert code == 0
     assert "co-located by 2" in text
-    assert f"Run: expertmesh serve --model {big} --colocated-workers 2" in text
+    run = f"Run: expertmesh serve --model {big} --colocated-workers 2"
+    assert f"{run} --colocated-by seats --fabric-shared auto\n" in text
+    nodes = ("--gpus", "2", "--nodes", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1", "--across-us", "1")
+    code, text = said(capsys, "--model", big, *nodes)
+    assert code == 0
+    assert "2 x `expertmesh attention --experts mesh --ranks 2" in text, "nothing is shared across nodes"
 
 
 def test_across_nodes_it_compares_both_exchanges(capsys: pytest.CaptureFixture[str], big: str) -> None:
@@ -61,10 +66,12 @@ def test_it_says_what_it_assumes_and_how_far_off_it_was(capsys: pytest.CaptureFi
     assert "h200 reaches 4.30 TB/s and 790 Tflop/s (measured; kernels/bench/floors.py)" in text
     assert "shared memory in 9 us + bytes at 295 GB/s one way (ADR 5)" in text
     assert "77 tokens of context" in text
+    assert "by seats that share memory, too" in text
     assert "nothing was measured of other splits.\n" in text
     _, text = said(capsys, "--model", big, "--gpus", "4", "--gpu", "h100", "--nodes", "2", "--weight-bits", "8")
     assert "nothing was measured of other splits, the h100, 8-bit weights, several nodes.\n" in text
     assert "a guess: give --across-us, --across-gb" in text
+    assert "by the NCCL mesh, 5,000 us a layer" in text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.config import ROLES, Settings, concerned, load_layered, load_settings, mask_url, option, roles_of
+from services.config import (
+    ROLES,
+    Settings,
+    colocated,
+    concerned,
+    load_layered,
+    load_settings,
+    mask_url,
+    option,
+    roles_of,
+)
 from services.errors import ConfigError
 
 
@@ -180,7 +190,8 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
         assert roles_of(name) or "`serve`" in field.description, name
-    assert set(concerned(None)) - {name for role in ROLES for name in concerned(role)} == {"attention_workers"}
+    of_roles = {name for role in ROLES for name in concerned(role)}
+    assert set(concerned(None)) - of_roles == {"attention_workers", "colocated_by"}
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,6 +278,22 @@ def test_ranks_do_not_start_without_a_secret() -> None:
     argv = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh", "--mesh-address", "host:1"]
     with pytest.raises(ConfigError, match="the secret that all ranks share"):
         load_settings(argv, role="attention")
+
+
+def test_an_attention_worker_with_a_seat_takes_the_options_of_both() -> None:
+    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f"]
+    settings = load_settings([*argv, "--max-num-seqs", "7", "--expert-group", "2"], role="colocated")
+    assert (settings.max_num_seqs, settings.expert_group) == (7, 2)
+    with pytest.raises(ConfigError, match="needs the secret that attention and expert workers share"):
+        load_settings(argv[:4], role="colocated")
+    for option_ in ("--experts", "--rank", "--overlap", "--fabric-lane"):
+        with pytest.raises(ConfigError, match=f"{option_} does not concern `expertmesh colocated`"):
+            load_settings([*argv, option_, "1"], role="colocated")
+
+
+def test_what_it_has_no_choice_about_is_settled() -> None:
+    both = colocated(Settings(overlap="on", experts="mesh", fabric_lane="nccl", fabric_shared="auto"))
+    assert (both.experts, both.overlap, both.fabric_lane, both.fabric_shared) == ("tcp", "off", "tcp", "auto")
 
 
 def test_nothing_overlaps_where_the_experts_are_in_the_same_process() -> None:

@@ -280,6 +280,33 @@ async def test_attention_workers_that_share_the_experts_have_ranks_and_meet_at_o
     assert len({rank["metrics_port"] for rank in ranks}) == 3
 
 
+_SEATS: dict[str, Any] = {"colocated_by": "seats", "modules": _MODULES | {"colocated": "fake_role"}}
+
+
+async def test_attention_workers_with_seats_share_the_experts_in_as_many_groups(home: Path) -> None:
+    assert await _run(_until_started(home, 5), colocated_workers=3, gpu=4, **_SEATS) == 0
+    started = {note["role"]: note["settings"] for note in _notes(home, "started")}
+    names = [f"colocated-{number}" for number in range(3)]
+    assert set(started) == {"gateway", "scheduler", *names}
+    assert [started[name]["gpu"] for name in names] == [4, 5, 6]
+    assert started["scheduler"]["expert_groups"] == 3
+    assert len({started[name]["fabric_secret_file"] for name in names}) == 1
+
+
+async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) -> None:
+    (home / "colocated-1.fail").write_text("70 kill 70 70 70 70")
+
+    async def during(_: str) -> None:
+        await _until(lambda: [note["role"] for note in _notes(home)].count("colocated-1") == 7)
+
+    assert await _run(during, colocated_workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
+
+
+async def test_a_worker_whose_experts_nobody_else_holds_ends_the_server(home: Path) -> None:
+    (home / "colocated-1.fail").write_text("70 " * 50)
+    assert await _run(_nothing_ever, colocated_workers=2, **_SEATS) == 70
+
+
 async def test_experts_are_shared_or_apart(home: Path) -> None:
     with pytest.raises(ConfigError, match="--colocated-workers alone"):
         await _supervisor(colocated_workers=2, expert_workers=2).run(asyncio.Event())

@@ -1,0 +1,1 @@
+"""An attention worker and an expert worker in one process, on one device: see ``__main__``."""
