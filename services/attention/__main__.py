@@ -26,6 +26,7 @@ from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.errors import MeshBroken, MeshLeft, QueueUnavailable
+from services.fabric.experts import CountingLink
 from services.fabric.symm_link import SymmLink
 from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo, WorkerLoad
@@ -45,6 +46,7 @@ EXPERTS_EVERY_S = 1.0
 FAREWELL_S = 2.0
 SHARED_S = 20.0
 """How long a worker with a seat of its own puts serving off until steps can go through shared memory."""
+SHARED_PAUSE_S = 0.5
 UNBOUNDED = 1 << 62
 """Among ranks in lock-step the engine itself pauses, and goes on serving the others' rows."""
 
@@ -87,7 +89,8 @@ class AttentionRole:
     def missing(self) -> list[str]:
         """What keeps it from serving; for /ready."""
         experts = self._experts.missing() if self._experts else []
-        return experts + (self._worker.missing() if self._worker else [] if experts else ["weights"])
+        awaited = "weights" if self._experts is None else "kernels"
+        return experts + (self._worker.missing() if self._worker else [] if experts else [awaited])
 
     async def _with_experts(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         """Serves once all experts can be reached; where they are in this process that is at once."""
@@ -122,7 +125,7 @@ class AttentionRole:
     async def _serve(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         settings, metrics = self._settings, self._metrics
         if isinstance(built.engine, Engine):
-            await _unless_stopped(partial(self._make_ready, built.engine, built.link), stop)
+            await in_daemon("prepare", partial(self._make_ready, built.engine, built.link, stop.is_set))
             if stop.is_set():
                 return
         steps = StepObserver(metrics, built.engine.stats)
@@ -162,15 +165,20 @@ class AttentionRole:
         finally:
             await end_tasks(tasks)
 
-    def _make_ready(self, engine: Engine[Any], link: object) -> None:
-        """What the first steps would wait for. Beside a seat again with shared memory: kernels of that seat that wait
-        for rows hold up the loading of others."""
+    def _make_ready(self, engine: Engine[Any], link: CountingLink[Any], stopped: Callable[[], bool]) -> None:
+        """What the first steps would wait for. Beside a seat, whose kernels that wait for rows hold the loading of
+        others up, that is all: without shared memory first, then with it."""
         engine.prepare()
-        if not engine.on_gpu:
+        link.expert_rows()  # makes what reading them needs
+        if not (self._beside_experts and engine.on_gpu) or stopped():
             return
-        engine.rehearse()
-        if self._beside_experts and isinstance(link, SymmLink) and link.wait_shared(SHARED_S):
-            engine.rehearse()
+        engine.rehearse(stopped)
+        if isinstance(link, SymmLink):
+            until = time.monotonic() + SHARED_S
+            while not (shared := link.wait_shared(SHARED_PAUSE_S)) and not stopped() and time.monotonic() < until:
+                pass
+            if shared:
+                engine.rehearse(stopped)
 
     def _watched(self, built: Built) -> list[Callable[[], None]]:
         metrics, link, mesh = self._metrics, built.link, built.mesh

@@ -27,7 +27,7 @@ from services.attention.overlap import OverlapPolicy
 from services.attention.plan import BatchLimits
 from services.attention.sampling import Sampler
 from services.attention.stepper import Climbed, Lookahead, Stepper
-from services.errors import ConfigError
+from services.errors import ConfigError, InternalError
 from services.fabric.experts import ExpertLink
 from services.fabric.timed import TimedLink
 from services.messages import GenerateRequest, TokenEvent
@@ -181,10 +181,16 @@ class Engine(Generic[HandleT]):
         if self._graphs:
             self._graphs.prepare()
 
-    def rehearse(self) -> None:
+    def rehearse(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Answer made-up requests and forget them: kernels are compiled and loaded, and buffers made, before anybody
         waits for it. Nothing may be held. Takes seconds on a GPU, most of them where that was never done; the experts
-        have to be there, and what comes without them is left to be met in service.
+        have to be there, and what comes without them is left to be met in service. Experts count its rows as any.
+
+        Args:
+            stopped: asked before each step; then the rest is left out.
+
+        Raises:
+            InternalError: a step failed that should not.
         """
         assert not self.has_work
         began, overlap = time.monotonic(), self._overlap
@@ -195,9 +201,13 @@ class Engine(Generic[HandleT]):
                 for request in asked:
                     self.add(request)
                 while self.has_work:
+                    late = time.monotonic() > began + REHEARSAL_S
                     told = next((event.error for event in self.step() if event.error), None)
-                    if told or time.monotonic() > began + REHEARSAL_S:
-                        log.warning("rehearsed in part only: %s", told.message if told else "it took too long")
+                    if told and told.code == InternalError.code:
+                        raise InternalError("A made-up request failed.", hint="The log has the cause.")
+                    if told or late or stopped():
+                        why = told.message if told else "it took too long" if late else "the worker is to end"
+                        log.warning("rehearsed in part only: %s", why)
                         self._drop_all()
                         return
             log.info("rehearsed after %.1f s", time.monotonic() - began)

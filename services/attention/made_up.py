@@ -24,15 +24,18 @@ def rounds(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest
     >>> [(len(asked), len(asked[0].token_ids)) for asked in rounds(bounds, 4096)]
     [(1, 29), (1, 5), (1, 5), (2, 5), (2, 5), (3, 5), (3, 5)]
     """
-    room = min(limits.max_model_len, kv_tokens) - DRAWN
-    if room < 1:
+    room = min(limits.max_model_len, kv_tokens)
+    longest = min(limits.max_num_batched_tokens, room - DRAWN)
+    if longest < 1:
         return
-    plain = SamplingParams(max_tokens=DRAWN, temperature=0.0, ignore_eos=True)
-    yield [_request(limits, 0, min(limits.max_num_batched_tokens, room), plain)]
-    kinds = _kinds()
+    yield [_request(limits, 0, longest, _plain(DRAWN))]
     for size in _sizes(min(limits.max_num_seqs, MOST_AT_ONCE)):
-        yield [_request(limits, at, min(SHORT, room), plain) for at in range(size)]
-        yield [_request(limits, at, min(SHORT, room), kinds[at % len(kinds)]) for at in range(size)]
+        steps = -(-SHORT * size // max(1, limits.max_num_batched_tokens - size))  # until the last prompt is through
+        drawn, length = DRAWN + steps, min(SHORT, room - DRAWN - steps)
+        if length > 0:
+            kinds = _kinds(drawn)
+            yield [_request(limits, at, length, _plain(drawn)) for at in range(size)]
+            yield [_request(limits, at, length, kinds[at % len(kinds)]) for at in range(size)]
 
 
 def _sizes(most: int) -> list[int]:
@@ -40,9 +43,13 @@ def _sizes(most: int) -> list[int]:
     return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
 
 
-def _kinds() -> list[SamplingParams]:
+def _plain(drawn: int) -> SamplingParams:
+    return SamplingParams(max_tokens=drawn, temperature=0.0, ignore_eos=True)
+
+
+def _kinds(drawn: int) -> list[SamplingParams]:
     """Ways to draw that take kernels of their own."""
-    common: dict[str, Any] = {"max_tokens": DRAWN, "ignore_eos": True}
+    common: dict[str, Any] = {"max_tokens": drawn, "ignore_eos": True}
     return [
         SamplingParams(**common, logprobs=2, prompt_logprobs=1),
         SamplingParams(**common, top_p=0.9, seed=1),

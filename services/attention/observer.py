@@ -120,7 +120,7 @@ class StepObserver:
 class ExpertObserver:
     """Rows, and the share of the busiest experts: of each layer where ``by_layer``, else of all and the mean share.
 
-    ``read`` gives the totals by layer and expert.
+    ``read`` gives the totals by layer and expert; those of now are where it begins to count.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ExpertObserver:
         self._metrics = metrics
         self._by_layer = by_layer
         self._read = read
-        self._seen: dict[int, Sequence[int]] = {}
+        self._seen = dict(read())
         self._recent: dict[int, list[float]] = {}
         self._last_s = time.monotonic()
 
@@ -169,11 +169,11 @@ class ExpertObserver:
 
 
 class StallObserver:
-    """Time spent waiting, by the shard group waited for. ``read`` gives the totals in seconds."""
+    """Time spent waiting from now on, by the shard group waited for. ``read`` gives the totals in seconds."""
 
     def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[int, float]]) -> None:
         self._metrics, self._read = metrics, read
-        self._seen: dict[int, float] = {}
+        self._seen = dict(read())
 
     def refresh(self) -> None:
         for group, seconds in self._read().items():
@@ -192,11 +192,11 @@ class SharingLink(Protocol):
 
 
 class SharingObserver:
-    """Seats that share memory, how many steps went through it, and how many had to run again."""
+    """Seats that share memory, how many steps went through it from now on, and how many had to run again."""
 
     def __init__(self, metrics: WorkerMetrics, link: SharingLink) -> None:
         self._metrics, self._link = metrics, link
-        self._seen = (0, 0)
+        self._seen = link.shared_steps, link.repeated_steps
 
     def refresh(self) -> None:
         self._metrics.shared_seats.set(self._link.shared_seats())

@@ -52,7 +52,7 @@ def remote_link(
         num_experts=spec.num_experts,
         groups=even_groups(list(spec.moe_layers), spec.num_experts, 1),
     )
-    memory = memory_for(settings.fabric_shared, device)
+    memory = memory_for(settings.fabric_shared, device, aside=beside_experts)
     if memory is None:
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
@@ -63,7 +63,9 @@ def remote_link(
         memory=memory,
         device=device,
         layers=list(spec.moe_layers),
-        layout=_layout(settings, spec, dtype, memory, MOST_ROWS_BESIDE if beside_experts else MOST_SHARED_ROWS),
+        layout=_layout(
+            settings, spec, dtype, memory, MOST_ROWS_BESIDE if beside_experts and not host else MOST_SHARED_ROWS
+        ),
         node=node_name(settings),
         options=SymmOptions(
             deadline_s=settings.exchange_timeout if host else deadline_s,

@@ -265,7 +265,9 @@ def _command(mode: Mode, given: Namespace) -> str:
                 f"{mode.degree} x `expertmesh attention --experts mesh --ranks {mode.degree} --rank R "
                 "--mesh-address HOST:PORT` (docs/operating.md)"
             )
+        if given.nodes == 1:  # groups of the experts, each with as many replicas as there are copies
+            groups = f" --expert-groups {mode.degree}" if mode.degree < given.gpus else ""
+            return f"{model} --colocated-workers {given.gpus}{groups} --colocated-by seats --fabric-shared auto"
         copies = given.gpus // mode.degree
-        seats = " --colocated-by seats --fabric-shared auto" if given.nodes == 1 else ""
-        return f"{model} --colocated-workers {mode.degree}{seats}" + (f", {copies} of them" if copies > 1 else "")
+        return f"{model} --colocated-workers {mode.degree}" + (f", {copies} of them" if copies > 1 else "")
     return model if given.gpus == 1 else f"`expertmesh attention` on each of {given.gpus} GPUs (docs/operating.md)"

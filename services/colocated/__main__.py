@@ -21,13 +21,17 @@ from services.queue.connect import check_access, connect
 from services.queue.tasks import end_tasks
 from services.runtime import MetricsServer, run_role, scrape_url
 
+FAREWELL_S = 2.0
+"""For a seat whose attention has failed: others learn at once that it is gone, not when its lease expires."""
+
 log = logging.getLogger(__name__)
 
 
 async def run_both(attention: AttentionRole, experts: ExpertsRole, metrics_url: str, stop: asyncio.Event) -> None:
     """Both until ``stop``. The seat leaves last: what attention has to end needs it, and the others may, too.
 
-    What ends one of them by an error ends both. A seat that the scheduler wants gone leaves attention here.
+    What ends one of them by an error ends both; the seat still says farewell. One that the scheduler wants gone leaves
+    attention here.
     """
     leave = asyncio.Event()
     holding = asyncio.ensure_future(experts.run(metrics_url, leave))
@@ -38,7 +42,12 @@ async def run_both(attention: AttentionRole, experts: ExpertsRole, metrics_url: 
         if holding.done():
             holding.result()
             log.info("the seat was given up; attention goes on")
-        await attending
+        try:
+            await attending
+        except Exception:
+            leave.set()
+            await asyncio.wait({holding}, timeout=FAREWELL_S)
+            raise
         leave.set()
         await holding
     finally:

@@ -145,7 +145,23 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
 
 def colocated(settings: Settings) -> Settings:
     """What an attention worker and an expert worker in one process go by: rows to other processes, no lane to this one,
-    and nothing to overlap with, since it is this GPU that computes experts."""
+    and nothing to overlap with, since it is this GPU that computes experts.
+
+    Raises:
+        ConfigError: something else was asked for.
+    """
+    others = {
+        "overlap": ("auto", "off"),
+        "fabric_lane": ("auto", "tcp"),
+        "expert_slots": (None,),
+        "expert_slices": (1,),
+    }
+    for name, allowed in others.items():
+        if (value := getattr(settings, name)) not in allowed:
+            raise ConfigError(
+                f"{option(name)} {value} cannot be where attention has a seat beside it.",
+                hint="Leave it out, or choose --colocated-by mesh or expert workers.",
+            )
     return settings.model_copy(update={"experts": "tcp", "fabric_lane": "tcp", "overlap": "off"})
 
 

@@ -66,6 +66,7 @@ class ExpertsRole:
         keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
         self._queue, self._reader = ExpertQueue(redis, keys, limits), TableReader(redis, keys, limits)
         self._worker: ExpertWorker | None = None
+        self._over = False
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Take a seat, serve until ``stop`` or until the scheduler wants it gone, leave."""
@@ -92,11 +93,14 @@ class ExpertsRole:
         observing = asyncio.create_task(_observe(observer))
         try:
             await worker.run(stop)
+            self._over = True
         finally:
             observing.cancel()
 
     def missing(self) -> list[str]:
-        """What keeps it from serving; for /ready."""
+        """What keeps it from serving; for /ready. Nothing once it has left."""
+        if self._over:
+            return []
         return self._worker.missing() if self._worker else ["a seat"]
 
 

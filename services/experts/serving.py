@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from services.config import Settings
 from services.experts.donors import Donors, Tables, given
+from services.fabric.counters import beside
 from services.fabric.nccl_setup import Lanes, lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.symm_host import WAIT_S, SymmHost
@@ -129,6 +131,10 @@ class Loader:
             CheckpointError: the weights are damaged or not there.
             PortInUse: another process listens on the port.
         """
+        with beside(self._device) if self._beside and self._device.type == "cuda" else nullcontext():
+            return self._served(group, seat, stopped)
+
+    def _served(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         weights = self._given(group, stopped) or self._read(group, stopped)
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
         if self._device.type == "cuda":
@@ -155,7 +161,7 @@ class Loader:
         layers = self._spec.moe_layers
         if not all(group.experts.get(layer) for layer in layers):
             return None
-        memory = memory_for(self._settings.fabric_shared, self._device)
+        memory = memory_for(self._settings.fabric_shared, self._device, aside=self._beside)
         if memory is None:
             return None
         return SymmHost(
@@ -167,6 +173,7 @@ class Loader:
             hidden=self._spec.hidden_size,
             dtype=self._dtype,
             wait_s=WAIT_BESIDE_S if self._beside else WAIT_S,
+            aside=self._beside,
         )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:

@@ -1,12 +1,18 @@
-"""Counters on a device that kernels add to, read by threads for metrics and heartbeats while steps go on."""
+"""What threads do with a device beside its steps: counters that kernels add to are read for metrics and heartbeats."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+
+
+def beside(device: torch.device) -> AbstractContextManager[object]:
+    """This thread's work goes to a new stream of ``device``, a GPU, that waits for no other."""
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 class Counters:
@@ -22,20 +28,24 @@ class Counters:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pinned: dict[tuple[int, int], Tensor] = {}
 
-    def read(self, counts: Sequence[Tensor]) -> list[list[int]]:
-        """Values of ``counts``, int64 vectors of one length, on one device."""
-        if not counts or counts[0].device.type != "cuda":
+    def read(self, counts: Tensor | Sequence[Tensor]) -> list[list[int]]:
+        """Values of ``counts``, int64: a matrix, or vectors of one length on one device. The first time of a shape may
+        wait for the device."""
+        if not len(counts) or counts[0].device.type != "cuda":
             return [counts_E.tolist() for counts_E in counts]
         device, shape = counts[0].device, (len(counts), len(counts[0]))
         with self._gate, torch.cuda.device(device), torch.inference_mode():
             stream = self._streams.get(device) or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._streams[device] = stream
-            if shape not in self._pinned:  # once: making it may wait for the device
+            if shape not in self._pinned:
                 self._pinned[shape] = torch.empty(shape, dtype=torch.int64, pin_memory=True)
             told_LE = self._pinned[shape]
             with torch.cuda.stream(stream):
-                for told_E, counts_E in zip(told_LE, counts, strict=True):
-                    told_E.copy_(counts_E, non_blocking=True)
+                if isinstance(counts, Tensor):
+                    told_LE.copy_(counts, non_blocking=True)
+                else:
+                    for told_E, counts_E in zip(told_LE, counts, strict=True):
+                        told_E.copy_(counts_E, non_blocking=True)
                 stream.synchronize()
             values: list[list[int]] = told_LE.tolist()
             return values

@@ -63,13 +63,16 @@ class _Array:
 class CudaMemory:
     """Allocates on ``device`` and maps others' memory for it.
 
+    ``aside``: memory is written and read beside the default stream, where a step may wait for what another thread of
+    this process is yet to launch.
+
     Raises:
         FabricError: the driver is too old, or the GPU cannot share memory.
     """
 
     kind = "cuda"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, aside: bool = False) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = torch.device("cuda", index)
         try:
@@ -86,6 +89,7 @@ class CudaMemory:
         granularity = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), 0)
         self._granularity = granularity.value
+        self._aside = torch.cuda.Stream(self._device) if aside else None  # type: ignore[no-untyped-call]
         self._post = FdPost()
         self._uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
@@ -98,9 +102,10 @@ class CudaMemory:
         address = self._map(handle, whole)
         tensor: Tensor = torch.as_tensor(_Array(address, whole), device=self._device)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        tensor.zero_()
-        tensor[size : size + NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self._device)
-        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.stream(self._aside):
+            tensor.zero_()
+            tensor[size : size + NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         key = self._post.hang(fd.value)
 
         def close() -> None:
@@ -128,11 +133,18 @@ class CudaMemory:
             os.close(fd)
         address = self._map(handle, facts.size)
         found = ctypes.create_string_buffer(NONCE_BYTES)
-        self._call("cuMemcpyDtoH_v2", found, c_uint64(address + facts.nonce_at), c_size_t(NONCE_BYTES))
+        read: tuple[Any, ...] = (found, c_uint64(address + facts.nonce_at), c_size_t(NONCE_BYTES))
+        if self._aside is None:
+            self._call("cuMemcpyDtoH_v2", *read)
+        else:
+            self._call("cuMemcpyDtoHAsync_v2", *read, c_void_p(self._aside.cuda_stream))
+            self._aside.synchronize()
         if found.raw != facts.nonce:
             self._unmap(address, facts.size)
             raise wrong_memory(facts)
-        return Mapping(address, lambda: self._unmap(address, facts.size), facts.device)
+        return Mapping(
+            address, lambda: self._unmap(address, facts.size), facts.device, own=facts.process == os.getpid()
+        )
 
     def close(self) -> None:
         self._post.close()

@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from moe_kernels.exchange_layout import Layout
 from services.errors import ExpertMeshError, WireError
-from services.fabric.counters import Counters
+from services.fabric.counters import Counters, beside
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
 from services.fabric.symm_steps import GraphSteps, StepBody, Steps, ThreadSteps
@@ -59,6 +60,7 @@ class SymmHost:
         layers: those with experts here, in the order of the model: all layers with experts.
         num_experts: per layer, in the whole model.
         wait_s: how long a started step waits for rows.
+        aside: others compute on the device's default stream, in this process: guests are prepared beside it.
     """
 
     def __init__(
@@ -73,12 +75,15 @@ class SymmHost:
         dtype: torch.dtype,
         limits: Limits | None = None,
         wait_s: float = WAIT_S,
+        aside: bool = False,
     ) -> None:
         self._compute, self._memory, self._device = compute, memory, device
         self._layers, self._hidden, self._dtype = list(layers), hidden, dtype
         self._limits, self._wait_s = limits or Limits(), wait_s
         self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self._aside = aside and device.type == "cuda"
         self._counters = Counters()
+        self._counters.read(self._counts_LE)  # makes what it needs before anything waits on this GPU
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # guests' streams do not wait for this one
         self._gate = threading.Lock()
@@ -114,7 +119,7 @@ class SymmHost:
 
     def rows(self) -> Mapping[int, Sequence[int]]:
         """Layer -> pairs by expert since the start; steps that are run again count again."""
-        return dict(zip(self._layers, self._counters.read(list(self._counts_LE)), strict=True))
+        return dict(zip(self._layers, self._counters.read(self._counts_LE), strict=True))
 
     def idle(self) -> bool:
         with self._gate:
@@ -158,7 +163,8 @@ class SymmHost:
     def _prepare(self, peer: Peer, guest: _Guest, offer: Offer) -> None:
         began = time.perf_counter()
         try:
-            answer = self._prepared(guest, offer)
+            with beside(self._device) if self._aside else nullcontext():
+                answer = self._prepared(guest, offer)
         except (ExpertMeshError, RuntimeError) as error:
             log.warning("Rows of %s stay on tcp: %s", peer.name, error)
             answer = Taken(problem=str(error)[:1000])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from moe_kernels.exchange_layout import Layout
@@ -77,6 +77,13 @@ class SymmLane:
         """Whether so many seats were shared at some moment of that time."""
         with self._changed:
             return self._changed.wait_for(lambda: sum(seat.usable for seat in self._seats.values()) >= seats, seconds)
+
+    def wait_for_groups(self, groups: Set[int], seconds: float) -> bool:
+        """Whether each of ``groups`` had a shared seat at some moment of that time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: groups <= {seat.link.seat.group for seat in self._seats.values() if seat.usable}, seconds
+            )
 
     def begin(self, seats: frozenset[SharedSeat]) -> None:
         """A step counts on ``seats``; none is under way."""

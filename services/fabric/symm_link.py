@@ -251,11 +251,11 @@ class SymmLink:
 
     def wait_shared(self, seconds: float) -> bool:
         """Whether every group had a seat of shared memory at some moment of that time; not while steps are made."""
-        return self.lane.wait_for(len(self._table.groups), seconds)
+        return self.lane.wait_for_groups(self._numbers.keys(), seconds)
 
     def expert_rows(self) -> dict[int, list[int]]:
         """Layer -> pairs by expert since the start; those of a step that was run again count again."""
-        here, tcp = self._counters.read(list(self._counts_LE)), self.tcp.expert_rows()
+        here, tcp = self._counters.read(self._counts_LE), self.tcp.expert_rows()
         return {
             layer: [one + other for one, other in zip(here[at], tcp[layer], strict=True)]
             for layer, at in self._order.items()
@@ -294,7 +294,8 @@ class SymmLink:
             of_group = [seat for seat in usable if seat.link.seat.group == group]
             prompt = [seat for seat in of_group if seat not in self._slow_until]  # tcp is patient with slow ones
             if prompt:
-                seats[group] = seat_for(prompt)
+                own = [seat for seat in prompt if seat.inbox and seat.inbox.own]  # no row crosses the link
+                seats[group] = own[0] if own else seat_for(prompt)
         return _Step(
             bucket=bucket_of(most, self._layout.rows),
             micro_batches=len(rows),

@@ -38,10 +38,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Mapping:
-    """Memory of a peer, at ``address`` in this process until :meth:`close`. ``device``: as :class:`Ticket` names it."""
+    """Memory of a peer, at ``address`` in this process until :meth:`close`. ``device``: as :class:`Ticket` names it;
+    ``own``: it is of this very process."""
 
-    def __init__(self, address: int, close: Callable[[], None], device: str = "") -> None:
-        self.address, self.device = address, device
+    def __init__(self, address: int, close: Callable[[], None], device: str = "", *, own: bool = False) -> None:
+        self.address, self.device, self.own = address, device, own
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
@@ -142,8 +143,10 @@ def wrong_memory(ticket: Ticket) -> FabricError:
     return FabricError(f"The memory that {ticket.post} gave out is not what the ticket is for.")
 
 
-def memory_for(choice: str, device: torch.device) -> PeerMemory | None:
+def memory_for(choice: str, device: torch.device, *, aside: bool = False) -> PeerMemory | None:
     """What ``--fabric-shared`` asks for; None where there is nothing to share, or (``auto``) it cannot be.
+
+    ``aside``: while kernels of this process wait for one another, see :class:`services.fabric.symm_cuda.CudaMemory`.
 
     Raises:
         ConfigError: ``host`` beside a GPU.
@@ -160,7 +163,7 @@ def memory_for(choice: str, device: torch.device) -> PeerMemory | None:
     from services.fabric.symm_cuda import CudaMemory  # looks for the driver
 
     try:
-        return CudaMemory(device)
+        return CudaMemory(device, aside=aside)
     except FabricError as error:
         log.warning("Rows do not go through shared memory: %s", error)
         return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
+from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings, colocated
 from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
@@ -113,6 +113,8 @@ class Supervisor:
                 "Experts are either shared by attention workers or in workers of their own.",
                 hint="Give --colocated-workers alone, or --attention-workers and --expert-workers.",
             )
+        if settings.colocated_by == "seats":
+            _check_seats(settings)
         self._check_model(model)
         return check_port(self._settings.host, self._settings.port)
 
@@ -252,12 +254,25 @@ class Supervisor:
         """The gateway first, which lets open requests end; Redis, which all others need, last; each role together."""
         roles = self._processes()
         for role in [*self._modules, None]:
-            drains = {GATEWAY: 1, ATTENTION: 1, COLOCATED: 2, EXPERTS: 1}.get(role, 0) if role else 0
+            drains = {GATEWAY: 1, ATTENTION: 1, COLOCATED: 3, EXPERTS: 1}.get(role, 0) if role else 0
             patience_s = drains * self._settings.drain_timeout + self._stop_margin_s
             if role == GATEWAY:
                 patience_s += self._settings.drain_delay
             of_role = [child for child in self._children if roles.get(child.name) == role]
             await asyncio.gather(*(child.stop(patience_s) for child in of_role))
+
+
+def _check_seats(settings: Settings) -> None:
+    if not settings.colocated_workers:
+        raise ConfigError(
+            "--colocated-by seats says how workers share that are not there.", hint="Give --colocated-workers N."
+        )
+    if (settings.expert_groups or 0) > settings.colocated_workers:
+        raise ConfigError(
+            f"--expert-groups {settings.expert_groups} are more than the {settings.colocated_workers} seats for them.",
+            hint="Give as many --colocated-workers, or fewer groups.",
+        )
+    colocated(settings)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

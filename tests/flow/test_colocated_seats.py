@@ -39,7 +39,7 @@ def pids(server: Server) -> set[int]:
 async def disturbed(server: Server, wanted: list[dict[str, Any]], victim: psutil.Process, how: str) -> None:
     """Answers to ``wanted`` are the recorded ones though ``victim`` goes once some of them are computed."""
     asking = asyncio.create_task(complete_all(server.url, wanted, at_once=32))
-    while server.metric("expertmesh_requests_running") < 3:
+    while server.metric("expertmesh_requests_running") < 3 and not asking.done():
         await asyncio.sleep(0.05)
     getattr(victim, how)()
     assert not asking.done(), "it came too late to disturb"

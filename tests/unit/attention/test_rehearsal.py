@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from services.attention.engine import Engine
-from services.errors import ExpertUnavailable
+from services.attention.made_up import rounds
+from services.attention.plan import BatchLimits
+from services.errors import ExpertUnavailable, InternalError
 from services.fabric.experts import Certain
 from services.fabric.local import LocalHandle
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
@@ -54,11 +56,15 @@ def test_nothing_of_it_is_left(
     assert engine.stats() == before
     assert not engine.held()
     assert "rehearsed after" in caplog.text
-    assert _answer(engine, [5, 9, 2, 7, 1]) == _answer(fresh, [5, 9, 2, 7, 1])
+    made_up = next(rounds(engine._limits, engine.kv_tokens))[0].token_ids[:20]
+    assert _answer(engine, made_up) == _answer(fresh, made_up)
     assert engine.stats().prefix_hit_tokens == fresh.stats().prefix_hit_tokens == 0
 
 
-def test_every_size_of_batch_is_met(make_engine: Callable[..., Engine[LocalHandle]], tiny: Any) -> None:
+@pytest.mark.parametrize(("most", "tokens"), [(6, 64), (96, 64), (64, 32)])
+def test_every_size_of_batch_is_met(
+    make_engine: Callable[..., Engine[LocalHandle]], tiny: Any, most: int, tokens: int
+) -> None:
     sizes: set[int] = set()
 
     class Sized(Counted):
@@ -66,9 +72,39 @@ def test_every_size_of_batch_is_met(make_engine: Callable[..., Engine[LocalHandl
             sizes.add(len(x_TD))
             return super().dispatch(layer, x_TD, *rest)
 
-    make_engine(link=Sized(tiny.link()), max_num_seqs=6).rehearse()
-    assert {1, 2, 4, 6} <= sizes, "decode steps"
-    assert max(sizes) == 64, "a step of as many tokens as may be"
+    link = Sized(tiny.link())
+    make_engine(link=link, max_num_seqs=most, max_num_batched_tokens=tokens, kv_blocks=512).rehearse()
+    wanted = [1 << power for power in range(10) if 1 << power <= min(most, tokens)]
+    assert {*wanted, min(most, tokens)} <= sizes, "decode steps"
+    assert max(sizes) == tokens, "a step of as many tokens as may be"
+
+
+def test_a_worker_that_is_to_end_rehearses_no_further(
+    make_engine: Callable[..., Engine[LocalHandle]], tiny: Any
+) -> None:
+    link = Counted(tiny.link())
+    engine = make_engine(link=link)
+    engine.rehearse(lambda: link.exchanges > 20)
+    assert not engine.has_work
+    assert link.exchanges < 60
+
+
+def test_a_step_that_should_not_fail_ends_the_worker(
+    make_engine: Callable[..., Engine[LocalHandle]], tiny: Any
+) -> None:
+    class Broken(Counted):
+        def combine(self, _handle: Any) -> Any:
+            raise RuntimeError("an illegal address")
+
+    with pytest.raises(InternalError):
+        make_engine(link=Broken(tiny.link())).rehearse()
+
+
+def test_without_room_for_a_request_there_is_nothing_to_rehearse() -> None:
+    tiny_limits = BatchLimits(
+        max_num_seqs=4, max_num_batched_tokens=8, max_model_len=3, vocab_size=10, eos_token_ids=()
+    )
+    assert not list(rounds(tiny_limits, 4096))
 
 
 def test_where_experts_go_meanwhile_it_serves_once_they_are_back(

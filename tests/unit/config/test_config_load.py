@@ -292,8 +292,11 @@ def test_an_attention_worker_with_a_seat_takes_the_options_of_both() -> None:
 
 
 def test_what_it_has_no_choice_about_is_settled() -> None:
-    both = colocated(Settings(overlap="on", experts="mesh", fabric_lane="nccl", fabric_shared="auto"))
+    both = colocated(Settings(experts="mesh", fabric_shared="auto"))
     assert (both.experts, both.overlap, both.fabric_lane, both.fabric_shared) == ("tcp", "off", "tcp", "auto")
+    for asked in ({"overlap": "on"}, {"fabric_lane": "nccl"}, {"expert_slots": 4}):
+        with pytest.raises(ConfigError, match="cannot be where attention has a seat beside it"):
+            colocated(Settings(**asked))  # type: ignore[arg-type]
 
 
 def test_nothing_overlaps_where_the_experts_are_in_the_same_process() -> None:

@@ -171,6 +171,27 @@ def test_nothing_is_replayed_where_rows_go_over_tcp() -> None:
         assert link.settled()
 
 
+def test_memory_is_shared_with_all_groups_or_not_with_all() -> None:
+    groups = even_groups([0], EXPERTS, 2)
+    seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
+    with linked(seats, groups=groups) as link:
+        assert link.wait_shared(LONG_S)
+        seats[2].server.close()
+        wait_until(lambda: link.shared_seats() == 2, LONG_S, "the seat of the other group is lost")
+        assert not link.wait_shared(0.1), "two seats, but of one group"
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_of_replicas_the_one_of_this_process_is_taken(own: int) -> None:
+    with linked([Seat(0), Seat(1)]) as link:
+        for shared in link.lane.usable():
+            assert shared.inbox is not None
+            shared.inbox.own = shared.link.seat.number == own
+        found, expected, _ = step(link, 3, known=True)
+        assert torch.equal(found, expected)
+        assert link.shared() == {0: own}
+
+
 @pytest.mark.parametrize(("rows", "known", "node"), [(9, True, "here"), (3, False, "here"), (3, True, "elsewhere")])
 def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node: str) -> None:
     seat = Seat(0)
@@ -284,12 +305,12 @@ def test_auto_shares_between_different_gpus(
 ) -> None:
     """The choice alone: the driver's memory is made up."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", lambda device: device)
+    monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", lambda device, **_options: device)
     assert (memory_for(choice, torch.device("cuda")) is not None) == shares
 
 
 def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_device: torch.device) -> None:
+    def fail(_device: torch.device, **_options: object) -> None:
         raise FabricError("The driver is too old.")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

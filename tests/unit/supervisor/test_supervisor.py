@@ -302,6 +302,21 @@ async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) ->
     assert await _run(during, colocated_workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "workers share that are not there"),
+        ({"colocated_workers": 2, "expert_groups": 3}, "--expert-groups 3 are more than the 2 seats"),
+        ({"colocated_workers": 2, "overlap": "on"}, "--overlap on cannot be where attention has a seat"),
+        ({"colocated_workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be"),
+    ],
+)
+async def test_seats_that_cannot_be(home: Path, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        await _supervisor(**_SEATS, **options).run(asyncio.Event())
+    assert not _notes(home)
+
+
 async def test_a_worker_whose_experts_nobody_else_holds_ends_the_server(home: Path) -> None:
     (home / "colocated-1.fail").write_text("70 " * 50)
     assert await _run(_nothing_ever, colocated_workers=2, **_SEATS) == 70

@@ -132,10 +132,11 @@ class Sharing:
 
 def test_steps_through_shared_memory_are_counted_once(registry: CollectorRegistry) -> None:
     link = Sharing(shared_steps=5)
-    observer = SharingObserver(WorkerMetrics(registry), link)
+    observer = SharingObserver(WorkerMetrics(registry), link)  # five were rehearsed
+    link.shared_steps = 10
     observer.refresh()
     observer.refresh()
-    link.shared_steps, link.repeated_steps = 7, 1
+    link.shared_steps, link.repeated_steps = 12, 1
     observer.refresh()
     names = ("shared_seats", "shared_steps_total", "repeated_steps_total")
     assert [registry.get_sample_value(f"expertmesh_{name}") for name in names] == [3, 7, 1]
