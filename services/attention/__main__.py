@@ -32,14 +32,14 @@ from services.fabric.tcp_link import TcpLink
 from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import WorkerMetrics
 from services.queue.clock import RedisClock
-from services.queue.connect import check_access, connect
+from services.queue.duty import on_duty
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
-from services.runtime import AGAIN, CRASHED, MetricsServer, in_daemon, incarnation, run_role, scrape_url
+from services.runtime import AGAIN, CRASHED, in_daemon, incarnation, run_role
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -58,7 +58,7 @@ class AttentionRole:
 
     Args:
         registry: gets the worker's series.
-        beside_experts: of other workers, too, in this process; they are a part of what :meth:`run` waits for.
+        beside_experts: this process has a seat of its own, see :func:`services.attention.remote_link.remote_link`.
     """
 
     def __init__(
@@ -263,18 +263,7 @@ async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | Non
 
 async def attend(settings: Settings, stop: asyncio.Event) -> None:
     """Run an attention worker until ``stop``; then drain."""
-    assert settings.redis_url is not None, "load_settings requires it of this role"
-    redis, registry = connect(settings.redis_url), CollectorRegistry()
-    role = AttentionRole(settings, redis, registry)
-    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=role.missing)
-    try:
-        port = await server.start()
-        log.info("metrics on port %d", port)
-        await check_access(redis, stop)
-        await role.run(scrape_url(settings, port), stop)
-    finally:
-        await server.close()
-        await redis.aclose()
+    await on_duty(settings, stop, partial(AttentionRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,11 +35,12 @@ from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
-REHEARSAL_S = 120.0
-"""What has not been rehearsed by then is met in service."""
-log = logging.getLogger(__name__)
 PROBE_STEPS = 32
 """Where a link gives no key a split may pay, which stands in a graph's way: how often a step is left whole then."""
+REHEARSAL_S = 120.0
+"""What has not been rehearsed by then is met in service."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +171,7 @@ class Engine(Generic[HandleT]):
 
     @property
     def on_gpu(self) -> bool:
+        """Whether kernels have to be loaded before they run."""
         return self._device.type == "cuda"
 
     def prepare(self) -> None:

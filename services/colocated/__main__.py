@@ -10,16 +10,18 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
 from services.attention.__main__ import AttentionRole
 from services.config import COLOCATED, Settings, colocated
 from services.experts.__main__ import ExpertsRole
-from services.queue.connect import check_access, connect
+from services.queue.duty import Duty, on_duty
 from services.queue.tasks import end_tasks
-from services.runtime import MetricsServer, run_role, scrape_url
+from services.runtime import run_role
 
 FAREWELL_S = 2.0
 """For a seat whose attention has failed: others learn at once that it is gone, not when its lease expires."""
@@ -27,7 +29,7 @@ FAREWELL_S = 2.0
 log = logging.getLogger(__name__)
 
 
-async def run_both(attention: AttentionRole, experts: ExpertsRole, metrics_url: str, stop: asyncio.Event) -> None:
+async def run_both(attention: Duty, experts: Duty, metrics_url: str, stop: asyncio.Event) -> None:
     """Both until ``stop``. The seat leaves last: what attention has to end needs it, and the others may, too.
 
     What ends one of them by an error ends both; the seat still says farewell. One that the scheduler wants gone leaves
@@ -54,28 +56,26 @@ async def run_both(attention: AttentionRole, experts: ExpertsRole, metrics_url: 
         await end_tasks(tasks)
 
 
+class ColocatedRole:
+    """Everything around both. ``registry`` gets the series of both."""
+
+    def __init__(self, settings: Settings, redis: Redis, registry: CollectorRegistry) -> None:
+        self._attention = AttentionRole(settings, redis, registry, beside_experts=True)
+        self._experts = ExpertsRole(settings, redis, registry, beside_attention=True)
+
+    async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
+        """Load, serve until ``stop``, drain."""
+        await run_both(self._attention, self._experts, metrics_url, stop)
+
+    def missing(self) -> list[str]:
+        """What keeps it from serving; for /ready."""
+        return list(dict.fromkeys([*self._experts.missing(), *self._attention.missing()]))
+
+
 async def colocate(settings: Settings, stop: asyncio.Event) -> None:
     """Run attention and experts until ``stop``; then drain."""
-    assert settings.redis_url is not None, "load_settings requires it of this role"
     settings = colocated(settings)
-    assert settings.redis_url is not None
-    redis, registry = connect(settings.redis_url), CollectorRegistry()
-    attention = AttentionRole(settings, redis, registry, beside_experts=True)
-    experts = ExpertsRole(settings, redis, registry, beside_attention=True)
-    server = MetricsServer(
-        registry,
-        host=settings.host,
-        port=settings.metrics_port,
-        missing=lambda: list(dict.fromkeys([*experts.missing(), *attention.missing()])),
-    )
-    try:
-        port = await server.start()
-        log.info("metrics on port %d", port)
-        await check_access(redis, stop)
-        await run_both(attention, experts, scrape_url(settings, port), stop)
-    finally:
-        await server.close()
-        await redis.aclose()
+    await on_duty(settings, stop, partial(ColocatedRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

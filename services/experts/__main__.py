@@ -23,13 +23,13 @@ from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
 from services.model.device import serving_dtype, torch_device
 from services.model.spec import ModelSpec, load_spec
-from services.queue.connect import check_access, connect
+from services.queue.duty import on_duty
 from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
-from services.runtime import MetricsServer, advertised, incarnation, node_name, run_role, scrape_url
+from services.runtime import advertised, incarnation, node_name, run_role
 
 REFRESH_S = 1.0
 TABLE_S = 5.0
@@ -45,8 +45,8 @@ async def _observe(observer: ExpertsObserver) -> None:
 
 
 class ExpertsRole:
-    """Everything around one seat. To be made in the event loop; ``registry`` gets the worker's series,
-    ``beside_attention`` is for :class:`services.experts.serving.Loader`.
+    """Everything around one seat. ``registry`` gets the worker's series; ``beside_attention`` is as
+    :class:`services.experts.serving.Loader` says.
 
     Raises:
         ConfigError: the model has no experts.
@@ -134,18 +134,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
 
 async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
     """Run an expert worker until ``stop``; then leave its seat."""
-    assert settings.redis_url is not None, "load_settings requires it of this role"
-    redis, registry = connect(settings.redis_url), CollectorRegistry()
-    role = ExpertsRole(settings, redis, registry)
-    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=role.missing)
-    try:
-        port = await server.start()
-        log.info("metrics on port %d", port)
-        await check_access(redis, stop)
-        await role.run(scrape_url(settings, port), stop)
-    finally:
-        await server.close()
-        await redis.aclose()
+    await on_duty(settings, stop, partial(ExpertsRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

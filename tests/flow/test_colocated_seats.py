@@ -8,23 +8,14 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.pocket_answers import assert_recorded, complete_all, recorded, serve_pocket
 from testkit.servers import Bench, Server, bench, wait_until
 
 pytestmark = pytest.mark.alone
 
 
 def serve(stage: Bench, workers: int, **options: Any) -> Server:
-    return stage.serve(
-        POCKET / "model",
-        served_model_name="pocket",
-        dtype="float32",
-        threads=1,
-        lease=2,
-        colocated_workers=workers,
-        colocated_by="seats",
-        **options,
-    )
+    return serve_pocket(stage, colocated_workers=workers, colocated_by="seats", **options)
 
 
 def check_end(server: Server) -> None:

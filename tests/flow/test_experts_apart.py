@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit.pocket_answers import POCKET, answers_while
+from testkit.pocket_answers import answers_while, serve_pocket
 from testkit.servers import Server, bench, wait_until
 
 pytestmark = pytest.mark.alone
@@ -27,12 +27,8 @@ def test_no_token_changes_while_expert_workers_die_and_leave(
     """Two replicas of each group."""
     workers = 2 * groups
     with bench(tmp_path) as stage:
-        server = stage.serve(
-            POCKET / "model",
-            served_model_name="pocket",
-            dtype="float32",
-            threads=1,
-            lease=2,
+        server = serve_pocket(
+            stage,
             expert_workers=workers,
             expert_groups=groups,
             fabric_lane=lane,

@@ -11,11 +11,17 @@ from typing import Any
 
 import httpx
 
-from testkit.servers import Server, wait_until
+from testkit.servers import Bench, Server, wait_until
 
 POCKET = Path(__file__).parents[2] / "examples/pocket-moe"
 END = 0
 MOST_TOKENS = 48
+
+
+def serve_pocket(stage: Bench, **options: object) -> Server:
+    """``expertmesh serve`` of the model until /ready, with leases that end soon."""
+    common = {"served_model_name": "pocket", "dtype": "float32", "threads": 1, "lease": 2}
+    return stage.serve(POCKET / "model", **common, **options)
 
 
 def recorded() -> list[dict[str, Any]]:

@@ -17,6 +17,9 @@ class Role:
     def __init__(self, name: str, notes: list[str], until: Callable[[], Any] | None = None) -> None:
         self._name, self._notes, self._until = name, notes, until
 
+    def missing(self) -> list[str]:
+        return []
+
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         self._notes.append(f"{self._name} at {metrics_url}")
         try:
@@ -29,7 +32,7 @@ class Role:
 
 async def run(attention: Role, experts: Role, stop: asyncio.Event) -> None:
     async with asyncio.timeout(5):
-        await run_both(attention, experts, "page", stop)  # type: ignore[arg-type]
+        await run_both(attention, experts, "page", stop)
 
 
 async def test_the_seat_leaves_when_attention_has_drained() -> None:
