@@ -82,11 +82,23 @@ def test_every_size_of_batch_is_met(
 def test_a_worker_that_is_to_end_rehearses_no_further(
     make_engine: Callable[..., Engine[LocalHandle]], tiny: Any
 ) -> None:
-    link = Counted(tiny.link())
+    class Begun(Counted):
+        begun = 0
+
+        def begin_step(self, step: int, rows: Any) -> None:
+            super().begin_step(step, rows)
+            self.begun += 1
+
+        def settled(self) -> bool:
+            self.begun -= 1
+            return super().settled()
+
+    link = Begun(tiny.link())
     engine = make_engine(link=link)
     engine.rehearse(lambda: link.exchanges > 20)
     assert not engine.has_work
     assert link.exchanges < 60
+    assert link.begun == 0, "a step launched ahead is settled, too"
 
 
 def test_a_step_that_should_not_fail_ends_the_worker(
