@@ -35,11 +35,23 @@ _TOKEN_TIME_BUCKETS_S = (
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 UPSTREAM_UP = _PREFIX + "metrics_upstream_up"
-"""1 where a sibling answered, 0 where not. Written by the gateway as it merges the siblings' pages."""
+"""1 where a sibling answered, 0 where not. Written by whoever merges the siblings' pages."""
 TOP_EXPERTS = 4
 """Busiest experts per layer that have a series of their own."""
 ALL_LAYERS = "all"
 """The label of what is counted over all layers together: series of each take --layer-series."""
+
+
+class MachineMetrics:
+    """What starts the workers of one machine tells of itself. Written by `expertmesh workers`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.starts = Counter(
+            _PREFIX + "worker_starts_total",
+            "Times that a worker of this machine was started: once, and again whenever it had ended.",
+            ("worker",),
+            registry=registry,
+        )
 
 
 class GatewayMetrics:

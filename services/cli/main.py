@@ -30,6 +30,13 @@ def _serve(argv: Arguments) -> int:
     return serve(load_settings(argv))
 
 
+def _workers(argv: Arguments) -> int:
+    from services.config import WORKERS, load_settings
+    from services.supervisor import run_workers
+
+    return run_workers(load_settings(argv, role=WORKERS))
+
+
 def _demo(argv: Arguments) -> int:
     from services.config import OptionParser, concerned, layer, parse_options
     from services.demo.tour import run_demo
@@ -64,6 +71,7 @@ COMMANDS = {
     "attention": Command("run an attention worker on its own", _from("services.attention.__main__")),
     "experts": Command("run an expert worker on its own", _from("services.experts.__main__")),
     "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.__main__")),
+    "workers": Command("run the workers of one machine, a process and a GPU each", _workers),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),
     "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),

@@ -23,6 +23,7 @@ from services.config.settings import (
     EXPERTS,
     GATEWAY,
     SCHEDULER,
+    WORKERS,
     Role,
     Settings,
     mask_url,
@@ -44,6 +45,7 @@ _TITLES = {
     ATTENTION: "attention worker",
     EXPERTS: "expert worker",
     COLOCATED: "attention worker with experts",
+    WORKERS: "workers of one machine",
 }
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
@@ -165,8 +167,20 @@ def colocated(settings: Settings) -> Settings:
     return settings.model_copy(update={"experts": "tcp", "fabric_lane": "tcp", "overlap": "off"})
 
 
+def check_sharing(settings: Settings) -> None:
+    """Raises ConfigError where experts would be both shared by attention workers and in workers of their own."""
+    if settings.colocated_workers and (settings.expert_workers or settings.attention_workers > 1):
+        raise ConfigError(
+            "Experts are either shared by attention workers or in workers of their own.",
+            hint="Give --colocated-workers alone, or --attention-workers and --expert-workers.",
+        )
+
+
 def require(settings: Settings, role: Role) -> None:
     """Refuses settings with which ``role`` cannot run on its own."""
+    if role == WORKERS:
+        _require_workers(settings)
+        return
     if role == COLOCATED:
         require(colocated(settings), ATTENTION)
         require(colocated(settings), EXPERTS)
@@ -217,6 +231,56 @@ def require(settings: Settings, role: Role) -> None:
         raise ConfigError(
             f"What goes by --fabric-lane {settings.fabric_lane} cannot be encrypted.",
             hint="Choose auto or tcp, or leave TLS out.",
+        )
+
+
+def _require_workers(settings: Settings) -> None:
+    check_sharing(settings)
+    seats = settings.colocated_workers + settings.expert_workers
+    if not (seats or settings.attention_workers):
+        raise ConfigError(
+            "There is no worker to start.",
+            hint="Give --colocated-workers N, --attention-workers N or --expert-workers N.",
+        )
+    if settings.expert_groups and settings.expert_groups > seats:
+        raise ConfigError(
+            f"--expert-groups {settings.expert_groups} are more than the {seats} seats here for them.",
+            hint="Give as many seats, or leave it out: then the scheduler says which group a seat holds.",
+        )
+    _require_ports(settings, seats)
+    if settings.experts == "mesh":
+        raise ConfigError(
+            "Workers of several machines in lock-step are started one by one.",
+            hint="Give --colocated-workers N, or run `expertmesh attention --rank` for each.",
+        )
+    if settings.colocated_workers:
+        require(settings, COLOCATED)
+        return
+    apart = settings.model_copy(update={"experts": "tcp"}) if settings.expert_workers else settings
+    if settings.attention_workers:
+        require(apart, ATTENTION)
+    if settings.expert_workers:
+        require(apart, EXPERTS)
+
+
+def _require_ports(settings: Settings, seats: int) -> None:
+    """The common page has --metrics-port, each worker the next one, and each seat one from --fabric-port on."""
+    workers = settings.colocated_workers or settings.attention_workers + settings.expert_workers
+    taken = {
+        "--metrics-port": range(settings.metrics_port, settings.metrics_port and settings.metrics_port + workers + 1),
+        "--fabric-port": range(settings.fabric_port, settings.fabric_port and settings.fabric_port + seats),
+    }
+    for name, ports in taken.items():
+        if ports and ports[-1] > 65_535:
+            raise ConfigError(
+                f"{name} {ports[0]} leaves no room for the ports of all workers.",
+                hint=f"{len(ports)} in a row are needed.",
+            )
+    pages, fabric = taken.values()
+    if pages and fabric and pages[0] <= fabric[-1] and fabric[0] <= pages[-1]:
+        raise ConfigError(
+            f"Pages on ports {pages[0]} to {pages[-1]} and seats on ports {fabric[0]} to {fabric[-1]} meet.",
+            hint="Move --metrics-port or --fabric-port.",
         )
 
 

@@ -7,7 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from services.config.settings import ATTENTION, COLOCATED, EXPERTS, Role, Settings, option, roles_of
+from services.config.settings import ATTENTION, COLOCATED, EXPERTS, WORKERS, Role, Settings, option, roles_of
 from services.errors import ConfigError
 
 
@@ -46,18 +46,20 @@ def _help(name: str) -> str:
     return text if field.default in (None, []) else f"{text} (default: {field.default})"
 
 
-_SETTLED_TOGETHER = (
-    "experts", "ranks", "rank", "mesh_address", "mesh_timeout", "mesh_exchange", "relay_pairs", "expert_slots",
-    "expert_slices", "overlap", "fabric_lane",
+_OF_LOCK_STEP = (
+    "ranks", "rank", "mesh_address", "mesh_timeout", "mesh_exchange", "relay_pairs", "expert_slots", "expert_slices",
 )  # fmt: skip
-"""What an attention worker with a seat of its own has no choice about."""
+_SETTLED = {COLOCATED: ("experts", "overlap", "fabric_lane"), WORKERS: ("expert_group",)}
+"""What has no choice beside these: an attention worker with a seat of its own, the workers of one machine."""
+_COUNTS = ("attention_workers", "expert_workers", "colocated_workers", "expert_groups")
 
 
 def concerned(role: Role | None) -> list[str]:
     """Names of the knobs of ``role``; of all roles for None."""
-    if role == COLOCATED:
-        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*_SETTLED_TOGETHER}
-        return [name for name in Settings.model_fields if name in both]
+    if role in (COLOCATED, WORKERS):
+        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*_OF_LOCK_STEP, *_SETTLED[role]}
+        known = both | {*(_COUNTS if role == WORKERS else ())}
+        return [name for name in Settings.model_fields if name in known]
     return [name for name in Settings.model_fields if role is None or role in roles_of(name)]
 
 

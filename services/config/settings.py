@@ -13,13 +13,15 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from services.config import redis_url as redis_urls
 
 ENV_PREFIX = "EXPERTMESH_"
-Role = Literal["gateway", "scheduler", "attention", "experts", "colocated"]
+Role = Literal["gateway", "scheduler", "attention", "experts", "colocated", "workers"]
 GATEWAY: Literal["gateway"] = "gateway"
 SCHEDULER: Literal["scheduler"] = "scheduler"
 ATTENTION: Literal["attention"] = "attention"
 EXPERTS: Literal["experts"] = "experts"
 COLOCATED: Literal["colocated"] = "colocated"
 """Attention and experts in one process: the knobs of both, see :func:`services.config.options.concerned`."""
+WORKERS: Literal["workers"] = "workers"
+"""Those of one machine, a process each: the knobs of all of them."""
 ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION, EXPERTS)
 _WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION, EXPERTS)
 _COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
@@ -155,7 +157,7 @@ class Settings(BaseSettings):
         300.0, "seconds after which a step of the engine counts as hung: the worker exits", roles=(ATTENTION,), gt=0
     )
 
-    attention_workers: int = _knob(1, "attention workers that `serve` starts", roles=(), ge=1, le=256)
+    attention_workers: int = _knob(1, "attention workers that `serve` or `workers` starts", roles=(), ge=0, le=256)
 
     # Experts in processes of their own
     experts: Literal["local", "tcp", "mesh"] = _knob(
@@ -165,7 +167,7 @@ class Settings(BaseSettings):
     )
     expert_workers: int = _knob(
         0,
-        "expert workers that `serve` starts; 0 leaves the experts with the attention worker",
+        "expert workers that `serve` or `workers` starts; 0 leaves the experts with the attention worker",
         roles=(SCHEDULER,),
         ge=0,
         le=256,
@@ -248,7 +250,7 @@ class Settings(BaseSettings):
     # Co-located: attention workers that share the experts
     colocated_workers: int = _knob(
         0,
-        "attention workers that `serve` starts and that share the experts; 0 is one with all",
+        "attention workers that `serve` or `workers` starts and that share the experts; 0 is one with all",
         roles=(SCHEDULER,),
         ge=0,
         le=256,

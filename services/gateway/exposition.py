@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from services.config import GATEWAY
 from services.errors import ConfigError
 from services.metrics import UPSTREAM_UP
 
@@ -80,10 +81,12 @@ def parse_upstreams(entries: Sequence[str]) -> list[Upstream]:
 
 
 class Siblings:
-    """Fetches and merges the siblings' pages. One that does not answer is left out and shown as down."""
+    """Fetches and merges the siblings' pages. One that does not answer is left out and shown as down. ``role`` is that
+    of the process that does so."""
 
-    def __init__(self, upstreams: Sequence[Upstream]) -> None:
+    def __init__(self, upstreams: Sequence[Upstream], *, role: str = GATEWAY) -> None:
         self._upstreams = tuple(upstreams)
+        self._own = f'role="{role}"'
         self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
 
     async def close(self) -> None:
@@ -95,7 +98,7 @@ class Siblings:
             return own
         pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))
         up = [f"# HELP {UPSTREAM_UP} 1 where the process answered.", f"# TYPE {UPSTREAM_UP} gauge"]
-        merged = [('role="gateway"', own)]
+        merged = [(self._own, own)]
         for upstream, page in zip(self._upstreams, pages, strict=True):
             merged.append((upstream.labels, page or ""))
             merged.append((upstream.labels, "\n".join([*up, f"{UPSTREAM_UP} {int(page is not None)}"])))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import choose_encoder, generate_latest
 
 from services.errors import PortInUse
 
@@ -16,10 +16,12 @@ _MAX_HEAD_BYTES = 16_384
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 _Answer = tuple[int, str, bytes]
 _TEXT = "text/plain; charset=utf-8"
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsServer:
-    """Serves ``registry``. ``missing`` names what the role still waits for; while it does, /ready answers 503."""
+    """Serves ``registry``. ``missing`` names what the role still waits for; while it does, /ready answers 503.
+    ``joined`` adds other processes' series to a page in the text format."""
 
     def __init__(
         self,
@@ -28,11 +30,13 @@ class MetricsServer:
         host: str = "127.0.0.1",
         port: int = 0,
         missing: Callable[[], Sequence[str]] = tuple,
+        joined: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
         self._registry = registry
         self._host = host
         self._port = port
         self._missing = missing
+        self._joined = joined
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
@@ -61,7 +65,7 @@ class MetricsServer:
         """One request per connection: scrapes are seconds apart."""
         with suppress(ConnectionError, TimeoutError):  # the client's affair
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                status, kind, body = self._answer(await _read_head(reader))
+                status, kind, body = await self._answer(await _read_head(reader))
                 head = (
                     f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
                 )
@@ -69,7 +73,7 @@ class MetricsServer:
                 await writer.drain()
         writer.close()
 
-    def _answer(self, head: str) -> _Answer:
+    async def _answer(self, head: str) -> _Answer:
         line, _, fields = head.partition("\r\n")
         words = line.split(" ")
         if len(words) != 3:
@@ -77,9 +81,12 @@ class MetricsServer:
         method, target, _ = words
         if method != "GET":
             return 405, _TEXT, b"only GET\n"
-        return self._page(target.partition("?")[0], _header(fields, "accept"))
+        return await self._page(target.partition("?")[0], _header(fields, "accept"))
 
-    def _page(self, path: str, accept: str) -> _Answer:
+    async def _page(self, path: str, accept: str) -> _Answer:
+        if path == "/metrics" and self._joined is not None:
+            own = generate_latest(self._registry).decode()
+            return 200, _EXPOSITION, (await self._joined(own)).encode()
         if path == "/metrics":
             encode, kind = choose_encoder(accept)
             return 200, kind, encode(self._registry)

@@ -1,6 +1,8 @@
-"""`expertmesh serve`: every role in a process of its own, started, watched, restarted and stopped together."""
+"""Processes that are started, watched, restarted and stopped together: all of a server's (`expertmesh serve`), or the
+workers of one machine (`expertmesh workers`)."""
 
 from services.supervisor.handover import check_port
 from services.supervisor.tree import Supervisor, serve
+from services.supervisor.workers import Workers, run_workers
 
-__all__ = ["Supervisor", "check_port", "serve"]
+__all__ = ["Supervisor", "Workers", "check_port", "run_workers", "serve"]

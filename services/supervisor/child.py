@@ -109,12 +109,14 @@ class Child:
         policy: RestartPolicy,
         *,
         spared: Callable[[], bool] = lambda: False,
+        on_start: Callable[[], None] = lambda: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self._process = process
         self._policy = policy
         self._spared = spared
+        self._on_start = on_start
         self._began = 0.0
         self._sleep = sleep
         self._stopping = False
@@ -125,8 +127,9 @@ class Child:
         return not self._policy.exhausted or time.monotonic() - self._began >= self._policy.healthy_s
 
     async def start(self) -> None:
-        """Starts the process for the first time."""
+        """Starts the process."""
         self._began = time.monotonic()
+        self._on_start()
         await self._process.start()
 
     async def keep_alive(self) -> int:

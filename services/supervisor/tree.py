@@ -9,32 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings, colocated
+from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, check_sharing, colocated
 from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
 from services.runtime import FORCED, configure_logging, run_process
-from services.supervisor.child import Child, RedisProcess, RoleProcess
+from services.supervisor.child import RedisProcess
+from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.policy import RestartPolicy
+from services.supervisor.roster import computing
 
-MODULES: Mapping[Role, str] = {
-    GATEWAY: "services.gateway",
-    SCHEDULER: "services.scheduler",
-    ATTENTION: "services.attention",
-    COLOCATED: "services.colocated",
-    EXPERTS: "services.experts",
-}
-"""What runs each role, in the order in which they are stopped: the gateway drains while the others still work."""
 _READY_POLL_S = 0.1
 _READY_NOTE_S = 15.0
 _REDIS = "redis"
@@ -53,10 +45,8 @@ def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
 
 
 class Supervisor:
-    """One server. ``modules`` and ``check_model`` tie it to the real roles.
-
-    A child that has not ended ``stop_margin_s`` seconds after it should have is killed.
-    """
+    """One server. ``modules`` and ``check_model`` tie it to the real roles; ``stop_margin_s`` is as :class:`Children`
+    says."""
 
     def __init__(
         self,
@@ -72,9 +62,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._modules = modules
         self._check_model = check_model
-        self._new_policy = new_policy
-        self._stop_margin_s = stop_margin_s
-        self._children: list[Child] = []
+        self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._forced = False
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -87,11 +75,11 @@ class Supervisor:
         folder, ports = RunFolder(), ExitStack()
         try:
             await self._start(folder, port, ports)
-            code = await self._watch(stop, base_url(self._settings.host, port))
+            code = await self._children.watch(stop, self._announce(base_url(self._settings.host, port)))
             if stop.is_set():
                 print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
         finally:
-            await self._stop()
+            await self._children.stop(self._settings)
             ports.close()
             folder.remove()
         return FORCED if self._forced else code
@@ -99,8 +87,7 @@ class Supervisor:
     def kill(self) -> None:
         """Ends all children at once; :meth:`run` then returns soon."""
         self._forced = True
-        for child in self._children:
-            child.kill()
+        self._children.kill()
 
     def _check(self) -> int:
         """Finds what would make the roles fail, before anything is loaded. Returns the port of the REST API."""
@@ -108,11 +95,9 @@ class Supervisor:
         if model is None:
             raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
         settings = self._settings
-        if settings.colocated_workers and (settings.expert_workers or settings.attention_workers > 1):
-            raise ConfigError(
-                "Experts are either shared by attention workers or in workers of their own.",
-                hint="Give --colocated-workers alone, or --attention-workers and --expert-workers.",
-            )
+        check_sharing(settings)
+        if not (settings.colocated_workers or settings.attention_workers):
+            raise ConfigError("Without an attention worker nothing is served.", hint="Give --attention-workers N.")
         if settings.colocated_by == "seats":
             _check_seats(settings)
         self._check_model(model)
@@ -134,33 +119,27 @@ class Supervisor:
                 changes = changes | {"gpu": self._settings.gpu + computing.index(name)}
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
-            await self._start_role(name, role, folder.write(name, self._settings, changes))
+            config = folder.write(name, self._settings, changes)
+            await self._children.start_role(name, role, config, spared=partial(self._spared, name, role))
 
     def _processes(self) -> dict[str, Role]:
         """Name -> role of every process, in the order in which they are stopped."""
         names: dict[Role, list[str]] = {role: [role] for role in self._modules}
-        names[EXPERTS] = [f"{EXPERTS}-{index}" for index in range(self._settings.expert_workers)]
-        names[COLOCATED] = []
-        if self._settings.attention_workers > 1:
-            names[ATTENTION] = [f"{ATTENTION}-{index}" for index in range(self._settings.attention_workers)]
+        names |= computing(self._settings)
         if self._ranks():
-            names[ATTENTION] = self._ranks()
-        elif self._settings.colocated_workers:
-            names[ATTENTION] = []
-            names[COLOCATED] = [f"{COLOCATED}-{index}" for index in range(self._settings.colocated_workers)]
+            names |= {ATTENTION: self._ranks(), COLOCATED: []}
         return {name: role for role in self._modules for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""
-        settings, processes = self._settings, self._processes()
+        settings = self._settings
         needed: dict[Role, int] = {
             EXPERTS: settings.expert_groups or settings.expert_workers,
             COLOCATED: settings.expert_groups or settings.colocated_workers,
         }
         if not self._ranks():  # of ranks in lock-step all are needed
             needed[ATTENTION] = 1
-        others = [child for child in self._children if child.name != name and processes.get(child.name) == role]
-        return role in needed and sum(child.well for child in others) >= needed[role]
+        return role in needed and self._children.well_beside(name, role) >= needed[role]
 
     def _ranks(self) -> list[str]:
         """Names of the attention workers that share the experts in lock-step."""
@@ -185,45 +164,9 @@ class Supervisor:
 
     async def _start_redis(self, folder: RunFolder) -> str:
         redis = EmbeddedRedis(folder.path / "redis")
-        child = Child(_REDIS, RedisProcess(redis), self._new_policy())
-        self._children.append(child)
-        await child.start()
+        await self._children.start(_REDIS, RedisProcess(redis))
         log.info("private Redis at %s", redis.url)
         return redis.url
-
-    async def _start_role(self, name: str, role: Role, config: Path) -> None:
-        """-P keeps a folder named services in the working directory from being imported instead of ours."""
-        command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        process, spared = RoleProcess(command, os.environ), partial(self._spared, name, role)
-        child = Child(name, process, self._new_policy(), spared=spared)
-        self._children.append(child)
-        await child.start()
-
-    async def _watch(self, stop: asyncio.Event, url: str) -> int:
-        """Returns 0 after ``stop``, or the exit code of the first child that could not be kept alive."""
-        kept = asyncio.create_task(self._keep_alive())
-        ready = asyncio.create_task(self._announce(url))
-        stopped = asyncio.create_task(stop.wait())
-        tasks: list[asyncio.Task[Any]] = [kept, stopped, ready]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                ready.result()
-                await asyncio.wait([kept, stopped], return_when=asyncio.FIRST_COMPLETED)
-            return kept.result() if kept.done() and not stop.is_set() else 0
-        finally:
-            await _cancel(tasks)
-
-    async def _keep_alive(self) -> int:
-        tasks = {asyncio.create_task(child.keep_alive()): child for child in self._children}
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            first = done.pop()
-            code = first.result()
-            log.error("%s ended for good with exit code %d; stopping", tasks[first].name, code)
-            return code
-        finally:
-            await _cancel(tasks)
 
     async def _announce(self, url: str) -> None:
         await self._ready(url)
@@ -250,17 +193,6 @@ class Supervisor:
                     log.info("still waiting: %s", missing)
                 await asyncio.sleep(_READY_POLL_S)
 
-    async def _stop(self) -> None:
-        """The gateway first, which lets open requests end; Redis, which all others need, last; each role together."""
-        roles = self._processes()
-        for role in [*self._modules, None]:
-            drains = {GATEWAY: 1, ATTENTION: 1, COLOCATED: 3, EXPERTS: 1}.get(role, 0) if role else 0
-            patience_s = drains * self._settings.drain_timeout + self._stop_margin_s
-            if role == GATEWAY:
-                patience_s += self._settings.drain_delay
-            of_role = [child for child in self._children if roles.get(child.name) == role]
-            await asyncio.gather(*(child.stop(patience_s) for child in of_role))
-
 
 def _check_seats(settings: Settings) -> None:
     if not settings.colocated_workers:
@@ -273,9 +205,3 @@ def _check_seats(settings: Settings) -> None:
             hint="Give as many --colocated-workers, or fewer groups.",
         )
     colocated(settings)
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

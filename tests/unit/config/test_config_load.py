@@ -186,6 +186,42 @@ def test_a_role_on_its_own_needs_redis_and_perhaps_a_model() -> None:
     assert load_settings(["--redis-url", "redis://h"], role="scheduler").model is None
 
 
+_WORKERS = ("--redis-url", "redis://h", "--model", "m", "--fabric-secret-file", "s")
+
+
+def test_workers_of_one_machine_take_what_theirs_take_and_their_number() -> None:
+    settings = load_settings([*_WORKERS, "--colocated-workers", "2", "--fabric-port", "7100"], role="workers")
+    assert (settings.colocated_workers, settings.fabric_port) == (2, 7100)
+    assert "--overlap" in {option(name) for name in concerned("workers")}, "attention and experts may be apart"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--attention-workers", "0"], "There is no worker to start"),
+        (["--colocated-workers", "2", "--expert-workers", "1"], "either shared by attention workers or in workers"),
+        (["--colocated-workers", "2", "--expert-groups", "3"], "--expert-groups 3 are more than the 2 seats here"),
+        (["--colocated-workers", "2", "--fabric-lane", "nccl"], "--fabric-lane nccl cannot be where attention has"),
+        (["--colocated-workers", "2", "--overlap", "on"], "--overlap on cannot be where attention has a seat"),
+        (["--colocated-workers", "2", "--metrics-port", "65534"], "--metrics-port 65534 leaves no room"),
+        (["--expert-workers", "3", "--fabric-port", "65534"], "--fabric-port 65534 leaves no room"),
+        (["--expert-workers", "1", "--metrics-port", "71", "--fabric-port", "73"], "71 to 73 and seats on ports 73 to"),
+        (["--experts", "mesh"], "in lock-step are started one by one"),
+        (["--rank", "1"], "--rank does not concern"),
+        (["--expert-workers", "1", "--overlap", "on", "--experts-patience", "400"], "is not below --step-timeout"),
+    ],
+)
+def test_workers_of_one_machine_that_cannot_be(given: list[str], problem: str) -> None:
+    assert problem in _refusal(*_WORKERS, *given, role="workers")
+
+
+def test_workers_of_one_machine_need_a_secret_where_rows_leave_a_process() -> None:
+    bare = _WORKERS[:4]
+    assert load_settings([*bare, "--attention-workers", "2"], role="workers").experts == "local"
+    for shared in (["--expert-workers", "1"], ["--colocated-workers", "1"]):
+        assert "--fabric-secret-file" in _refusal(*bare, *shared, role="workers")
+
+
 def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from testkit.stand_in_roles import Notes, notes_in, until
 
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
@@ -28,7 +28,6 @@ from services.supervisor.policy import RestartPolicy
 
 _FAKES = Path(__file__).parent / "fakes"
 _MODULES = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
-Notes = list[dict[str, Any]]
 
 
 @pytest.fixture
@@ -82,30 +81,18 @@ async def _run(during: Callable[[str], Awaitable[None]], **values: Any) -> int:
         return await _supervisor(on_ready, **values).run(stop)
 
 
-def _notes(home: Path, what: str = "started") -> Notes:
-    path = home / "notes"
-    notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [note for note in notes if note["what"] == what]
-
-
-async def _until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def _nothing(_: str) -> None:
     pass
 
 
 def _until_started(home: Path, count: int) -> Callable[[str], Awaitable[None]]:
     """The stand-in for the gateway is ready once three roles are."""
-    return lambda _: _until(lambda: len(_notes(home)) == count)
+    return lambda _: until(lambda: len(notes_in(home)) == count)
 
 
 async def test_every_role_gets_the_effective_settings(home: Path) -> None:
     assert await _run(_nothing, lease=2.5, kv_blocks=7, served_model_name="näme") == 0
-    started = {note["role"]: note for note in _notes(home)}
+    started = {note["role"]: note for note in notes_in(home)}
     assert set(started) == set(_MODULES)
     for note in started.values():
         values = note["settings"]
@@ -129,7 +116,7 @@ async def test_ready_is_announced_once_and_so_is_the_end(home: Path, capsys: pyt
         urls.append(url)
 
     async def become_ready() -> None:
-        await _until(lambda: len(_notes(home)) == 3)
+        await until(lambda: len(notes_in(home)) == 3)
         await asyncio.sleep(0.5)
         assert not urls
         (home / "not-ready").unlink()
@@ -146,12 +133,12 @@ async def test_the_gateway_stops_first_and_nothing_is_left(
     folders: list[Path] = []
 
     async def during(_: str) -> None:
-        socket_path = Path(_notes(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
+        socket_path = Path(notes_in(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
         assert socket_path.exists()
         folders.append(socket_path.parent.parent)
 
     assert await _run(during) == 0
-    assert [note["role"] for note in _notes(home, "stopped")] == ["gateway", "scheduler", "attention"]
+    assert [note["role"] for note in notes_in(home, "stopped")] == ["gateway", "scheduler", "attention"]
     assert not folders[0].exists()
     assert not offspring()
 
@@ -166,11 +153,11 @@ async def test_long_names_of_temporary_folders_do_no_harm(home: Path, monkeypatc
 @pytest.mark.parametrize("role", _MODULES)
 async def test_a_role_that_dies_is_started_again(home: Path, role: str) -> None:
     def lives() -> Notes:
-        return [note for note in _notes(home) if note["role"] == role]
+        return [note for note in notes_in(home) if note["role"] == role]
 
     async def during(_: str) -> None:
         os.kill(lives()[0]["pid"], signal.SIGKILL)
-        await _until(lambda: len(lives()) == 2)
+        await until(lambda: len(lives()) == 2)
 
     assert await _run(during) == 0
     first, second = lives()
@@ -181,10 +168,10 @@ async def test_redis_is_started_again_at_the_same_place(
     home: Path, offspring: Callable[[], list[psutil.Process]]
 ) -> None:
     async def during(_: str) -> None:
-        path = Path(_notes(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
+        path = Path(notes_in(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
         server = next(child for child in offspring() if child.name() == "redis-server")
         server.kill()
-        await _until(lambda: _answers(path) and not server.is_running())
+        await until(lambda: _answers(path) and not server.is_running())
 
     assert await _run(during) == 0
 
@@ -202,32 +189,32 @@ def _answers(path: Path) -> bool:
 async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path) -> None:
     (home / "attention.fail").write_text("3 0")
     assert await _run(_nothing_ever) == 3
-    assert [note["role"] for note in _notes(home)].count("attention") == 1, "start-up errors are not retried"
-    assert {note["role"] for note in _notes(home, "stopped")} == {"gateway", "scheduler"}
+    assert [note["role"] for note in notes_in(home)].count("attention") == 1, "start-up errors are not retried"
+    assert {note["role"] for note in notes_in(home, "stopped")} == {"gateway", "scheduler"}
 
 
 @pytest.mark.parametrize(("codes", "code"), [("70 70 70 70", 70), ("kill kill kill kill", 137), ("0 0 0 0", 70)])
 async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code: int) -> None:
     (home / "scheduler.fail").write_text(codes)
     assert await _run(_nothing_ever) == code
-    assert [note["role"] for note in _notes(home)].count("scheduler") == 3
+    assert [note["role"] for note in notes_in(home)].count("scheduler") == 3
 
 
 async def test_expert_workers_are_processes_that_share_a_secret_with_the_attention_worker(home: Path) -> None:
     modules = _MODULES | {"experts": "fake_role"}
     assert await _run(_until_started(home, 5), expert_workers=2, modules=modules) == 0
-    started = {note["role"]: note["settings"] for note in _notes(home, "started")}
+    started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
     assert set(started) == {*_MODULES, "experts-0", "experts-1"}
     assert started["attention"]["experts"] == "tcp"
     assert {started[name]["gpu"] for name in ("attention", "experts-0", "experts-1")} == {0, 1, 2}
     assert len({started[name]["fabric_secret_file"] for name in ("attention", "experts-0", "experts-1")}) == 1
     assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 4
-    assert [note["role"] for note in _notes(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]
+    assert [note["role"] for note in notes_in(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]
 
 
 async def test_several_attention_workers_are_processes_of_their_own(home: Path) -> None:
     assert await _run(_until_started(home, 4), attention_workers=2) == 0
-    started = {note["role"]: note["settings"] for note in _notes(home)}
+    started = {note["role"]: note["settings"] for note in notes_in(home)}
     assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1"}
     assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 3
     upstreams = started["gateway"]["metrics_upstreams"]
@@ -241,10 +228,10 @@ async def test_a_replica_that_keeps_dying_does_not_end_the_server(home: Path, ca
     (home / "experts-1.fail").write_text("70 kill 70 70 70 70")
 
     def lives() -> int:
-        return [note["role"] for note in _notes(home)].count("experts-1")
+        return [note["role"] for note in notes_in(home)].count("experts-1")
 
     async def during(_: str) -> None:
-        await _until(lambda: lives() == 7)
+        await until(lambda: lives() == 7)
 
     assert await _run(during, expert_workers=2, **_EXPERTS) == 0
     assert "experts-1 keeps failing" in caplog.text
@@ -271,7 +258,7 @@ async def test_expert_workers_are_stopped_together(home: Path) -> None:
 
 async def test_attention_workers_that_share_the_experts_have_ranks_and_meet_at_one_address(home: Path) -> None:
     assert await _run(_until_started(home, 5), colocated_workers=3) == 0
-    started = {note["role"]: note["settings"] for note in _notes(home, "started")}
+    started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
     assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1", "attention-2"}
     ranks = [started[f"attention-{number}"] for number in range(3)]
     assert [(rank["experts"], rank["rank"], rank["ranks"]) for rank in ranks] == [("mesh", n, 3) for n in range(3)]
@@ -285,7 +272,7 @@ _SEATS: dict[str, Any] = {"colocated_by": "seats", "modules": _MODULES | {"coloc
 
 async def test_attention_workers_with_seats_share_the_experts_in_as_many_groups(home: Path) -> None:
     assert await _run(_until_started(home, 5), colocated_workers=3, gpu=4, **_SEATS) == 0
-    started = {note["role"]: note["settings"] for note in _notes(home, "started")}
+    started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
     names = [f"colocated-{number}" for number in range(3)]
     assert set(started) == {"gateway", "scheduler", *names}
     assert [started[name]["gpu"] for name in names] == [4, 5, 6]
@@ -297,7 +284,7 @@ async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) ->
     (home / "colocated-1.fail").write_text("70 kill 70 70 70 70")
 
     async def during(_: str) -> None:
-        await _until(lambda: [note["role"] for note in _notes(home)].count("colocated-1") == 7)
+        await until(lambda: [note["role"] for note in notes_in(home)].count("colocated-1") == 7)
 
     assert await _run(during, colocated_workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
 
@@ -314,7 +301,7 @@ async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) ->
 async def test_seats_that_cannot_be(home: Path, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         await _supervisor(**_SEATS, **options).run(asyncio.Event())
-    assert not _notes(home)
+    assert not notes_in(home)
 
 
 async def test_a_worker_whose_experts_nobody_else_holds_ends_the_server(home: Path) -> None:
@@ -325,7 +312,7 @@ async def test_a_worker_whose_experts_nobody_else_holds_ends_the_server(home: Pa
 async def test_experts_are_shared_or_apart(home: Path) -> None:
     with pytest.raises(ConfigError, match="--colocated-workers alone"):
         await _supervisor(colocated_workers=2, expert_workers=2).run(asyncio.Event())
-    assert not _notes(home)
+    assert not notes_in(home)
 
 
 async def _nothing_ever(_: str) -> None:
@@ -338,7 +325,7 @@ async def test_a_second_signal_does_not_wait(home: Path, offspring: Callable[[],
     stop = asyncio.Event()
     supervisor = _supervisor()
     running = asyncio.create_task(supervisor.run(stop))
-    await _until(lambda: len(_notes(home)) == 3)
+    await until(lambda: len(notes_in(home)) == 3)
     stop.set()
     await asyncio.sleep(0.3)
     assert not running.done()
@@ -357,7 +344,7 @@ async def test_a_role_that_ignores_sigterm_is_killed(home: Path, offspring: Call
 
 async def test_an_external_redis_is_used_as_it_is(home: Path, redis_url: str) -> None:
     assert await _run(_nothing, redis_url=redis_url) == 0
-    assert {note["settings"]["redis_url"] for note in _notes(home)} == {redis_url}
+    assert {note["settings"]["redis_url"] for note in notes_in(home)} == {redis_url}
 
 
 async def test_what_cannot_work_is_refused_before_anything_starts(home: Path) -> None:
@@ -373,7 +360,7 @@ async def test_what_cannot_work_is_refused_before_anything_starts(home: Path) ->
         await Supervisor(Settings(model=home / "none")).run(asyncio.Event())
     with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1"):
         check_port("203.0.113.1", 0)
-    assert _notes(home) == []
+    assert notes_in(home) == []
 
 
 _SERVE = """

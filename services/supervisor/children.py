@@ -1,0 +1,112 @@
+"""The processes of one supervisor: started, kept alive, watched, stopped role by role."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
+from services.queue.tasks import end_tasks
+from services.supervisor.child import Child, RoleProcess, Running
+from services.supervisor.policy import RestartPolicy
+
+MODULES: Mapping[Role, str] = {
+    GATEWAY: "services.gateway",
+    SCHEDULER: "services.scheduler",
+    ATTENTION: "services.attention",
+    COLOCATED: "services.colocated",
+    EXPERTS: "services.experts",
+}
+"""What runs each role, in the order in which they are stopped: the gateway drains while the others still work."""
+
+log = logging.getLogger(__name__)
+
+
+class Children:
+    """``modules`` ties them to the real roles. A child that has not ended ``stop_margin_s`` seconds after it should
+    have is killed. ``on_start`` hears the name of each that is started, again and again."""
+
+    def __init__(
+        self,
+        modules: Mapping[Role, str],
+        *,
+        new_policy: Callable[[], RestartPolicy],
+        stop_margin_s: float,
+        on_start: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._modules = modules
+        self._new_policy = new_policy
+        self._stop_margin_s = stop_margin_s
+        self._on_start = on_start
+        self._children: list[tuple[Role | None, Child]] = []
+
+    async def start(
+        self, name: str, process: Running, role: Role | None = None, *, spared: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``role`` None: stopped last, for all others need it."""
+        child = Child(name, process, self._new_policy(), spared=spared, on_start=partial(self._on_start, name))
+        self._children.append((role, child))
+        await child.start()
+
+    async def start_role(self, name: str, role: Role, config: Path, *, spared: Callable[[], bool]) -> None:
+        """-P keeps a folder named services in the working directory from being imported instead of ours."""
+        command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
+        await self.start(name, RoleProcess(command, os.environ), role, spared=spared)
+
+    def well_beside(self, name: str, *roles: Role) -> int:
+        """How many others of ``roles`` did not fail too often of late."""
+        return sum(child.well for role, child in self._children if role in roles and child.name != name)
+
+    async def watch(self, stop: asyncio.Event, beside: Coroutine[Any, Any, object]) -> int:
+        """Returns 0 after ``stop``, or the exit code of the first child that could not be kept alive. What ``beside``
+        raises ends it, too."""
+        kept = asyncio.create_task(self._keep_alive())
+        also = asyncio.create_task(beside)
+        stopped = asyncio.create_task(stop.wait())
+        tasks: list[asyncio.Task[Any]] = [kept, stopped, also]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if also.done():
+                also.result()
+                await asyncio.wait([kept, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return kept.result() if kept.done() and not stop.is_set() else 0
+        finally:
+            await end_tasks(tasks)
+
+    async def _keep_alive(self) -> int:
+        tasks = {asyncio.create_task(child.keep_alive()): child for _, child in self._children}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            first = done.pop()
+            code = first.result()
+            log.error("%s ended for good with exit code %d; stopping", tasks[first].name, code)
+            return code
+        finally:
+            await end_tasks(tasks)
+
+    async def stop(self, settings: Settings) -> None:
+        """Each role together, in the order of the modules; then what all need."""
+        order: Iterable[Role | None] = (*self._modules, None)
+        for role in order:
+            patience_s = _drain_s(role, settings) + self._stop_margin_s
+            of_role = [child for its, child in self._children if its == role]
+            await asyncio.gather(*(child.stop(patience_s) for child in of_role))
+
+    def kill(self) -> None:
+        """End all at once, for good."""
+        for _, child in self._children:
+            child.kill()
+
+
+def _drain_s(role: Role | None, settings: Settings) -> float:
+    """How long what has to end may take: seats wait until no table lists them, then until their calls are answered."""
+    if role is None or role == SCHEDULER:
+        return 0.0
+    drains = {COLOCATED: 3, EXPERTS: 2}.get(role, 1)
+    return drains * settings.drain_timeout + (settings.drain_delay if role == GATEWAY else 0.0)

@@ -1,0 +1,204 @@
+"""`expertmesh workers` over stand-ins for the roles: ports, groups, GPUs, one page, restarts, giving up, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from testkit.servers import free_port
+from testkit.stand_in_roles import notes_in, until
+
+from services.config import Settings
+from services.errors import PortInUse
+from services.runtime import FORCED
+from services.supervisor import Workers
+from services.supervisor.policy import RestartPolicy
+
+_FAKES = Path(__file__).parent / "fakes"
+_MODULES = dict.fromkeys(("attention", "colocated", "experts"), "fake_role")
+During = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the stand-ins leave their notes."""
+    monkeypatch.setenv("PYTHONPATH", str(_FAKES))
+    monkeypatch.setenv("FAKE_DIR", str(tmp_path))
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 16)
+    return tmp_path
+
+
+def _workers(home: Path, **values: object) -> Workers:
+    common = {"model": "m", "redis_url": "redis://h", "fabric_secret_file": home / "secret", "drain_timeout": 5.0}
+    return Workers(
+        Settings(**(common | values)),  # type: ignore[arg-type]
+        modules=_MODULES,  # type: ignore[arg-type]
+        check_model=lambda _: None,
+        new_policy=lambda: RestartPolicy(first_delay_s=0.01, max_failures=3),
+    )
+
+
+async def _run(home: Path, during: During | None = None, **values: object) -> int:
+    """Exit code of workers that are told to end when ``during`` has; without it they end by themselves."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(_workers(home, **values).run(stop))
+    async with asyncio.timeout(30):
+        if during is not None:
+            await during()
+            assert not running.done()
+            stop.set()
+        return await running
+
+
+def _started(home: Path) -> dict[str, dict[str, Any]]:
+    """Settings by name."""
+    return {note["role"]: note["settings"] for note in notes_in(home)}
+
+
+def _until_started(home: Path, count: int) -> During:
+    return lambda: until(lambda: len(notes_in(home)) == count)
+
+
+async def test_each_worker_has_a_gpu_and_ports_of_its_own(home: Path) -> None:
+    first, fabric = free_port(), free_port()
+    ports = {"metrics_port": first, "fabric_port": fabric}
+    assert await _run(home, _until_started(home, 3), colocated_workers=3, gpu=2, **ports) == 0
+    started = [_started(home)[f"colocated-{number}"] for number in range(3)]
+    assert [settings["gpu"] for settings in started] == [2, 3, 4]
+    assert [settings["metrics_port"] for settings in started] == [first + 1, first + 2, first + 3]
+    assert [settings["fabric_port"] for settings in started] == [fabric, fabric + 1, fabric + 2]
+    assert [settings["expert_group"] for settings in started] == [None] * 3, "the scheduler says who holds what"
+    assert {settings["supervisor_pid"] for settings in started} == {os.getpid()}
+    assert {settings["redis_url"] for settings in started} == {"redis://h"}
+
+
+async def test_ports_that_nobody_asked_for_are_free_ones(home: Path) -> None:
+    assert await _run(home, _until_started(home, 2), colocated_workers=2) == 0
+    started = _started(home).values()
+    assert len({settings["metrics_port"] for settings in started} - {0}) == 2
+    assert {settings["fabric_port"] for settings in started} == {0}
+
+
+async def test_seats_hold_the_groups_in_turn(home: Path) -> None:
+    assert await _run(home, _until_started(home, 5), attention_workers=2, expert_workers=3, expert_groups=2) == 0
+    started = _started(home)
+    assert [started[f"experts-{number}"]["expert_group"] for number in range(3)] == [0, 1, 0]
+    assert [started[f"attention-{number}"]["expert_group"] for number in range(2)] == [None, None]
+    assert {settings["experts"] for settings in started.values()} == {"tcp"}
+    assert sorted(settings["gpu"] for settings in started.values()) == [0, 1, 2, 3, 4]
+
+
+async def test_attention_workers_may_be_alone(home: Path) -> None:
+    assert await _run(home, _until_started(home, 2), attention_workers=2) == 0
+    assert {settings["experts"] for settings in _started(home).values()} == {"local"}
+
+
+async def test_attention_ends_before_the_seats_that_it_uses(home: Path) -> None:
+    assert await _run(home, _until_started(home, 3), expert_workers=2) == 0
+    assert next(note["role"] for note in notes_in(home, "stopped")) == "attention"
+
+
+async def test_one_page_shows_all_and_is_ready_when_all_are(home: Path) -> None:
+    port = free_port()
+
+    async def during() -> None:
+        await _until_started(home, 2)()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            answer = await client.get("/ready")
+            assert answer.status_code == 503
+            assert answer.text == "waiting for colocated-0 (its page), colocated-1 (its page)\n"
+            assert (await client.get("/health")).status_code == 200
+            pages = [await _page(port + 1), await _page(port + 2, ready="503 Service Unavailable", text="weights")]
+            while (waiting := (await client.get("/ready")).text) != "waiting for colocated-1 (weights)\n":
+                assert "its page" in waiting
+                await asyncio.sleep(0.05)
+            page = (await client.get("/metrics")).text
+            for server in pages:
+                server.close()
+            samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        rows = {sample.labels["role"]: sample.value for sample in samples if sample.name == "rows"}
+        assert rows == {"colocated-0": 5.0, "colocated-1": 5.0}
+        starts = {s.labels["worker"]: s.value for s in samples if s.name == "expertmesh_worker_starts_total"}
+        assert starts == {"colocated-0": 1.0, "colocated-1": 1.0}
+
+    assert await _run(home, during, colocated_workers=2, metrics_port=port) == 0
+
+
+async def _page(port: int, *, ready: str = "200 OK", text: str = "ready") -> asyncio.Server:
+    """A worker's pages: what it waits for, and one series."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        metrics = head.startswith(b"GET /metrics")
+        body = "# TYPE rows gauge\nrows 5\n" if metrics else f"waiting for {text}\n"
+        status = "200 OK" if metrics else ready
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", port)
+
+
+async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) -> None:
+    port = free_port()
+
+    async def during() -> None:
+        await _until_started(home, 2)()
+        victim = next(note for note in notes_in(home) if note["role"] == "colocated-1")
+        os.kill(victim["pid"], signal.SIGKILL)
+        await until(lambda: len(notes_in(home)) == 3)
+        page = await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{port}/metrics")
+        assert 'expertmesh_worker_starts_total{role="workers",worker="colocated-1"} 2.0' in page.text
+
+    assert await _run(home, during, colocated_workers=2, expert_groups=2, metrics_port=port) == 0
+    lives = [note["settings"] for note in notes_in(home) if note["role"] == "colocated-1"]
+    assert lives[0] == lives[1]
+
+
+async def test_one_that_keeps_failing_is_tried_on_while_others_work(home: Path) -> None:
+    (home / "colocated-1.fail").write_text("70 kill 70 70 70 70")
+    during = _until_started(home, 8)
+    assert await _run(home, during, colocated_workers=2) == 0
+
+
+async def test_all_that_keep_failing_end_it(home: Path) -> None:
+    for number in range(2):
+        (home / f"colocated-{number}.fail").write_text("70 " * 50)
+    assert await _run(home, colocated_workers=2) == 70
+
+
+async def test_what_the_next_try_would_repeat_ends_it_with_its_code(home: Path) -> None:
+    (home / "colocated-1.fail").write_text("3")
+    assert await _run(home, colocated_workers=2) == 3
+    assert [note["role"] for note in notes_in(home)].count("colocated-1") == 1
+
+
+async def test_a_taken_port_is_told_before_anything_starts(home: Path) -> None:
+    taken = await _page(0)
+    port = taken.sockets[0].getsockname()[1]
+    with pytest.raises(PortInUse, match=f"{port}.*--metrics-port"):
+        await _run(home, colocated_workers=2, metrics_port=port)
+    taken.close()
+    assert not notes_in(home)
+
+
+async def test_a_second_signal_does_not_wait(home: Path) -> None:
+    (home / "colocated-0.stubborn").touch()
+    stop = asyncio.Event()
+    workers = _workers(home, colocated_workers=2)
+    running = asyncio.create_task(workers.run(stop))
+    await _until_started(home, 2)()
+    stop.set()
+    await until(lambda: notes_in(home, "stopped"))
+    assert not running.done()
+    workers.kill()
+    async with asyncio.timeout(5):
+        assert await running == FORCED
