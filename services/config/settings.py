@@ -258,8 +258,8 @@ class Settings(BaseSettings):
     colocated_by: Literal["mesh", "seats"] = _knob(
         "mesh",
         "how those of `serve` share: mesh is in lock-step, all or none; with seats they come, go and die alone, and "
-        "between GPUs of one machine are faster (--fabric-shared auto)",
-        roles=(),
+        "between GPUs of one machine are faster (--fabric-shared auto); --autoscale then counts machines of --ranks",
+        roles=(SCHEDULER,),
     )
     ranks: int = _knob(
         1,

@@ -42,9 +42,8 @@ def _watched(settings: Settings) -> KubeReplicas | None:
     assert settings.kubernetes_selector is not None, "load_settings requires it"
     namespace, selector = own_namespace(), settings.kubernetes_selector
     connect_in_cluster()  # what is missing is said at once
-    return KubeReplicas(
-        lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector), groups=settings.ranks > 1
-    )
+    in_groups = settings.ranks > 1 and settings.colocated_by == "mesh"
+    return KubeReplicas(lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector), groups=in_groups)
 
 
 def _placement(

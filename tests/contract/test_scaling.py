@@ -148,6 +148,14 @@ async def test_targets_in_another_unit_are_not_taken_for_groups(stage):
     assert (await stage.turns(stage.leader(), 1))[ATTENTION] == 1, "nor groups for single workers"
 
 
+async def test_replicas_with_seats_are_wanted_as_attention_alone(stage):
+    """The hot group's seat has 1.9 replicas' work, of which each replica would do one; nothing else is asked for."""
+    leader = stage.leader(replace(OPTIONS, seats=1.0))
+    await stage.reader.keep_targets(stage.floor.e, b'{"experts/0":3,"attention":1}')
+    assert await stage.turns(leader, 9, busy=0.95) == {ATTENTION: 2, GATEWAY: 1}
+    assert json.loads(await stage.reader.targets()) == {"attention": 2, "gateway": 1}
+
+
 async def test_targets_of_long_ago_take_nothing_away_that_is_asked_for_now(stage):
     await stage.reader.keep_targets(stage.floor.e, b'{"experts/0":1,"experts/1":0,"attention":0,"gateway":1}')
     stage.known.told = {HOT: Replicas(wanted=3, ready=3), ATTENTION: Replicas(wanted=2, ready=2)}

@@ -20,6 +20,7 @@ from services.scheduler.scaling.targets import (
     pack_targets,
     unpack_targets,
 )
+from services.scheduler.scaling.together import together
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Autoscaler:
         """
         reading = await self._read()
         signals = self._meter.signals(reading)
+        if self._options.seats is not None:
+            signals = together(signals, self._options.seats)
         before = self._state or await self._inherited(reading)
         state = decide(signals, before, self._options)
         if self._state is None or state.targets != before.targets:
@@ -96,8 +99,12 @@ class Autoscaler:
         asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
         told = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
         found = {**_there(reading, self._options.ranks), **told}
-        bound = self._options.bounds_of
-        return State.starting(reading.at, {target: n and bound(target).clamp(n) for target, n in found.items()})
+        wanted = {
+            target: many and self._options.bounds_of(target).clamp(many)
+            for target, many in found.items()
+            if self._options.decides(target)
+        }
+        return State.starting(reading.at, wanted)
 
     def _say(self, before: State, state: State) -> None:
         told = before.targets

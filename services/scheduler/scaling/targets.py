@@ -76,6 +76,9 @@ class ScalingOptions:
     """For so long fewer replicas must have sufficed before there are fewer."""
     ranks: int = 1
     """Attention workers that come and go together: that many are one replica."""
+    seats: float | None = None
+    """Of each shard group, on average, in a replica of attention, and nowhere else; None: experts are targets of their
+    own."""
 
     def bounds_of(self, target: Target) -> Bounds:
         own = None if target.shard is None else self.shards.get(target.shard)
@@ -93,7 +96,12 @@ class ScalingOptions:
             sleep_after_s=settings.sleep_after,
             down_after_s=settings.scale_down_after,
             ranks=settings.ranks,
+            seats=settings.ranks / (settings.expert_groups or 1) if settings.colocated_by == "seats" else None,
         )
+
+    def decides(self, target: Target) -> bool:
+        """Whether it is wanted by itself."""
+        return self.seats is None or target.role != "experts"
 
 
 _RANKS = "ranks"

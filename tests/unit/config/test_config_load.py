@@ -227,7 +227,7 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
         assert field.description, name
         assert roles_of(name) or "`serve`" in field.description, name
     of_roles = {name for role in ROLES for name in concerned(role)}
-    assert set(concerned(None)) - of_roles == {"attention_workers", "colocated_by"}
+    assert set(concerned(None)) - of_roles == {"attention_workers"}
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,28 @@
+"""Where each replica of attention holds seats, too: what shard groups need is wanted of attention. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.scaling.policy import UTILISATION
+from services.scheduler.scaling.signals import Signals
+from services.scheduler.scaling.targets import Target
+
+
+def together(signals: Signals, seats: float) -> Signals:
+    """``signals`` with one target for attention and experts, whichever needs more of it.
+
+    Args:
+        seats: of a shard group in each replica, on average.
+    """
+    groups = {target: load for target, load in signals.loads.items() if target.role == "experts"}
+    attention = signals.loads[Target("attention")]
+    meant_for = UTILISATION["attention"] / UTILISATION["experts"]
+    work = [load.work / seats * meant_for for load in groups.values()]
+    joined = replace(
+        attention,
+        work=max([attention.work, *work]),
+        known=attention.known and all(load.known for load in groups.values()),
+    )
+    others = {target: load for target, load in signals.loads.items() if target not in groups}
+    return replace(signals, loads=others | {Target("attention"): joined})
