@@ -17,6 +17,10 @@ HAS_DISK = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSele
 OPTIONS = {
     "plain": [],
     "experts with attention": ["attention.experts=local"],
+    "workers of a node in one pod": [
+        *("attention.experts=seats", "attention.seats.workers=4", "attention.seats.groups=2"),
+        *("attention.seats.shared=off", "attention.resources.limits.nvidia\\.com/gpu=4"),
+    ],
     "many groups": [
         *("experts.groups=4", "experts.replicas=3", "experts.perGroup.2.replicas=5"),
         *("experts.perGroup.1.nodeSelector.disk=ssd", "experts.perGroup.3.replicas=null"),

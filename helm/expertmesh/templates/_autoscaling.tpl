@@ -39,6 +39,10 @@ shard_replicas: {{ join "," . | quote }}
 {{- if eq .root.Values.attention.experts "mesh" }}
 ranks: {{ .root.Values.attention.mesh.ranks }}
 {{- end }}
+{{- if eq .root.Values.attention.experts "seats" }}
+ranks: {{ .root.Values.attention.seats.workers }}
+colocated_by: seats
+{{- end }}
 fewest_attention: {{ $scaling.attention.minReplicas }}
 most_attention: {{ $scaling.attention.maxReplicas }}
 fewest_gateways: {{ $scaling.gateway.minReplicas }}

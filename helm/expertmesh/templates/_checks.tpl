@@ -5,7 +5,7 @@ concerns one value alone stands in its `# @schema`, what only a cluster knows in
 */}}
 {{- define "expertmesh.checks" -}}
 {{- $said := list -}}
-{{- range $part := list "redis" "model" "secrets" "groups" "scaling" "prometheus" "objects" -}}
+{{- range $part := list "redis" "model" "secrets" "groups" "seats" "scaling" "prometheus" "objects" -}}
 {{- range include (printf "expertmesh.checks.%s" $part) $ | splitList "\n" -}}
 {{- with trim . }}{{ $said = append $said . }}{{ end -}}
 {{- end -}}
@@ -72,6 +72,29 @@ experts.perGroup names group {{ $number }}, but experts.groups is {{ int $expert
 {{- $own := get $experts.perGroup (toString $group) | default dict }}
 {{- $name := ternary (printf "experts.perGroup.%d" $group) "experts" (or (hasKey $own "resources") (hasKey $own "resourceClaims")) }}
 {{- include "expertmesh.checks.claims" (dict "name" $name "values" (include "expertmesh.layered" (list $experts $own) | fromYaml)) }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Several attention workers in a pod. What they have no choice about is not passed over: `expertmesh workers` would refuse some of it. */}}
+{{- define "expertmesh.checks.seats" -}}
+{{- $attention := .Values.attention -}}
+{{- $seats := $attention.seats -}}
+{{- if eq $attention.experts "seats" -}}
+{{- if gt (int $seats.groups) (int $seats.workers) }}
+attention.seats.groups is {{ $seats.groups }}, but attention.seats.workers is {{ $seats.workers }}, of which each holds one group. Raise attention.seats.workers, or lower attention.seats.groups.
+{{- end }}
+{{- $gpus := get ($attention.resources.limits | default dict) "nvidia.com/gpu" | int }}
+{{- if and $gpus (ne $gpus (int $seats.workers)) }}
+attention.resources.limits has nvidia.com/gpu: {{ $gpus }}, but attention.seats.workers is {{ $seats.workers }}, of which each takes one of the pod's GPUs. Make them equal.
+{{- end }}
+{{- if has .Values.fabric.lane (list "nccl" "gloo") }}
+fabric.lane is {{ .Values.fabric.lane }}, but attention.experts=seats passes rows by shared memory and over TCP alone. Set fabric.lane to auto or tcp.
+{{- end }}
+{{- range $name, $config := dict "config" .Values.config "attention.config" $attention.config }}
+{{- range $knob := list "overlap" "expert_slots" "expert_slices" "mesh_timeout" "mesh_exchange" "relay_pairs" }}{{ if hasKey $config $knob }}
+{{ $name }}.{{ $knob }} is given, but workers with attention.experts=seats have no choice about it. Leave it out, or choose another attention.experts.
+{{- end }}{{ end }}
 {{- end }}
 {{- end -}}
 {{- end -}}
@@ -143,7 +166,7 @@ The release is called {{ .Release.Name }}, and a Service must not have a dot in 
 {{- /* Aggregation of APIs is in each cluster, and not in what helm assumes where it sees none. */}}
 {{- $apis := .Capabilities.APIVersions }}
 {{- if and (eq .Values.attention.experts "mesh") ($apis.Has "apiregistration.k8s.io/v1") (not ($apis.Has "leaderworkerset.x-k8s.io/v1")) }}
-attention.experts=mesh makes a LeaderWorkerSet, which this cluster does not know. Install its controller (https://lws.sigs.k8s.io), or set attention.experts to tcp or local.
+attention.experts=mesh makes a LeaderWorkerSet, which this cluster does not know. Install its controller (https://lws.sigs.k8s.io), or set attention.experts to tcp, seats or local.
 {{- end }}
 {{- range $role := list "gateway" "scheduler" "attention" }}
 {{- $updates := (index $.Values $role).rollingUpdate }}

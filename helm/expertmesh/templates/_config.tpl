@@ -9,7 +9,7 @@ the release's scheduler, if there is one.
 {{- $hint := "Give another redis.keyPrefix with it (what waits in the queue is left behind), or install another release." -}}
 {{- if eq (toString $before.namespace) (toString $after.namespace) -}}
 {{- if and $before.expert_groups $after.expert_groups (ne (toString $before.expert_groups) (toString $after.expert_groups)) -}}
-{{- fail (printf "experts.groups is %v in the installed release, not %v: groups that are in use stand. %s" $before.expert_groups $after.expert_groups $hint) -}}
+{{- fail (printf "%s is %v in the installed release, not %v: groups that are in use stand. %s" (include "expertmesh.shardGroupsValue" $) $before.expert_groups $after.expert_groups $hint) -}}
 {{- end -}}
 {{- $model := get (.metadata.annotations | default dict) "expertmesh.io/model" -}}
 {{- $new := include "expertmesh.modelIdentity" $ -}}
@@ -30,10 +30,37 @@ the release's scheduler, if there is one.
 {{- end -}}
 {{- end -}}
 
+{{/* How many shard groups there are in Redis; empty where there are none (local, mesh). */}}
+{{- define "expertmesh.shardGroups" -}}
+{{- $attention := .root.Values.attention -}}
+{{- if eq $attention.experts "tcp" }}{{ .root.Values.experts.groups }}{{ end -}}
+{{- if eq $attention.experts "seats" }}{{ int $attention.seats.groups | default (int $attention.seats.workers) }}{{ end -}}
+{{- end -}}
+
+{{/* The value that says it. */}}
+{{- define "expertmesh.shardGroupsValue" -}}
+{{- $attention := .root.Values.attention -}}
+{{- if eq $attention.experts "tcp" -}}
+experts.groups
+{{- else -}}
+attention.seats.groups{{ if not (int $attention.seats.groups) }} (0: as many as attention.seats.workers){{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Of a pod that runs several attention workers, each with a seat. */}}
+{{- define "expertmesh.seatsConfig" -}}
+colocated_workers: {{ .root.Values.attention.seats.workers }}
+colocated_by: seats
+expert_groups: {{ include "expertmesh.shardGroups" . }}
+fabric_port: 7100
+fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
+{{- end -}}
+
 {{/* The configuration file of one role: what the chart decides over the role's knobs over those of all. */}}
 {{- define "expertmesh.config" -}}
 {{- $values := .root.Values -}}
 {{- $role := index $values .role -}}
+{{- $seats := and (eq .role "attention") (eq $values.attention.experts "seats") -}}
 {{- $own := dict "host" $values.bindAddress "namespace" (include "expertmesh.keyPrefix" .) "log_format" "json" -}}
 {{- if ne .role "scheduler" -}}
 {{- $_ := set $own "model" (include "expertmesh.modelPath" .) -}}
@@ -47,19 +74,21 @@ the release's scheduler, if there is one.
 {{- if $values.auth.enabled }}{{ $_ := set $own "api_keys_file" "/etc/expertmesh/keys/keys.yaml" }}{{ end -}}
 {{- end -}}
 {{- $_ := set $own "metrics_port" 9100 -}}
-{{- if and (eq .role "scheduler") (eq $values.attention.experts "tcp") -}}
-{{- $_ := set $own "expert_groups" $values.experts.groups -}}
-{{- end -}}
+{{- with ternary (include "expertmesh.shardGroups" .) "" (eq .role "scheduler") }}{{ $_ := set $own "expert_groups" (int .) }}{{ end -}}
 {{- if include "expertmesh.autoscaled" . -}}
 {{- $own = merge $own (include "expertmesh.autoscalingConfig" . | fromYaml) -}}
 {{- end -}}
-{{- if eq .role "attention" }}{{ $_ := set $own "experts" $values.attention.experts }}{{ end -}}
+{{- if $seats -}}
+{{- $own = merge $own (include "expertmesh.seatsConfig" . | fromYaml) -}}
+{{- else if eq .role "attention" -}}
+{{- $_ := set $own "experts" $values.attention.experts -}}
+{{- end -}}
 {{- if eq .role "experts" }}{{ $_ := set $own "fabric_port" 7100 }}{{ end -}}
 {{- if and (has .role (list "attention" "experts")) (ne $values.attention.experts "local") -}}
 {{- $_ := set $own "fabric_secret_file" "/etc/expertmesh/fabric/secret" -}}
 {{- if eq $values.attention.experts "tcp" }}{{ $_ := set $own "fabric_lane" $values.fabric.lane }}{{ end -}}
 {{- end -}}
-{{- include "expertmesh.layered" (list $values.config $role.config $own) -}}
+{{- include "expertmesh.layered" (list $values.config (ternary $values.experts.config dict $seats) $role.config $own) -}}
 {{- end -}}
 
 {{- define "expertmesh.redisEnv" -}}

@@ -37,6 +37,11 @@
 {{- end }}
 {{- end -}}
 
+{{/* Those of the seats of a pod, the i-th at 7100 + i. */}}
+{{- define "expertmesh.seatPorts" -}}
+ports: [{port: 7100, endPort: {{ add 7099 .root.Values.attention.seats.workers }}}]
+{{- end -}}
+
 {{/* The ports that workers open for one another: NCCL and gloo choose theirs. */}}
 {{- define "expertmesh.fabricPorts" -}}
 {{- if eq .root.Values.fabric.lane "tcp" }}

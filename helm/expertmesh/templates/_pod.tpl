@@ -1,5 +1,5 @@
 {{/*
-The pod of one role. Takes `root`, `role`, `image`, `port` (the name of the one with the probes), `ports`, `ready` (the
+The pod of one role. Takes `root`, `role`, `command` (where it is not the role's name), `image`, `port` (the name of the one with the probes), `ports`, `ready` (the
 path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `group`.
 */}}
 {{- define "expertmesh.pod" -}}
@@ -45,7 +45,7 @@ spec:
     - name: {{ .role }}
       image: {{ include "expertmesh.image" (dict "root" $root "image" .image) }}
       imagePullPolicy: {{ .image.pullPolicy }}
-      args: [{{ .role }}]
+      args: [{{ .command | default .role }}]
       env:
         # So that `kubectl exec POD -- expertmesh status`, `top` and `queue` speak of this release.
         - {name: EXPERTMESH_CONFIG, value: /etc/expertmesh/config/config.yaml}
@@ -155,7 +155,15 @@ spec:
 {{/* An attention worker's, in whichever workload. Takes `root` and `role`. */}}
 {{- define "expertmesh.attentionPod" -}}
 {{- $values := .root.Values -}}
-{{- include "expertmesh.pod" (merge (dict "image" $values.images.worker "port" "metrics" "ports" (dict "metrics" 9100) "ready" "/ready" "startSeconds" 300 "graceSeconds" (add $values.attention.drainSeconds 15)) .) -}}
+{{- $attention := $values.attention -}}
+{{- $ports := dict "metrics" 9100 -}}
+{{- $own := dict "graceSeconds" (add $attention.drainSeconds 15) -}}
+{{- if eq $attention.experts "seats" -}}
+{{- range $seat := until (int $attention.seats.workers) }}{{ $_ := set $ports (printf "fabric-%d" $seat) (add 7100 $seat) }}{{ end -}}
+{{- /* Attention drains, then its seat leaves the table and answers what it has, each in as much time. */ -}}
+{{- $own = dict "command" "workers" "graceSeconds" (add (mul 3 $attention.drainSeconds) 15) -}}
+{{- end -}}
+{{- include "expertmesh.pod" (merge (dict "image" $values.images.worker "port" "metrics" "ports" $ports "ready" "/ready" "startSeconds" 300) $own .) -}}
 {{- end -}}
 
 {{/* Which nodes a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector), `values`, and for expertmesh.tolerations `lostSeconds`. */}}

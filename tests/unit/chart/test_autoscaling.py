@@ -68,7 +68,7 @@ def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
     assert (groups["apiGroups"], groups["resources"]) == (["leaderworkerset.x-k8s.io"], ["leaderworkersets"])
 
 
-@pytest.mark.parametrize("where", ["mesh", "local"])
+@pytest.mark.parametrize("where", ["mesh", "local", "seats"])
 def test_bounds_of_expert_workers_that_there_are_not_do_not_reach_the_scheduler(render: Render, where: str) -> None:
     """It would refuse these."""
     odd = ("autoscaling.experts.minReplicas=5", "experts.perGroup.0.minReplicas=9")

@@ -45,6 +45,20 @@ def test_another_number_of_groups_is_refused(upgrade: Callable[..., str]) -> Non
     assert upgrade(["attention.experts=local"], ["experts.groups=4"]) == ""
 
 
+def test_another_number_of_groups_in_a_pod_is_refused_by_the_value_that_says_it(upgrade: Callable[..., str]) -> None:
+    two, four = (["attention.experts=seats", f"attention.seats.workers={workers}"] for workers in (2, 4))
+    said = upgrade(two, four)
+    assert "attention.seats.groups (0: as many as attention.seats.workers) is 2 in the installed release, not 4" in said
+    assert "attention.seats.groups is 2 in the installed release, not 3" in upgrade(
+        two, [*four, "attention.seats.groups=3"]
+    )
+    assert upgrade(two, [*four, "attention.seats.groups=2"]) == ""
+    assert "experts.groups is 4 in the installed release, not 2" in upgrade(four, ["experts.groups=2"])
+    assert "attention.seats.groups" in upgrade(["experts.groups=3"], two)
+    assert upgrade(["experts.groups=2"], two) == upgrade(two, ["attention.experts=local"]) == ""
+    assert upgrade(two, [*four, "redis.keyPrefix=again"]) == ""
+
+
 def test_another_model_is_refused(upgrade: Callable[..., str]) -> None:
     one, two = (["model.source=hostPath", "model.hostPath.path=/models", f"model.subPath={name}"] for name in "ab")
     assert "serves the model /models/a, not /models/b. Give another redis.keyPrefix" in upgrade(one, two)
@@ -77,7 +91,13 @@ def test_a_long_name_that_was_cut_otherwise_is_kept_or_refused(helm: Helm, rende
 
 OF_ROLES = ("serviceAccount", "podSecurityContext", "containerSecurityContext")
 OF_LATER = (
-    *("test", "nodeLostSeconds", "model.pvc.prefetch.waitResources", "model.pvc.prefetch.serviceAccount"),
+    *(
+        "test",
+        "nodeLostSeconds",
+        "attention.seats",
+        "model.pvc.prefetch.waitResources",
+        "model.pvc.prefetch.serviceAccount",
+    ),
     *(f"{role}.{name}" for role in ROLES for name in OF_ROLES),
 )
 

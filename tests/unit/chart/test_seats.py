@@ -1,0 +1,203 @@
+"""Pods that run several attention workers, each with a seat for experts: for GPUs of one node that share memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testkit.chart import CHART, Objects, Render, named
+
+from services.config import ATTENTION, COLOCATED, EXPERTS, Settings, concerned, load_settings
+
+SEATS = ("attention.experts=seats", "attention.seats.workers=4")
+GPUS = "attention.resources.limits.nvidia\\.com/gpu"
+KEDA = ("keda.sh/v1alpha1",)
+SCALED = (
+    *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true"),
+    "autoscaling.prometheus.serverAddress=http://prometheus:9090",
+)
+
+
+def config(objects: Objects, role: str = "attention") -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(named(objects, "ConfigMap", role)["data"]["config.yaml"])
+    return found
+
+
+@pytest.fixture
+def refused(helm: Callable[..., Any]) -> Callable[..., str]:
+    """What helm says of ``settings``, which it must not render."""
+
+    def run(*settings: str) -> str:
+        words = [word for setting in (*SEATS, *settings) for word in ("--set", setting)]
+        done = helm("template", "mesh", str(CHART), *words)
+        assert done.returncode != 0
+        said: str = done.stderr
+        return said
+
+    return run
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Objects], Settings]:
+    """What each worker of the pod makes of its file."""
+    monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://:x@host:6379/0")
+
+    def run(objects: Objects) -> Settings:
+        file = tmp_path / "config.yaml"
+        file.write_text(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
+        return load_settings(["--config", str(file)], role=COLOCATED)
+
+    return run
+
+
+def test_one_container_runs_the_workers_of_a_node(render: Render) -> None:
+    objects = render(*SEATS, f"{GPUS}=4", "attention.replicas=3", "attention.drainSeconds=20")
+    spec = named(objects, "Deployment", "attention")["spec"]
+    assert spec["replicas"] == 3
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 3 * 20 + 15, "attention drains, then the seat in twice that time"
+    [container] = pod["containers"]
+    assert container["args"] == ["workers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"metrics": 9100} | {f"fabric-{seat}": 7100 + seat for seat in range(4)}
+    assert {probe["httpGet"]["port"] for name, probe in container.items() if name.endswith("Probe")} == {"metrics"}
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert (mounts["shm"], mounts["fabric"]) == ("/dev/shm", "/etc/expertmesh/fabric")
+    assert {"name": "EXPERTMESH_ADVERTISE", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container[
+        "env"
+    ]
+
+
+def test_there_are_no_expert_workers_beside_them(render: Render) -> None:
+    objects = render(*SEATS, *SCALED, "experts.groups=3", "metrics.prometheusRule.enabled=true", apis=KEDA)
+    assert not [name for _, name in objects if "experts" in name]
+    assert ("Secret", "mesh-expertmesh-fabric") in objects
+
+
+@pytest.mark.parametrize(("groups", "found"), [(0, 4), (1, 1), (4, 4)])
+def test_workers_and_scheduler_are_told_the_same(
+    render: Render, read: Callable[[Objects], Settings], groups: int, found: int
+) -> None:
+    objects = render(*SEATS, f"attention.seats.groups={groups}", "attention.seats.shared=host", "experts.groups=3")
+    settings = read(objects)
+    assert (settings.colocated_workers, settings.colocated_by, settings.expert_groups) == (4, "seats", found)
+    assert (settings.fabric_port, settings.metrics_port, settings.fabric_shared) == (7100, 9100, "host")
+    assert settings.fabric_secret_file == Path("/etc/expertmesh/fabric/secret")
+    assert (settings.drain_timeout, settings.host) == (60, "0.0.0.0")
+    assert not {"experts", "fabric_lane", "expert_group"} & config(objects).keys(), "settled by itself"
+    assert config(objects, "scheduler")["expert_groups"] == found
+    assert not {"ranks", "colocated_by"} & config(objects, "scheduler").keys(), "without autoscaling"
+
+
+def test_memory_is_shared_unless_told_otherwise(render: Render, read: Callable[[Objects], Settings]) -> None:
+    assert read(render(*SEATS)).fabric_shared == "auto"
+    assert read(render(*SEATS, "attention.seats.shared=off")).fabric_shared == "off"
+
+
+def test_knobs_of_both_roles_reach_the_workers_and_those_of_attention_count_most(
+    render: Render, read: Callable[[Objects], Settings]
+) -> None:
+    knobs = ("config.lease=3", "experts.config.lease=4", "attention.config.lease=5", "experts.config.expert_capacity=9")
+    settings = read(render(*SEATS, *knobs, "config.dtype=float16", "experts.config.dtype=bfloat16"))
+    assert (settings.lease, settings.expert_capacity, settings.dtype) == (5, 9, "bfloat16")
+    apart = config(render(*knobs))
+    assert (apart["lease"], "expert_capacity" in apart) == (5, False), (
+        "expert workers elsewhere have a file of their own"
+    )
+
+
+def test_seats_reach_one_another_on_their_ports_alone(render: Render) -> None:
+    policy = named(render(*SEATS), "NetworkPolicy", "attention")["spec"]
+    component = "app.kubernetes.io/component"
+
+    def opened(rules: list[dict[str, Any]], way: str) -> dict[str, Any]:
+        """Role -> ports; metrics are asked for by another namespace."""
+        return {
+            peer.get("podSelector", {}).get("matchLabels", {}).get(component): rule.get("ports")
+            for rule in rules
+            for peer in rule[way]
+        }
+
+    seats = [{"port": 7100, "endPort": 7103}]
+    assert opened(policy["ingress"], "from") == {"attention": seats, None: [{"port": 9100}]}
+    assert opened(policy["egress"], "to") == {"attention": seats, "redis": [{"port": 6379}]}
+    [_, one] = named(render(*SEATS[:1]), "NetworkPolicy", "attention")["spec"]["ingress"]
+    assert one["ports"] == [{"port": 7100, "endPort": 7101}], "a pod has two by itself"
+
+
+def test_a_pod_counts_as_one_replica_where_keda_counts(render: Render) -> None:
+    objects = render(*SEATS, *SCALED, "autoscaling.attention.maxReplicas=3", apis=KEDA)
+    scaled = {name for kind, name in objects if kind == "ScaledObject"}
+    assert scaled == {"mesh-expertmesh-gateway", "mesh-expertmesh-attention"}
+    target = named(objects, "ScaledObject", "attention")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) in objects
+    told = config(objects, "scheduler")
+    assert (told["ranks"], told["colocated_by"], told["most_attention"], told["expert_groups"]) == (4, "seats", 3, 4)
+    assert [rule["apiGroups"] for rule in named(objects, "Role", "scheduler")["rules"]] == [["apps"]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["attention.seats.groups=5"], "attention.seats.groups is 5, but attention.seats.workers is 4, of which each"),
+        ([f"{GPUS}=1"], "attention.resources.limits has nvidia.com/gpu: 1, but attention.seats.workers is 4, of which"),
+        (["fabric.lane=nccl"], "fabric.lane is nccl, but attention.experts=seats passes rows by shared memory and"),
+        (["fabric.lane=gloo"], "Set fabric.lane to auto or tcp."),
+        (["attention.seats.workers=0"], "attention.seats.workers: Must be greater than or equal to 1"),
+        (["attention.seats.groups=-1"], "attention.seats.groups: Must be greater than or equal to 0"),
+        (["attention.seats.shared=on"], "attention.seats.shared must be one of the following"),
+        (["attention.config.fabric_shared=auto"], "attention.config: Additional property fabric_shared is not allowed"),
+        (
+            ["attention.config.expert_capacity=9"],
+            "attention.config: Additional property expert_capacity is not allowed",
+        ),
+        (["experts.config.expert_group=1"], "experts.config: Additional property expert_group is not allowed"),
+    ],
+)
+def test_what_workers_of_a_pod_could_not_be_is_refused(
+    refused: Callable[..., str], settings: list[str], says: str
+) -> None:
+    assert says in refused(*settings)
+
+
+def settled() -> set[str]:
+    """What the chart lets a user say to attention workers, and one with a seat has no choice about."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]
+    told = {name for role in (ATTENTION, EXPERTS) for name in schema[f"{role}Knobs"]["properties"]}
+    return told - {*concerned(COLOCATED)}
+
+
+@pytest.mark.parametrize("where", ["config", "attention.config"])
+def test_what_a_worker_with_a_seat_has_no_choice_about_is_refused(refused: Callable[..., str], where: str) -> None:
+    names = settled()
+    assert names >= {"overlap", "expert_slots", "mesh_timeout"}
+    good = {"overlap": "off", "mesh_exchange": "flat"}
+    said = refused(*(f"{where}.{name}={good.get(name, 1)}" for name in names))
+    told = [line.split()[0] for line in said.splitlines() if "have no choice about it" in line]
+    assert set(told) == {f"{where}.{name}" for name in names}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["attention.seats.groups=5", "fabric.lane=nccl", "attention.config.overlap=on", f"{GPUS}=1"],
+        ["attention.experts=local", "attention.seats.groups=5"],
+        [*SEATS, "attention.seats.groups=2", "fabric.lane=tcp", f"{GPUS}=4"],
+        [*SEATS, "attention.resources.limits.nvidia\\.com/mig-3g\\.40gb=4", "experts.perGroup.7.replicas=2"],
+        [*SEATS, *SCALED, "autoscaling.experts.minReplicas=9", "attention.mesh.ranks=3"],
+    ],
+)
+def test_what_can_be_meant_is_taken(render: Render, settings: list[str]) -> None:
+    assert render(*settings)
+
+
+def test_the_notes_say_what_a_pod_runs(notes: Callable[..., str]) -> None:
+    says = "mesh-expertmesh-attention runs 4 attention worker(s), which hold 2 shard group(s) of the experts"
+    assert says in notes(*SEATS, "attention.seats.groups=2")
+    assert "gateways and of pods of attention workers:" in notes(*SEATS, *SCALED, apis=KEDA)
+    assert "attention worker(s)" not in notes()
