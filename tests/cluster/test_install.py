@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from testkit.kube import TAG, Cluster, table, until
 from testkit.pocket_answers import MOST_TOKENS, recorded
-from testkit.release import NAME, PREFIX, Release
+from testkit.release import NAME, PREFIX, PYTHON, Release
 
 KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-fabric", "-api-keys")}
 KINDS = (
@@ -67,7 +67,7 @@ def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str
     """Of processor time: what else runs on this machine must not count."""
     release = installed.release
     look = f"import services.{role}.__main__, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
-    python = ("deploy/" + f"{PREFIX}-{role}", "--", "/opt/expertmesh/bin/python", "-c", look)
+    python = ("deploy/" + f"{PREFIX}-{role}", "--", PYTHON, "-c", look)
     seconds = min(float(release.cluster.kubectl("-n", release.namespace, "exec", *python)) for _ in range(3))
     print(f"\n{role} loads in {seconds:.2f} s")
     assert seconds < 2

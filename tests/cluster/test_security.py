@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from testkit.kube import TAG, Cluster, until
-from testkit.release import NAME, PREFIX, Release
+from testkit.release import NAME, PREFIX, PYTHON, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 PORTS = {"gateway": 8000, "scheduler": 9100, "attention": 9100, "experts": 9100, "redis": 6379}
@@ -26,7 +26,6 @@ AUTOSCALED = (
 TOLD = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
 SEES = ("deployments.apps", "statefulsets.apps")
 """What the scheduler may get, list and watch."""
-CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 CONTEXT = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -51,7 +50,7 @@ def _stranger(cluster: Cluster, namespace: str, name: str, context: dict[str, ob
     container = {
         "name": "main",
         "image": f"expertmesh-control:{TAG}",
-        "command": ["/opt/expertmesh/bin/python", "-c", "import time; time.sleep(3600)"],
+        "command": [PYTHON, "-c", "import time; time.sleep(3600)"],
         "securityContext": CONTEXT | context,
     }
     pod = {
@@ -73,15 +72,6 @@ def _labelled(release: Release, name: str, role: str) -> None:
     cluster.kubectl("-n", release.namespace, "wait", f"pod/{name}", "--for=condition=Ready", "--timeout=120s")
 
 
-def _reaches(release: Release, pod: str, address: str, port: int) -> bool:
-    python = "/opt/expertmesh/bin/python"
-    said = release.cluster.kubectl(
-        *("-n", release.namespace, "exec", pod, "--", python, "-c", CONNECT, address, str(port)), check=False
-    )
-    assert not said or "timed out" in said or "refused" in said, said
-    return not said
-
-
 def _of(release: Release, role: str) -> tuple[str, str]:
     """A pod of ``role``, and its address."""
     pod = release.pods(role)[0]
@@ -94,16 +84,16 @@ def test_the_namespace_would_refuse_another_pod(release: Release) -> None:
 
 
 def test_a_pod_of_somebody_else_reaches_the_gateway_alone(release: Release) -> None:
-    reached = {role for role in ROLES if _reaches(release, "stranger", _of(release, role)[1], PORTS[role])}
+    reached = {role for role in ROLES if release.reaches("stranger", _of(release, role)[1], PORTS[role])}
     assert reached == {"gateway"}
-    assert not _reaches(release, "stranger", _of(release, "experts")[1], 7100)
+    assert not release.reaches("stranger", _of(release, "experts")[1], 7100)
 
 
 def test_the_same_pod_with_the_label_of_a_role_reaches_what_that_role_does(release: Release) -> None:
     """What was refused above was refused for the label, not for the address, the port or the program."""
     _labelled(release, "disguised", "attention")
-    until(lambda: _reaches(release, "disguised", _of(release, "redis")[1], 6379), 60, "it reaches Redis")
-    until(lambda: _reaches(release, "disguised", _of(release, "experts")[1], 7100), 60, "it reaches an expert worker")
+    until(lambda: release.reaches("disguised", _of(release, "redis")[1], 6379), 60, "it reaches Redis")
+    until(lambda: release.reaches("disguised", _of(release, "experts")[1], 7100), 60, "it reaches an expert worker")
     release.cluster.kubectl("-n", release.namespace, "delete", "pod", "disguised", "--wait=true")
 
 
@@ -114,7 +104,7 @@ def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
     for source in ("gateway", "scheduler", "attention", "experts"):
         pod, _ = _of(release, source)
         for target, port in places:
-            if target != source and _reaches(release, pod, _of(release, target)[1], port):
+            if target != source and release.reaches(pod, _of(release, target)[1], port):
                 open_.add((source, target, port))
     assert {hop for hop in open_ if hop[1] != "gateway"} == HOPS
     # a gateway takes requests from anywhere, but these pods have no business with it
@@ -124,11 +114,11 @@ def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
 def test_nothing_leaves_the_namespace_but_the_schedulers_question_to_the_api_server(release: Release) -> None:
     api = release.cluster.get("default", "service", "kubernetes")["spec"]["clusterIP"]
     roles = ("gateway", "scheduler", "attention", "experts")
-    assert [role for role in roles if _reaches(release, _of(release, role)[0], api, 443)] == ["scheduler"]
+    assert [role for role in roles if release.reaches(_of(release, role)[0], api, 443)] == ["scheduler"]
 
 
 def test_the_scheduler_hears_how_many_replicas_there_are(release: Release) -> None:
-    python = ("deploy/" + f"{PREFIX}-scheduler", "--", "/opt/expertmesh/bin/python", "-c", TOLD)
+    python = ("deploy/" + f"{PREFIX}-scheduler", "--", PYTHON, "-c", TOLD)
 
     def told() -> set[str]:
         page = release.cluster.kubectl("-n", release.namespace, "exec", *python)

@@ -21,6 +21,9 @@ from testkit.pocket_answers import MOST_TOKENS, recorded
 NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
 ROLE = "app.kubernetes.io/component"
+PYTHON = "/opt/expertmesh/bin/python"
+"""In the images."""
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 REST_S = 10.0
 """How long the resting client leaves its connection idle between two requests; it keeps it for much longer."""
 MOST_PATIENCE_S = 180.0
@@ -96,6 +99,16 @@ class Release:
     def pods(self, role: str | None = None) -> list[dict[str, Any]]:
         selector = f"app.kubernetes.io/instance={self.name}" + (f",{ROLE}={role}" if role else "")
         return self.cluster.items(self.namespace, "pods", "-l", selector)
+
+    def python(self, pod: str, script: str, *words: str, check: bool = True) -> str:
+        """What ``script`` says, run in the pod; where it may fail (``check`` False) its errors too."""
+        return self.cluster.kubectl("-n", self.namespace, "exec", pod, "--", PYTHON, "-c", script, *words, check=check)
+
+    def reaches(self, pod: str, address: str, port: int) -> bool:
+        """Whether a connection from there is made."""
+        said = self.python(pod, CONNECT, address, str(port), check=False)
+        assert not said or "timed out" in said or "refused" in said, said
+        return not said
 
     def ready_after(self, began: float) -> dict[str, float]:
         """Seconds from ``began`` (Unix time) to each pod's readiness, to the second, as Kubernetes notes it."""
