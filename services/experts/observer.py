@@ -38,7 +38,7 @@ class ExpertsObserver:
         for layer, rows in serving.layer_rows().items():
             metrics.rows.labels(layer if self._by_layer else ALL_LAYERS, shard).inc(rows - self._rows.get(layer, 0))
             self._rows[layer] = rows
-        now = (counts.calls, counts.failed, counts.computations, counts.seconds)
+        now = (counts.calls, counts.failed, counts.computations, serving.busy_s)
         series = (metrics.calls, metrics.failed, metrics.computations, metrics.busy)
         for counter, new, old in zip(series, now, self._seen, strict=True):
             counter.inc(new - old)

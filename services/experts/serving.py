@@ -60,11 +60,14 @@ class TcpServing:
 
     @property
     def busy_s(self) -> float:
-        return self.server.counts.seconds
+        return self.server.counts.seconds + self._shared_s()[0]
 
     @property
     def waited_s(self) -> float:
-        return self.server.waited_s
+        return self.server.waited_s + self._shared_s()[1]
+
+    def _shared_s(self) -> tuple[float, float]:
+        return self.symm.occupied() if self.symm else (0.0, 0.0)
 
     @property
     def failure(self) -> BaseException | None:

@@ -20,6 +20,7 @@ from services.fabric.counters import Counters, beside
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
 from services.fabric.symm_steps import GraphSteps, StepBody, Steps, ThreadSteps
+from services.fabric.symm_time import Occupied
 from services.fabric.symm_wire import Offer, Step, Stop, Taken
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_peer import Peer
@@ -88,6 +89,7 @@ class SymmHost:
             torch.cuda.current_stream(device).synchronize()  # guests' streams do not wait for this one
         self._gate = threading.Lock()
         self._guests: dict[Peer, _Guest] = {}
+        self._occupied, self._of_the_gone_s = Occupied(), 0.0
 
     def take(self, peer: Peer, frame: Frame) -> bool:
         """Whether ``frame`` was about shared memory.
@@ -120,6 +122,13 @@ class SymmHost:
     def rows(self) -> Mapping[int, Sequence[int]]:
         """Layer -> pairs by expert since the start; steps that are run again count again."""
         return dict(zip(self._layers, self._counters.read(self._counts_LE), strict=True))
+
+    def occupied(self) -> tuple[float, float]:
+        """Seconds since the start in which rows of steps were computed, and which they took longer for one another."""
+        with self._gate:
+            here_s = sum(guest.steps.seconds for guest in self._guests.values() if guest.steps is not None)
+            self._occupied.add(self._of_the_gone_s + here_s)
+            return self._occupied.busy_s, self._occupied.waited_s
 
     def idle(self) -> bool:
         with self._gate:
@@ -196,7 +205,9 @@ class SymmHost:
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
         if guest.steps is not None:
             guest.steps.close()
-        guest.steps = guest.body = None
+        with self._gate:
+            self._of_the_gone_s += guest.steps.seconds if guest.steps is not None else 0.0
+            guest.steps = guest.body = None
         for memory in (guest.answers, guest.region):
             if memory is not None:
                 memory.close()

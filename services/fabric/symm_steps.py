@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from moe_kernels.exchange import send_answers, take_rows
 from moe_kernels.exchange_layout import ABORTED, BASE, DEADLINE, FAILED, LAST, PEER, Layout
 from services.fabric.symm_control import ControlBlock
+from services.fabric.symm_time import GraphWatch, HostWatch, Watch
 from services.fabric.symm_wire import Step, buckets
 from services.fabric.tcp_compute import Compute
 
@@ -41,6 +43,8 @@ class StepBody:
         self._compute, self._layers, self._inbox = compute, list(layers), inbox
         self._counts_LE, self._layout = counts_LE, layout
         self.control = ControlBlock(inbox.device)
+        self.watch: Watch | None = None
+        """Times the work of the exchanges that run, or are captured, now."""
         self._taken_RK = torch.full((layout.rows, layout.slots), -1, dtype=torch.int32, device=inbox.device)
 
     @property
@@ -70,6 +74,11 @@ class StepBody:
             exchange=exchange,
             micro_batch=micro_batch,
         )
+        with self.watch.around(exchange) if self.watch else nullcontext():
+            self._answer(bucket, exchange, at, micro_batch, x_RD, weights_RK)
+
+    def _answer(self, bucket: int, exchange: int, at: int, micro_batch: int, x_RD: Tensor, weights_RK: Tensor) -> None:
+        layout, taken_RK, counts_E = self._layout, self._taken_RK[:bucket], self._counts_LE[at]
         if layout.unsummed:
             ones_P1 = torch.ones(taken_RK.numel(), 1, device=x_RD.device)
             x_PD = x_RD.unsqueeze(1).expand(-1, layout.slots, -1).reshape(-1, layout.hidden)
@@ -81,7 +90,7 @@ class StepBody:
             y,
             taken_RK,
             counts_E,
-            words,
+            self.control.words,
             layout=layout,
             bucket=bucket,
             exchange=exchange,
@@ -99,6 +108,12 @@ class StepBody:
 
 class Steps(Protocol):
     """A :class:`StepBody` prepared to be started."""
+
+    @property
+    def seconds(self) -> float:
+        """That its exchanges took since the start, without waits for rows; of a graph's last step when the next one
+        starts."""
+        ...
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         """Queue a step; returns at once. One that was started before and has not ended is given up: an attention worker
@@ -129,6 +144,9 @@ class GraphSteps:
         self._device = body.control.words.device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._watches: dict[tuple[int, int], GraphWatch] = {}
+        self._running: GraphWatch | None = None
+        self._seconds = 0.0
         torch.cuda.current_stream(self._device).synchronize()  # this thread made the body's buffers on that one
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for bucket, micro_batches in body.shapes:
@@ -143,11 +161,17 @@ class GraphSteps:
                 graph.replay()
             self._stream.synchronize()
 
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
     def start(self, step: Step, words: dict[int, int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._supersede()
+            self._seconds += self._running.read() if self._running else 0.0
             self._body.control.write(words)
             self._graphs[step.bucket, step.micro_batches].replay()
+            self._running = self._watches[step.bucket, step.micro_batches]
 
     def give_up(self) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -172,11 +196,13 @@ class GraphSteps:
         """Without the pauses of ``torch.cuda.graph``: the steps of other attention workers go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        self._watches[shape] = self._body.watch = GraphWatch(self._body.layers * shape[1])
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             self._body.run(*shape)
         finally:
             graph.capture_end()
+            self._body.watch = None
         return graph
 
 
@@ -185,11 +211,16 @@ class ThreadSteps:
 
     def __init__(self, body: StepBody) -> None:
         self._body = body
+        body.watch = self._watch = HostWatch()
         self._waiting: queue.SimpleQueue[tuple[int, Step, dict[int, int]] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._under_way, self._newest = 0, 0
         self._thread = threading.Thread(target=self._run, name="symm steps", daemon=True)
         self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        return self._watch.seconds
 
     def start(self, step: Step, words: dict[int, int]) -> None:
         with self._changed:

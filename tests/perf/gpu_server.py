@@ -158,7 +158,7 @@ class Run:
             "first_token_ms": quantiles([end - begin for begin, end in first]),
             "shared_steps": self._count("shared_steps_total"), "again": self._count("repeated_steps_total"),
             "steps": self._count("engine_steps_total"), "by_graph": self._count("graph_steps_total"),
-            "ahead": self._count("steps_ahead_total"),
+            "ahead": self._count("steps_ahead_total"), "seats_busy_s": self._busy(),
         }  # fmt: skip
         self.results[what] = figures
         self.say(what, **figures)
@@ -168,6 +168,11 @@ class Run:
     def _count(self, series: str) -> list[int]:
         """Of each attention worker, since it started."""
         return [int(self.cluster.metric(name, f"expertmesh_{series}")) for name in self._attending]
+
+    def _busy(self) -> dict[str, float]:
+        """Of each seat, since it started; also in steps by shared memory."""
+        holding = self.cluster.of("experts") or self.cluster.of("colocated")
+        return {name: round(self.cluster.metric(name, "expertmesh_experts_busy_seconds_total"), 2) for name in holding}
 
     def _judge(self, everything: list[Outcome], outcomes: list[Outcome], start: float) -> bool:
         _, between = gaps_of(outcomes, 0.0)

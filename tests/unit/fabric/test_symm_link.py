@@ -127,6 +127,31 @@ def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
         assert link.expert_rows() == {0: [0, 14, 0, 0, 0, 0, 14, 0]}
 
 
+def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    computing_s, apart_s = 0.05, 0.3
+
+    def slow(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        time.sleep(computing_s)
+        return scaled(layer, x_TD, ids_TK, weights_TK)
+
+    monkeypatch.setattr(Seat, "_compute", lambda _, *call: slow(*call))
+    seat = Seat(0)
+    with linked([seat]) as link:
+        serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
+        assert serving.busy_s == 0.0
+        x_TD, ids_TK, weights_TK = torch.ones(1, HIDDEN), torch.tensor([[1, 6]]), torch.ones(1, SLOTS)
+        for number in (1, 2, 3):
+            link.begin_step(number, [1])
+            time.sleep(apart_s)  # the seat waits for rows
+            link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+            assert link.settled()
+        told_s = serving.busy_s
+        assert 3 * computing_s <= told_s < apart_s
+        assert seat.server.counts.seconds == 0.0
+    wait_until(lambda: not seat.host._guests, LONG_S, "the guest is gone")
+    assert serving.busy_s == told_s, "what it took stays"
+
+
 def test_rows_that_memory_has_room_for_need_no_lane() -> None:
     with linked([Seat(0)]) as link:
         (seat,) = link.tcp._seats.links.values()
