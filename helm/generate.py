@@ -26,7 +26,7 @@ OWNED = {
     *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "metrics_upstreams", "redis_url"),
     *("namespace", "attention_workers", "expert_workers", "colocated_workers", "experts", "expert_groups", "rank"),
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
-    *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "fabric_shared"),
+    *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "process", "fabric_shared"),
     *("kubernetes", "kubernetes_selector", "pod", "autoscale", "sleep_after", "scale_down_after"),
     *("target_ttft", "target_tpot", "colocated_by"),
     *(

@@ -56,7 +56,9 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_e
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
-    device = torch_device(settings.device, rank=settings.rank if settings.experts == "mesh" else settings.gpu)
+    in_mesh = settings.experts == "mesh"
+    device = torch_device(settings.device, rank=settings.rank if in_mesh else settings.gpu, of_host=not in_mesh)
+    log.info("attention is computed on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
     mesh = Colocated(settings, spec, dtype=dtype, device=device) if settings.experts == "mesh" else None

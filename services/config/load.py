@@ -242,12 +242,12 @@ def _require_workers(settings: Settings) -> None:
             "There is no worker to start.",
             hint="Give --colocated-workers N, --attention-workers N or --expert-workers N.",
         )
-    if settings.expert_groups and settings.expert_groups > seats:
-        raise ConfigError(
-            f"--expert-groups {settings.expert_groups} are more than the {seats} seats here for them.",
-            hint="Give as many seats, or leave it out: then the scheduler says which group a seat holds.",
-        )
     _require_ports(settings, seats)
+    if ":" in settings.device:
+        raise ConfigError(
+            f"--device {settings.device} is one device for all workers.",
+            hint="Choose cuda, of which each has its own from --gpu on, cpu or auto.",
+        )
     if settings.experts == "mesh":
         raise ConfigError(
             "Workers of several machines in lock-step are started one by one.",

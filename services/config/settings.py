@@ -375,7 +375,8 @@ class Settings(BaseSettings):
     # Process
     log_level: Literal["debug", "info", "warning", "error"] = _knob("info", "least severe message that is logged")
     log_format: Literal["auto", "text", "json"] = _knob("auto", "auto is text on a terminal and JSON lines elsewhere")
-    supervisor_pid: int | None = _knob(None, "process whose death ends this one (set by `serve`)", ge=1)
+    supervisor_pid: int | None = _knob(None, "process whose death ends this one (set by `serve` and `workers`)", ge=1)
+    process: str | None = _knob(None, "name of this process in its logs (set by `serve` and `workers`)", min_length=1)
 
     def shard_bounds(self) -> dict[int, tuple[int, int]]:
         """Shard group -> its fewest and most replicas, where it has its own."""

@@ -71,12 +71,13 @@ class ExpertsRole:
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Take a seat, serve until ``stop`` or until the scheduler wants it gone, leave."""
         settings, name = self._settings, incarnation()
+        device = torch_device(settings.device, rank=settings.gpu)
         loader = Loader(
             settings,
             self._spec,
             worker=name,
             dtype=serving_dtype(settings.dtype, self._spec),
-            device=torch_device(settings.device, rank=settings.gpu),
+            device=device,
             version=version("expertmesh"),
             tables=partial(_newest, self._reader, asyncio.get_running_loop()),
             beside_attention=self._beside_attention,
@@ -88,7 +89,7 @@ class ExpertsRole:
             load=loader,
             timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
         )
-        log.info("expert worker %s", name)
+        log.info("expert worker %s on %s", name, device)
         observer = ExpertsObserver(self._metrics, worker, by_layer=settings.layer_series)
         observing = asyncio.create_task(_observe(observer))
         try:

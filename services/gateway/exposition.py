@@ -84,10 +84,10 @@ class Siblings:
     """Fetches and merges the siblings' pages. One that does not answer is left out and shown as down. ``role`` is that
     of the process that does so."""
 
-    def __init__(self, upstreams: Sequence[Upstream], *, role: str = GATEWAY) -> None:
+    def __init__(self, upstreams: Sequence[Upstream], *, role: str = GATEWAY, timeout_s: float = _TIMEOUT_S) -> None:
         self._upstreams = tuple(upstreams)
         self._own = f'role="{role}"'
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=timeout_s, trust_env=False)
 
     async def close(self) -> None:
         await self._client.aclose()

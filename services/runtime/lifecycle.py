@@ -42,7 +42,7 @@ def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> i
     except StartupError as error:
         print(f"expertmesh {role}: {error.message}", file=sys.stderr, flush=True)
         return error.exit_code
-    configure_logging(role, settings.log_level, settings.log_format)
+    configure_logging(settings.process or role, settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, of when each counter began
     if settings.supervisor_pid is not None:
         watch_parent(settings.supervisor_pid)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.config import ENV_PREFIX
@@ -98,9 +99,20 @@ class RedisProcess:
         self._redis.kill()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What a supervisor says of a child. One that is ``spared``, because others go on meanwhile, is not given up for
+    failing too often, one whose settings are ``proven`` not for a code that would come again. ``lived_s``: how long it
+    has been well in this life; since its start where that is None. ``on_start`` hears of each start."""
+
+    spared: Callable[[], bool] = lambda: False
+    proven: Callable[[], bool] = lambda: False
+    lived_s: Callable[[], float] | None = None
+    on_start: Callable[[], None] = lambda: None
+
+
 class Child:
-    """A process and its policy. ``keep_alive`` keeps it so until it is stopped or given up; a child that is ``spared``,
-    because others do its work meanwhile, is not given up for failing too often."""
+    """A process and its policy. ``keep_alive`` keeps it so until it is stopped or given up."""
 
     def __init__(
         self,
@@ -108,15 +120,13 @@ class Child:
         process: Running,
         policy: RestartPolicy,
         *,
-        spared: Callable[[], bool] = lambda: False,
-        on_start: Callable[[], None] = lambda: None,
+        outlook: Outlook | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.name = name
         self._process = process
         self._policy = policy
-        self._spared = spared
-        self._on_start = on_start
+        self._outlook = outlook or Outlook()
         self._began = 0.0
         self._sleep = sleep
         self._stopping = False
@@ -124,12 +134,12 @@ class Child:
     @property
     def well(self) -> bool:
         """Whether it did not fail too often of late."""
-        return not self._policy.exhausted or time.monotonic() - self._began >= self._policy.healthy_s
+        return not self._policy.exhausted or self._lived_s() >= self._policy.healthy_s
 
     async def start(self) -> None:
         """Starts the process."""
         self._began = time.monotonic()
-        self._on_start()
+        self._outlook.on_start()
         await self._process.start()
 
     async def keep_alive(self) -> int:
@@ -138,14 +148,23 @@ class Child:
             code = await self._process.wait()
             if self._stopping:
                 return 0
-            delay = self._policy.delay(code, time.monotonic() - self._began, spared=self._spared())
+            outlook = self._outlook
+            delay = self._policy.delay(code, self._lived_s(), spared=outlook.spared(), proven=outlook.proven())
             if delay is None:
                 return _exit_code(code)
             log.warning("%s %s; starting it again in %.2g s", self.name, _describe(code), delay)
             if self._policy.exhausted:
-                log.error("%s keeps failing; its replicas do its work, it is tried on and on", self.name)
+                log.error("%s keeps failing; others run, so it is tried on and on", self.name)
             await self._sleep(delay)
             await self.start()
+
+    def restart(self) -> None:
+        """Ends the process at once; another one has its place then."""
+        self._process.kill()
+
+    def _lived_s(self) -> float:
+        lived_s = self._outlook.lived_s
+        return lived_s() if lived_s else time.monotonic() - self._began
 
     async def stop(self, patience_s: float) -> None:
         """Stops the process for good."""

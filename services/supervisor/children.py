@@ -7,13 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
 from services.queue.tasks import end_tasks
-from services.supervisor.child import Child, RoleProcess, Running
+from services.supervisor.child import Child, Outlook, RoleProcess, Running
 from services.supervisor.policy import RestartPolicy
 
 MODULES: Mapping[Role, str] = {
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 class Children:
     """``modules`` ties them to the real roles. A child that has not ended ``stop_margin_s`` seconds after it should
-    have is killed. ``on_start`` hears the name of each that is started, again and again."""
+    have is killed."""
 
     def __init__(
         self,
@@ -38,30 +37,34 @@ class Children:
         *,
         new_policy: Callable[[], RestartPolicy],
         stop_margin_s: float,
-        on_start: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._modules = modules
         self._new_policy = new_policy
         self._stop_margin_s = stop_margin_s
-        self._on_start = on_start
         self._children: list[tuple[Role | None, Child]] = []
 
     async def start(
-        self, name: str, process: Running, role: Role | None = None, *, spared: Callable[[], bool] = lambda: False
+        self, name: str, process: Running, role: Role | None = None, *, outlook: Outlook | None = None
     ) -> None:
         """``role`` None: stopped last, for all others need it."""
-        child = Child(name, process, self._new_policy(), spared=spared, on_start=partial(self._on_start, name))
+        child = Child(name, process, self._new_policy(), outlook=outlook)
         self._children.append((role, child))
         await child.start()
 
-    async def start_role(self, name: str, role: Role, config: Path, *, spared: Callable[[], bool]) -> None:
+    async def start_role(self, name: str, role: Role, config: Path, *, outlook: Outlook) -> None:
         """-P keeps a folder named services in the working directory from being imported instead of ours."""
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        await self.start(name, RoleProcess(command, os.environ), role, spared=spared)
+        await self.start(name, RoleProcess(command, os.environ), role, outlook=outlook)
 
     def well_beside(self, name: str, *roles: Role) -> int:
         """How many others of ``roles`` did not fail too often of late."""
         return sum(child.well for role, child in self._children if role in roles and child.name != name)
+
+    def restart(self, name: str) -> None:
+        """End the one called ``name`` at once; it is started again."""
+        for _, child in self._children:
+            if child.name == name:
+                child.restart()
 
     async def watch(self, stop: asyncio.Event, beside: Coroutine[Any, Any, object]) -> int:
         """Returns 0 after ``stop``, or the exit code of the first child that could not be kept alive. What ``beside``

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -22,10 +22,10 @@ _PREFIX = "expertmesh-serve-"
 
 
 class RunFolder:
-    """A folder that only this user can enter, named after the process that owns it."""
+    """A folder that only this user can enter, named after the process that owns it and when that began."""
 
     def __init__(self) -> None:
-        self.path = private_folder(f"{_PREFIX}{os.getpid()}-")
+        self.path = private_folder(f"{_PREFIX}{_life(os.getpid())}-")
         self._sweep(self.path.parent)
 
     def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
@@ -51,12 +51,27 @@ class RunFolder:
 
     @staticmethod
     def _sweep(parent: Path) -> None:
-        """Deletes what supervisors of this user that were killed left behind."""
+        """Deletes what supervisors of this user that were killed left behind. In a container each has the number of the
+        one before it."""
         for folder in parent.glob(f"{_PREFIX}*"):
             owner = folder.name.removeprefix(_PREFIX).split("-")[0]
             with suppress(OSError):
-                if folder.stat().st_uid == os.getuid() and owner.isdigit() and not _alive(int(owner)):
+                if folder.stat().st_uid == os.getuid() and _ended(owner):
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _life(pid: int) -> str:
+    """The process's number, and on Linux when it began, in ticks since the machine did."""
+    with suppress(OSError):
+        return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    return str(pid)
+
+
+def _ended(owner: str) -> bool:
+    pid, _, began = owner.partition(".")
+    if not pid.isdigit():
+        return False
+    return not _alive(int(pid)) or (began != "" and owner != _life(int(pid)))
 
 
 def _alive(pid: int) -> bool:
@@ -69,8 +84,8 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def check_port(host: str, port: int) -> int:
-    """``port`` if nobody listens there on ``host``; a free one for 0.
+def check_port(host: str, port: int, *, option: str = "--port") -> int:
+    """``port`` if nobody listens there on ``host``; a free one for 0. ``option``: what chose it.
 
     Raises:
         PortInUse: another process listens there.
@@ -83,10 +98,12 @@ def check_port(host: str, port: int) -> int:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"Port {port} on {host} is taken by another process.",
-                hint="Choose another with --port N (0 picks a free one), or stop that process.",
+                hint=f"Choose another with {option} N (0 picks a free one), or stop that process.",
             ) from error
         if error.errno == errno.EACCES:
-            raise ConfigError(f"Port {port} needs privileges.", hint="Choose one above 1023 with --port N.") from error
+            raise ConfigError(
+                f"Port {port} needs privileges.", hint=f"Choose one above 1023 with {option} N."
+            ) from error
         raise ConfigError(f"Cannot listen on --host {host} ({error.strerror}).", hint="Try 127.0.0.1.") from error
 
 
@@ -101,6 +118,22 @@ def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
         if sys.platform == "linux":
             until.push(bound.pop_all())
         return ports
+
+
+def held(host: str, ports: Sequence[int], until: ExitStack, *, option: str) -> Sequence[int]:
+    """``ports``, likewise; a child's stays its own between its death and its next start.
+
+    Raises:
+        PortInUse: another process has one of them.
+    """
+    for port in ports:
+        check_port(host, port, option=option)
+    with ExitStack() as bound:
+        for port in ports:
+            bound.enter_context(_bind(host, port))
+        if sys.platform == "linux":
+            until.push(bound.pop_all())
+    return ports
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -16,8 +16,9 @@ MOST_AGAIN = 20
 class RestartPolicy:
     """Exponential back-off, in seconds, for one process.
 
-    A process that lived ``healthy_s`` clears the record; ``max_failures`` shorter lives in a row end it, unless it is
-    spared because others of its kind do its work. One that ended because of another process (``AGAIN``) has not failed,
+    A process that lived ``healthy_s``, or served for so long where its supervisor counts that, clears the record;
+    ``max_failures`` shorter lives in a row end it, unless it is spared because others of its kind do its work. One that
+    ended because of another process (``AGAIN``) has not failed,
     but after :data:`MOST_AGAIN` short lives of that kind it ends too.
     """
 
@@ -43,9 +44,12 @@ class RestartPolicy:
         """Whether it ended too often in a row."""
         return self._failures >= self._max_failures
 
-    def delay(self, code: int, lived_s: float, *, spared: bool = False) -> float | None:
-        """Seconds to wait before the next start of a process that ended with ``code``; None to give up."""
-        if code in self._fatal:
+    def delay(self, code: int, lived_s: float, *, spared: bool = False, proven: bool = False) -> float | None:
+        """Seconds to wait before the next start of a process that ended with ``code``; None to give up.
+
+        ``proven``: what it is started with has worked before, so that no code is for good.
+        """
+        if code in self._fatal and not proven:
             return None
         if code == AGAIN:
             self._again = 1 if lived_s >= self.healthy_s else self._again + 1

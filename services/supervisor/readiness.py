@@ -1,30 +1,65 @@
-"""Whether several processes are ready, asked of their /ready pages again and again."""
+"""How several processes fare, asked of their /ready pages again and again."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import httpx
 
 POLL_S = 0.5
 PATIENCE_S = 2.0
+HUNG_S = 60.0
+"""Of silence, after an answer: as long as Kubernetes waits for one by the chart's liveness probe."""
+_PAGE, _END = "its page", "its end"
 
 log = logging.getLogger(__name__)
 
 
-class Readiness:
-    """``urls``: where each process has its pages, by name."""
+@dataclass(slots=True)
+class _Life:
+    """Of a process, from a start on. Times by the monotonic clock."""
 
-    def __init__(self, urls: Mapping[str, str]) -> None:
+    missing: str = _PAGE
+    answered_at: float | None = None
+    ready_at: float | None = None
+
+
+class Readiness:
+    """``urls``: where each process has its pages, by name. ``on_hung`` hears the name of one that answered, and then
+    nothing for ``hung_s``."""
+
+    def __init__(
+        self, urls: Mapping[str, str], *, on_hung: Callable[[str], None] = lambda _: None, hung_s: float = HUNG_S
+    ) -> None:
         self.urls = urls
-        self._missing = dict.fromkeys(urls, "its page")
+        self._on_hung, self._hung_s = on_hung, hung_s
+        self._lives = {name: _Life() for name in urls}
+        self._ending = False
+        self.ever = False
+        """Whether any of them was ready at any time."""
 
     def missing(self) -> list[str]:
         """What each that is not ready waits for; for /ready."""
-        return [f"{name} ({what})" for name, what in self._missing.items() if what]
+        return [f"{name} ({life.missing})" for name, life in self._lives.items() if life.missing]
+
+    def started(self, name: str) -> None:
+        """What was known of it was of a life before."""
+        self._lives[name] = _Life(missing=_END if self._ending else _PAGE)
+
+    def served_s(self, name: str) -> float:
+        """Since it was ready first, in this life."""
+        ready_at = self._lives[name].ready_at
+        return 0.0 if ready_at is None else time.monotonic() - ready_at
+
+    def end(self) -> None:
+        """None is ready from here on."""
+        self._ending = True
+        for life in self._lives.values():
+            life.missing = _END
 
     async def follow(self) -> None:
         """Ask until cancelled."""
@@ -38,10 +73,22 @@ class Readiness:
                 await asyncio.sleep(POLL_S)
 
     async def _ask(self, client: httpx.AsyncClient, name: str, url: str) -> None:
+        life = self._lives[name]
         try:
             answer = await client.get(f"{url}/ready")
-            waits = " ".join(answer.text.removeprefix("waiting for ").split())[:300]
-            self._missing[name] = "" if answer.status_code == 200 else waits or "something"
         except httpx.HTTPError as error:
             log.debug("%s: %r", name, error)
-            self._missing[name] = "its page"
+            self._heard_nothing(name, life)
+            return
+        waits = " ".join(answer.text.removeprefix("waiting for ").split())[:300]
+        life.missing = "" if answer.status_code == 200 else waits or "something"
+        life.answered_at = time.monotonic()
+        if not life.missing:
+            life.ready_at = life.ready_at or life.answered_at
+            self.ever = True
+
+    def _heard_nothing(self, name: str, life: _Life) -> None:
+        life.missing = _PAGE
+        if life.answered_at is not None and time.monotonic() - life.answered_at > self._hung_s:
+            life.answered_at = None
+            self._on_hung(name)

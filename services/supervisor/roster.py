@@ -1,8 +1,39 @@
-"""Which workers settings ask for. Pure."""
+"""Which workers settings ask for, and what each of a machine has to itself. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from services.config import ATTENTION, COLOCATED, EXPERTS, Role, Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """``fabric_port`` None: it has no seat; 0: any. ``expert_group`` None: the scheduler says which."""
+
+    name: str
+    role: Role
+    gpu: int
+    metrics_port: int
+    fabric_port: int | None = None
+    expert_group: int | None = None
+
+    def changes(self) -> dict[str, object]:
+        """To the settings of all, for this one."""
+        own: dict[str, object] = {"gpu": self.gpu, "metrics_port": self.metrics_port}
+        if self.fabric_port is not None:
+            own |= {"fabric_port": self.fabric_port, "expert_group": self.expert_group}
+        return own
+
+    def __str__(self) -> str:
+        told = f"{self.name}: GPU {self.gpu}, page on port {self.metrics_port}"
+        if self.fabric_port is None:
+            return told
+        group = (
+            "of a group that the scheduler chooses" if self.expert_group is None else f"of group {self.expert_group}"
+        )
+        return f"{told}, seat {group} on {f'port {self.fabric_port}' if self.fabric_port else 'any port'}"
 
 
 def computing(settings: Settings) -> dict[Role, list[str]]:
@@ -15,6 +46,31 @@ def computing(settings: Settings) -> dict[Role, list[str]]:
         COLOCATED: [],
         EXPERTS: _numbered(EXPERTS, settings.expert_workers),
     }
+
+
+def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
+    """Of all workers of one machine, in order: the first GPU is ``settings.gpu``, the i-th seat has the i-th port from
+    --fabric-port on and group i modulo the number of groups, where the machine has seats for all of them.
+
+    Args:
+        pages: a port for each worker's page.
+    """
+    found: list[Place] = []
+    seats, groups = settings.colocated_workers or settings.expert_workers, settings.expert_groups or 0
+    names = [(name, role) for role, those in computing(settings).items() for name in those]
+    for index, (name, role) in enumerate(names):
+        number = sum(place.fabric_port is not None for place in found)
+        found.append(
+            Place(
+                name=name,
+                role=role,
+                gpu=settings.gpu + index,
+                metrics_port=pages[index],
+                fabric_port=None if role == ATTENTION else settings.fabric_port and settings.fabric_port + number,
+                expert_group=number % groups if role != ATTENTION and 0 < groups <= seats else None,
+            )
+        )
+    return found
 
 
 def _numbered(role: Role, count: int) -> list[str]:

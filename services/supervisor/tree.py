@@ -21,7 +21,7 @@ from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
 from services.runtime import FORCED, configure_logging, run_process
-from services.supervisor.child import RedisProcess
+from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.policy import RestartPolicy
@@ -115,12 +115,13 @@ class Supervisor:
                 changes = common | {"port": port, "metrics_upstreams": upstreams}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
+            changes = changes | {"process": name}
             if role in _COMPUTING:
                 changes = changes | {"gpu": self._settings.gpu + computing.index(name)}
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             config = folder.write(name, self._settings, changes)
-            await self._children.start_role(name, role, config, spared=partial(self._spared, name, role))
+            await self._children.start_role(name, role, config, outlook=self._outlook(name, role))
 
     def _processes(self) -> dict[str, Role]:
         """Name -> role of every process, in the order in which they are stopped."""
@@ -129,6 +130,9 @@ class Supervisor:
         if self._ranks():
             names |= {ATTENTION: self._ranks(), COLOCATED: []}
         return {name: role for role in self._modules for name in names[role]}
+
+    def _outlook(self, name: str, role: Role) -> Outlook:
+        return Outlook(spared=partial(self._spared, name, role))
 
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""

@@ -22,11 +22,15 @@ from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
 from services.model.spec import load_spec
 from services.runtime import FORCED, MetricsServer, configure_logging, run_process
+from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children
-from services.supervisor.handover import RunFolder, base_url, held_ports
+from services.supervisor.handover import RunFolder, base_url, held, held_ports
 from services.supervisor.policy import RestartPolicy
-from services.supervisor.readiness import Readiness
-from services.supervisor.roster import computing
+from services.supervisor.readiness import HUNG_S, Readiness
+from services.supervisor.roster import Place, computing, places
+
+PAGES_S = 5.0
+"""How long a scrape waits for the workers' pages: they load kernels and weights meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ def run_workers(settings: Settings) -> int:
 
 class Workers:
     """Those of one machine. ``modules`` and ``check_model`` tie them to the real roles; ``stop_margin_s`` is as
-    :class:`Children` says."""
+    :class:`Children` says, ``hung_s`` as :class:`Readiness`."""
 
     def __init__(
         self,
@@ -51,17 +55,14 @@ class Workers:
         check_model: Callable[[Path], object] = load_spec,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
+        hung_s: float = HUNG_S,
     ) -> None:
         self._settings = settings
         self._check_model = check_model
+        self._hung_s = hung_s
         self._registry = CollectorRegistry()
-        starts = MachineMetrics(self._registry).starts
-        self._children = Children(
-            modules,
-            new_policy=new_policy,
-            stop_margin_s=stop_margin_s,
-            on_start=lambda name: starts.labels(worker=name).inc(),
-        )
+        self._starts = MachineMetrics(self._registry).starts
+        self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._forced = False
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -72,17 +73,14 @@ class Workers:
         """
         assert self._settings.model is not None, "load_settings requires it of workers"
         self._check_model(self._settings.model)
-        names = {name: role for role, names in computing(self._settings).items() for name in names}
         folder, ports = RunFolder(), ExitStack()
         try:
-            pages = dict(zip(names, self._metrics_ports(len(names), ports), strict=True))
-            readiness = Readiness({name: base_url(self._settings.host, port) for name, port in pages.items()})
+            found = places(self._settings, self._pages(ports))
+            self._hold_seats(found, ports)
+            pages = {place.name: base_url(self._settings.host, place.metrics_port) for place in found}
+            readiness = Readiness(pages, on_hung=self._hung, hung_s=self._hung_s)
             async with self._page(readiness):
-                try:
-                    await self._start(names, pages, folder)
-                    code = await self._children.watch(stop, readiness.follow())
-                finally:
-                    await self._children.stop(self._settings)
+                code = await self._run(found, folder, readiness, stop)
         finally:
             ports.close()
             folder.remove()
@@ -93,31 +91,55 @@ class Workers:
         self._forced = True
         self._children.kill()
 
-    def _metrics_ports(self, count: int, until: ExitStack) -> Sequence[int]:
-        """Those after the port of the common page, where that was asked for."""
-        first = self._settings.metrics_port
-        return range(first + 1, first + 1 + count) if first else held_ports(self._settings.host, count, until)
+    async def _run(self, found: Sequence[Place], folder: RunFolder, readiness: Readiness, stop: asyncio.Event) -> int:
+        try:
+            for place in found:
+                await self._start(place, folder, readiness)
+            code = await self._children.watch(stop, readiness.follow())
+            if stop.is_set():
+                log.info("stopping when open requests have ended; a second signal stops at once")
+            return code
+        finally:
+            readiness.end()
+            await self._children.stop(self._settings)
 
-    async def _start(self, names: Mapping[str, Role], pages: Mapping[str, int], folder: RunFolder) -> None:
-        settings = self._settings
-        common: dict[str, object] = {"supervisor_pid": os.getpid()}
-        if settings.expert_workers:
-            common |= {"experts": "tcp"}
-        seats = [name for name, role in names.items() if role != ATTENTION]
-        for index, (name, role) in enumerate(names.items()):
-            own = {"metrics_port": pages[name], "gpu": settings.gpu + index}
-            if name in seats:
-                own |= self._of_seat(seats.index(name))
-            config = folder.write(name, settings, common | own)
-            await self._children.start_role(name, role, config, spared=partial(self._spared, name))
+    def _pages(self, until: ExitStack) -> Sequence[int]:
+        """Ports of the workers' own pages: those after the port of the common one, where that was asked for."""
+        settings, count = self._settings, sum(map(len, computing(self._settings).values()))
+        if not settings.metrics_port:
+            return held_ports(settings.host, count, until)
+        first = settings.metrics_port + 1
+        return held(settings.host, range(first, first + count), until, option="--metrics-port")
 
-    def _of_seat(self, number: int) -> dict[str, int]:
-        settings, own = self._settings, {}
-        if settings.fabric_port:
-            own["fabric_port"] = settings.fabric_port + number
-        if settings.expert_groups:
-            own["expert_group"] = number % settings.expert_groups
-        return own
+    def _hold_seats(self, found: Sequence[Place], until: ExitStack) -> None:
+        held(
+            self._settings.host,
+            [place.fabric_port for place in found if place.fabric_port],
+            until,
+            option="--fabric-port",
+        )
+
+    async def _start(self, place: Place, folder: RunFolder, readiness: Readiness) -> None:
+        changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name}
+        if self._settings.expert_workers:
+            changes |= {"experts": "tcp"}
+        outlook = Outlook(
+            spared=partial(self._spared, place.name),
+            proven=lambda: readiness.ever,
+            lived_s=partial(readiness.served_s, place.name),
+            on_start=partial(self._started, place.name, readiness),
+        )
+        log.info("%s", place)
+        config = folder.write(place.name, self._settings, changes)
+        await self._children.start_role(place.name, place.role, config, outlook=outlook)
+
+    def _started(self, name: str, readiness: Readiness) -> None:
+        readiness.started(name)
+        self._starts.labels(worker=name).inc()
+
+    def _hung(self, name: str) -> None:
+        log.error("%s has not answered for %.0f s; killing it", name, self._hung_s)
+        self._children.restart(name)
 
     def _spared(self, name: str) -> bool:
         """Whether a worker that keeps failing is tried on and on: for the others' sake, and theirs who use them."""
@@ -125,7 +147,8 @@ class Workers:
 
     @asynccontextmanager
     async def _page(self, readiness: Readiness) -> AsyncIterator[None]:
-        siblings = Siblings(parse_upstreams([f"{name}={url}" for name, url in readiness.urls.items()]), role=WORKERS)
+        upstreams = parse_upstreams([f"{name}={url}" for name, url in readiness.urls.items()])
+        siblings = Siblings(upstreams, role=WORKERS, timeout_s=PAGES_S)
         page = MetricsServer(
             self._registry,
             host=self._settings.host,

@@ -150,7 +150,7 @@ async def test_targets_in_another_unit_are_not_taken_for_groups(stage):
 
 async def test_replicas_with_seats_are_wanted_as_attention_alone(stage):
     """The hot group's seat has 1.9 replicas' work, of which each replica would do one; nothing else is asked for."""
-    leader = stage.leader(replace(OPTIONS, seats=1.0))
+    leader = stage.leader(replace(OPTIONS, ranks=1, groups=1))
     await stage.reader.keep_targets(stage.floor.e, b'{"experts/0":3,"attention":1}')
     assert await stage.turns(leader, 9, busy=0.95) == {ATTENTION: 2, GATEWAY: 1}
     assert json.loads(await stage.reader.targets()) == {"attention": 2, "gateway": 1}

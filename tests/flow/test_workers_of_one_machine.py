@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from testkit.pocket_answers import POCKET, answers_while, assert_recorded, complete_all, recorded
-from testkit.servers import Bench, Server, bench, flags, free_port, metric_sum, wait_until
+from testkit.servers import Bench, Server, bench, flags, free_port, free_ports, metric_sum, wait_until
 
 WORKERS = 2
 """Of both kinds, on each machine."""
+MOST_WORKERS = 3
 
 pytestmark = pytest.mark.alone
 
@@ -60,7 +61,7 @@ class Deployment:
 
     def machine(self, **options: object) -> Machine:
         """Ready, with its workers."""
-        page = free_port()
+        page = free_ports(1 + MOST_WORKERS)
         given = self._computing | {"metrics_port": page, "drain_timeout": 5, **options}
         proc = self._stage.start("workers", [sys.executable, "-m", "services", "workers", *flags(**given)])
         found = Machine(url=self._url, proc=proc, page=f"http://127.0.0.1:{page}")

@@ -39,6 +39,19 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nothing has now; none of them is given again."""
+    for _ in _PORTS:
+        turns = [next(_turns) for _ in range(count)]
+        first = _PORTS[turns[0] % len(_PORTS)]
+        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
+            for port in range(first, first + count):
+                probe = probes.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("there are not so many free ports in a row")
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.02) -> None:
     """Return as soon as ``condition`` holds; fail with ``what`` after ``timeout_s``."""
     end = time.monotonic() + timeout_s

@@ -84,15 +84,21 @@ experts.perGroup names group {{ $number }}, but experts.groups is {{ int $expert
 {{- if gt (int $seats.groups) (int $seats.workers) }}
 attention.seats.groups is {{ $seats.groups }}, but attention.seats.workers is {{ $seats.workers }}, of which each holds one group. Raise attention.seats.workers, or lower attention.seats.groups.
 {{- end }}
-{{- $gpus := get ($attention.resources.limits | default dict) "nvidia.com/gpu" | int }}
-{{- if and $gpus (ne $gpus (int $seats.workers)) }}
-attention.resources.limits has nvidia.com/gpu: {{ $gpus }}, but attention.seats.workers is {{ $seats.workers }}, of which each takes one of the pod's GPUs. Make them equal.
+{{- $gpus := 0 }}{{ $kinds := list }}
+{{- range $name, $count := $attention.resources.limits | default dict }}{{ if hasPrefix "nvidia.com/" $name }}
+{{- $gpus = add $gpus (int $count) }}{{ $kinds = append $kinds (printf "%s: %d" $name (int $count)) }}
+{{- end }}{{ end }}
+{{- if and $gpus (ne (int $gpus) (int $seats.workers)) }}
+attention.resources.limits has {{ join ", " $kinds }}, but attention.seats.workers is {{ $seats.workers }}, of which each takes one of the pod's GPUs. Make them equal.
 {{- end }}
 {{- if has .Values.fabric.lane (list "nccl" "gloo") }}
 fabric.lane is {{ .Values.fabric.lane }}, but attention.experts=seats passes rows by shared memory and over TCP alone. Set fabric.lane to auto or tcp.
 {{- end }}
-{{- range $name, $config := dict "config" .Values.config "attention.config" $attention.config }}
-{{- range $knob := list "overlap" "expert_slots" "expert_slices" "mesh_timeout" "mesh_exchange" "relay_pairs" }}{{ if hasKey $config $knob }}
+{{- range $name, $config := dict "config" .Values.config "attention.config" $attention.config "experts.config" .Values.experts.config }}
+{{- if contains ":" (get $config "device" | default "") }}
+{{ $name }}.device is {{ $config.device }}, one device for all {{ $seats.workers }} workers of a pod. Set it to auto, cuda or cpu: the i-th worker takes the i-th GPU.
+{{- end }}
+{{- range $knob := list "gpu" "overlap" "expert_slots" "expert_slices" "mesh_timeout" "mesh_exchange" "relay_pairs" }}{{ if hasKey $config $knob }}
 {{ $name }}.{{ $knob }} is given, but workers with attention.experts=seats have no choice about it. Leave it out, or choose another attention.experts.
 {{- end }}{{ end }}
 {{- end }}

@@ -71,8 +71,8 @@ class Autoscaler:
         """
         reading = await self._read()
         signals = self._meter.signals(reading)
-        if self._options.seats is not None:
-            signals = together(signals, self._options.seats)
+        if self._options.groups is not None:
+            signals = together(signals, self._options.seats_of)
         before = self._state or await self._inherited(reading)
         state = decide(signals, before, self._options)
         if self._state is None or state.targets != before.targets:

@@ -76,9 +76,9 @@ class ScalingOptions:
     """For so long fewer replicas must have sufficed before there are fewer."""
     ranks: int = 1
     """Attention workers that come and go together: that many are one replica."""
-    seats: float | None = None
-    """Of each shard group, on average, in a replica of attention, and nowhere else; None: experts are targets of their
-    own."""
+    groups: int | None = None
+    """Shard groups whose seats are the ``ranks`` workers of each replica of attention, in turn, and nowhere else; None:
+    experts are targets of their own."""
 
     def bounds_of(self, target: Target) -> Bounds:
         own = None if target.shard is None else self.shards.get(target.shard)
@@ -96,12 +96,19 @@ class ScalingOptions:
             sleep_after_s=settings.sleep_after,
             down_after_s=settings.scale_down_after,
             ranks=settings.ranks,
-            seats=settings.ranks / (settings.expert_groups or 1) if settings.colocated_by == "seats" else None,
+            groups=settings.expert_groups or 1 if settings.colocated_by == "seats" else None,
         )
 
     def decides(self, target: Target) -> bool:
         """Whether it is wanted by itself."""
-        return self.seats is None or target.role != "experts"
+        return self.groups is None or target.role != "experts"
+
+    def seats_of(self, group: int) -> float:
+        """In each replica of attention. Where a replica has not all groups: on average."""
+        assert self.groups is not None, "asked of replicas with seats alone"
+        if self.ranks < self.groups:
+            return self.ranks / self.groups
+        return self.ranks // self.groups + (group < self.ranks % self.groups)
 
 
 _RANKS = "ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from services.scheduler.scaling.policy import UTILISATION
@@ -9,16 +10,16 @@ from services.scheduler.scaling.signals import Signals
 from services.scheduler.scaling.targets import Target
 
 
-def together(signals: Signals, seats: float) -> Signals:
+def together(signals: Signals, seats_of: Callable[[int], float]) -> Signals:
     """``signals`` with one target for attention and experts, whichever needs more of it.
 
     Args:
-        seats: of a shard group in each replica, on average.
+        seats_of: of a shard group, by its number, in each replica.
     """
     groups = {target: load for target, load in signals.loads.items() if target.role == "experts"}
     attention = signals.loads[Target("attention")]
     meant_for = UTILISATION["attention"] / UTILISATION["experts"]
-    work = [load.work / seats * meant_for for load in groups.values()]
+    work = [load.work / seats_of(target.shard or 0) * meant_for for target, load in groups.items()]
     joined = replace(
         attention,
         work=max([attention.work, *work]),

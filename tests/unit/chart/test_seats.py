@@ -146,6 +146,20 @@ def test_a_pod_counts_as_one_replica_where_keda_counts(render: Render) -> None:
     [
         (["attention.seats.groups=5"], "attention.seats.groups is 5, but attention.seats.workers is 4, of which each"),
         ([f"{GPUS}=1"], "attention.resources.limits has nvidia.com/gpu: 1, but attention.seats.workers is 4, of which"),
+        (
+            ["attention.resources.limits.nvidia\\.com/mig-3g\\.40gb=1"],
+            "attention.resources.limits has nvidia.com/mig-3g.40gb: 1, but attention.seats.workers is 4, of which",
+        ),
+        (
+            ["attention.config.device=cuda:0"],
+            "attention.config.device is cuda:0, one device for all 4 workers of a pod.",
+        ),
+        (
+            ["config.device=cuda:1"],
+            "config.device is cuda:1, one device for all 4 workers of a pod. Set it to auto, cuda",
+        ),
+        (["config.gpu=1"], "config.gpu is given, but workers with attention.experts=seats have no choice about it"),
+        (["experts.config.gpu=1"], "experts.config.gpu is given, but workers with attention.experts=seats"),
         (["fabric.lane=nccl"], "fabric.lane is nccl, but attention.experts=seats passes rows by shared memory and"),
         (["fabric.lane=gloo"], "Set fabric.lane to auto or tcp."),
         (["attention.seats.workers=0"], "attention.seats.workers: Must be greater than or equal to 1"),
@@ -189,11 +203,25 @@ def test_what_a_worker_with_a_seat_has_no_choice_about_is_refused(refused: Calla
         ["attention.experts=local", "attention.seats.groups=5"],
         [*SEATS, "attention.seats.groups=2", "fabric.lane=tcp", f"{GPUS}=4"],
         [*SEATS, "attention.resources.limits.nvidia\\.com/mig-3g\\.40gb=4", "experts.perGroup.7.replicas=2"],
+        [*SEATS, "config.device=cuda", "attention.config.device=cpu"],
         [*SEATS, *SCALED, "autoscaling.experts.minReplicas=9", "attention.mesh.ranks=3"],
     ],
 )
 def test_what_can_be_meant_is_taken(render: Render, settings: list[str]) -> None:
     assert render(*settings)
+
+
+def test_workers_that_end_inside_a_pod_that_runs_on_are_told(render: Render) -> None:
+    alerts = ("ExpertmeshWorkerStartsAgain", "ExpertmeshWorkerAway")
+    rules = "metrics.prometheusRule.enabled=true"
+    groups = named(render(*SEATS, rules), "PrometheusRule", "alerts")["spec"]["groups"]
+    found = {rule["alert"]: rule for rule in groups[0]["rules"] if rule["alert"] in alerts}
+    assert set(found) == {*alerts}
+    series = 'namespace="there",app_kubernetes_io_instance="mesh"'
+    assert found[alerts[0]]["expr"] == f"increase(expertmesh_worker_starts_total{{{series}}}[15m]) > 2"
+    assert series in found[alerts[1]]["expr"]
+    others = named(render(rules), "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
+    assert not {rule["alert"] for rule in others} & {*alerts}
 
 
 def test_the_notes_say_what_a_pod_runs(notes: Callable[..., str]) -> None:

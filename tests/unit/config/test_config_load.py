@@ -200,7 +200,7 @@ def test_workers_of_one_machine_take_what_theirs_take_and_their_number() -> None
     [
         (["--attention-workers", "0"], "There is no worker to start"),
         (["--colocated-workers", "2", "--expert-workers", "1"], "either shared by attention workers or in workers"),
-        (["--colocated-workers", "2", "--expert-groups", "3"], "--expert-groups 3 are more than the 2 seats here"),
+        (["--colocated-workers", "2", "--device", "cuda:1"], "--device cuda:1 is one device for all workers"),
         (["--colocated-workers", "2", "--fabric-lane", "nccl"], "--fabric-lane nccl cannot be where attention has"),
         (["--colocated-workers", "2", "--overlap", "on"], "--overlap on cannot be where attention has a seat"),
         (["--colocated-workers", "2", "--metrics-port", "65534"], "--metrics-port 65534 leaves no room"),

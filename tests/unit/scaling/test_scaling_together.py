@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.config import Settings
@@ -21,31 +23,34 @@ def signals(attention: float, *groups: float, known: bool = True) -> Signals:
 
 
 @pytest.mark.parametrize(
-    ("attention", "groups", "seats", "wanted"),
+    ("attention", "work", "ranks", "wanted"),
     [
-        (2.4, (0.1, 0.1), 1.0, 3),  # 2.4 / 0.8
-        (0.1, (2.1, 0.1), 1.0, 3),  # 2.1 / 0.7
-        (0.1, (0.1, 2.1), 1.0, 3),
-        (0.1, (2.1, 0.1), 3.0, 1),  # three seats of each group in a replica
-        (0.1, (1.4, 0.1), 0.5, 4),  # a group is in every other replica
+        (2.4, (0.1, 0.1), 2, 3),  # 2.4 / 0.8
+        (0.1, (2.1, 0.1), 2, 3),  # 2.1 / 0.7
+        (0.1, (0.1, 2.1), 2, 3),
+        (0.1, (2.1, 2.1), 6, 1),  # three seats of each group in a replica
+        (0.1, (2.1, 0.1), 3, 2),  # two seats of the first group
+        (0.1, (0.1, 2.1), 3, 3),  # one of the second
+        (0.1, (1.4, 0.1), 1, 4),  # a group is in every other replica
     ],
 )
 def test_whichever_needs_more_says_how_many(
-    attention: float, groups: tuple[float, ...], seats: float, wanted: int
+    attention: float, work: tuple[float, float], ranks: int, wanted: int
 ) -> None:
-    joined = together(signals(attention, *groups), seats)
+    options = replace(OPTIONS, ranks=ranks, groups=len(work))
+    joined = together(signals(attention, *work), options.seats_of)
     assert set(joined.loads) == {ATTENTION, GATEWAY}
-    state = decide(joined, State.starting(0.0, {}), OPTIONS)
+    state = decide(joined, State.starting(0.0, {}), options)
     assert state.targets == {ATTENTION: wanted, GATEWAY: 1}
 
 
 def test_what_is_not_known_of_a_group_is_not_known_of_the_replica() -> None:
-    assert together(signals(1.0, 0.5, 0.5), 1.0).loads[ATTENTION].known
-    assert not together(signals(1.0, 0.5, 0.5, known=False), 1.0).loads[ATTENTION].known
+    assert together(signals(1.0, 0.5, 0.5), lambda _: 1.0).loads[ATTENTION].known
+    assert not together(signals(1.0, 0.5, 0.5, known=False), lambda _: 1.0).loads[ATTENTION].known
 
 
 def test_seats_of_a_group_in_a_replica() -> None:
-    seats = Settings(redis_url="redis://h", colocated_by="seats", ranks=4, expert_groups=2)
-    assert ScalingOptions.of(seats).seats == 2
-    lock_step = seats.model_copy(update={"colocated_by": "mesh"})
-    assert ScalingOptions.of(lock_step).seats is None
+    settings = Settings(redis_url="redis://h", colocated_by="seats", ranks=5, expert_groups=3)
+    assert [ScalingOptions.of(settings).seats_of(group) for group in range(3)] == [2, 2, 1]
+    lock_step = settings.model_copy(update={"colocated_by": "mesh"})
+    assert ScalingOptions.of(lock_step).groups is None

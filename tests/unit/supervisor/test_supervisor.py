@@ -408,11 +408,15 @@ def _sweep_in(temporary: Path) -> None:
     dead.wait()
     left = temporary / f"expertmesh-serve-{dead.pid}-abc"
     living = temporary / f"expertmesh-serve-{os.getpid()}-abc"
-    left.mkdir()
-    living.mkdir()
-    folder = RunFolder()
+    before = temporary / f"expertmesh-serve-{os.getpid()}.1-abc"
+    for each in (left, living, before):
+        each.mkdir()
+    folder, other = RunFolder(), RunFolder()
     assert not left.exists()
     assert living.exists()
+    assert before.exists() is (sys.platform != "linux"), "of a life before under the same number, as in a container"
+    assert folder.path.exists()
+    other.remove()
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.remove()
     assert not folder.path.exists()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from testkit.servers import free_port
+from testkit.servers import free_ports
 from testkit.stand_in_roles import notes_in, until
 
 from services.config import Settings
@@ -36,13 +39,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _workers(home: Path, **values: object) -> Workers:
+def _policy() -> RestartPolicy:
+    return RestartPolicy(first_delay_s=0.01, max_failures=3)
+
+
+def _workers(
+    home: Path, *, hung_s: float = 60.0, new_policy: Callable[[], RestartPolicy] = _policy, **values: object
+) -> Workers:
     common = {"model": "m", "redis_url": "redis://h", "fabric_secret_file": home / "secret", "drain_timeout": 5.0}
     return Workers(
         Settings(**(common | values)),  # type: ignore[arg-type]
         modules=_MODULES,  # type: ignore[arg-type]
         check_model=lambda _: None,
-        new_policy=lambda: RestartPolicy(first_delay_s=0.01, max_failures=3),
+        new_policy=new_policy,
+        hung_s=hung_s,
     )
 
 
@@ -68,7 +78,7 @@ def _until_started(home: Path, count: int) -> During:
 
 
 async def test_each_worker_has_a_gpu_and_ports_of_its_own(home: Path) -> None:
-    first, fabric = free_port(), free_port()
+    first, fabric = free_ports(4), free_ports(3)
     ports = {"metrics_port": first, "fabric_port": fabric}
     assert await _run(home, _until_started(home, 3), colocated_workers=3, gpu=2, **ports) == 0
     started = [_started(home)[f"colocated-{number}"] for number in range(3)]
@@ -76,6 +86,7 @@ async def test_each_worker_has_a_gpu_and_ports_of_its_own(home: Path) -> None:
     assert [settings["metrics_port"] for settings in started] == [first + 1, first + 2, first + 3]
     assert [settings["fabric_port"] for settings in started] == [fabric, fabric + 1, fabric + 2]
     assert [settings["expert_group"] for settings in started] == [None] * 3, "the scheduler says who holds what"
+    assert [settings["process"] for settings in started] == [f"colocated-{number}" for number in range(3)]
     assert {settings["supervisor_pid"] for settings in started} == {os.getpid()}
     assert {settings["redis_url"] for settings in started} == {"redis://h"}
 
@@ -96,6 +107,11 @@ async def test_seats_hold_the_groups_in_turn(home: Path) -> None:
     assert sorted(settings["gpu"] for settings in started.values()) == [0, 1, 2, 3, 4]
 
 
+async def test_where_there_are_more_groups_than_seats_the_scheduler_says_who_holds_what(home: Path) -> None:
+    assert await _run(home, _until_started(home, 2), attention_workers=0, expert_workers=2, expert_groups=3) == 0
+    assert {settings["expert_group"] for settings in _started(home).values()} == {None}
+
+
 async def test_attention_workers_may_be_alone(home: Path) -> None:
     assert await _run(home, _until_started(home, 2), attention_workers=2) == 0
     assert {settings["experts"] for settings in _started(home).values()} == {"local"}
@@ -107,48 +123,103 @@ async def test_attention_ends_before_the_seats_that_it_uses(home: Path) -> None:
 
 
 async def test_one_page_shows_all_and_is_ready_when_all_are(home: Path) -> None:
-    port = free_port()
+    (home / "pages").touch()
+    (home / "colocated-1.missing").write_text("weights")
+    port = free_ports(3)
 
     async def during() -> None:
-        await _until_started(home, 2)()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            answer = await client.get("/ready")
-            assert answer.status_code == 503
-            assert answer.text == "waiting for colocated-0 (its page), colocated-1 (its page)\n"
-            assert (await client.get("/health")).status_code == 200
-            pages = [await _page(port + 1), await _page(port + 2, ready="503 Service Unavailable", text="weights")]
-            while (waiting := (await client.get("/ready")).text) != "waiting for colocated-1 (weights)\n":
-                assert "its page" in waiting
-                await asyncio.sleep(0.05)
-            page = (await client.get("/metrics")).text
-            for server in pages:
-                server.close()
-            samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        await _until_ready(port, "waiting for colocated-1 (weights)\n")
+        assert (await _get(port, "health")).status_code == 200
+        page = (await _get(port, "metrics")).text
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         rows = {sample.labels["role"]: sample.value for sample in samples if sample.name == "rows"}
         assert rows == {"colocated-0": 5.0, "colocated-1": 5.0}
         starts = {s.labels["worker"]: s.value for s in samples if s.name == "expertmesh_worker_starts_total"}
         assert starts == {"colocated-0": 1.0, "colocated-1": 1.0}
+        (home / "colocated-1.missing").unlink()
+        await _until_ready(port)
 
     assert await _run(home, during, colocated_workers=2, metrics_port=port) == 0
 
 
-async def _page(port: int, *, ready: str = "200 OK", text: str = "ready") -> asyncio.Server:
-    """A worker's pages: what it waits for, and one series."""
+async def _get(port: int, name: str) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.get(f"http://127.0.0.1:{port}/{name}")
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        metrics = head.startswith(b"GET /metrics")
-        body = "# TYPE rows gauge\nrows 5\n" if metrics else f"waiting for {text}\n"
-        status = "200 OK" if metrics else ready
-        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
-        await writer.drain()
-        writer.close()
 
-    return await asyncio.start_server(serve, "127.0.0.1", port)
+async def _until_ready(port: int, text: str = "ready\n") -> None:
+    async with asyncio.timeout(15):
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await _get(port, "ready")).text == text:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_none_is_ready_while_they_end(home: Path) -> None:
+    (home / "pages").touch()
+    (home / "colocated-0.stubborn").touch()
+    port, stop = free_ports(3), asyncio.Event()
+    workers = _workers(home, colocated_workers=2, metrics_port=port)
+    running = asyncio.create_task(workers.run(stop))
+    await _until_ready(port)
+    stop.set()
+    await _until_ready(port, "waiting for colocated-0 (its end), colocated-1 (its end)\n")
+    workers.kill()
+    await running
+
+
+async def test_one_that_answers_no_more_is_killed_and_comes_again(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (home / "pages").touch()
+    port, stop = free_ports(3), asyncio.Event()
+    running = asyncio.create_task(_workers(home, hung_s=1.0, colocated_workers=2, metrics_port=port).run(stop))
+    await _until_ready(port)
+    victim = next(note for note in notes_in(home) if note["role"] == "colocated-1")
+    os.kill(victim["pid"], signal.SIGSTOP)
+    await until(lambda: len(notes_in(home)) == 3)
+    await _until_ready(port)
+    assert notes_in(home)[-1]["role"] == "colocated-1"
+    assert "colocated-1 has not answered for 1 s; killing it" in caplog.text
+    stop.set()
+    assert await running == 0
+
+
+async def test_one_that_loads_for_long_is_not_killed(home: Path) -> None:
+    """It has not answered yet: no page is there."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(_workers(home, hung_s=0.1, colocated_workers=1).run(stop))
+    await _until_started(home, 1)()
+    await asyncio.sleep(1.5)
+    stop.set()
+    assert await running == 0
+    assert len(notes_in(home)) == 1
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+async def test_once_they_have_served_no_code_of_one_ends_the_others(home: Path, code: int) -> None:
+    (home / "pages").touch()
+    port = free_ports(3)
+
+    async def during() -> None:
+        await _until_ready(port)
+        (home / "colocated-1.end").write_text(str(code))
+        await until(lambda: len(notes_in(home)) == 3)
+        await _until_ready(port)
+
+    assert await _run(home, during, colocated_workers=2, metrics_port=port) == 0
+    assert [note["role"] for note in notes_in(home)].count("colocated-0") == 1
+
+
+async def test_lives_of_any_length_count_as_failures_while_none_has_served(home: Path) -> None:
+    """As where each takes minutes to load what there is no memory for."""
+    for number in range(2):
+        (home / f"colocated-{number}.fail").write_text("70 " * 50)
+    policy = partial(RestartPolicy, first_delay_s=0.01, max_failures=3, healthy_s=1e-6)
+    assert await _workers(home, new_policy=policy, colocated_workers=2).run(asyncio.Event()) == 70
 
 
 async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) -> None:
-    port = free_port()
+    port = free_ports(3)
 
     async def during() -> None:
         await _until_started(home, 2)()
@@ -181,13 +252,29 @@ async def test_what_the_next_try_would_repeat_ends_it_with_its_code(home: Path) 
     assert [note["role"] for note in notes_in(home)].count("colocated-1") == 1
 
 
-async def test_a_taken_port_is_told_before_anything_starts(home: Path) -> None:
-    taken = await _page(0)
-    port = taken.sockets[0].getsockname()[1]
-    with pytest.raises(PortInUse, match=f"{port}.*--metrics-port"):
-        await _run(home, colocated_workers=2, metrics_port=port)
-    taken.close()
+@pytest.mark.parametrize(("number", "option"), [(0, "--metrics-port"), (2, "--metrics-port"), (4, "--fabric-port")])
+async def test_a_taken_port_is_told_before_anything_starts(home: Path, number: int, option: str) -> None:
+    first = free_ports(5)
+    ports = {"metrics_port": first, "fabric_port": first + 3}
+    with (
+        socket.create_server(("127.0.0.1", first + number)),
+        pytest.raises(PortInUse, match=f"{first + number}.*{option}"),
+    ):
+        await _run(home, colocated_workers=2, **ports)
     assert not notes_in(home)
+
+
+async def test_a_workers_ports_stay_its_own_while_it_is_away(home: Path) -> None:
+    first = free_ports(5)
+    ports = {"metrics_port": first, "fabric_port": first + 3}
+
+    async def during() -> None:
+        await _until_started(home, 2)()
+        for port in range(first + 1, first + 5):
+            with pytest.raises(OSError, match="in use"), socket.socket() as other:
+                other.bind(("127.0.0.1", port))
+
+    assert await _run(home, during, colocated_workers=2, **ports) == 0
 
 
 async def test_a_second_signal_does_not_wait(home: Path) -> None:

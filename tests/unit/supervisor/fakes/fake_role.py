@@ -1,6 +1,8 @@
 """Stands in for every role: notes how it was started, answers /ready as the gateway, fails on request.
 
-``FAKE_DIR/<role>.fail`` holds exit codes, one per start; without one left it runs until SIGTERM.
+``FAKE_DIR/<role>.fail`` holds exit codes, one per start; without one left it runs until SIGTERM, or until
+``FAKE_DIR/<role>.end`` says with which code it ends. With ``FAKE_DIR/pages`` the others answer, too: /ready with what
+``FAKE_DIR/<role>.missing`` says, /metrics with one series.
 """
 
 from __future__ import annotations
@@ -29,6 +31,15 @@ class Ready(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+class Pages(Ready):
+    def do_GET(self) -> None:
+        waits = home / f"{role}.missing"
+        missing = self.path == "/ready" and waits.exists()
+        self.send_response(503 if missing else 200)
+        self.end_headers()
+        self.wfile.write(f"waiting for {waits.read_text()}".encode() if missing else b"# TYPE rows gauge\nrows 5\n")
 
 
 def note(what: str, **details: object) -> None:
@@ -62,5 +73,12 @@ if codes.exists() and (left := codes.read_text().split()):
 if role == "gateway":
     server = HTTPServer((settings.host, settings.port), Ready)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+elif (home / "pages").exists() and settings.metrics_port:
+    pages = HTTPServer((settings.host, settings.metrics_port), Pages)
+    threading.Thread(target=pages.serve_forever, daemon=True).start()
 while True:
-    signal.pause()
+    time.sleep(0.05)
+    if (end := home / f"{role}.end").exists():
+        code = int(end.read_text())
+        end.unlink()
+        os._exit(code)
