@@ -28,7 +28,7 @@ MOST_ROWS_BESIDE = 8192
 DEADLINE_S = 0.02
 """For an exchange between GPUs, which takes some 10 microseconds; on CPUs the experts themselves may take longer."""
 DEADLINE_BESIDE_S = 0.25
-"""The same with GPUs that compute attention, too, and prompts of hundreds of milliseconds."""
+"""The same of seats on GPUs that compute attention, too, and prompts of hundreds of milliseconds."""
 
 
 def remote_link(
@@ -40,8 +40,7 @@ def remote_link(
     *,
     beside_experts: bool = False,
 ) -> TcpLink | SymmLink:
-    """Without seats: they come with the first routing table. ``beside_experts``: one of them is in this process, and
-    the others have attention beside them, too.
+    """Without seats: they come with the first routing table. ``beside_experts``: one of them is in this process.
 
     Raises:
         ConfigError: the device cannot do what the settings ask for.
@@ -56,7 +55,6 @@ def remote_link(
     if memory is None:
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
-    deadline_s = DEADLINE_BESIDE_S if beside_experts else DEADLINE_S
     return SymmLink(
         lambda rider: _tcp_link(settings, spec, table, dtype, device, worker, rider),
         table,
@@ -68,7 +66,8 @@ def remote_link(
         ),
         node=node_name(settings),
         options=SymmOptions(
-            deadline_s=settings.exchange_timeout if host else deadline_s,
+            deadline_s=settings.exchange_timeout if host else DEADLINE_S,
+            beside_s=DEADLINE_BESIDE_S,
             unavailable_s=settings.experts_patience,
             crowded=beside_experts and not host,
         ),

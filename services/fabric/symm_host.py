@@ -82,7 +82,7 @@ class SymmHost:
         self._layers, self._hidden, self._dtype = list(layers), hidden, dtype
         self._limits, self._wait_s = limits or Limits(), wait_s
         self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
-        self._aside = aside and device.type == "cuda"
+        self._beside, self._aside = aside, aside and device.type == "cuda"
         self._counters = Counters()
         self._counters.read(self._counts_LE)  # makes what it needs before anything waits on this GPU
         if device.type == "cuda":
@@ -200,7 +200,7 @@ class SymmHost:
         guest.region = self._memory.share(layout.inbox_bytes)
         guest.body = StepBody(self._compute, self._layers, guest.region.bytes, self._counts_LE, layout)
         guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
-        return Taken(ticket=guest.region.ticket, place=guest.place)
+        return Taken(ticket=guest.region.ticket, place=guest.place, beside=self._beside)
 
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
         if guest.steps is not None:

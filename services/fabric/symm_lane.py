@@ -24,13 +24,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SharedSeat:
-    """A seat that has rows and answers in shared memory. ``place``: this worker's number among the seat's guests."""
+    """A seat that has rows and answers in shared memory. ``place``: this worker's number among the seat's guests;
+    ``beside``: it shares its device with an attention worker."""
 
     link: SeatLink
     peer: Peer
     answers: Region
     inbox: Mapping | None = None
     place: int = -1
+    beside: bool = False
     lost: bool = False
 
     @property
@@ -158,7 +160,7 @@ class SymmLane:
             self._stay_on_tcp(shared.link, error)
             return
         with self._changed:
-            shared.inbox, shared.place = inbox, taken.place
+            shared.inbox, shared.place, shared.beside = inbox, taken.place, taken.beside
             self._changed.notify_all()
         log.info("%s shares memory", shared.link.name)
 

@@ -36,11 +36,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmOptions:
-    """``deadline_s``: longest wait for one exchange; ``quarantine_s``: how long a seat that let one pass gets none;
-    ``unavailable_s``: how long a step is run again and again; ``crowded``: seats share this GPU, see
-    :func:`moe_kernels.exchange.sum_answers`."""
+    """``deadline_s``: longest wait for one exchange, ``beside_s`` where a seat shares its device with attention, if
+    that is longer; ``quarantine_s``: how long a seat that let one pass gets none; ``unavailable_s``: how long a step is
+    run again and again; ``crowded``: seats share this GPU, see :func:`moe_kernels.exchange.sum_answers`."""
 
     deadline_s: float = 0.02
+    beside_s: float = 0.0
     quarantine_s: float = 1.0
     unavailable_s: float = 10.0
     crowded: bool = False
@@ -138,7 +139,7 @@ class SymmLink:
         self._step = chosen = self._choose(rows)
         self.lane.begin(frozenset(chosen.seats.values()))
         self._under_way = True
-        words = {BASE: self._base, DEADLINE: int(self._options.deadline_s * 1e9)}
+        words = {BASE: self._base, DEADLINE: int(self._deadline_s(chosen) * 1e9)}
         for group, seat in chosen.seats.items():
             assert seat.inbox is not None
             words[INBOX + self._numbers[group]] = seat.inbox.address
@@ -278,6 +279,10 @@ class SymmLink:
         self.tcp.close()
         self.lane.close()
         self._memory.close()
+
+    def _deadline_s(self, chosen: _Step) -> float:
+        beside_s = self._options.beside_s if any(seat.beside for seat in chosen.seats.values()) else 0.0
+        return max(self._options.deadline_s, beside_s)
 
     def _key(self, bucket: int) -> Hashable:
         return "symm", bucket, len(self._numbers)

@@ -24,10 +24,12 @@ class Offer(Message, frozen=True, kw_only=True):
 
 class Taken(Message, frozen=True, kw_only=True):
     """Experts: the memory for rows, prepared for steps; ``place``, free again when its guest has left, tells attention
-    workers of a seat apart. Or the ``problem`` that keeps rows on tcp."""
+    workers of a seat apart; ``beside`` attention, whose prompts may make it late. Or the ``problem`` that keeps rows on
+    tcp."""
 
     ticket: bytes = b""
     place: int = -1
+    beside: bool = False
     problem: str = ""
 
 

@@ -45,19 +45,20 @@ def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Ten
 
 @dataclass
 class Seat:
-    """``held``: while it is set, the experts do not answer."""
+    """``held``: while it is set, the experts do not answer. ``beside``: attention is computed on their device, too."""
 
     number: int
     group: ShardGroup = GROUPS[0]
     held: threading.Event = field(default_factory=threading.Event)
     freed: threading.Event = field(default_factory=threading.Event)
+    beside: bool = False
     host: SymmHost = field(init=False)
     server: ExpertServer = field(init=False)
 
     def __post_init__(self) -> None:
         self.host = SymmHost(
             self._compute, memory=HostMemory(), device=CPU, layers=list(self.group.experts), num_experts=EXPERTS,
-            hidden=HIDDEN, dtype=torch.float32,
+            hidden=HIDDEN, dtype=torch.float32, aside=self.beside,
         )  # fmt: skip
         self.server = serve(scaled, seat=self.number, symm=self.host, experts=self.group.experts)
 
@@ -73,6 +74,7 @@ def linked(
     *,
     node: str = "here",
     deadline_s: float = LONG_S,
+    beside_s: float = 0.0,
     groups: tuple[ShardGroup, ...] = GROUPS,
 ) -> Iterator[SymmLink]:
     """Once all seats of this node share memory."""
@@ -86,7 +88,7 @@ def linked(
         layers=list(groups[0].experts),
         layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
         node=node,
-        options=SymmOptions(deadline_s=deadline_s, quarantine_s=LONG_S),
+        options=SymmOptions(deadline_s=deadline_s, beside_s=beside_s, quarantine_s=LONG_S),
     )
     try:
         assert link.wait_ready(LONG_S)
@@ -238,6 +240,17 @@ def test_a_seat_that_is_late_gets_the_step_again_over_tcp() -> None:
         assert torch.equal(found, expected)
         assert (tries, link.shared()) == (2, {})
         assert seat.server.counts.calls == 1
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_seat_beside_attention_may_be_late(beside: bool) -> None:
+    seat = Seat(0, beside=beside)
+    with linked([seat], deadline_s=0.1, beside_s=LONG_S) as link:
+        step(link, 1)
+        seat.held.set()
+        threading.Timer(0.4, lambda: (seat.held.clear(), seat.freed.set())).start()
+        _, _, tries = step(link, 1)
+        assert (tries == 1) is beside
 
 
 def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
