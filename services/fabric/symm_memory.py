@@ -158,7 +158,8 @@ def memory_for(choice: str, device: torch.device, *, aside: bool = False) -> Pee
             raise ConfigError("--fabric-shared host needs --device cpu.", hint="Choose auto or off.")
         return HostMemory()
     # Workers that share one GPU take turns on it: waiting for each other inside a step would last a turn each time.
-    if device.type != "cuda" or torch.cuda.device_count() < 2:
+    # One that has attention and a seat in one process does not.
+    if device.type != "cuda" or (torch.cuda.device_count() < 2 and not aside):
         return None
     from services.fabric.symm_cuda import CudaMemory  # looks for the driver
 

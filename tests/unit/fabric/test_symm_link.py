@@ -337,14 +337,22 @@ def test_auto_changes_nothing_on_a_cpu(choice: str, found: type) -> None:
         memory.close()
 
 
-@pytest.mark.parametrize(("choice", "gpus", "shares"), [("auto", 2, True), ("auto", 1, False), ("off", 2, False)])
+@pytest.mark.parametrize(
+    ("choice", "gpus", "aside", "shares"),
+    [
+        ("auto", 2, False, True),
+        ("auto", 1, False, False),
+        ("auto", 1, True, True),  # with the seat of its own process
+        ("off", 2, True, False),
+    ],
+)
 def test_auto_shares_between_different_gpus(
-    choice: str, gpus: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+    choice: str, gpus: int, aside: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice alone: the driver's memory is made up."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", lambda device, **_options: device)
-    assert (memory_for(choice, torch.device("cuda")) is not None) == shares
+    assert (memory_for(choice, torch.device("cuda"), aside=aside) is not None) == shares
 
 
 def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
