@@ -140,6 +140,8 @@ class Run:
         began = time.perf_counter()
         until = began + min(SHARED_S, max(1.0, self.left_s - 10))
         wanted = seats if self.options.shared != "off" else 0
+        if self.options.colocated and self.options.gpus == 1:  # each with its own seat alone
+            wanted = min(wanted, 1)
         while min(found := await asyncio.to_thread(self._count, "shared_seats")) < wanted:
             if time.perf_counter() > until:
                 break
