@@ -32,10 +32,14 @@ class Running(Protocol):
 
 
 class RoleProcess:
-    """A role as a child process. Its own session keeps the terminal's Ctrl-C away; it never outlives its parent."""
+    """A role as a child process. Its own session keeps the terminal's Ctrl-C away; it never outlives its parent.
+    ``on_end`` hears its number once it has ended."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], on_end: Callable[[int], None] = lambda _: None
+    ) -> None:
         self._command = command
+        self._on_end = on_end
         self._environment = {key: value for key, value in environment.items() if not key.upper().startswith(ENV_PREFIX)}
         self._process: asyncio.subprocess.Process | None = None
 
@@ -58,7 +62,9 @@ class RoleProcess:
     async def wait(self) -> int:
         """Returns the exit code once the process ends; minus the signal's number if one ended it."""
         assert self._process is not None, "not started"
-        return await self._process.wait()
+        code = await self._process.wait()
+        self._on_end(self._process.pid)
+        return code
 
     async def stop(self, patience_s: float) -> None:
         """Asks the process to stop, and ends it if it has not after ``patience_s`` seconds."""

@@ -51,10 +51,18 @@ class Children:
         self._children.append((role, child))
         await child.start()
 
-    async def start_role(self, name: str, role: Role, config: Path, *, outlook: Outlook) -> None:
+    async def start_role(
+        self,
+        name: str,
+        role: Role,
+        config: Path,
+        *,
+        outlook: Outlook,
+        on_end: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """-P keeps a folder named services in the working directory from being imported instead of ours."""
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        await self.start(name, RoleProcess(command, os.environ), role, outlook=outlook)
+        await self.start(name, RoleProcess(command, os.environ, on_end), role, outlook=outlook)
 
     def well_beside(self, name: str, *roles: Role) -> int:
         """How many others of ``roles`` did not fail too often of late."""

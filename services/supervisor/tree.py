@@ -24,6 +24,7 @@ from services.runtime import FORCED, configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
+from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
 from services.supervisor.roster import computing
 
@@ -63,6 +64,7 @@ class Supervisor:
         self._modules = modules
         self._check_model = check_model
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
+        self._notices: Notices | None = None
         self._forced = False
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -79,6 +81,8 @@ class Supervisor:
             if stop.is_set():
                 print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
         finally:
+            if self._notices is not None:
+                await self._notices.close()
             await self._children.stop(self._settings)
             ports.close()
             folder.remove()
@@ -105,6 +109,7 @@ class Supervisor:
 
     async def _start(self, folder: RunFolder, port: int, ports: ExitStack) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
+        self._notices = Notices(redis_url, self._settings.namespace)
         common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder, ports)}
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
@@ -121,7 +126,8 @@ class Supervisor:
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             config = folder.write(name, self._settings, changes)
-            await self._children.start_role(name, role, config, outlook=self._outlook(name, role))
+            on_end = partial(self._notices.ended, metrics_port=metrics[name]) if role in _COMPUTING else _nothing
+            await self._children.start_role(name, role, config, outlook=self._outlook(name, role), on_end=on_end)
 
     def _processes(self) -> dict[str, Role]:
         """Name -> role of every process, in the order in which they are stopped."""
@@ -196,6 +202,10 @@ class Supervisor:
                     noted = clock()
                     log.info("still waiting: %s", missing)
                 await asyncio.sleep(_READY_POLL_S)
+
+
+def _nothing(_pid: int) -> None:
+    pass
 
 
 def _check_seats(settings: Settings) -> None:

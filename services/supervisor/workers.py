@@ -25,6 +25,7 @@ from services.runtime import FORCED, MetricsServer, configure_logging, run_proce
 from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, held, held_ports
+from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
 from services.supervisor.readiness import HUNG_S, Readiness
 from services.supervisor.roster import Place, computing, places
@@ -73,15 +74,18 @@ class Workers:
         """
         assert self._settings.model is not None, "load_settings requires it of workers"
         self._check_model(self._settings.model)
+        assert self._settings.redis_url is not None, "load_settings requires it of workers"
         folder, ports = RunFolder(), ExitStack()
+        notices = Notices(self._settings.redis_url, self._settings.namespace)
         try:
             found = places(self._settings, self._pages(ports))
             self._hold_seats(found, ports)
             pages = {place.name: base_url(self._settings.host, place.metrics_port) for place in found}
             readiness = Readiness(pages, on_hung=self._hung, hung_s=self._hung_s)
             async with self._page(readiness):
-                code = await self._run(found, folder, readiness, stop)
+                code = await self._run(found, folder, readiness, notices, stop)
         finally:
+            await notices.close()
             ports.close()
             folder.remove()
         return FORCED if self._forced else code
@@ -91,10 +95,17 @@ class Workers:
         self._forced = True
         self._children.kill()
 
-    async def _run(self, found: Sequence[Place], folder: RunFolder, readiness: Readiness, stop: asyncio.Event) -> int:
+    async def _run(
+        self,
+        found: Sequence[Place],
+        folder: RunFolder,
+        readiness: Readiness,
+        notices: Notices,
+        stop: asyncio.Event,
+    ) -> int:
         try:
             for place in found:
-                await self._start(place, folder, readiness)
+                await self._start(place, folder, readiness, notices)
             code = await self._children.watch(stop, readiness.follow())
             if stop.is_set():
                 log.info("stopping when open requests have ended; a second signal stops at once")
@@ -119,7 +130,7 @@ class Workers:
             option="--fabric-port",
         )
 
-    async def _start(self, place: Place, folder: RunFolder, readiness: Readiness) -> None:
+    async def _start(self, place: Place, folder: RunFolder, readiness: Readiness, notices: Notices) -> None:
         changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name}
         if self._settings.expert_workers:
             changes |= {"experts": "tcp"}
@@ -131,7 +142,8 @@ class Workers:
         )
         log.info("%s", place)
         config = folder.write(place.name, self._settings, changes)
-        await self._children.start_role(place.name, place.role, config, outlook=outlook)
+        on_end = partial(notices.ended, metrics_port=place.metrics_port)
+        await self._children.start_role(place.name, place.role, config, outlook=outlook, on_end=on_end)
 
     def _started(self, name: str, readiness: Readiness) -> None:
         readiness.started(name)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,12 @@ class Machine(Server):
 class Deployment:
     """Redis, a scheduler, a gateway; machines as they are asked for."""
 
-    def __init__(self, stage: Bench) -> None:
+    def __init__(self, stage: Bench, *, lease_s: float = 2.0) -> None:
         port, http = free_port(), free_port()
         secret = stage.folder / "secret"
         secret.write_bytes(b"0123456789abcdef0123456789abcdef")
         stage.redis(port=port)
-        common = {"redis_url": f"redis://127.0.0.1:{port}/0", "lease": 2}
+        common = {"redis_url": f"redis://127.0.0.1:{port}/0", "lease": lease_s}
         serving = common | {"model": POCKET / "model", "served_model_name": "pocket"}
         self._computing: dict[str, Any] = serving | {"dtype": "float32", "threads": 1, "fabric_secret_file": secret}
         self._stage = stage
@@ -75,11 +76,19 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
         yield Deployment(stage)
 
 
-def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(deployment: Deployment) -> None:
-    machine = deployment.machine(colocated_workers=WORKERS, expert_groups=WORKERS, fabric_shared="host")
-    victim = machine.of_role("colocated")[1]
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Deployment]:
+    """Leases last for longer than a test: nobody waits for one to expire."""
+    with bench(tmp_path) as stage:
+        yield Deployment(stage, lease_s=120.0)
+
+
+def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(patient: Deployment) -> None:
+    machine = patient.machine(colocated_workers=WORKERS, expert_groups=WORKERS, fabric_shared="host")
+    victim, began = machine.of_role("colocated")[1], time.monotonic()
     asyncio.run(answers_while(machine, victim.kill))
     machine.wait_ready()
+    assert time.monotonic() - began < 100, "its requests did not wait until its lease expired"
     assert machine.metric("expertmesh_worker_starts_total", worker="colocated-1") == 2
     assert machine.metric("expertmesh_worker_starts_total", worker="colocated-0") == 1
     assert machine.metric("expertmesh_shared_steps_total") > 0

@@ -1,0 +1,39 @@
+"""Word of processes that ended, from whoever started them: nobody waits until their leases expire."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+
+from services.messages import ExpertInfo, WorkerInfo
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.scripts import Scripts
+from services.queue.seats import SeatRegistry
+
+
+class Obituaries:
+    """Of attention and expert workers on this host. Raises QueueUnavailable while Redis does not answer."""
+
+    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+        limits = limits or QueueLimits()
+        self._scripts = Scripts(redis, keys, limits)
+        self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
+
+    async def tell(self, pid: int, metrics_port: int) -> int:
+        """The leases that end now of the process ``pid``, which had its page on that port: by both, for containers of a
+        host may share its name, and number their processes alike."""
+        infos: list[WorkerInfo | ExpertInfo] = [
+            *(state.info for state in await self._workers.workers()),
+            *(state.info for state in await self._seats.seats()),
+        ]
+        ended = [info.id for info in infos if _is_it(info, pid, metrics_port)]
+        return int(await self._scripts.run("bury", *ended)) if ended else 0
+
+
+def _is_it(info: WorkerInfo | ExpertInfo, pid: int, metrics_port: int) -> bool:
+    port = urlsplit(info.metrics_url or "").port
+    return (info.host, info.pid, port) == (socket.gethostname(), pid, metrics_port)

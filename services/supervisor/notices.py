@@ -1,0 +1,42 @@
+"""Tells Redis that a child has ended, beside everything else: as soon as it is known, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.queue.connect import connect
+from services.queue.keys import Keys
+from services.queue.obituaries import Obituaries
+from services.queue.tasks import end_tasks
+
+PATIENCE_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Notices:
+    """For one deployment. Where Redis does not answer the lease of the dead ends it."""
+
+    def __init__(self, redis_url: str, namespace: str) -> None:
+        self._redis = connect(redis_url)
+        self._obituaries = Obituaries(self._redis, Keys(namespace))
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def ended(self, pid: int, metrics_port: int) -> None:
+        """Returns at once."""
+        task = asyncio.create_task(self._tell(pid, metrics_port))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def close(self) -> None:
+        await end_tasks(self._under_way)
+        await self._redis.aclose()
+
+    async def _tell(self, pid: int, metrics_port: int) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                if await self._obituaries.tell(pid, metrics_port):
+                    log.info("process %d has ended; its requests and experts go on elsewhere", pid)
+        except Exception as error:  # noqa: BLE001  the lease ends it otherwise
+            log.debug("no word of the end of process %d: %r", pid, error)

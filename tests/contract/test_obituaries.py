@@ -1,0 +1,65 @@
+"""Word of a process that ended: its leases end at once, those of others do not."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+from testkit.expert_floor import LEASE_S, expert
+
+from services.queue.obituaries import Obituaries
+
+HOST, PID, PORT = "h", 7, 9101
+PAGE = f"http://10.0.0.1:{PORT}/metrics"
+
+
+@pytest.fixture
+async def told(floor, monkeypatch: pytest.MonkeyPatch) -> Obituaries:
+    """An attention worker and a seat of one process that runs a request, and others like it but for one thing."""
+    monkeypatch.setattr("socket.gethostname", lambda: HOST)
+    bench = floor.bench
+    for name, changes in (
+        ("w", {}),
+        ("elsewhere", {"host": "other"}),
+        ("another", {"pid": PID + 1}),
+        ("namesake", {"metrics_url": PAGE.replace(str(PORT), "9201")}),
+        ("pageless", {"metrics_url": None}),
+    ):
+        own = {"pid": PID, "metrics_url": PAGE, **changes}
+        info = structs.replace(bench.worker_info(name), **own)
+        await bench.worker.register(info, 60, credit_tokens=1000, credit_requests=10)
+        seat = structs.replace(expert(f"seat-{name}"), **own)
+        await floor.experts.join(seat, LEASE_S)
+    await floor.publish()
+    await floor.reader.enter("w", 60)
+    await bench.run_on("w", bench.request("computed"), bench.request("waiting"))
+    return Obituaries(bench.redis, bench.keys, bench.limits)
+
+
+async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: Obituaries) -> None:
+    bench = floor.bench
+    await bench.worker.publish("w", [bench.token(bench.request("computed"), 0)])
+    assert await told.tell(PID, PORT) == 3, "its lease as a worker, its seat's, and that on the routing table"
+    report = await bench.scheduler.reap(bench.epoch)
+    assert (report.workers, report.lost) == (1, 2)
+    reaped = await floor.registry.reap(floor.e)
+    assert (len(reaped.seats), reaped.readers) == (1, 1)
+    assert {state.info.id for state in await bench.scheduler.workers()} == {
+        "elsewhere", "another", "namesake", "pageless",
+    }  # fmt: skip
+    assert "seat-w" not in await floor.seats()
+    assert len(await floor.seats()) == 4
+
+
+async def test_of_nobody_nothing_is_told(floor, told: Obituaries) -> None:
+    assert await told.tell(PID + 2, PORT) == 0
+    assert await told.tell(PID, PORT + 1) == 0
+    assert len(await floor.bench.scheduler.workers()) == 5
+
+
+async def test_who_lives_after_all_registers_again(floor, told: Obituaries) -> None:
+    """Word of the wrong one costs attempts, not the worker."""
+    bench = floor.bench
+    assert await told.tell(PID, PORT) == 3
+    await bench.scheduler.reap(bench.epoch)
+    await bench.worker.heartbeat("w", {})
+    assert "w" in {state.info.id for state in await bench.scheduler.workers()}
