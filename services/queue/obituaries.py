@@ -24,8 +24,10 @@ class Obituaries:
         self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
 
     async def tell(self, pid: int, metrics_port: int) -> int:
-        """The leases that end now of the process ``pid``, which had its page on that port: by both, for containers of a
-        host may share its name, and number their processes alike."""
+        """How many parts the process ``pid``, with its page on that port, had: as a worker, a seat, a reader of the table.
+
+        By both, for containers of a host may share its name, and number their processes alike.
+        """
         infos: list[WorkerInfo | ExpertInfo] = [
             *(state.info for state in await self._workers.workers()),
             *(state.info for state in await self._seats.seats()),

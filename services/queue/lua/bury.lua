@@ -1,15 +1,26 @@
---@use base
--- Ends the leases of members whose processes have ended: what they held goes on elsewhere at the scheduler's next look.
+--@use base queue life
+-- Takes back what members held whose processes have ended: requests now, as when a lease expires; seats, and readers of
+-- the table, at the scheduler's next look.
 -- ARGV: limits, then members: workers, seats, readers of the table
--- Returns how many leases there were.
+-- Returns how many of these there were.
 local ended = 0
 for i = 2, #ARGV do
-  for _, index in ipairs({ 'workers', 'seats', 'table_readers' }) do
-    if redis.call('ZSCORE', P .. index, ARGV[i]) then
-      redis.call('ZADD', P .. index, NOW, ARGV[i])
+  local member = ARGV[i]
+  if redis.call('ZREM', P .. 'workers', member) == 1 then
+    ended = ended + 1
+    for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. member)) do
+      local r = load_record(id)
+      if r and r.state == 'running' and r.holder == member then lose(r, 'worker lost', 1) end
+    end
+    redis.call('DEL', P .. 'worker:' .. member, P .. 'held:' .. member, P .. 'inbox:' .. member)
+  end
+  for _, index in ipairs({ 'seats', 'table_readers' }) do
+    if redis.call('ZSCORE', P .. index, member) then
+      redis.call('ZADD', P .. index, NOW, member)
       ended = ended + 1
     end
   end
 end
+settle_undone()
 if ended > 0 then wake() end
 return ended
