@@ -24,7 +24,7 @@ class Obituaries:
         self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
 
     async def tell(self, pid: int, metrics_port: int) -> int:
-        """How many parts the process ``pid``, with its page on that port, had: as a worker, a seat, a reader of the table.
+        """How many parts the process ``pid``, with its page on that port, had: a worker, a seat, a reader of the table.
 
         By both, for containers of a host may share its name, and number their processes alike.
         """
