@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,9 +73,16 @@ class ColocatedRole:
         return list(dict.fromkeys([*self._experts.missing(), *self._attention.missing()]))
 
 
+def load_kernels_early(environment: MutableMapping[str, str]) -> None:
+    """All kernels of torch with CUDA's context, and not each at its first use, unless ``environment`` says otherwise:
+    loading one waits for kernels under way, and these here for rows that are to be launched behind it."""
+    environment.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 async def colocate(settings: Settings, stop: asyncio.Event) -> None:
     """Run attention and experts until ``stop``; then drain."""
     settings = colocated(settings)
+    load_kernels_early(os.environ)
     await on_duty(settings, stop, partial(ColocatedRole, settings))
 
 

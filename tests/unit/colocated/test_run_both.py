@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.colocated.__main__ import run_both
+from services.colocated.__main__ import load_kernels_early, run_both
 
 
 class Role:
@@ -104,3 +104,10 @@ async def test_a_seat_that_fails_as_it_leaves_is_told() -> None:
 
     with pytest.raises(RuntimeError, match="weights gone"):
         await run(Role("attention", []), Fails("experts", []), stop)
+
+
+@pytest.mark.parametrize("said", [{}, {"CUDA_MODULE_LOADING": "LAZY"}])
+def test_kernels_are_loaded_with_the_context_unless_the_operator_says_otherwise(said: dict[str, str]) -> None:
+    environment = dict(said)
+    load_kernels_early(environment)
+    assert environment == {"CUDA_MODULE_LOADING": "EAGER"} | said
