@@ -34,6 +34,8 @@ _TOKEN_TIME_BUCKETS_S = (
 )
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of pages in the text format."""
 UPSTREAM_UP = _PREFIX + "metrics_upstream_up"
 """1 where a sibling answered, 0 where not. Written by whoever merges the siblings' pages."""
 TOP_EXPERTS = 4

@@ -21,7 +21,7 @@ from services.gateway import openapi
 from services.gateway import responses as shapes
 from services.gateway.auth import Authenticator
 from services.gateway.errors_http import on_crash, on_http_exception, on_request_error, on_validation_error
-from services.gateway.exposition import CONTENT_TYPE, Siblings
+from services.gateway.exposition import Siblings
 from services.gateway.health import Readiness
 from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
@@ -32,7 +32,7 @@ from services.gateway.prompts import PromptReader
 from services.gateway.results import ResultFollower
 from services.gateway.schema import B, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
 from services.gateway.stream import EventResponse, WholeResponse
-from services.metrics import GatewayMetrics
+from services.metrics import CONTENT_TYPE, GatewayMetrics
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]

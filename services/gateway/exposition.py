@@ -15,7 +15,6 @@ from services.metrics import UPSTREAM_UP
 
 log = logging.getLogger(__name__)
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TIMEOUT_S = 1.0
 
 

@@ -33,7 +33,7 @@ class Obituaries:
             *(state.info for state in await self._seats.seats()),
         ]
         ended = [info.id for info in infos if _is_it(info, pid, metrics_port)]
-        return int(await self._scripts.run("bury", *ended)) if ended else 0
+        return int(await self._scripts.run("obituary", *ended)) if ended else 0
 
 
 def _is_it(info: WorkerInfo | ExpertInfo, pid: int, metrics_port: int) -> bool:

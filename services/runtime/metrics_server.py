@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, generate_latest
 
 from services.errors import PortInUse
+from services.metrics import CONTENT_TYPE
 
 _REQUEST_TIMEOUT_S = 10.0
 _MAX_HEAD_BYTES = 16_384
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 _Answer = tuple[int, str, bytes]
 _TEXT = "text/plain; charset=utf-8"
-_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsServer:
@@ -86,7 +86,7 @@ class MetricsServer:
     async def _page(self, path: str, accept: str) -> _Answer:
         if path == "/metrics" and self._joined is not None:
             own = generate_latest(self._registry).decode()
-            return 200, _EXPOSITION, (await self._joined(own)).encode()
+            return 200, CONTENT_TYPE, (await self._joined(own)).encode()
         if path == "/metrics":
             encode, kind = choose_encoder(accept)
             return 200, kind, encode(self._registry)

@@ -109,12 +109,14 @@ class RedisProcess:
 class Outlook:
     """What a supervisor says of a child. One that is ``spared``, because others go on meanwhile, is not given up for
     failing too often, one whose settings are ``proven`` not for a code that would come again. ``lived_s``: how long it
-    has been well in this life; since its start where that is None. ``on_start`` hears of each start."""
+    has been well in this life; since its start where that is None. ``on_start`` hears of each start, ``on_end`` the
+    number of a process that has ended by itself."""
 
     spared: Callable[[], bool] = lambda: False
     proven: Callable[[], bool] = lambda: False
     lived_s: Callable[[], float] | None = None
     on_start: Callable[[], None] = lambda: None
+    on_end: Callable[[int], None] = lambda _: None
 
 
 class Child:

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
 from services.queue.tasks import end_tasks
+from services.runtime import FORCED
 from services.supervisor.child import Child, Outlook, RoleProcess, Running
 from services.supervisor.policy import RestartPolicy
 
@@ -42,6 +43,7 @@ class Children:
         self._new_policy = new_policy
         self._stop_margin_s = stop_margin_s
         self._children: list[tuple[Role | None, Child]] = []
+        self._forced = False
 
     async def start(
         self, name: str, process: Running, role: Role | None = None, *, outlook: Outlook | None = None
@@ -51,18 +53,10 @@ class Children:
         self._children.append((role, child))
         await child.start()
 
-    async def start_role(
-        self,
-        name: str,
-        role: Role,
-        config: Path,
-        *,
-        outlook: Outlook,
-        on_end: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    async def start_role(self, name: str, role: Role, config: Path, *, outlook: Outlook) -> None:
         """-P keeps a folder named services in the working directory from being imported instead of ours."""
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        await self.start(name, RoleProcess(command, os.environ, on_end), role, outlook=outlook)
+        await self.start(name, RoleProcess(command, os.environ, outlook.on_end), role, outlook=outlook)
 
     def well_beside(self, name: str, *roles: Role) -> int:
         """How many others of ``roles`` did not fail too often of late."""
@@ -109,8 +103,13 @@ class Children:
             of_role = [child for its, child in self._children if its == role]
             await asyncio.gather(*(child.stop(patience_s) for child in of_role))
 
+    def exit_code(self, code: int) -> int:
+        """``code``, or that of a supervisor whose children were killed."""
+        return FORCED if self._forced else code
+
     def kill(self) -> None:
-        """End all at once, for good."""
+        """End all at once, for good; :meth:`stop` then returns soon."""
+        self._forced = True
         for _, child in self._children:
             child.kill()
 

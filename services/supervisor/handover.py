@@ -45,6 +45,12 @@ class RunFolder:
             out.write(content)
         return file
 
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def remove(self) -> None:
         """Deletes the folder with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)

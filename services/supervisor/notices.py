@@ -29,7 +29,7 @@ class Notices:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await end_tasks(self._under_way)
         await self._redis.aclose()
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, Role, Settings
 
+COMPUTING: tuple[Role, ...] = (ATTENTION, COLOCATED, EXPERTS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:

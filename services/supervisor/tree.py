@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,19 +21,18 @@ from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settin
 from services.errors import ConfigError
 from services.model.spec import load_spec
 from services.queue.embedded import EmbeddedRedis
-from services.runtime import FORCED, configure_logging, run_process
+from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
-from services.supervisor.roster import computing
+from services.supervisor.roster import COMPUTING, computing
 
 _READY_POLL_S = 0.1
 _READY_NOTE_S = 15.0
 _REDIS = "redis"
 _LOOPBACK = "127.0.0.1"
-_COMPUTING: tuple[Role, ...] = (ATTENTION, COLOCATED, EXPERTS)
 
 OnReady = Callable[[str], Awaitable[None]]
 log = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class Supervisor:
         self._check_model = check_model
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._notices: Notices | None = None
-        self._forced = False
 
     async def run(self, stop: asyncio.Event) -> int:
         """Starts everything, waits for ``stop`` or for a child that cannot be kept alive, stops everything.
@@ -74,23 +73,20 @@ class Supervisor:
             StartupError: the model folder or the address is unusable, or Redis does not start.
         """
         port = self._check()
-        folder, ports = RunFolder(), ExitStack()
-        try:
-            await self._start(folder, port, ports)
-            code = await self._children.watch(stop, self._announce(base_url(self._settings.host, port)))
-            if stop.is_set():
-                print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
-        finally:
-            if self._notices is not None:
-                await self._notices.close()
-            await self._children.stop(self._settings)
-            ports.close()
-            folder.remove()
-        return FORCED if self._forced else code
+        with RunFolder() as folder, ExitStack() as ports:
+            try:
+                await self._start(folder, port, ports)
+                code = await self._children.watch(stop, self._announce(base_url(self._settings.host, port)))
+                if stop.is_set():
+                    print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
+            finally:
+                if self._notices is not None:
+                    await self._notices.aclose()
+                await self._children.stop(self._settings)
+        return self._children.exit_code(code)
 
     def kill(self) -> None:
         """Ends all children at once; :meth:`run` then returns soon."""
-        self._forced = True
         self._children.kill()
 
     def _check(self) -> int:
@@ -114,20 +110,20 @@ class Supervisor:
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
         upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
-        computing = [name for name, role in inner.items() if role in _COMPUTING]
+        workers = [name for name, role in inner.items() if role in COMPUTING]
         for name, role in self._processes().items():
             if role == GATEWAY:
                 changes = common | {"port": port, "metrics_upstreams": upstreams}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
             changes = changes | {"process": name}
-            if role in _COMPUTING:
-                changes = changes | {"gpu": self._settings.gpu + computing.index(name)}
+            outlook = Outlook(spared=partial(self._spared, name, role))
+            if role in COMPUTING:
+                changes = changes | {"gpu": self._settings.gpu + workers.index(name)}
+                outlook = replace(outlook, on_end=partial(self._notices.ended, metrics_port=metrics[name]))
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
-            config = folder.write(name, self._settings, changes)
-            on_end = partial(self._notices.ended, metrics_port=metrics[name]) if role in _COMPUTING else _nothing
-            await self._children.start_role(name, role, config, outlook=self._outlook(name, role), on_end=on_end)
+            await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)
 
     def _processes(self) -> dict[str, Role]:
         """Name -> role of every process, in the order in which they are stopped."""
@@ -136,9 +132,6 @@ class Supervisor:
         if self._ranks():
             names |= {ATTENTION: self._ranks(), COLOCATED: []}
         return {name: role for role in self._modules for name in names[role]}
-
-    def _outlook(self, name: str, role: Role) -> Outlook:
-        return Outlook(spared=partial(self._spared, name, role))
 
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""
@@ -202,10 +195,6 @@ class Supervisor:
                     noted = clock()
                     log.info("still waiting: %s", missing)
                 await asyncio.sleep(_READY_POLL_S)
-
-
-def _nothing(_pid: int) -> None:
-    pass
 
 
 def _check_seats(settings: Settings) -> None:

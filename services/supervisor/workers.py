@@ -11,24 +11,24 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from services.config import ATTENTION, COLOCATED, EXPERTS, WORKERS, Role, Settings
+from services.config import WORKERS, Role, Settings
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
 from services.model.spec import load_spec
-from services.runtime import FORCED, MetricsServer, configure_logging, run_process
+from services.runtime import MetricsServer, configure_logging, run_process
 from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
 from services.supervisor.readiness import HUNG_S, Readiness
-from services.supervisor.roster import Place, computing, places
+from services.supervisor.roster import COMPUTING, Place, computing, places
 
 PAGES_S = 5.0
 """How long a scrape waits for the workers' pages: they load kernels and weights meanwhile."""
@@ -64,7 +64,6 @@ class Workers:
         self._registry = CollectorRegistry()
         self._starts = MachineMetrics(self._registry).starts
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
-        self._forced = False
 
     async def run(self, stop: asyncio.Event) -> int:
         """Starts all, waits for ``stop`` or for a worker that cannot be kept alive, stops all.
@@ -72,27 +71,23 @@ class Workers:
         Raises:
             StartupError: the model folder is unusable, or a port is taken.
         """
-        assert self._settings.model is not None, "load_settings requires it of workers"
-        self._check_model(self._settings.model)
-        assert self._settings.redis_url is not None, "load_settings requires it of workers"
-        folder, ports = RunFolder(), ExitStack()
-        notices = Notices(self._settings.redis_url, self._settings.namespace)
-        try:
-            found = places(self._settings, self._pages(ports))
-            self._hold_seats(found, ports)
-            pages = {place.name: base_url(self._settings.host, place.metrics_port) for place in found}
+        settings = self._settings
+        assert settings.model is not None, "load_settings requires it of workers"
+        assert settings.redis_url is not None, "load_settings requires it of workers"
+        self._check_model(settings.model)
+        with RunFolder() as folder, ExitStack() as ports:
+            found = places(settings, self._pages(ports))
+            seats = [place.fabric_port for place in found if place.fabric_port]
+            held(settings.host, seats, ports, option="--fabric-port")
+            pages = {place.name: base_url(settings.host, place.metrics_port) for place in found}
             readiness = Readiness(pages, on_hung=self._hung, hung_s=self._hung_s)
-            async with self._page(readiness):
+            notices = Notices(settings.redis_url, settings.namespace)
+            async with aclosing(notices), self._page(readiness):
                 code = await self._run(found, folder, readiness, notices, stop)
-        finally:
-            await notices.close()
-            ports.close()
-            folder.remove()
-        return FORCED if self._forced else code
+        return self._children.exit_code(code)
 
     def kill(self) -> None:
         """Ends all at once; :meth:`run` then returns soon."""
-        self._forced = True
         self._children.kill()
 
     async def _run(
@@ -122,14 +117,6 @@ class Workers:
         first = settings.metrics_port + 1
         return held(settings.host, range(first, first + count), until, option="--metrics-port")
 
-    def _hold_seats(self, found: Sequence[Place], until: ExitStack) -> None:
-        held(
-            self._settings.host,
-            [place.fabric_port for place in found if place.fabric_port],
-            until,
-            option="--fabric-port",
-        )
-
     async def _start(self, place: Place, folder: RunFolder, readiness: Readiness, notices: Notices) -> None:
         changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name}
         if self._settings.expert_workers:
@@ -139,11 +126,11 @@ class Workers:
             proven=lambda: readiness.ever,
             lived_s=partial(readiness.served_s, place.name),
             on_start=partial(self._started, place.name, readiness),
+            on_end=partial(notices.ended, metrics_port=place.metrics_port),
         )
         log.info("%s", place)
         config = folder.write(place.name, self._settings, changes)
-        on_end = partial(notices.ended, metrics_port=place.metrics_port)
-        await self._children.start_role(place.name, place.role, config, outlook=outlook, on_end=on_end)
+        await self._children.start_role(place.name, place.role, config, outlook=outlook)
 
     def _started(self, name: str, readiness: Readiness) -> None:
         readiness.started(name)
@@ -155,7 +142,7 @@ class Workers:
 
     def _spared(self, name: str) -> bool:
         """Whether a worker that keeps failing is tried on and on: for the others' sake, and theirs who use them."""
-        return self._children.well_beside(name, ATTENTION, COLOCATED, EXPERTS) > 0
+        return self._children.well_beside(name, *COMPUTING) > 0
 
     @asynccontextmanager
     async def _page(self, readiness: Readiness) -> AsyncIterator[None]:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from services.messages import WorkerInfo
+from services.queue.connect import connect
+from services.queue.keys import Keys
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.worker_side import WorkerQueue
 
 Notes = list[dict[str, Any]]
 
@@ -22,3 +31,21 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(15):
         while not condition():
             await asyncio.sleep(0.02)
+
+
+async def killed_and_told(redis_url: str, namespace: str, note: dict[str, Any]) -> None:
+    """Returns once Redis knows no more of the process that left ``note``, which is killed here: its lease is long."""
+    redis, keys = connect(redis_url), Keys(namespace)
+    page = f"http://127.0.0.1:{note['settings']['metrics_port']}/metrics"
+    info = WorkerInfo(
+        id=note["role"], model="m", fingerprint="f", kv_tokens=1, max_num_seqs=1, max_model_len=1,
+        host=socket.gethostname(), pid=note["pid"], version="0", metrics_url=page,
+    )  # fmt: skip
+    try:
+        await WorkerQueue(redis, keys).register(info, 600, credit_tokens=1, credit_requests=1)
+        os.kill(note["pid"], signal.SIGKILL)
+        async with asyncio.timeout(15):
+            while await SchedulerQueue(redis, keys).workers():
+                await asyncio.sleep(0.02)
+    finally:
+        await redis.aclose()

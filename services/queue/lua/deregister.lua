@@ -19,8 +19,7 @@ for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. worker)) do
     end
   end
 end
-redis.call('ZREM', P .. 'workers', worker)
-redis.call('DEL', P .. 'worker:' .. worker, P .. 'held:' .. worker, P .. 'inbox:' .. worker)
+remove_worker(worker)
 settle_undone()
 wake()
 return { requeued, lost, dead }

@@ -101,6 +101,12 @@ local function bury(r, reason)
   end
 end
 
+-- A worker that holds nothing any more is gone; whether it was there.
+local function remove_worker(worker)
+  redis.call('DEL', P .. 'worker:' .. worker, P .. 'held:' .. worker, P .. 'inbox:' .. worker)
+  return redis.call('ZREM', P .. 'workers', worker) == 1
+end
+
 -- The running attempt of r is over without an end. Returns 'lost' or, over the cap of failures, 'dead'.
 -- A request that kills its workers dies at the same token each time: it is stuck, and the smaller cap on that spares the
 -- requests beside it, which got further between the same failures.

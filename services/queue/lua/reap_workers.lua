@@ -19,8 +19,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', '-inf', NOW,
     redis.call('HDEL', held, id)
   end
   if redis.call('EXISTS', held) == 0 then
-    redis.call('ZREM', P .. 'workers', worker)
-    redis.call('DEL', P .. 'worker:' .. worker, P .. 'inbox:' .. worker)
+    remove_worker(worker)
     removed = removed + 1
   end
 end

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.stand_in_roles import Notes, notes_in, until
+from testkit.stand_in_roles import Notes, killed_and_told, notes_in, until
 
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
@@ -345,6 +345,15 @@ async def test_a_role_that_ignores_sigterm_is_killed(home: Path, offspring: Call
 async def test_an_external_redis_is_used_as_it_is(home: Path, redis_url: str) -> None:
     assert await _run(_nothing, redis_url=redis_url) == 0
     assert {note["settings"]["redis_url"] for note in notes_in(home)} == {redis_url}
+
+
+async def test_redis_is_told_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
+    async def during(_: str) -> None:
+        await until(lambda: len(notes_in(home)) == 3)
+        attention = next(note for note in notes_in(home) if note["role"] == "attention")
+        await killed_and_told(redis_url, "of-a-server", attention)
+
+    assert await _run(during, redis_url=redis_url, namespace="of-a-server") == 0
 
 
 async def test_what_cannot_work_is_refused_before_anything_starts(home: Path) -> None:

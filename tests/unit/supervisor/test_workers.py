@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from testkit.servers import free_ports
-from testkit.stand_in_roles import notes_in, until
+from testkit.stand_in_roles import killed_and_told, notes_in, until
 
 from services.config import Settings
 from services.errors import PortInUse
@@ -232,6 +232,14 @@ async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) ->
     assert await _run(home, during, colocated_workers=2, expert_groups=2, metrics_port=port) == 0
     lives = [note["settings"] for note in notes_in(home) if note["role"] == "colocated-1"]
     assert lives[0] == lives[1]
+
+
+async def test_redis_is_told_of_one_that_ended(home: Path, redis_url: str) -> None:
+    async def during() -> None:
+        await _until_started(home, 2)()
+        await killed_and_told(redis_url, "of-a-machine", notes_in(home)[0])
+
+    assert await _run(home, during, colocated_workers=2, redis_url=redis_url, namespace="of-a-machine") == 0
 
 
 async def test_one_that_keeps_failing_is_tried_on_while_others_work(home: Path) -> None:

@@ -6,14 +6,11 @@
 local ended = 0
 for i = 2, #ARGV do
   local member = ARGV[i]
-  if redis.call('ZREM', P .. 'workers', member) == 1 then
-    ended = ended + 1
-    for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. member)) do
-      local r = load_record(id)
-      if r and r.state == 'running' and r.holder == member then lose(r, 'worker lost', 1) end
-    end
-    redis.call('DEL', P .. 'worker:' .. member, P .. 'held:' .. member, P .. 'inbox:' .. member)
+  for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. member)) do
+    local r = load_record(id)
+    if r and r.state == 'running' and r.holder == member then lose(r, 'worker lost', 1) end
   end
+  if remove_worker(member) then ended = ended + 1 end
   for _, index in ipairs({ 'seats', 'table_readers' }) do
     if redis.call('ZSCORE', P .. index, member) then
       redis.call('ZADD', P .. index, NOW, member)

@@ -1,0 +1,39 @@
+"""Which GPU a worker takes. The GPUs are made up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.errors import ConfigError
+from services.model.device import torch_device
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_worker_has_the_gpu_of_its_number_and_sharing_one_is_told(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [torch_device(name, rank=rank) for rank in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert not caplog.messages
+    assert torch_device(name, rank=3) == torch.device("cuda:1")
+    assert caplog.messages == ["GPU 3 is asked for, of 2: GPU 1 has more than one worker"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_ranks_on_several_hosts_share_no_gpu_for_being_many(caplog: pytest.LogCaptureFixture) -> None:
+    assert torch_device("auto", rank=3, of_host=False) == torch.device("cuda:1")
+    assert not caplog.messages
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch_device("auto", rank=2) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="--device cuda cannot be used"):
+        torch_device("cuda")
