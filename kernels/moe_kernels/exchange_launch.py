@@ -40,7 +40,7 @@ def send_rows(
     micro_batch: int,
 ) -> None:
     rows, slots = ids_TK.shape
-    tile = _tile(layout, bucket)
+    tile = tile_of(layout, bucket)
     send_rows_kernel[(layout.blocks(bucket), groups)](
         x_TD, ids_TK, weights_TK, group_of_E, counts_E, control, rows, bucket, exchange, x_TD.stride(0),
         layout.inbox_section(micro_batch), layout.x_at, layout.ids_at, layout.weights_at, group_of_E.numel(),
@@ -76,7 +76,7 @@ def send_answers(
     exchange: int,
     micro_batch: int,
 ) -> None:
-    tile = _tile(layout, bucket)
+    tile = tile_of(layout, bucket)
     send_answers_kernel[(layout.blocks(bucket),)](
         y, taken_RK, counts_E, control, bucket, exchange, layout.answers_section(micro_batch), layout.y_at,
         counts_E.numel(),
@@ -98,7 +98,7 @@ def sum_answers(
     micro_batch: int,
     crowded: bool,
 ) -> None:
-    tile = _tile(layout, bucket)
+    tile = tile_of(layout, bucket)
     section, blocks = layout.answers_section(micro_batch), layout.blocks(bucket)
     if crowded:
         wait_answers_kernel[(1,)](
@@ -116,7 +116,7 @@ def _few(layout: Layout, bucket: int) -> bool:
     return bucket * layout.slots <= FEW_IDS
 
 
-def _tile(layout: Layout, bucket: int) -> dict[str, int]:
+def tile_of(layout: Layout, bucket: int) -> dict[str, int]:
     """Rows and columns that a program moves at a time, and its warps: 16 elements for each thread, or more."""
     rows = layout.block_rows(bucket)
     tile = triton.next_power_of_2(rows)

@@ -33,6 +33,28 @@ ANSWERS: Final = INBOX + MOST_GROUPS
 WORDS: Final = ANSWERS + MOST_GROUPS
 ABORTED: Final = 1 << 62
 
+PATIENCE: Final = 5
+"""Joined calls: longest wait for the others once one member's rows are there, nanoseconds."""
+JOB: Final = 6
+"""Joined calls: bit m for each member whose rows the call under way has."""
+CLOCK: Final = 7
+"""Joined calls: where one thread tells the others the time."""
+MOST_MEMBERS: Final = 8
+MEMBERS: Final = 8
+"""Joined calls: from here on each member has MEMBER words, by the constants below."""
+MEMBER: Final = 8
+MEMBER_INBOX: Final = 0
+"""Address; 0: no member."""
+MEMBER_ANSWERS: Final = 1
+MEMBER_BASE: Final = 2
+MEMBER_LAST: Final = 3
+MEMBER_ROWS: Final = 4
+"""The bucket of the member's step."""
+MEMBER_GONE: Final = 5
+"""Not 0: the host wants it left out from now on."""
+MEMBER_OUT: Final = 6
+"""Not 0: it is left out, and nothing of the step touches its memory any more."""
+
 MOST_BLOCKS: Final = 256
 _ALIGNMENT: Final = 256
 

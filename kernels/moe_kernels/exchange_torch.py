@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_kernels.exchange_layout import ANSWERS, BASE, DEADLINE, FAILED, INBOX, LAST, PEER, Layout
 
-_PAUSE_S = 20e-6
+PAUSE_S = 20e-6
 
 
 def send_rows(
@@ -62,9 +62,9 @@ def take_rows(
 ) -> None:
     want, last = int(control[BASE]) + exchange + 1, int(control[LAST])
     seen = flags[: layout.blocks(bucket)]
-    late = _Late(control)
+    late = Late(control)
     while int(seen.min()) < want and int(seen.max()) <= last and not int(control[FAILED]) and not late():
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
     if int(seen.min()) < want or int(seen.max()) > last:
         control[FAILED] |= 1
     taken_RK[:bucket] = -1 if int(control[FAILED]) else ids_RK[:bucket]
@@ -151,14 +151,14 @@ def _groups(ids_TK: Tensor, group_of_E: Tensor) -> Tensor:
 
 def _wait_for(flags: Tensor, want: int, control: Tensor, bit: int) -> None:
     """At the deadline ``bit`` enters the failed word; a step that has failed already is nobody else's fault."""
-    late = _Late(control)
+    late = Late(control)
     while int(flags.min()) < want and not int(control[FAILED]):
         if late():
             control[FAILED] |= bit
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
-class _Late:
+class Late:
     """Whether the control block's deadline, counted from now, has passed."""
 
     def __init__(self, control: Tensor) -> None:
