@@ -218,4 +218,7 @@ class ExpertMetrics:
         self.calls = counter("calls_total", "Exchanges answered, failed ones too.")
         self.failed = counter("failed_calls_total", "Exchanges that could not be computed.")
         self.computations = counter("computations_total", "Grouped calls: fewer than exchanges where some were joined.")
+        self.joined_steps = counter(
+            "joined_steps_total", "Steps by shared memory that ran with another worker's as one."
+        )
         self.busy = counter("busy_seconds_total", "Time spent computing.")

@@ -28,6 +28,7 @@ from services.errors import ConfigError
 from services.fabric.experts import ExpertLink
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
+from services.runtime.collecting import no_collection
 
 HandleT = TypeVar("HandleT")
 MOST_ROWS = 512
@@ -65,15 +66,16 @@ class CudaCapture:
             work()  # compiles and loads what a capture may not
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Other threads use the GPU meanwhile: links, lanes, metrics.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the cause says more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            with no_collection():
+                # Other threads use the GPU meanwhile: links, lanes, metrics.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                except BaseException:
+                    with suppress(RuntimeError):  # the cause says more
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
             graph.replay()  # uploads it, which a seat beside this worker that waits for rows would hold up
             self._stream.synchronize()
         caller.wait_stream(self._stream)

@@ -17,7 +17,7 @@ class ExpertsObserver:
         self._serving: object = None
         self._status = ""
         self._rows: dict[int, int] = {}
-        self._seen = (0, 0, 0, 0.0)
+        self._seen = (0, 0, 0, 0, 0.0)
 
     def refresh(self) -> None:
         worker, metrics = self._worker, self._metrics
@@ -33,13 +33,13 @@ class ExpertsObserver:
 
     def _count(self, serving: TcpServing) -> None:
         if serving is not self._serving:
-            self._serving, self._rows, self._seen = serving, {}, (0, 0, 0, 0.0)
+            self._serving, self._rows, self._seen = serving, {}, (0, 0, 0, 0, 0.0)
         counts, metrics, shard = serving.server.counts, self._metrics, str(serving.group.number)
         for layer, rows in serving.layer_rows().items():
             metrics.rows.labels(layer if self._by_layer else ALL_LAYERS, shard).inc(rows - self._rows.get(layer, 0))
             self._rows[layer] = rows
-        now = (counts.calls, counts.failed, counts.computations, serving.busy_s)
-        series = (metrics.calls, metrics.failed, metrics.computations, metrics.busy)
+        now = (counts.calls, counts.failed, counts.computations, serving.joined_steps, serving.busy_s)
+        series = (metrics.calls, metrics.failed, metrics.computations, metrics.joined_steps, metrics.busy)
         for counter, new, old in zip(series, now, self._seen, strict=True):
             counter.inc(new - old)
         self._seen = now

@@ -16,7 +16,7 @@ from services.experts.donors import Donors, Tables, given
 from services.fabric.counters import beside
 from services.fabric.nccl_setup import Lanes, lanes_for
 from services.fabric.secret import read_secret
-from services.fabric.symm_host import WAIT_S, SymmHost
+from services.fabric.symm_host import WAIT_S, Limits, SymmHost
 from services.fabric.symm_memory import memory_for
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_connect import Facts
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 WAIT_BESIDE_S = 0.5
 """For rows through shared memory, on a GPU that attention has kernels to load on: that waits, too."""
+JOIN_ROWS = 2048
+"""Most rows of a call for several attention workers on a GPU; more than so many gain little by it. Threads of CPUs are
+late too often to wait for each other."""
 MOST_WARM_ROWS = 4096
 """Larger calls take kernels of the same shapes."""
 
@@ -61,6 +64,11 @@ class TcpServing:
     @property
     def busy_s(self) -> float:
         return self.server.counts.seconds + self._shared_s()[0]
+
+    @property
+    def joined_steps(self) -> int:
+        """Steps by shared memory that ran with those of another attention worker as one."""
+        return self.symm.joined_steps() if self.symm else 0
 
     @property
     def waited_s(self) -> float:
@@ -177,6 +185,7 @@ class Loader:
             dtype=self._dtype,
             wait_s=WAIT_BESIDE_S if self._beside else WAIT_S,
             aside=self._beside,
+            limits=Limits(join_rows=JOIN_ROWS if self._device.type == "cuda" else 0),
         )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:

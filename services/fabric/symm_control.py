@@ -20,6 +20,7 @@ class ControlBlock:
         self._written = [torch.cuda.Event() for _ in range(_RING)] if self._gpu else []  # type: ignore[no-untyped-call]
         self._next = 0
         self._abort = torch.full((1,), ABORTED, dtype=torch.int64, pin_memory=self._gpu)
+        self._one = torch.ones(1, dtype=torch.int64, pin_memory=self._gpu)
         self._found = torch.zeros(1, dtype=torch.int64, pin_memory=self._gpu)
         self._aside = torch.cuda.Stream(device, priority=-1) if self._gpu else None  # type: ignore[no-untyped-call]
 
@@ -55,6 +56,26 @@ class ControlBlock:
         self._aside.wait_event(self._written[self._next - 1])
         self.abort()
         torch.cuda.current_stream(self.words.device).wait_stream(self._aside)
+
+    def raise_flag(self, index: int) -> None:
+        """A word that was 0 becomes 1, past all that is queued; none may be written meanwhile."""
+        if self._aside is None:
+            self.words[index] = 1
+            return
+        with torch.cuda.stream(self._aside):
+            self._aside.wait_event(self._written[self._next - 1])
+            self.words[index : index + 1].copy_(self._one, non_blocking=True)
+            self._aside.synchronize()
+
+    def told(self, index: int) -> int:
+        """A word as kernels have it by now, past all that is queued since the words were written last."""
+        if self._aside is None:
+            return int(self.words[index])
+        with torch.cuda.stream(self._aside):
+            self._aside.wait_event(self._written[self._next - 1])
+            self._found.copy_(self.words[index : index + 1], non_blocking=True)
+            self._aside.synchronize()
+        return int(self._found)
 
     def failed(self) -> int:
         """The failed word once everything queued on the current stream is done."""

@@ -1,6 +1,7 @@
 """The expert worker's end of shared memory: takes offers of attention workers of the node, starts their steps.
 
-Every guest has an inbox, answers to write to and prepared steps of its own: no barrier and no lock across guests.
+Every guest has an inbox, answers to write to and prepared steps of its own, so none waits for another: but where it is
+measured to be faster, steps that begin at about the same time run as one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange_layout import MOST_MEMBERS, Layout
 from services.errors import ExpertMeshError, WireError
 from services.fabric.counters import Counters, beside
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
-from services.fabric.symm_steps import GraphSteps, StepBody, Steps, ThreadSteps
+from services.fabric.symm_muster import Muster
+from services.fabric.symm_steps import GraphSteps, Shape, StepBody, Steps, ThreadSteps
+from services.fabric.symm_team import PATIENCE_BESIDE_S, PATIENCE_S, Team, TeamBody
 from services.fabric.symm_time import Occupied
-from services.fabric.symm_wire import Offer, Step, Stop, Taken
+from services.fabric.symm_wire import Offer, Step, Stop, Taken, buckets
 from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_peer import Peer
 from services.fabric.tcp_wire import Frame, Kind, message_of
@@ -37,20 +40,39 @@ _RECHECK_S = 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What offers are held against. ``bytes``: of memory for one guest's rows."""
+    """What offers are held against. ``bytes``: of memory for one guest's rows; ``join_rows``: most rows of a call for
+    several guests, with 0 there is none."""
 
     guests: int = MOST_GUESTS
     bytes: int = 1 << 30
+    join_rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Guest:
     place: int
+    layout: Layout
     body: StepBody | None = None
     steps: Steps | None = None
     region: Region | None = None
     answers: PeerMapping | None = None
     gone: bool = False
+
+    @property
+    def inbox(self) -> int:
+        assert self.region is not None
+        return self.region.bytes.data_ptr()
+
+    @property
+    def answers_at(self) -> int:
+        assert self.answers is not None
+        return self.answers.address
+
+    def begin(self, step: Step, wait_s: float) -> None:
+        """Alone."""
+        assert self.body is not None
+        assert self.steps is not None
+        self.steps.start(Shape(step.bucket, step.micro_batches), self.body.words_of(step, self.answers_at, wait_s))
 
 
 class SymmHost:
@@ -89,6 +111,7 @@ class SymmHost:
             torch.cuda.current_stream(device).synchronize()  # guests' streams do not wait for this one
         self._gate = threading.Lock()
         self._guests: dict[Peer, _Guest] = {}
+        self._muster = Muster(wait_s)
         self._occupied, self._of_the_gone_s = Occupied(), 0.0
 
     def take(self, peer: Peer, frame: Frame) -> bool:
@@ -101,7 +124,9 @@ class SymmHost:
             self._start(peer, message_of(frame, Step))
         elif frame.kind == Kind.SYMM_STOP:
             message_of(frame, Stop)
-            self._prepared_steps(peer, "stops")[1].give_up()
+            guest, steps = self._prepared_steps(peer, "stops")
+            with self._muster.without(guest):
+                steps.give_up()
         elif frame.kind == Kind.SYMM_OFFER:
             self._admit(peer, message_of(frame, Offer))
         else:
@@ -127,12 +152,13 @@ class SymmHost:
         """Seconds since the start in which rows of steps were computed, and which they took longer for one another."""
         with self._gate:
             here_s = sum(guest.steps.seconds for guest in self._guests.values() if guest.steps is not None)
-            self._occupied.add(self._of_the_gone_s + here_s)
+            self._occupied.add(self._of_the_gone_s + here_s + self._muster.seconds)
             return self._occupied.busy_s, self._occupied.waited_s
 
     def idle(self) -> bool:
         with self._gate:
-            return all(guest.steps is None or guest.steps.idle() for guest in self._guests.values())
+            alone = all(guest.steps is None or guest.steps.idle() for guest in self._guests.values())
+            return alone and self._muster.idle()
 
     def wait_idle(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -142,16 +168,20 @@ class SymmHost:
             time.sleep(_RECHECK_S)
         return True
 
+    def joined_steps(self) -> int:
+        """Steps of guests that began together with another one's, since the start."""
+        return self._muster.joined_steps
+
     def close(self) -> None:
+        self._muster.close()
         self._memory.close()
 
     def _start(self, peer: Peer, step: Step) -> None:
-        guest, steps = self._prepared_steps(peer, "starts")
+        guest, _ = self._prepared_steps(peer, "starts")
         assert guest.body is not None
-        assert guest.answers is not None
-        if (step.bucket, step.micro_batches) not in set(guest.body.shapes):
+        if Shape(step.bucket, step.micro_batches) not in set(guest.body.shapes):
             raise WireError(f"{peer.name} starts a step of {step.micro_batches} x {step.bucket} rows.")
-        steps.start(step, guest.body.words_of(step, guest.answers.address, self._wait_s))
+        self._muster.begin(guest, step)
 
     def _prepared_steps(self, peer: Peer, does: str) -> tuple[_Guest, Steps]:
         guest = self._guests.get(peer)
@@ -164,7 +194,7 @@ class SymmHost:
             if peer in self._guests:
                 raise WireError(f"{peer.name} offers memory twice.")
             taken = {guest.place for guest in self._guests.values()}
-            guest = _Guest(min(set(range(len(taken) + 1)) - taken))
+            guest = _Guest(min(set(range(len(taken) + 1)) - taken), self._layout(offer))
             self._guests[peer] = guest
         # Mapping memory and capturing graphs take a while; calls over the same connection go on.
         threading.Thread(target=self._prepare, args=(peer, guest, offer), name="symm guest", daemon=True).start()
@@ -173,7 +203,7 @@ class SymmHost:
         began = time.perf_counter()
         try:
             with beside(self._device) if self._aside else nullcontext():
-                answer = self._prepared(guest, offer)
+                answer = self._prepared(guest, offer.ticket)
         except (ExpertMeshError, RuntimeError) as error:
             log.warning("Rows of %s stay on tcp: %s", peer.name, error)
             answer = Taken(problem=str(error)[:1000])
@@ -185,8 +215,8 @@ class SymmHost:
         log.info("prepared for %s in %.2f s", peer.name, time.perf_counter() - began)
         peer.send(Kind.SYMM_TAKEN, answer)
 
-    def _prepared(self, guest: _Guest, offer: Offer) -> Taken:
-        layout = Layout(
+    def _layout(self, offer: Offer) -> Layout:
+        return Layout(
             rows=offer.rows,
             hidden=self._hidden,
             slots=offer.slots,
@@ -194,16 +224,39 @@ class SymmHost:
             micro_batches=offer.micro_batches,
             unsummed=offer.unsummed,
         )
+
+    def _prepared(self, guest: _Guest, ticket: bytes) -> Taken:
+        layout = guest.layout
         if guest.place >= self._limits.guests or layout.inbox_bytes > self._limits.bytes:
             return Taken(problem=f"{layout.inbox_bytes} bytes for guest {guest.place} are more than is allowed here.")
-        guest.answers = self._memory.open(offer.ticket)
+        guest.answers = self._memory.open(ticket)
         guest.region = self._memory.share(layout.inbox_bytes)
         guest.body = StepBody(self._compute, self._layers, guest.region.bytes, self._counts_LE, layout)
         guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
+        self._prepare_team(layout)
         return Taken(ticket=guest.region.ticket, place=guest.place, beside=self._beside)
+
+    def _prepare_team(self, layout: Layout) -> None:
+        """One that all guests of that layout fit into, or as many as may."""
+        with self._gate:
+            alike = sum(guest.layout == layout and guest.steps is not None for guest in self._guests.values())
+        members = min(MOST_MEMBERS, 1 << (alike - 1).bit_length())
+        if members > 1 and members * buckets(layout.rows)[0] <= self._limits.join_rows:
+            with self._muster.enlisting(layout, members) as wanted:
+                if wanted:
+                    body = TeamBody(
+                        self._compute, self._layers, self._counts_LE, layout, members=members,
+                        rows=self._limits.join_rows,
+                    )  # fmt: skip
+                    patience_s = PATIENCE_BESIDE_S if self._beside else PATIENCE_S
+                    team = Team(body, members, wait_s=self._wait_s, patience_s=patience_s)
+                    self._muster.enlist(layout, team)
 
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
         if guest.steps is not None:
+            if not self._muster.leave(guest):
+                log.error("A call with rows of %s did not end; its memory stays.", peer.name)
+                guest.answers = guest.region = None
             guest.steps.close()
         with self._gate:
             self._of_the_gone_s += guest.steps.seconds if guest.steps is not None else 0.0

@@ -1,0 +1,180 @@
+"""Steps of several guests of a seat that began at about the same time, as one: weights are read once for all of them.
+
+Each layer waits for all members' rows, so they go at the pace of the slowest; who stops or is gone is left out from
+there on. Legend: C rows of a joined call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_kernels.exchange_joined import Joined, send_joined, take_joined
+from moe_kernels.exchange_layout import (
+    DEADLINE,
+    MEMBER,
+    MEMBER_ANSWERS,
+    MEMBER_BASE,
+    MEMBER_GONE,
+    MEMBER_INBOX,
+    MEMBER_LAST,
+    MEMBER_OUT,
+    MEMBER_ROWS,
+    MEMBERS,
+    PATIENCE,
+    Layout,
+)
+from services.fabric.symm_control import ControlBlock
+from services.fabric.symm_steps import GraphSteps, Shape, Steps, ThreadSteps, computed
+from services.fabric.symm_time import Watch
+from services.fabric.symm_wire import Step, buckets
+from services.fabric.tcp_compute import Compute
+
+PATIENCE_S, PATIENCE_BESIDE_S = 0.01, 0.1
+"""How long the others wait in a layer for a member that is late (it lives: who is gone is told): less than they are
+waited for themselves, which is 20 ms, or 250 where attention shares the seat's device."""
+_RECHECK_S = 0.0002
+
+
+class TeamBody:
+    """A :class:`services.fabric.symm_steps.Body` for calls of up to ``rows`` rows of up to ``members`` guests."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        layers: Sequence[int],
+        counts_LE: Tensor,
+        layout: Layout,
+        *,
+        members: int,
+        rows: int,
+    ) -> None:
+        self._compute, self._layers, self._counts_LE = compute, list(layers), counts_LE
+        self._layout, self._members, self._rows = layout, members, rows
+        self.control = ControlBlock(counts_LE.device)
+        self.watch: Watch | None = None
+        self._joined = Joined.room(rows, layout, counts_LE.device)
+
+    @property
+    def shapes(self) -> Iterator[Shape]:
+        for bucket in buckets(self._layout.rows):
+            if bucket * self._members <= self._rows:
+                yield Shape(bucket, members=self._members)
+
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
+    def run(self, shape: Shape) -> None:
+        with torch.inference_mode():
+            for exchange in range(self.layers):
+                self._exchange(shape.bucket, exchange)
+
+    def _exchange(self, bucket: int, at: int) -> None:
+        """One micro-batch: the exchange of a layer has the layer's number."""
+        joined, layout, words = self._joined.of(bucket * self._members), self._layout, self.control.words
+        take_joined(joined, words, layout=layout, members=self._members, bucket=bucket, exchange=at)
+        with self.watch.around(at) if self.watch else nullcontext():
+            parts = joined.x_CD, joined.taken_CK, joined.weights_CK
+            send_joined(
+                computed(self._compute, self._layers[at], layout, *parts),
+                joined,
+                self._counts_LE[at],
+                words,
+                layout=layout,
+                members=self._members,
+                bucket=bucket,
+                exchange=at,
+            )
+
+
+class Guest(Protocol):
+    """What a team needs to know of a member."""
+
+    @property
+    def inbox(self) -> int:
+        """Its address."""
+        ...
+
+    @property
+    def answers_at(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """A guest's step that is to begin."""
+
+    guest: Guest
+    step: Step
+
+
+class Team:
+    """Steps of up to ``members`` guests with memory of one layout. One at a time.
+
+    For one thread at a time, all methods; :meth:`part` waits for the device.
+    """
+
+    def __init__(self, body: TeamBody, members: int, *, wait_s: float, patience_s: float = PATIENCE_S) -> None:
+        self._body, self.members, self._wait_s, self._patience_s = body, members, wait_s, patience_s
+        self._shapes = frozenset(body.shapes)
+        self._now: list[Guest | None] = []
+        gpu = body.control.words.is_cuda
+        self._steps: Steps = GraphSteps(body) if gpu else ThreadSteps(body)
+
+    @property
+    def seconds(self) -> float:
+        return self._steps.seconds
+
+    def idle(self) -> bool:
+        return self._steps.idle()
+
+    def fits(self, steps: Sequence[Joining]) -> bool:
+        """Whether they can begin together, now."""
+        bucket = max(joining.step.bucket for joining in steps)
+        return len(steps) <= self.members and self._shape(bucket) in self._shapes and self.idle()
+
+    def start(self, steps: Sequence[Joining]) -> None:
+        self._now = [joining.guest for joining in steps]
+        words = {DEADLINE: int(self._wait_s * 1e9), PATIENCE: int(self._patience_s * 1e9)}
+        for number, joining in enumerate(steps):
+            guest, step = joining.guest, joining.step
+            words |= {
+                _word(number, MEMBER_INBOX): guest.inbox,
+                _word(number, MEMBER_ANSWERS): guest.answers_at,
+                _word(number, MEMBER_BASE): step.base,
+                _word(number, MEMBER_LAST): step.base + self._body.layers,
+                _word(number, MEMBER_ROWS): step.bucket,
+            }
+        self._steps.start(self._shape(max(joining.step.bucket for joining in steps)), words)
+
+    def part(self, guest: Guest) -> bool:
+        """Leave ``guest`` out of the step under way; whether nothing uses its memory any more, which takes as long as a
+        call of a layer."""
+        if guest not in self._now:
+            return True
+        number, control = self._now.index(guest), self._body.control
+        if not self.idle():
+            control.raise_flag(_word(number, MEMBER_GONE))
+        until = time.monotonic() + self._wait_s
+        while not self.idle() and not control.told(_word(number, MEMBER_OUT)):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_RECHECK_S)
+        self._now[number] = None
+        return True
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def _shape(self, bucket: int) -> Shape:
+        return Shape(bucket, members=self.members)
+
+
+def _word(member: int, word: int) -> int:
+    return MEMBERS + member * MEMBER + word

@@ -1,0 +1,117 @@
+"""Which steps of a seat's guests are to begin together, and how long one is held for another.
+
+Guests whose steps run together share each read of the experts' weights, and go at the pace of the slowest. Whether that
+is faster is measured, by size of steps: both ways are timed, the faster one is kept, and the other tried again now and
+then. Pure Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import mean
+
+MOST_S = 0.008
+"""Of a hold: attention workers wait 20 ms for an answer."""
+SLACK_S, SLACK_SHARE = 0.0003, 0.05
+"""How much later than expected a step may begin: this and a share of its period."""
+FORGET_S = 1.0
+"""A guest that begins no step for so long is not one of those that take turns."""
+SAMPLES = 32
+"""Steps of each guest by which a way is judged; the first quarter is the way into it."""
+LEAST_GAIN = 0.02
+FIRST_RETRY, LAST_RETRY = 16, 256
+"""Trials' lengths after which the slower way is tried again: at first, and after it has kept losing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """``places``: of guests whose steps are to begin within ``seconds``."""
+
+    places: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about as many rows, of so many guests."""
+
+    guests: int
+    together: bool = True
+    seconds: dict[bool, float] = field(default_factory=dict)
+    seen: list[float] = field(default_factory=list)
+    left: int = 0
+    """Trials' lengths before the way that runs is judged again; 0: it is on trial."""
+    pause: int = FIRST_RETRY
+
+    def note(self, period_s: float) -> None:
+        """Of a step that ran the way that :attr:`together` says, or began to."""
+        self.seen.append(period_s)
+        if len(self.seen) < SAMPLES * self.guests:
+            return
+        self.seconds[self.together] = mean(self.seen[len(self.seen) // 4 :])
+        self.seen.clear()
+        if self.left > 1:
+            self.left -= 1
+        elif self.left == 1:  # the other way's turn
+            self.left, self.together = 0, not self.together
+            del self.seconds[self.together]
+        elif len(self.seconds) < 2:
+            self.together = not self.together
+        else:
+            self._judge()
+
+    def _judge(self) -> None:
+        tried = self.together
+        pays = self.seconds[True] < (1 - LEAST_GAIN) * self.seconds[False]
+        self.pause = FIRST_RETRY if pays == tried else min(2 * self.pause, LAST_RETRY)
+        self.together, self.left = pays, self.pause
+
+
+@dataclass(slots=True)
+class _Pace:
+    """``size``: that of its last step; None if that was not one of several guests'."""
+
+    began: float
+    period_s: float = 0.0
+    size: _Size | None = None
+
+    def active(self, now: float) -> bool:
+        return now - self.began < min(FORGET_S, 3 * self.period_s)
+
+    def due_s(self, now: float) -> float:
+        """Until its next step has begun, if that comes as expected; less than 0 where it is later already."""
+        return self.began + self.period_s * (1 + SLACK_SHARE) + SLACK_S - now
+
+
+class Tempo:
+    """For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._paces: dict[int, _Pace] = {}
+        self._sizes: dict[tuple[int, int], _Size] = {}
+
+    def begin(self, place: int, rows: int, now: float) -> Hold | None:
+        """A guest's step of up to ``rows`` begins at ``now``, seconds: for whom it is held; None: it runs alone."""
+        pace = self._paces.setdefault(place, _Pace(now - FORGET_S))
+        pace.period_s, pace.began = now - pace.began, now
+        size, pace.size = pace.size, None
+        if pace.period_s >= FORGET_S:
+            pace.period_s = 0.0
+            return None
+        if size is not None:
+            size.note(pace.period_s)
+        others = {other: one for other, one in self._paces.items() if other != place and one.active(now)}
+        if not others:
+            return None
+        guests = len(others) + 1
+        pace.size = self._sizes.setdefault((rows.bit_length(), guests), _Size(guests))
+        return self._hold(pace, others, now) if pace.size.together else None
+
+    def leave(self, place: int) -> None:
+        self._paces.pop(place, None)
+
+    def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float) -> Hold:
+        """For those that begin within half a step: of two guests one is always so close behind the other."""
+        most_s = min(MOST_S, pace.period_s * (0.5 + SLACK_SHARE) + SLACK_S)
+        soon = {other: due_s for other, one in others.items() if 0 < (due_s := one.due_s(now)) <= most_s}
+        return Hold(tuple(soon), max(soon.values())) if soon else Hold()

@@ -1,0 +1,246 @@
+"""Teams of guests over memory of the host: two or three attention workers, one seat whose calls take the rows of all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+import pytest
+import torch
+from testkit.servers import wait_until
+from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
+from torch import Tensor
+
+from moe_kernels.exchange_layout import Layout
+from services.fabric.symm_host import Limits, SymmHost
+from services.fabric.symm_link import SymmLink, SymmOptions
+from services.fabric.symm_memory import HostMemory
+from services.fabric.symm_tempo import Hold, Tempo
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_server import ExpertServer
+from services.routing import even_groups
+
+CPU = torch.device("cpu")
+HIDDEN, EXPERTS, SLOTS, ROWS, LAYERS = 4, 8, 2, 16, 3
+GROUPS = even_groups(list(range(LAYERS)), EXPERTS, 1)
+LONG_S = 30.0
+
+
+def scaled(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Expert e of a layer multiplies by e + 1 + layer."""
+    return x_TD * (weights_TK * (ids_TK + 1 + layer) * (ids_TK >= 0)).sum(1, keepdim=True)
+
+
+class Seat:
+    """``calls``: numbers of rows that had experts, by call. While ``held`` is set, calls of layer 1 do not end."""
+
+    def __init__(self, join_rows: int = 128) -> None:
+        self.calls: list[int] = []
+        self.held, self.freed, self.broken = threading.Event(), threading.Event(), threading.Event()
+        self.host = SymmHost(
+            self._compute, memory=HostMemory(), device=CPU, layers=list(range(LAYERS)), num_experts=EXPERTS,
+            hidden=HIDDEN, dtype=torch.float32, limits=Limits(join_rows=join_rows),
+        )  # fmt: skip
+        self.server: ExpertServer = serve(scaled, symm=self.host, experts=GROUPS[0].experts)
+
+    def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.broken.is_set():
+            raise RuntimeError("an expert broke")
+        if layer == 1 and self.held.is_set():
+            self.freed.wait(LONG_S)
+        self.calls.append(int((ids_TK >= 0).any(1).sum()))
+        return scaled(layer, x_TD, ids_TK, weights_TK)
+
+
+@contextmanager
+def guests(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[list[SymmLink]]:
+    place = msgspec.structs.replace(seat_of(seat.server, 0, 0), node="here")
+    table = table_of(place, groups=GROUPS)
+    with ExitStack() as stack:
+        stack.callback(seat.server.close)
+        found = []
+        for _ in range(count):
+            link = SymmLink(
+                lambda rider: TcpLink(table, hello=hello(), secret=SECRET, timing=FAST, rider=rider, reduced=True),
+                table,
+                memory=HostMemory(),
+                device=CPU,
+                layers=list(range(LAYERS)),
+                layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32),
+                node="here",
+                options=SymmOptions(deadline_s=deadline_s, quarantine_s=0.0),
+            )
+            stack.callback(link.close)
+            assert link.lane.wait_for(1, LONG_S)
+            found.append(link)
+        stack.callback(seat.freed.set)
+        yield found
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
+    """Steps are held for those of the places given, as long as it takes."""
+
+    def hold_for(places: set[int]) -> None:
+        monkeypatch.setattr(
+            Tempo, "begin", lambda _self, place, *_: Hold(tuple(places - {place}), LONG_S) if place in places else None
+        )
+
+    return hold_for
+
+
+def call(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x_TD = torch.randint(-4, 5, (rows, HIDDEN), generator=generator).float()
+    ids_TK = torch.rand(rows, EXPERTS, generator=generator).topk(SLOTS, dim=1).indices
+    return x_TD, ids_TK, torch.tensor([[0.5, 2.0]]).expand(rows, SLOTS).contiguous()
+
+
+def step(link: SymmLink, rows: int, seed: int, *, begun: threading.Event | None = None, tries: int = 1) -> bool:
+    """Whether every layer's answer is right, at the last try."""
+    for _ in range(tries):
+        link.begin_step(seed, [rows])
+        if begun is not None:
+            begun.set()
+        good = True
+        for layer in range(LAYERS):
+            rows_of_layer = call(rows, seed + layer)
+            found = link.combine(link.dispatch(layer, *rows_of_layer))
+            good = good and torch.equal(found, scaled(layer, *rows_of_layer))
+        if link.settled():
+            return good
+    return False
+
+
+def at_once(links: list[SymmLink], rows: list[int], *, tries: int = 1) -> list[bool]:
+    with ThreadPoolExecutor(len(links)) as pool:
+        parts = [
+            pool.submit(step, link, count, 10 * number, tries=tries)
+            for number, (link, count) in enumerate(zip(links, rows, strict=True))
+        ]
+        return [part.result(LONG_S) for part in parts]
+
+
+@pytest.mark.parametrize("rows", [[3, 5], [16, 2], [8, 8, 8]])
+def test_steps_that_begin_together_take_one_call_for_each_layer(
+    rows: list[int], together: Callable[[set[int]], None]
+) -> None:
+    seat = Seat()
+    with guests(seat, len(rows)) as links:
+        together(set(range(len(rows))))
+        for _ in range(2):
+            seat.calls.clear()
+            assert all(at_once(links, rows))
+            assert seat.calls == [sum(rows)] * LAYERS
+        assert seat.host.joined_steps() == 2 * len(rows)
+        assert [link.repeated_steps for link in links] == [0] * len(rows)
+        assert sum(sum(counts) for counts in seat.host.rows().values()) == 2 * sum(rows) * SLOTS * LAYERS
+        assert seat.host.occupied()[0] > 0
+        assert seat.host.idle()
+
+
+def test_nobody_is_waited_for_where_nothing_is_joined() -> None:
+    seat = Seat(join_rows=0)
+    with guests(seat, 2) as links:
+        for number in range(40):
+            assert step(links[number % 2], 3, number)
+        assert seat.host.joined_steps() == 0
+
+
+def test_steps_with_more_rows_than_a_call_takes_run_alone(together: Callable[[set[int]], None]) -> None:
+    seat = Seat(join_rows=16)
+    with guests(seat, 2) as links:
+        together({0, 1})
+        assert all(at_once(links, [8, 8]))
+        assert seat.host.joined_steps() == 2
+        assert all(at_once(links, [8, 9]))
+        assert seat.host.joined_steps() == 2
+
+
+def test_who_is_awaited_and_stops_is_waited_for_no_longer(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+        together({0, 1})
+        waiting = pool.submit(step, links[0], 3, 1)
+        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "the step is held for the other one's")
+        links[1].close()
+        assert waiting.result(LONG_S)
+        assert seat.host.joined_steps() == 0
+
+
+def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
+    together: Callable[[set[int]], None],
+) -> None:
+    """Its memory is let go of when the call has ended, not before."""
+    seat = Seat()
+    with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
+        together({0, 1})
+        seat.held.set()
+        parts = [pool.submit(step, link, 3, 1) for link in links]
+        wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
+        peer, lost = next((peer, guest) for peer, guest in seat.host._guests.items() if guest.place == 1)
+        ending = threading.Thread(target=seat.host.lost, args=(peer,))
+        ending.start()
+        wait_until(lambda: lost.gone, LONG_S, "the seat knows")
+        time.sleep(0.05)
+        assert lost.region is not None, "a call still uses it"
+        seat.held.clear()
+        seat.freed.set()
+        assert parts[0].result(LONG_S)
+        assert seat.calls[-1] == 3, "the last layer's rows are the other one's alone"
+        wait_until(lambda: len(seat.host._guests) == 1, LONG_S, "it is gone")
+        ending.join(LONG_S)
+        links[1]._control.abort()
+        assert not parts[1].result(LONG_S)
+
+
+def test_a_member_that_begins_again_is_left_out_of_the_old_step(together: Callable[[set[int]], None]) -> None:
+    """Another seat failed it, say: the new step's rows are not taken for the old one's."""
+    seat = Seat()
+    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+        together({0, 1})
+        steady = pool.submit(step, links[0], 3, 1)
+        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "it waits")
+        links[1].begin_step(1, [4])
+        first = call(4, 20)
+        assert torch.equal(links[1].combine(links[1].dispatch(0, *first)), scaled(0, *first))
+        together(set())
+        links[1]._control.abort()
+        assert not links[1].settled()
+        assert step(links[1], 4, 30)
+        assert steady.result(LONG_S)
+        assert seat.calls[0] == 7
+
+
+def test_a_member_that_is_late_is_left_out_and_comes_again(
+    together: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.fabric.symm_host.PATIENCE_S", 0.05)
+    seat = Seat()
+    with guests(seat, 2, deadline_s=1.0) as links, ThreadPoolExecutor(1) as pool:
+        together({0, 1})
+        steady = pool.submit(step, links[0], 3, 1)
+        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "it waits")
+        began = time.monotonic()
+        links[1].begin_step(1, [4])
+        assert steady.result(LONG_S), "with the call of the other one alone"
+        assert time.monotonic() - began < 0.9
+        first = call(4, 20)
+        assert not links[1].combine(links[1].dispatch(0, *first)).any()
+        assert not links[1].settled()
+        together(set())
+        assert step(links[1], 4, 30)
+
+
+def test_a_call_that_fails_is_made_again(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    with guests(seat, 2, deadline_s=0.2) as links:
+        together({0, 1})
+        seat.broken.set()
+        assert at_once(links, [3, 5]) == [False, False]
+        seat.broken.clear()
+        assert all(at_once(links, [3, 5], tries=3))
