@@ -48,7 +48,7 @@ class Bench:
         known: dict[str, Callable[[], None]] = {
             "pair": self.pair, "square": self.square, "modes": self.modes, "flat": self.flat, "join": self.join,
             "kill": self.kill, "nccl": self.nccl, "memory": self.memory, "crowd": self.crowd,
-            "uneven": self.uneven,
+            "uneven": self.uneven, "guests": self.guests,
         }  # fmt: skip
         good = True
         for lane in lanes:
@@ -145,6 +145,12 @@ class Bench:
         child = self._children.start("crowd", "crowd", gpu=self._gpus[-1])
         while "end" not in (found := child.answer(60)):
             self._note("crowd", **found)
+
+    def guests(self) -> None:
+        """Several attention workers at one seat, all on one GPU, whose attention is a pause: alone and together."""
+        child = self._children.start("guests", "guests", gpu=self._gpus[-1], totals=self._options.totals)
+        while "end" not in (found := child.answer(200)):
+            self._note("guests", **found)
 
     def join(self) -> None:
         """Two replicas; a third joins, on a GPU of its own if there is one, and the first leaves while steps run."""

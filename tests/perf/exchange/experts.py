@@ -11,11 +11,13 @@ from perf.exchange.children import Parent
 from perf.exchange.ipc import memory_by
 from perf.exchange.world import SECRET, World, as_it_is, device_of, identity, log_to_stderr
 
-from services.fabric.symm_host import SymmHost
+from services.fabric.symm_host import Limits, SymmHost
 from services.fabric.tcp_server import ExpertServer
 
 
-def serve_seat(world: World, device: torch.device, seat: int, group: int, memory: str) -> ExpertServer:
+def serve_seat(
+    world: World, device: torch.device, seat: int, group: int, memory: str, limits: Limits | None = None
+) -> ExpertServer:
     """A started server of a seat with shared memory."""
     experts = world.shard_groups()[group].experts
     if world.compute == "shard":
@@ -30,6 +32,7 @@ def serve_seat(world: World, device: torch.device, seat: int, group: int, memory
         num_experts=world.experts,
         hidden=world.hidden,
         dtype=world.torch_dtype,
+        limits=limits,
     )
     if device.type == "cuda":
         torch.cuda.synchronize()
