@@ -1,4 +1,4 @@
-"""Begins the steps of a seat's guests, alone or together."""
+"""Begins the steps of a seat's guests: alone at once, or when those have come that they are to run with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from moe_kernels.exchange_layout import Layout
 from services.fabric.symm_team import Guest, Joining, Team
@@ -15,20 +14,6 @@ from services.fabric.symm_tempo import Tempo
 from services.fabric.symm_wire import Step
 
 log = logging.getLogger(__name__)
-
-
-class Soldier(Guest, Protocol):
-    """A guest. ``place``: its number among those of the seat."""
-
-    @property
-    def place(self) -> int: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def begin(self, step: Step, wait_s: float) -> None:
-        """Its own steps, alone."""
-        ...
 
 
 class Muster:
@@ -39,7 +24,7 @@ class Muster:
         self._changed = threading.Condition()
         self._tempo = Tempo()
         self._teams: dict[Layout, tuple[Team, ...]] = {}
-        self._held: list[tuple[Soldier, Step]] = []
+        self._held: list[Joining] = []
         self._awaited: set[int] = set()
         self._until = 0.0
         self._closed = False
@@ -66,33 +51,35 @@ class Muster:
         with self._changed:
             self._teams = {**self._teams, layout: (*self._teams.get(layout, ()), team)}
 
-    def begin(self, guest: Soldier, step: Step) -> None:
+    def begin(self, guest: Guest, step: Step) -> None:
         """Begin its step: at once, or when those have come that it is to run with."""
         with self.without(guest) as free:
             if not free:
                 log.error("A step of guest %d cannot begin: a call with its rows did not end.", guest.place)
                 return
-            hold = None
-            if step.micro_batches == 1 and guest.layout in self._teams:
-                hold = self._tempo.begin(guest.place, step.bucket, time.monotonic())
-            if hold is None or (self._held and self._held[0][0].layout != guest.layout):
+            if step.micro_batches > 1 or guest.layout not in self._teams:
                 guest.begin(step, self._wait_s)
                 return
+            coming, now = Joining(guest, step), time.monotonic()
+            hold = self._tempo.come(guest.place, step.bucket, now)
+            if hold is None or (self._held and self._held[0].guest.layout != guest.layout):
+                self._begin_alone(coming)
+                return
             if not self._held:
-                self._awaited, self._until = set(hold.places), time.monotonic() + hold.seconds
-            self._held.append((guest, step))
+                self._awaited, self._until = set(hold.places), now + hold.seconds
+            self._held.append(coming)
             self._awaited.discard(guest.place)
             self._look()
 
     @contextmanager
-    def without(self, guest: Soldier) -> Iterator[bool]:
+    def without(self, guest: Guest) -> Iterator[bool]:
         """Nothing else begins meanwhile, and ``guest`` is in no step of a team: False if that could not be had."""
         with self._changed:
-            self._held = [held for held in self._held if held[0] is not guest]
+            self._held = [held for held in self._held if held.guest is not guest]
             parted = [team.part(guest) for team in self._teams.get(guest.layout, ())]
             yield all(parted)
 
-    def leave(self, guest: Soldier) -> bool:
+    def leave(self, guest: Guest) -> bool:
         """Whether no team uses its memory any more."""
         with self.without(guest) as free:
             self._tempo.leave(guest.place)
@@ -113,20 +100,29 @@ class Muster:
         with self._changed:
             while not self._closed:
                 self._changed.wait(max(0.0, self._until - time.monotonic()) if self._held else None)
-                self._look()
+                try:
+                    self._look()
+                except Exception:  # the thread's boundary: those steps' deadlines pass, others go on
+                    log.exception("Steps that were held could not begin.")
 
     def _look(self) -> None:
+        """Begin what is held, once there is nobody left to wait for, or no time."""
         if not self._held:
             return
         if self._awaited and time.monotonic() < self._until:
             self._changed.notify_all()
             return
         held, self._held = self._held, []
-        steps = [Joining(guest, step) for guest, step in held]
-        fitting = [team for team in self._teams[held[0][0].layout] if len(held) > 1 and team.fits(steps)]
-        if fitting:
-            min(fitting, key=lambda team: team.members).start(steps)
-            self.joined_steps += len(steps)
+        fitting = [team for team in self._teams[held[0].guest.layout] if len(held) > 1 and team.fits(held)]
+        if not fitting:
+            for coming in held:
+                self._begin_alone(coming)
             return
-        for guest, step in held:
-            guest.begin(step, self._wait_s)
+        min(fitting, key=lambda team: team.members).start(held)
+        self.joined_steps += len(held)
+        for coming in held:
+            self._tempo.began(coming.guest.place, time.monotonic(), together=True)
+
+    def _begin_alone(self, coming: Joining) -> None:
+        coming.guest.begin(coming.step, self._wait_s)
+        self._tempo.began(coming.guest.place, time.monotonic(), together=False)

@@ -95,7 +95,17 @@ class TeamBody:
 
 
 class Guest(Protocol):
-    """What a team needs to know of a member."""
+    """An attention worker at a seat."""
+
+    @property
+    def place(self) -> int:
+        """Its number among the guests."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Of the memory that it shares."""
+        ...
 
     @property
     def inbox(self) -> int:
@@ -105,10 +115,14 @@ class Guest(Protocol):
     @property
     def answers_at(self) -> int: ...
 
+    def begin(self, step: Step, wait_s: float) -> None:
+        """Start its own steps, alone."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """A guest's step that is to begin."""
+    """A step that has come and is to begin."""
 
     guest: Guest
     step: Step

@@ -69,37 +69,45 @@ class _Size:
 
 @dataclass(slots=True)
 class _Pace:
-    """``size``: that of its last step; None if that was not one of several guests'."""
+    """Of a guest. ``came`` and ``began``: its last step, which then was held or not, and ran ``together`` or alone;
+    ``takes_s``: how long such a step takes until the next one comes; ``size``: None if it was not one of several
+    guests'."""
 
+    came: float
     began: float
-    period_s: float = 0.0
+    together: bool = False
+    takes_s: dict[bool, float] = field(default_factory=dict)
     size: _Size | None = None
 
-    def active(self, now: float) -> bool:
-        return now - self.began < min(FORGET_S, 3 * self.period_s)
-
     def due_s(self, now: float) -> float:
-        """Until its next step has begun, if that comes as expected; less than 0 where it is later already."""
-        return self.began + self.period_s * (1 + SLACK_SHARE) + SLACK_S - now
+        """Until its next step has come, if it comes as expected; less than 0 where it is later already."""
+        takes_s = self.takes_s[self.together]
+        return self.began + takes_s * (1 + SLACK_SHARE) + SLACK_S - now
+
+    def active(self, now: float) -> bool:
+        """Whether it is known when its next step comes, and that is not long ago."""
+        takes_s = self.takes_s.get(self.together)
+        return takes_s is not None and now - self.began < min(FORGET_S, 3 * takes_s)
 
 
 class Tempo:
-    """For one thread at a time."""
+    """For one thread at a time. Times in seconds, of any one clock."""
 
     def __init__(self) -> None:
         self._paces: dict[int, _Pace] = {}
         self._sizes: dict[tuple[int, int], _Size] = {}
 
-    def begin(self, place: int, rows: int, now: float) -> Hold | None:
-        """A guest's step of up to ``rows`` begins at ``now``, seconds: for whom it is held; None: it runs alone."""
-        pace = self._paces.setdefault(place, _Pace(now - FORGET_S))
-        pace.period_s, pace.began = now - pace.began, now
+    def come(self, place: int, rows: int, now: float) -> Hold | None:
+        """A guest's step of up to ``rows`` comes: for whom it is to be held; None: it begins alone."""
+        pace = self._paces.setdefault(place, _Pace(now - FORGET_S, now - FORGET_S))
+        period_s, pace.came = now - pace.came, now
         size, pace.size = pace.size, None
-        if pace.period_s >= FORGET_S:
-            pace.period_s = 0.0
+        if period_s >= FORGET_S:
+            pace.takes_s.clear()
             return None
+        pace.takes_s[pace.together] = now - pace.began
         if size is not None:
-            size.note(pace.period_s)
+            size.note(period_s)
         others = {other: one for other, one in self._paces.items() if other != place and one.active(now)}
         if not others:
             return None
@@ -107,11 +115,16 @@ class Tempo:
         pace.size = self._sizes.setdefault((rows.bit_length(), guests), _Size(guests))
         return self._hold(pace, others, now) if pace.size.together else None
 
+    def began(self, place: int, now: float, *, together: bool) -> None:
+        """The step that came begins, with those of others or alone."""
+        pace = self._paces[place]
+        pace.began, pace.together = now, together
+
     def leave(self, place: int) -> None:
         self._paces.pop(place, None)
 
     def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float) -> Hold:
-        """For those that begin within half a step: of two guests one is always so close behind the other."""
-        most_s = min(MOST_S, pace.period_s * (0.5 + SLACK_SHARE) + SLACK_S)
+        """For those that come within half a step: of two guests one is always so close behind the other."""
+        most_s = min(MOST_S, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
         soon = {other: due_s for other, one in others.items() if 0 < (due_s := one.due_s(now)) <= most_s}
         return Hold(tuple(soon), max(soon.values())) if soon else Hold()

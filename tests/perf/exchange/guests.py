@@ -11,6 +11,7 @@ import random
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +37,15 @@ STEPS, LAST, LAYERS, CYCLES_PER_US = 260, 130, 24, 1980
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``pause_us``: of attention in each layer. ``way``: alone, auto (as measured) or together (always, as far as steps
-    begin together). ``check``: experts return the rows as they came."""
+    begin together). ``check``: experts return the rows as they came. ``stops``: the first guest gives every third step
+    up in the middle, then runs it again."""
 
     world: World
     guests: int
     pause_us: int
     way: str
     check: bool = False
+    stops: bool = False
 
 
 class Guest:
@@ -88,11 +91,14 @@ class Guest:
         """Steps, one after the other, from a random moment on."""
         begin.wait(60)
         time.sleep(random.random() * 0.01)
+        body = self._graph.replay if self._gpu else self._layers
         took_ms, layer_us, wrong, again = [], [], 0, 0
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for _ in range(STEPS):
+            for number in range(STEPS):
+                if self._case.stops and self._number == 0 and number % 3 == 0:
+                    self._stop_amid(body)
                 began = time.perf_counter()
-                again += self._settled(self._graph.replay if self._gpu else self._layers) - 1
+                again += self._settled(body) - 1
                 took_ms.append((time.perf_counter() - began) * 1e3)
                 first, last = self._stamps.tolist()
                 layer_us.append((last - first) / 1e3 / (LAYERS - 1))
@@ -103,7 +109,15 @@ class Guest:
             "max_ms": took_ms[-1], "wrong": wrong, "again": again,
         }  # fmt: skip
 
-    def _settled(self, body: Any) -> int:
+    def _stop_amid(self, body: Callable[[], None]) -> None:
+        self.link.begin_step(0, [self._case.world.rows])
+        timer = threading.Timer(random.random() * 0.003, self.link._control.abort)
+        timer.start()
+        body()
+        timer.join()
+        self.link.settled()
+
+    def _settled(self, body: Callable[[], None]) -> int:
         for tries in range(1, 20):
             self.link.begin_step(tries, [self._case.world.rows])
             body()
@@ -158,7 +172,11 @@ def measure(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
 def cases(totals: list[int]) -> list[Case]:
     found = []
     exact = World(hidden=512, experts=16, slots=4, layers=LAYERS, rows=24, micro_batches=1)
-    found += [Case(world=exact, guests=guests, pause_us=20, way="together", check=True) for guests in (2, 3, 8)]
+    for guests in (2, 3, 8):
+        found += [
+            Case(world=exact, guests=guests, pause_us=20, way="together", check=True, stops=stops)
+            for stops in (False, True)
+        ]
     for guests in (2, 4):
         world = World(experts=128 // guests, slots=8 // guests, layers=LAYERS, micro_batches=1, compute="shard")
         for total in totals:

@@ -1,4 +1,4 @@
-"""Teams of guests over memory of the host: two or three attention workers, one seat whose calls take the rows of all."""
+"""Teams of guests over memory of the host: attention workers, and one seat whose calls take the rows of all."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
     """Steps are held for those of the places given, as long as it takes."""
 
     def hold_for(places: set[int]) -> None:
+        monkeypatch.setattr(Tempo, "began", lambda *_, **__: None)
         monkeypatch.setattr(
-            Tempo, "begin", lambda _self, place, *_: Hold(tuple(places - {place}), LONG_S) if place in places else None
+            Tempo, "come", lambda _self, place, *_: Hold(tuple(places - {place}), LONG_S) if place in places else None
         )
 
     return hold_for
@@ -169,6 +170,18 @@ def test_who_is_awaited_and_stops_is_waited_for_no_longer(together: Callable[[se
         wait_until(lambda: bool(seat.host._muster._held), LONG_S, "the step is held for the other one's")
         links[1].close()
         assert waiting.result(LONG_S)
+        assert seat.host.joined_steps() == 0
+
+
+def test_who_does_not_come_in_time_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tempo, "come", lambda _self, place, *_: Hold((1 - place,), 0.05))
+    monkeypatch.setattr(Tempo, "began", lambda *_, **__: None)
+    seat = Seat()
+    with guests(seat, 2) as links:
+        for number in range(3):
+            began = time.monotonic()
+            assert step(links[0], 3, number)
+            assert time.monotonic() - began >= 0.05
         assert seat.host.joined_steps() == 0
 
 

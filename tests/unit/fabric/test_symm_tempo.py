@@ -1,0 +1,147 @@
+"""Which steps begin together, in a world of guests whose steps take as long as the test says."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.fabric.symm_tempo import FORGET_S, MOST_S, Hold, Tempo
+
+ROWS = 64
+
+
+@dataclass
+class World:
+    """Guests whose steps follow each other. ``alone_s`` and ``joined_s``: of a step, where it runs alone or begins with
+    all others; ``gap_s``: of the guest between two."""
+
+    alone_s: float
+    joined_s: float
+    offsets: Sequence[float]
+    gap_s: Callable[[int, int], float] = lambda _place, _step: 0.0002
+    tempo: Tempo = field(default_factory=Tempo)
+    joined: list[bool] = field(default_factory=list)
+    held_s: list[float] = field(default_factory=list)
+
+    def run(self, steps: int) -> None:
+        """So many steps in all."""
+        coming = [(offset, place, 0) for place, offset in enumerate(self.offsets)]
+        heapq.heapify(coming)
+        held: dict[int, tuple[float, int]] = {}
+        awaited: set[int] = set()
+        until = 0.0
+        while len(self.joined) < steps:
+            if held and (not coming or until <= coming[0][0]):
+                self._go(held, until, coming)
+                continue
+            now, place, number = heapq.heappop(coming)
+            hold = self.tempo.come(place, ROWS, now)
+            if hold is None:
+                self._begin(place, number, now, now, False, coming)
+                continue
+            if not held:
+                awaited, until = set(hold.places), now + hold.seconds
+            held[place] = now, number
+            awaited.discard(place)
+            if not awaited:
+                self._go(held, now, coming)
+
+    def _go(self, held: dict[int, tuple[float, int]], now: float, coming: list[tuple[float, int, int]]) -> None:
+        for place, (came, number) in held.items():
+            self._begin(place, number, came, now, len(held) == len(self.offsets), coming)
+        held.clear()
+
+    def _begin(
+        self, place: int, number: int, came: float, now: float, joined: bool, coming: list[tuple[float, int, int]]
+    ) -> None:
+        self.joined.append(joined)
+        self.held_s.append(now - came)
+        self.tempo.began(place, now, together=joined)
+        takes_s = self.joined_s if joined else self.alone_s
+        heapq.heappush(coming, (now + takes_s + self.gap_s(place, number), place, number + 1))
+
+
+def come(tempo: Tempo, place: int, now: float) -> Hold | None:
+    """A step that begins at once."""
+    hold = tempo.come(place, ROWS, now)
+    tempo.began(place, now, together=False)
+    return hold
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0.0, 0.001), (0.0, 0.0055), (0.0, 0.009), (0.0, 0.003, 0.008), (0.0, 0.0, 0.0, 0.0)]
+)
+def test_guests_meet_once_and_stay_together_where_that_pays(offsets: Sequence[float]) -> None:
+    world = World(alone_s=0.01, joined_s=0.007, offsets=offsets)
+    world.run(3000)
+    assert sum(world.joined[-400:]) == 400
+    assert max(world.held_s) <= MOST_S
+    assert sum(world.held_s[-400:]) < 400 * 1e-6, "they come at the same moment"
+
+
+def test_guests_run_alone_where_that_is_faster_and_it_is_tried_again() -> None:
+    world = World(alone_s=0.01, joined_s=0.0102, offsets=(0.0, 0.004))
+    world.run(60_000)
+    assert sum(world.joined) < 0.05 * len(world.joined)
+    assert not any(world.held_s[-1000:])
+    world.joined_s = 0.006
+    world.run(120_000)
+    assert sum(world.joined[-2000:]) > 1500, "by now it pays"
+
+
+def test_what_is_no_faster_is_left() -> None:
+    world = World(alone_s=0.01, joined_s=0.00995, offsets=(0.0, 0.004))
+    world.run(5000)
+    assert sum(world.joined[-1000:]) < 100
+
+
+def test_uneven_guests_wait_for_the_slower_one_only_if_all_gain() -> None:
+    """One needs 6 ms more between its steps: together, the other one would have them, too."""
+    world = World(alone_s=0.01, joined_s=0.009, offsets=(0.0, 0.004), gap_s=lambda place, _: 0.006 * place)
+    world.run(6000)
+    assert sum(world.joined[-1000:]) < 300
+
+
+def test_a_guest_alone_is_never_held() -> None:
+    world = World(alone_s=0.01, joined_s=0.001, offsets=(0.0,))
+    world.run(500)
+    assert not any(world.held_s)
+
+
+def test_nobody_is_held_for_who_has_left_or_rests() -> None:
+    for leaves in (True, False):
+        tempo, now = Tempo(), 0.0
+        for _ in range(20):
+            come(tempo, 1, now + 0.004)
+            held = come(tempo, 0, now := now + 0.01)
+        assert held is not None
+        assert held.places == (1,)
+        if leaves:
+            tempo.leave(1)
+            assert come(tempo, 0, now + 0.01) is None
+        else:
+            assert come(tempo, 0, now + 0.05) is None, "three of its periods have gone by"
+
+
+def test_a_pause_of_ones_own_is_no_step() -> None:
+    tempo, now = Tempo(), 0.0
+    for _ in range(20):
+        now += 0.01
+        for place in (0, 1):
+            come(tempo, place, now)
+    assert come(tempo, 0, now + 2 * FORGET_S) is None
+    assert come(tempo, 1, now + 2 * FORGET_S + 0.001) is None
+
+
+def test_steps_of_another_size_are_judged_for_themselves() -> None:
+    """Where prompts make steps long, both ways look alike there; it does not count against the short ones."""
+    world = World(alone_s=0.01, joined_s=0.007, offsets=(0.0, 0.004))
+    world.run(2000)
+    tempo = world.tempo
+    assert tempo.come(0, 16 * ROWS, 1e3) is None
+    kinds = {size.guests for size in tempo._sizes.values()}
+    assert kinds == {2}
+    assert [size.together for size in tempo._sizes.values()] == [True]
