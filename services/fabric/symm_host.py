@@ -22,7 +22,7 @@ from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
 from services.fabric.symm_muster import Muster
 from services.fabric.symm_steps import GraphSteps, Shape, StepBody, Steps, ThreadSteps
-from services.fabric.symm_team import PATIENCE_BESIDE_S, PATIENCE_S, Team, TeamBody
+from services.fabric.symm_team import Team, TeamBody
 from services.fabric.symm_time import Occupied
 from services.fabric.symm_wire import Offer, Step, Stop, Taken, buckets
 from services.fabric.tcp_compute import Compute
@@ -35,6 +35,11 @@ MOST_GUESTS = 16
 WAIT_S = 2.0
 """How long a started step waits for rows: an attention worker that pauses, not one that died, which is told apart by
 its connection."""
+HOLD_S, HOLD_BESIDE_S = 0.006, 0.06
+"""How long a step is held for another one's to begin, at most,"""
+PATIENCE_S, PATIENCE_BESIDE_S = 0.008, 0.1
+"""and then waits in a layer for that one's rows: together less than attention workers wait for an answer, which is 20
+ms, or 250 where attention shares the seat's device."""
 _RECHECK_S = 0.002
 
 
@@ -111,7 +116,9 @@ class SymmHost:
             torch.cuda.current_stream(device).synchronize()  # guests' streams do not wait for this one
         self._gate = threading.Lock()
         self._guests: dict[Peer, _Guest] = {}
-        self._muster = Muster(wait_s)
+        self._in_use: list[object] = []
+        """What is never let go of: it might be written to."""
+        self._muster = Muster(wait_s, HOLD_BESIDE_S if aside else HOLD_S)
         self._occupied, self._of_the_gone_s = Occupied(), 0.0
 
     def take(self, peer: Peer, frame: Frame) -> bool:
@@ -232,30 +239,35 @@ class SymmHost:
         guest.answers = self._memory.open(ticket)
         guest.region = self._memory.share(layout.inbox_bytes)
         guest.body = StepBody(self._compute, self._layers, guest.region.bytes, self._counts_LE, layout)
-        guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
         self._prepare_team(layout)
+        guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
         return Taken(ticket=guest.region.ticket, place=guest.place, beside=self._beside)
 
     def _prepare_team(self, layout: Layout) -> None:
-        """One that all guests of that layout fit into, or as many as may."""
+        """One that all guests of that layout fit into, or as many as may; without one their steps run alone."""
         with self._gate:
-            alike = sum(guest.layout == layout and guest.steps is not None for guest in self._guests.values())
-        members = min(MOST_MEMBERS, 1 << (alike - 1).bit_length())
-        if members > 1 and members * buckets(layout.rows)[0] <= self._limits.join_rows:
-            with self._muster.enlisting(layout, members) as wanted:
-                if wanted:
-                    body = TeamBody(
-                        self._compute, self._layers, self._counts_LE, layout, members=members,
-                        rows=self._limits.join_rows,
-                    )  # fmt: skip
-                    patience_s = PATIENCE_BESIDE_S if self._beside else PATIENCE_S
-                    team = Team(body, members, wait_s=self._wait_s, patience_s=patience_s)
-                    self._muster.enlist(layout, team)
+            alike = sum(guest.layout == layout and not guest.gone for guest in self._guests.values())
+        members = min(MOST_MEMBERS, 1 << (alike - 1).bit_length()) if alike > 1 else 1
+        if members == 1 or members * buckets(layout.rows)[0] > self._limits.join_rows:
+            return
+        with self._muster.enlisting(layout, members) as wanted:
+            if wanted:
+                try:
+                    self._muster.enlist(layout, self._team(layout, members))
+                except (ExpertMeshError, RuntimeError) as error:
+                    log.warning("Steps of %d attention workers cannot run as one: %s", members, error)
+
+    def _team(self, layout: Layout, members: int) -> Team:
+        rows = self._limits.join_rows
+        body = TeamBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
+        patience_s = PATIENCE_BESIDE_S if self._beside else PATIENCE_S
+        return Team(body, members, wait_s=self._wait_s, patience_s=patience_s)
 
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
         if guest.steps is not None:
             if not self._muster.leave(guest):
                 log.error("A call with rows of %s did not end; its memory stays.", peer.name)
+                self._in_use.append((guest.answers, guest.region))
                 guest.answers = guest.region = None
             guest.steps.close()
         with self._gate:

@@ -15,14 +15,17 @@ from services.fabric.symm_wire import Step
 
 log = logging.getLogger(__name__)
 
+_RECHECK_S = 0.0002
+
 
 class Muster:
-    """From any thread. ``wait_s``: how long a started step waits for rows."""
+    """From any thread. ``wait_s``: how long a started step waits for rows; ``hold_s``: one that is held, at most, for
+    others to come."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, hold_s: float) -> None:
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        self._tempo = Tempo()
+        self._tempo = Tempo(hold_s)
         self._teams: dict[Layout, tuple[Team, ...]] = {}
         self._held: list[Joining] = []
         self._awaited: set[int] = set()
@@ -73,10 +76,13 @@ class Muster:
 
     @contextmanager
     def without(self, guest: Guest) -> Iterator[bool]:
-        """Nothing else begins meanwhile, and ``guest`` is in no step of a team: False if that could not be had."""
+        """Nothing begins meanwhile, and ``guest`` is in no step of a team: False if that could not be had. While that
+        is waited for, others begin theirs."""
         with self._changed:
             self._held = [held for held in self._held if held.guest is not guest]
-            parted = [team.part(guest) for team in self._teams.get(guest.layout, ())]
+            parted = [
+                team.part(guest, lambda: self._changed.wait(_RECHECK_S)) for team in self._teams.get(guest.layout, ())
+            ]
             yield all(parted)
 
     def leave(self, guest: Guest) -> bool:

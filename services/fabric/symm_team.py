@@ -7,7 +7,7 @@ there on. Legend: C rows of a joined call.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,11 +35,6 @@ from services.fabric.symm_steps import GraphSteps, Shape, Steps, ThreadSteps, co
 from services.fabric.symm_time import Watch
 from services.fabric.symm_wire import Step, buckets
 from services.fabric.tcp_compute import Compute
-
-PATIENCE_S, PATIENCE_BESIDE_S = 0.01, 0.1
-"""How long the others wait in a layer for a member that is late (it lives: who is gone is told): less than they are
-waited for themselves, which is 20 ms, or 250 where attention shares the seat's device."""
-_RECHECK_S = 0.0002
 
 
 class TeamBody:
@@ -131,10 +126,14 @@ class Joining:
 class Team:
     """Steps of up to ``members`` guests with memory of one layout. One at a time.
 
-    For one thread at a time, all methods; :meth:`part` waits for the device.
+    For one thread at a time, all methods.
+
+    Args:
+        wait_s: how long a started step waits for rows of anybody.
+        patience_s: how long the others wait in a layer for one that is late (it lives: who is gone is told).
     """
 
-    def __init__(self, body: TeamBody, members: int, *, wait_s: float, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, body: TeamBody, members: int, *, wait_s: float, patience_s: float) -> None:
         self._body, self.members, self._wait_s, self._patience_s = body, members, wait_s, patience_s
         self._shapes = frozenset(body.shapes)
         self._now: list[Guest | None] = []
@@ -167,20 +166,21 @@ class Team:
             }
         self._steps.start(self._shape(max(joining.step.bucket for joining in steps)), words)
 
-    def part(self, guest: Guest) -> bool:
+    def part(self, guest: Guest, pause: Callable[[], object]) -> bool:
         """Leave ``guest`` out of the step under way; whether nothing uses its memory any more, which takes as long as a
-        call of a layer."""
-        if guest not in self._now:
+        call of a layer. ``pause`` is called between looks; another step may begin meanwhile."""
+        now, control = self._now, self._body.control
+        if guest not in now:
             return True
-        number, control = self._now.index(guest), self._body.control
+        number = now.index(guest)
         if not self.idle():
             control.raise_flag(_word(number, MEMBER_GONE))
         until = time.monotonic() + self._wait_s
-        while not self.idle() and not control.told(_word(number, MEMBER_OUT)):
+        while self._now is now and not self.idle() and not control.told(_word(number, MEMBER_OUT)):
             if time.monotonic() > until:
                 return False
-            time.sleep(_RECHECK_S)
-        self._now[number] = None
+            pause()
+        now[number] = None
         return True
 
     def close(self) -> None:

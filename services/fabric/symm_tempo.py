@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import mean
 
-MOST_S = 0.008
-"""Of a hold: attention workers wait 20 ms for an answer."""
+REST = 10
+"""Periods after which a guest has rested rather than been slow: that tells nothing about the way its step ran."""
 SLACK_S, SLACK_SHARE = 0.0003, 0.05
 """How much later than expected a step may begin: this and a share of its period."""
 FORGET_S = 1.0
@@ -54,7 +54,6 @@ class _Size:
             self.left -= 1
         elif self.left == 1:  # the other way's turn
             self.left, self.together = 0, not self.together
-            del self.seconds[self.together]
         elif len(self.seconds) < 2:
             self.together = not self.together
         else:
@@ -91,9 +90,10 @@ class _Pace:
 
 
 class Tempo:
-    """For one thread at a time. Times in seconds, of any one clock."""
+    """For one thread at a time. Times in seconds, of any one clock. ``most_s``: of a hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
         self._paces: dict[int, _Pace] = {}
         self._sizes: dict[tuple[int, int], _Size] = {}
 
@@ -105,8 +105,9 @@ class Tempo:
         if period_s >= FORGET_S:
             pace.takes_s.clear()
             return None
+        before_s = pace.takes_s.get(pace.together, period_s)
         pace.takes_s[pace.together] = now - pace.began
-        if size is not None:
+        if size is not None and period_s < REST * before_s:
             size.note(period_s)
         others = {other: one for other, one in self._paces.items() if other != place and one.active(now)}
         if not others:
@@ -125,6 +126,6 @@ class Tempo:
 
     def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float) -> Hold:
         """For those that come within half a step: of two guests one is always so close behind the other."""
-        most_s = min(MOST_S, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
+        most_s = min(self._most_s, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
         soon = {other: due_s for other, one in others.items() if 0 < (due_s := one.due_s(now)) <= most_s}
         return Hold(tuple(soon), max(soon.values())) if soon else Hold()

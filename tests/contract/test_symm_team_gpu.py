@@ -1,4 +1,4 @@
-"""On a GPU: several guests of a seat whose steps run as one get every answer to the bit, also while one gives steps up."""
+"""On a GPU: guests of a seat whose steps run as one get every answer to the bit, also while one gives steps up."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ from moe_kernels.exchange_layout import Layout
 from services.fabric.symm_host import Limits, SymmHost
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import HostMemory
+from services.fabric.symm_muster import Muster
+from services.fabric.symm_team import Joining
 from services.fabric.symm_tempo import Hold, Tempo
+from services.fabric.symm_wire import Step
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_server import ExpertServer
 from services.routing import even_groups
@@ -200,7 +203,8 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
         ending.start()
         wait_until(lambda: lost.gone, LONG_S, "the seat knows")
         time.sleep(0.05)
-        assert lost.region is not None, "a call still uses it"
+        assert ending.is_alive(), "a call still uses its memory"
+        assert not seat.host.idle()
         seat.held.clear()
         seat.freed.set()
         assert parts[0].result(LONG_S)
@@ -209,6 +213,25 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
         ending.join(LONG_S)
         links[1]._control.abort()
         assert not parts[1].result(LONG_S)
+
+
+def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    seat.host._muster = Muster(0.1, 0.0)
+    seat.host._wait_s = 0.1
+    with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
+        together({0, 1})
+        seat.held.set()
+        parts = [pool.submit(step, link, 3, 1) for link in links]
+        wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
+        time.sleep(0.05)
+        peer = next(peer for peer, guest in seat.host._guests.items() if guest.place == 1)
+        seat.host.lost(peer)
+        assert len(seat.host._guests) == 1
+        seat.freed.set()  # the call writes to the memory of who is gone
+        assert parts[0].result(LONG_S)
+        links[1]._control.abort()
+        parts[1].result(LONG_S)
 
 
 def test_a_member_that_begins_again_is_left_out_of_the_old_step(together: Callable[[set[int]], None]) -> None:
@@ -247,6 +270,69 @@ def test_a_member_that_is_late_is_left_out_and_comes_again(
         assert not links[1].settled()
         together(set())
         assert step(links[1], 4, 30)
+
+
+def test_a_member_that_stops_is_waited_for_no_longer(
+    together: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.fabric.symm_host.PATIENCE_S", LONG_S)
+    seat = Seat()
+    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+        together({0, 1})
+        steady = pool.submit(step, links[0], 3, 1)
+        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "it waits")
+        links[1].begin_step(1, [4])
+        wait_until(lambda: not seat.host._muster._held, LONG_S, "both have begun")
+        links[1]._control.abort()
+        assert not links[1].settled()
+        assert steady.result(LONG_S / 2)
+        assert seat.calls == [3] * LAYERS
+
+
+def test_a_step_that_is_held_and_begun_again_begins_once(together: Callable[[set[int]], None]) -> None:
+    """Its first rows are for the later step."""
+    seat = Seat()
+    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+        together({0, 1})
+        links[0].begin_step(1, [3])
+        wait_until(lambda: len(seat.host._muster._held) == 1, LONG_S, "it waits")
+        links[0]._control.abort()
+        assert not links[0].settled()
+        wait_until(lambda: not seat.host._muster._held, LONG_S, "it stopped")
+        again = pool.submit(step, links[0], 3, 1)
+        wait_until(lambda: len(seat.host._muster._held) == 1, LONG_S, "it waits again")
+        assert step(links[1], 5, 10)
+        assert again.result(LONG_S)
+        assert seat.calls == [8] * LAYERS
+
+
+def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    with guests(seat, 2) as links:
+        together({0, 1})
+        link = links[0]
+        link.begin_step(1, [2, 3])
+        for layer in range(LAYERS):
+            parts = call(2, layer), call(3, 10 + layer)
+            handles = [link.dispatch(layer, *part) for part in parts]
+            for part, handle in zip(parts, handles, strict=True):
+                assert torch.equal(link.combine(handle), scaled(layer, *part))
+        assert link.settled()
+
+
+def test_while_a_team_is_busy_others_begin_alone(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
+        together({0, 1})
+        seat.held.set()
+        parts = [pool.submit(step, link, 3, 1) for link in links]
+        wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
+        ((team,),) = seat.host._muster._teams.values()
+        assert not team.fits([Joining(guest, Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1))
+                              for guest in seat.host._guests.values()])  # fmt: skip
+        seat.held.clear()
+        seat.freed.set()
+        assert all(part.result(LONG_S) for part in parts)
 
 
 def test_a_call_that_fails_is_made_again(together: Callable[[set[int]], None]) -> None:

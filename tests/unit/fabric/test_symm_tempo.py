@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.fabric.symm_tempo import FORGET_S, MOST_S, Hold, Tempo
+from services.fabric.symm_tempo import FORGET_S, Hold, Tempo
 
-ROWS = 64
+ROWS, MOST_S = 64, 0.006
 
 
 @dataclass
@@ -22,7 +22,7 @@ class World:
     joined_s: float
     offsets: Sequence[float]
     gap_s: Callable[[int, int], float] = lambda _place, _step: 0.0002
-    tempo: Tempo = field(default_factory=Tempo)
+    tempo: Tempo = field(default_factory=lambda: Tempo(MOST_S))
     joined: list[bool] = field(default_factory=list)
     held_s: list[float] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ def test_a_guest_alone_is_never_held() -> None:
 
 def test_nobody_is_held_for_who_has_left_or_rests() -> None:
     for leaves in (True, False):
-        tempo, now = Tempo(), 0.0
+        tempo, now = Tempo(MOST_S), 0.0
         for _ in range(20):
             come(tempo, 1, now + 0.004)
             held = come(tempo, 0, now := now + 0.01)
@@ -127,7 +127,7 @@ def test_nobody_is_held_for_who_has_left_or_rests() -> None:
 
 
 def test_a_pause_of_ones_own_is_no_step() -> None:
-    tempo, now = Tempo(), 0.0
+    tempo, now = Tempo(MOST_S), 0.0
     for _ in range(20):
         now += 0.01
         for place in (0, 1):
@@ -136,12 +136,43 @@ def test_a_pause_of_ones_own_is_no_step() -> None:
     assert come(tempo, 1, now + 2 * FORGET_S + 0.001) is None
 
 
+def test_a_gain_that_is_small_but_lasts_is_taken() -> None:
+    """The way into step costs more than the trial gains."""
+    world = World(alone_s=0.01, joined_s=0.00973, offsets=(0.0, 0.0052))
+    world.run(6000)
+    assert sum(world.joined[-1000:]) > 900
+
+
+def test_who_is_late_is_not_waited_for() -> None:
+    tempo, now = Tempo(MOST_S), 0.0
+    for _ in range(20):
+        come(tempo, 1, now)
+        come(tempo, 0, now := now + 0.01)
+    assert come(tempo, 0, now + 0.015) == Hold()
+
+
+def test_rests_tell_nothing_about_the_way_that_ran() -> None:
+    """In a trial of steps together, both guests have no requests for 0.9 s now and then."""
+    world = World(
+        alone_s=0.01,
+        joined_s=0.007,
+        offsets=(0.0, 0.004),
+        gap_s=lambda _, step: 0.9 if step % 7 == 3 and step < 34 else 0.0002,
+    )
+    world.run(1500)
+    assert sum(world.joined[-400:]) == 400
+
+
 def test_steps_of_another_size_are_judged_for_themselves() -> None:
-    """Where prompts make steps long, both ways look alike there; it does not count against the short ones."""
-    world = World(alone_s=0.01, joined_s=0.007, offsets=(0.0, 0.004))
-    world.run(2000)
-    tempo = world.tempo
-    assert tempo.come(0, 16 * ROWS, 1e3) is None
-    kinds = {size.guests for size in tempo._sizes.values()}
-    assert kinds == {2}
-    assert [size.together for size in tempo._sizes.values()] == [True]
+    tempo, now = Tempo(MOST_S), 0.0
+    for number in range(3000):  # steps alternate in size; the large ones take longer together
+        hold = None
+        rows = ROWS * (16 if number % 2 else 1)
+        for place in (0, 1):
+            hold = tempo.come(place, rows, now)
+        for place in (0, 1):
+            tempo.began(place, now, together=hold is not None)
+        takes_s = {False: 0.01, True: 0.007 if rows == ROWS else 0.02}
+        now += takes_s[hold is not None]
+    ways = {rows: size.together for (rows, _), size in tempo._sizes.items() if size.left}
+    assert ways == {ROWS.bit_length(): True, (16 * ROWS).bit_length(): False}
