@@ -71,10 +71,9 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
             first_at = tl.where(some & (first_at == 0), now, first_at)
             late = tries > 0
             if TIMED:
-                late = (now - began > limit) | ((first_at != 0) & (now - first_at > patience))
-            alive = alive & (ready | (late == 0))
+                late = tl.where(first_at == 0, now - began > limit, now - first_at > patience)
             missing = tl.where(late, 0, missing)
-    ready = ready & alive & (stop == 0)
+    ready = ready & (stop == 0)
     tl.store(at + _OUT, (listed & (ready == 0)).to(tl.int64), mask=listed)
     tl.store(control + _JOB, tl.sum(tl.where(ready, 1 << member, 0), axis=0).to(tl.int64))
 
