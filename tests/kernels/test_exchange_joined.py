@@ -6,7 +6,7 @@ import pytest
 import torch
 from testkit.joined import HIDDEN, SLOTS, Guest, Seat, expected, layout_of, pair, rows_of
 
-from moe_kernels.exchange_layout import ABORTED, FAILED, MEMBER_GONE, MEMBER_OUT
+from moe_kernels.exchange_layout import ABORTED, FAILED, MEMBER_GONE, MEMBER_OUT, MOST_MEMBERS
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -29,6 +29,19 @@ def test_one_call_answers_all_members(unsummed: bool, rows: int) -> None:
     assert seat.control[FAILED] == 0
     assert seat.out() == [0, 0, 0, 0]
     assert torch.equal(seat.counts_E, torch.stack([guest.sent_E for guest in guests]).sum(0))
+
+
+def test_as_many_members_as_a_control_block_has_words_for() -> None:
+    layout = layout_of()
+    guests = [Guest(layout, 1, base) for base in range(MOST_MEMBERS)]
+    seat = Seat(guests, layout, members=MOST_MEMBERS, bucket=1)
+    sent = [rows_of(1, seed) for seed in range(MOST_MEMBERS)]
+    for guest, part in zip(guests, sent, strict=True):
+        guest.send(part)
+    assert seat.take() == (1 << MOST_MEMBERS) - 1
+    seat.answer()
+    for guest, part in zip(guests, sent, strict=True):
+        assert torch.equal(guest.sum(part), expected(part))
 
 
 def test_each_member_has_its_place_in_the_call() -> None:
