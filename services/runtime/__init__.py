@@ -1,7 +1,7 @@
 """Lifecycle of every process: logs, signals, the death of the parent, start-up errors, metrics over HTTP."""
 
 from services.runtime.address import advertised, node_name, scrape_url
-from services.runtime.daemon import in_daemon
+from services.runtime.daemon import in_daemon, left_behind
 from services.runtime.incarnation import incarnation
 from services.runtime.lifecycle import AGAIN, CRASHED, FORCED, RoleMain, run_process, run_role
 from services.runtime.logs import bind_request_id, configure_logging
@@ -20,6 +20,7 @@ __all__ = [
     "die_with_parent",
     "in_daemon",
     "incarnation",
+    "left_behind",
     "node_name",
     "run_process",
     "run_role",

@@ -1,4 +1,8 @@
-"""Work that blocks, on a thread that keeps no process alive."""
+"""Work that blocks, on a thread that keeps no process alive.
+
+A process that leaves such work behind must not let its interpreter end: that stops each thread where it next asks for
+the GIL, by an unwinding that torch's C++ does not let through, and so aborts the process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+class _Work(threading.Thread):
+    """Tells such threads from others."""
 
 
 async def in_daemon(name: str, work: Callable[[], T]) -> T:
@@ -29,5 +37,10 @@ async def in_daemon(name: str, work: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             loop.call_soon_threadsafe(finish, result, failure)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    _Work(target=run, name=name, daemon=True).start()
     return await done
+
+
+def left_behind() -> bool:
+    """Whether work goes on that nobody waits for: leave with ``os._exit``."""
+    return any(isinstance(thread, _Work) for thread in threading.enumerate())

@@ -14,6 +14,7 @@ from prometheus_client import disable_created_metrics
 
 from services.config import Role, Settings, load_settings
 from services.errors import StartupError
+from services.runtime.daemon import left_behind
 from services.runtime.logs import configure_logging
 from services.runtime.parent import watch_parent
 
@@ -36,6 +37,7 @@ def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> i
     """Runs ``main(settings, stop)`` with settings from ``argv`` and the environment; returns the exit code.
 
     See :func:`run_process` for signals and errors. A :class:`StartupError` in the settings is one line on stderr.
+    Where the role has left work behind, the process ends here.
     """
     try:
         settings = load_settings(argv, role=role)
@@ -46,7 +48,10 @@ def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> i
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, of when each counter began
     if settings.supervisor_pid is not None:
         watch_parent(settings.supervisor_pid)
-    return run_process(lambda stop: main(settings, stop))
+    code = run_process(lambda stop: main(settings, stop))
+    if left_behind():
+        os._exit(code)
+    return code
 
 
 def run_process(main: ProcessMain, *, force: Callable[[], None] | None = None) -> int:

@@ -6,8 +6,9 @@ import asyncio
 import threading
 
 import pytest
+from testkit.servers import wait_until
 
-from services.runtime import in_daemon
+from services.runtime import in_daemon, left_behind
 
 
 async def test_results_and_errors_come_back() -> None:
@@ -30,5 +31,7 @@ async def test_a_cancelled_wait_leaves_the_work_behind() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not ended.is_set()
+    assert left_behind()
     go.set()
     assert await asyncio.to_thread(ended.wait, 20)
+    await asyncio.to_thread(wait_until, lambda: not left_behind(), 20, "its thread has ended")

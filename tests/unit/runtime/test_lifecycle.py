@@ -115,6 +115,29 @@ def test_a_crash_has_its_traceback_and_its_code(start: Start) -> None:
     assert "ZeroDivisionError" in err
 
 
+_LEAVES_WORK = """
+    import torch
+    from services.runtime import in_daemon
+
+    def work():
+        while True:
+            torch.ones(1000).add_(1)
+
+    working = asyncio.ensure_future(in_daemon("work", work))
+    await asyncio.sleep(0.2)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("1 / 0", CRASHED)])
+def test_work_left_behind_inside_torch_does_not_change_the_code(start: Start, end: str, code: int) -> None:
+    process = start(_LEAVES_WORK.format(end=end))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "terminate called" not in err
+    assert ("ZeroDivisionError" in err) == (code == CRASHED)
+
+
 _PARENT = """
 import asyncio, sys
 from services.runtime import die_with_parent, watch_parent
