@@ -13,7 +13,7 @@ from typing import Protocol
 
 from services.config import ENV_PREFIX
 from services.queue.embedded import EmbeddedRedis
-from services.runtime import CRASHED, die_with_parent
+from services.runtime import AGAIN, CRASHED, die_with_parent
 from services.supervisor.policy import RestartPolicy
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ class Running(Protocol):
 
     async def wait(self) -> int: ...
 
-    async def stop(self, patience_s: float) -> None: ...
+    async def stop(self, patience_s: float) -> int | None:
+        """Its exit code, as of :meth:`wait`; None if it had ended before, or has none."""
 
     def kill(self) -> None: ...
 
@@ -66,10 +67,10 @@ class RoleProcess:
         self._on_end(self._process.pid)
         return code
 
-    async def stop(self, patience_s: float) -> None:
+    async def stop(self, patience_s: float) -> int | None:
         """Asks the process to stop, and ends it if it has not after ``patience_s`` seconds."""
         if self._process is None or self.pid is None:
-            return
+            return None
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -79,6 +80,7 @@ class RoleProcess:
             log.warning("process %d did not stop in %.0f s; killing it", self._process.pid, patience_s)
             self.kill()
             await self._process.wait()
+        return self._process.returncode
 
     def kill(self) -> None:
         """Ends the process at once."""
@@ -177,12 +179,20 @@ class Child:
     async def stop(self, patience_s: float) -> None:
         """Stops the process for good."""
         self._stopping = True
-        await self._process.stop(patience_s)
+        code = await self._process.stop(patience_s)
+        if code is not None and not _as_asked(code):
+            log.warning("%s was stopped, but %s", self.name, _describe(code))
 
     def kill(self) -> None:
         """Ends the process at once, for good."""
         self._stopping = True
         self._process.kill()
+
+
+def _as_asked(code: int) -> bool:
+    """Whether a child that was stopped ended so. A rank in lock-step may leave because another one does, before it is
+    told itself; one that has just begun knows no SIGTERM yet; one that takes too long is killed, which was told."""
+    return code in (0, AGAIN, -signal.SIGTERM, -signal.SIGKILL)
 
 
 def _describe(code: int) -> str:

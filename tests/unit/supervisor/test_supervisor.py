@@ -193,6 +193,13 @@ async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path
     assert {note["role"] for note in notes_in(home, "stopped")} == {"gateway", "scheduler"}
 
 
+async def test_one_that_fails_as_it_ends_is_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (home / "attention.last").write_text("70")
+    assert await _run(_until_started(home, 3)) == 0
+    told = [line for line in caplog.messages if "stopped, but" in line]
+    assert told == ["attention was stopped, but ended with exit code 70"]
+
+
 @pytest.mark.parametrize(("codes", "code"), [("70 70 70 70", 70), ("kill kill kill kill", 137), ("0 0 0 0", 70)])
 async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code: int) -> None:
     (home / "scheduler.fail").write_text(codes)

@@ -1,8 +1,8 @@
 """Stands in for every role: notes how it was started, answers /ready as the gateway, fails on request.
 
 ``FAKE_DIR/<role>.fail`` holds exit codes, one per start; without one left it runs until SIGTERM, or until
-``FAKE_DIR/<role>.end`` says with which code it ends. With ``FAKE_DIR/pages`` the others answer, too: /ready with what
-``FAKE_DIR/<role>.missing`` says, /metrics with one series.
+``FAKE_DIR/<role>.end`` says with which code it ends; after SIGTERM ``FAKE_DIR/<role>.last`` says that. With
+``FAKE_DIR/pages`` the others answer, too: /ready with what ``FAKE_DIR/<role>.missing`` says, /metrics with one series.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def stop(*_: object) -> None:
     if not (home / f"{role}.stubborn").exists():
         time.sleep(0.1)
         note("stopped")
-        os._exit(0)
+        last = home / f"{role}.last"
+        os._exit(int(last.read_text()) if last.exists() else 0)
 
 
 signal.signal(signal.SIGTERM, stop)
