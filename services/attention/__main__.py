@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from services.attention.build import Built, build
 from services.attention.capacity import credit
-from services.attention.colocated import Departure, LockStepEngine
+from services.attention.colocated import Colocated, Departure, LockStepEngine
 from services.attention.engine import Engine
 from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StallObserver, StepObserver
 from services.attention.remote import TableFollower
@@ -44,6 +44,8 @@ from services.runtime import AGAIN, CRASHED, in_daemon, incarnation, run_role
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
 FAREWELL_S = 2.0
+MESH_END_S = 5.0
+"""For the threads that a rank in lock-step has inside torch, as it ends."""
 SHARED_S = 20.0
 """How long a worker with a seat of its own puts serving off until steps can go through shared memory."""
 SHARED_PAUSE_S = 0.5
@@ -75,6 +77,7 @@ class AttentionRole:
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""
+        built: Built | None = None
         try:
             built = await _unless_stopped(self._build, stop)
             if built is not None:
@@ -82,6 +85,9 @@ class AttentionRole:
         except (MeshBroken, MeshLeft) as error:
             (log.info if isinstance(error, MeshLeft) else log.error)("%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
+        finally:
+            if built is not None and built.mesh is not None:
+                await _ended(built.mesh)
 
     def _build(self) -> Built:
         return build(self._settings, self._clock.now_ms, worker=self._id, beside_experts=self._beside_experts)
@@ -259,6 +265,14 @@ async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | Non
         return done.result() if done.done() else None
     finally:
         await end_tasks([done, stopped])
+
+
+async def _ended(mesh: Colocated) -> None:
+    try:
+        async with asyncio.timeout(MESH_END_S):
+            await in_daemon("end the mesh", mesh.close)
+    except TimeoutError:
+        log.warning("threads of the mesh are left behind: they did not end in %.0f s", MESH_END_S)
 
 
 async def attend(settings: Settings, stop: asyncio.Event) -> None:

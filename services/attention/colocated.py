@@ -20,7 +20,7 @@ from services.config import Settings
 from services.errors import MeshBroken, MeshLeft
 from services.fabric.mesh_build import MeshShape, mesh_link
 from services.fabric.mesh_join import Facts, Joined, Meeting, join
-from services.fabric.mesh_steps import Bell, LockStep, Rows, linger
+from services.fabric.mesh_steps import LockStep, Rows, StoreBell, linger
 from services.fabric.mesh_wire import GlooWire, Traffic, Wire
 from services.fabric.placement import Placement, place_experts
 from services.fabric.secret import read_secret
@@ -44,8 +44,9 @@ class Colocated:
         self._settings, self._spec, self._dtype, self._device = settings, spec, dtype, device
         self.on_ring: Callable[[], None] = lambda: None
         self.steps: LockStep[Any]
-        self.bell: Bell
+        self.bell: StoreBell
         self.traffic: Traffic
+        self._control: GlooWire
 
     def connect(self, worker: str, progress: Progress) -> LockStep[Any]:
         """Load the share of experts, meet the other ranks, link up. Waits for them.
@@ -59,7 +60,7 @@ class Colocated:
         joined = join(self._meeting(), self._facts(worker))
         shape = self._shape(joined.nodes)
         near = shape.neighbours(self._settings.rank)
-        control = GlooWire(joined.group(), near=near, timeout_s=self._settings.mesh_timeout)
+        self._control = control = GlooWire(joined.group(), near=near, timeout_s=self._settings.mesh_timeout)
         wire = self._wire(joined, control)
         link = mesh_link(
             wire,
@@ -79,6 +80,11 @@ class Colocated:
     def linger(self) -> None:
         """After the last request: stay for ranks that still drain."""
         linger(self.steps, self.bell, self._settings.drain_timeout + MARGIN_S)
+
+    def close(self) -> None:
+        """When no thread steps: end the threads that this rank has inside torch, and wait for them."""
+        self.bell.close()
+        self._control.close()
 
     def _placement(self) -> Placement:
         settings, spec = self._settings, self._spec

@@ -144,9 +144,10 @@ class StoreBell:
 
     def __init__(self, rings: Store, waits: Store, *, keeper: bool, on_ring: Callable[[], None]) -> None:
         self._rings, self._waits, self._keeper, self._on_ring = rings, waits, keeper, on_ring
-        self._periods: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._heard = -1
-        threading.Thread(target=self._wait, name="bell", daemon=True).start()
+        self._periods: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._listened = self._heard = -1
+        self._thread = threading.Thread(target=self._wait, name="bell", daemon=True)
+        self._thread.start()
 
     def ring(self, period: int) -> None:
         """Raises MeshBroken: the store is gone."""
@@ -154,6 +155,7 @@ class StoreBell:
             self._rings.set(_key(period), "rung")
 
     def listen(self, period: int) -> None:
+        self._listened = period
         self._periods.put(period)
         if self._keeper:
             with guarded("noting that there is no work"):
@@ -163,9 +165,16 @@ class StoreBell:
     def heard(self, period: int) -> bool:
         return self._heard >= period
 
+    def close(self) -> None:
+        """End the thread, and wait for it: inside torch as the interpreter ends, it would abort the process. Wakes the
+        other ranks, too: it is for when all have drained, or this one has failed them."""
+        self._periods.put(None)
+        with suppress(MeshBroken):  # without a store nobody waits there
+            self.ring(self._listened)
+        self._thread.join()
+
     def _wait(self) -> None:
-        while True:
-            period = self._periods.get()
+        while (period := self._periods.get()) is not None:
             try:
                 self._waits.wait([_key(period)], FOREVER)
             except RuntimeError as error:

@@ -105,6 +105,12 @@ class GlooWire:
         """Of the traffic with ``peer``."""
         return "node" if peer in self._near else "across"
 
+    def close(self) -> None:
+        """End the group, and wait for its threads. One of them frees what an all-reduce had after those that waited
+        for it went on: left to do so while the interpreter ends, it asks for the GIL in vain, which aborts the process.
+        """
+        del self._group  # the only one there is: torch ends the group, without the GIL
+
     def agree(self, values: Sequence[int]) -> list[int]:
         """The sum over all ranks of each of ``values``: one small all-reduce."""
         sums = torch.tensor(values, dtype=torch.int64)

@@ -57,7 +57,8 @@ async def disturbed(
 
 def check_end(server: Server) -> None:
     assert server.proc.stop() == 0
-    assert "terminate called" not in server.proc.log(), "ranks end in order"
+    for flaw in ("terminate called", "was stopped, but", "left behind"):
+        assert flaw not in server.proc.log(), "ranks end in order"
 
 
 def test_sliced_experts_and_relays_give_the_recorded_answers(tmp_path: Path) -> None:

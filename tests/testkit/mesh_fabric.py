@@ -51,7 +51,7 @@ class Ranks:
 
     def cut(self, rank: int) -> None:
         """Close its connections, as its death would."""
-        del self.wires[rank]._group
+        self.wires[rank].close()
 
     def close(self) -> None:
         for thread in self.threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.servers import wait_until
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from services.errors import MeshBroken
 from services.fabric.mesh_steps import LockStep, StoreBell, linger, ring_out
+from services.runtime import in_daemon
 
 LAYERS = (1, 3)
 
@@ -237,3 +240,31 @@ def test_a_store_that_is_gone_wakes_all() -> None:
     time.sleep(0.2)
     del store
     assert all(event.wait(10) for event in events)
+
+
+@pytest.mark.parametrize("state", ["idle", "waiting", "heard", "without a store"])
+async def test_a_bell_that_is_closed_leaves_no_thread(state: str) -> None:
+    store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert store is not None
+    before, rung = set(threading.enumerate()), threading.Event()
+    bell = bell_at(store, lambda: (rung.set(), time.sleep(0.2)), keeper=True)
+    for period in {"idle": (), "heard": (0,)}.get(state, (0, 1)):
+        bell.listen(period)
+    if state != "idle":
+        bell.ring(0)
+        assert rung.wait(10)
+    if state == "without a store":
+        del store
+        wait_until(lambda: silent(bell), 10, "ringing fails")  # what is sent first gets lost
+    (thread,) = set(threading.enumerate()) - before
+    async with asyncio.timeout(10):
+        await in_daemon("close", bell.close)
+    assert not thread.is_alive()
+
+
+def silent(bell: StoreBell) -> bool:
+    try:
+        bell.ring(0)
+    except MeshBroken:
+        return True
+    return False

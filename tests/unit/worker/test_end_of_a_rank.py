@@ -1,0 +1,61 @@
+"""How a rank in lock-step ends: its mesh ends with it, and a mesh that does not end keeps nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from testkit.servers import wait_until
+
+from services.attention import __main__ as attention
+from services.attention.__main__ import AttentionRole
+from services.config import Settings
+from services.runtime import left_behind
+
+Serve = Callable[[], Awaitable[None]]
+
+
+async def ends() -> None:
+    pass
+
+
+async def crashes() -> None:
+    raise ZeroDivisionError
+
+
+def rank(monkeypatch: pytest.MonkeyPatch, close: Callable[[], object], serve: Serve) -> Awaitable[None]:
+    """Its whole life, as far as it goes beyond ``serve``."""
+    built: Any = SimpleNamespace(mesh=SimpleNamespace(close=close))
+    monkeypatch.setattr(AttentionRole, "_build", lambda _: built)
+    monkeypatch.setattr(AttentionRole, "_with_experts", lambda *_: serve())
+    redis: Any = None
+    return AttentionRole(Settings(model="m"), redis, CollectorRegistry()).run("page", asyncio.Event())
+
+
+@pytest.mark.parametrize("serve", [ends, crashes])
+async def test_the_mesh_ends_with_its_rank(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+    closed = threading.Event()
+    life = rank(monkeypatch, closed.set, serve)
+    if serve is crashes:
+        with pytest.raises(ZeroDivisionError):
+            await life
+    else:
+        await life
+    assert closed.is_set()
+
+
+async def test_a_mesh_that_does_not_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "MESH_END_S", 0.1)
+    go = threading.Event()
+    await rank(monkeypatch, lambda: go.wait(20), ends)
+    assert left_behind()
+    assert "threads of the mesh are left behind" in caplog.text
+    go.set()
+    wait_until(lambda: not left_behind(), 20, "they end")
