@@ -17,7 +17,7 @@ SLACK_S, SLACK_SHARE = 0.0003, 0.05
 FORGET_S = 1.0
 """A guest that begins no step for so long is not one of those that take turns."""
 SAMPLES = 32
-"""Steps of each guest by which a way is judged; the first quarter is the way into it."""
+"""Steps of each guest by which a way is judged."""
 LEAST_GAIN = 0.02
 FIRST_RETRY, LAST_RETRY = 16, 256
 """Trials' lengths after which the slower way is tried again: at first, and after it has kept losing."""
@@ -48,7 +48,7 @@ class _Size:
         self.seen.append(period_s)
         if len(self.seen) < SAMPLES * self.guests:
             return
-        self.seconds[self.together] = mean(self.seen[len(self.seen) // 4 :])
+        self.seconds[self.together] = mean(self.seen)
         self.seen.clear()
         if self.left > 1:
             self.left -= 1

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -20,7 +22,8 @@ from services.fabric.symm_host import Limits, SymmHost
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import HostMemory
 from services.fabric.symm_muster import Muster
-from services.fabric.symm_team import Joining
+from services.fabric.symm_steps import Steps
+from services.fabric.symm_team import Guest, Joining, Team, TeamBody
 from services.fabric.symm_tempo import Hold, Tempo
 from services.fabric.symm_wire import Step
 from services.fabric.tcp_link import TcpLink
@@ -30,6 +33,7 @@ from services.routing import even_groups
 CPU = torch.device("cpu")
 HIDDEN, EXPERTS, SLOTS, ROWS, LAYERS = 4, 8, 2, 16, 3
 GROUPS = even_groups(list(range(LAYERS)), EXPERTS, 1)
+LAYOUT = Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32)
 LONG_S = 30.0
 
 
@@ -73,7 +77,7 @@ def guests(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[li
                 memory=HostMemory(),
                 device=CPU,
                 layers=list(range(LAYERS)),
-                layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32),
+                layout=LAYOUT,
                 node="here",
                 options=SymmOptions(deadline_s=deadline_s, quarantine_s=0.0),
             )
@@ -333,6 +337,22 @@ def test_while_a_team_is_busy_others_begin_alone(together: Callable[[set[int]], 
         seat.held.clear()
         seat.freed.set()
         assert all(part.result(LONG_S) for part in parts)
+
+
+def test_who_leaves_does_not_wait_for_the_step_after_its_own() -> None:
+    body = TeamBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
+    team = Team(body, 2, wait_s=LONG_S, patience_s=1.0)
+    first, second = (
+        Joining(
+            cast(Guest, SimpleNamespace(inbox=0, answers_at=0)),
+            Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1),
+        )
+        for _ in range(2)
+    )
+    team.close()
+    team._steps = cast(Steps, SimpleNamespace(idle=lambda: False, start=lambda *_: None))
+    team.start([first])
+    assert team.part(first.guest, lambda: team.start([second]))
 
 
 def test_a_call_that_fails_is_made_again(together: Callable[[set[int]], None]) -> None:

@@ -137,7 +137,6 @@ def test_a_pause_of_ones_own_is_no_step() -> None:
 
 
 def test_a_gain_that_is_small_but_lasts_is_taken() -> None:
-    """The way into step costs more than the trial gains."""
     world = World(alone_s=0.01, joined_s=0.00973, offsets=(0.0, 0.0052))
     world.run(6000)
     assert sum(world.joined[-1000:]) > 900
