@@ -188,6 +188,7 @@ def _answers(path: Path) -> bool:
 
 async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path) -> None:
     (home / "attention.fail").write_text("3 0")
+    (home / "attention.fails-after").write_text("3")  # one that is told to end before it knows how to says nothing
     assert await _run(_nothing_ever) == 3
     assert [note["role"] for note in notes_in(home)].count("attention") == 1, "start-up errors are not retried"
     assert {note["role"] for note in notes_in(home, "stopped")} == {"gateway", "scheduler"}

@@ -1,6 +1,7 @@
 """Stands in for every role: notes how it was started, answers /ready as the gateway, fails on request.
 
-``FAKE_DIR/<role>.fail`` holds exit codes, one per start; without one left it runs until SIGTERM, or until
+``FAKE_DIR/<role>.fail`` holds exit codes, one per start, which it ends with (once as many roles have started as
+``FAKE_DIR/<role>.fails-after`` says); without one left it runs until SIGTERM, or until
 ``FAKE_DIR/<role>.end`` says with which code it ends; after SIGTERM ``FAKE_DIR/<role>.last`` says that. With
 ``FAKE_DIR/pages`` the others answer, too: /ready with what ``FAKE_DIR/<role>.missing`` says, /metrics with one series.
 """
@@ -68,6 +69,9 @@ note(
 codes = home / f"{role}.fail"
 if codes.exists() and (left := codes.read_text().split()):
     codes.write_text(" ".join(left[1:]))
+    after = home / f"{role}.fails-after"
+    while after.exists() and (home / "notes").read_text().count('"started"') < int(after.read_text()):
+        time.sleep(0.02)
     if left[0] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(left[0]))
