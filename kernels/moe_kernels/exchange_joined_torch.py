@@ -14,6 +14,7 @@ from moe_kernels.exchange_layout import (
     DEADLINE,
     FAILED,
     JOB,
+    LATE,
     MEMBER,
     MEMBER_ANSWERS,
     MEMBER_BASE,
@@ -47,7 +48,7 @@ def take_joined(joined: Joined, control: Tensor, layout: Layout, members: int, b
             until, first = time.monotonic_ns() + int(control[PATIENCE]), False
         if time.monotonic_ns() > until:
             for member in alive:
-                member.words[MEMBER_OUT] = int(member not in ready)
+                member.words[MEMBER_OUT] = 0 if member in ready else LATE
             alive = ready
             break
         time.sleep(PAUSE_S)

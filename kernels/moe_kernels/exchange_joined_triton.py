@@ -14,7 +14,7 @@ _DEADLINE, _PATIENCE, _JOB = (tl.constexpr(word) for word in (words.DEADLINE, wo
 _CLOCK, _MEMBERS, _MEMBER = (tl.constexpr(word) for word in (words.CLOCK, words.MEMBERS, words.MEMBER))
 _INBOX, _ANSWERS = tl.constexpr(words.MEMBER_INBOX), tl.constexpr(words.MEMBER_ANSWERS)
 _BASE, _LAST, _ROWS = (tl.constexpr(at) for at in (words.MEMBER_BASE, words.MEMBER_LAST, words.MEMBER_ROWS))
-_GONE, _OUT = tl.constexpr(words.MEMBER_GONE), tl.constexpr(words.MEMBER_OUT)
+_GONE, _OUT, _LATE = (tl.constexpr(at) for at in (words.MEMBER_GONE, words.MEMBER_OUT, words.LATE))
 _MOST_BLOCKS = tl.constexpr(words.MOST_BLOCKS)
 _NEVER = tl.constexpr(1 << 62)
 
@@ -45,8 +45,10 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
     blocks = tl.cdiv(rows, tl.cdiv(rows, _MOST_BLOCKS))
     flags = inbox.to(tl.pointer_type(tl.int64))[:, None] + number[None, :]
     listed = inbox != 0
-    alive = listed & (tl.load(at + _OUT) == 0)
-    ready = alive & (inbox == 0)
+    out = tl.load(at + _OUT)
+    alive = listed & (out == 0)
+    ready = alive & (inbox == 0)  # nobody's: such are not alive
+    out = tl.maximum(out, 1)
     missing = tl.sum(alive.to(tl.int32), axis=0)
     stop = stopped(control)
     seen_time(control, TIMED)
@@ -62,7 +64,7 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
         alive = alive & (gone == 0) & (most <= last)
         ready = alive & (least >= want)
         missing = tl.sum((alive & (ready == 0)).to(tl.int32), axis=0)
-        tl.store(at + _OUT, (listed & (alive == 0)).to(tl.int64), mask=listed)
+        tl.store(at + _OUT, tl.where(alive, 0, out), mask=listed)
         tries += 1
         if (missing != 0) & (tries % CHECK_EVERY == 0):
             stop = stopped(control)
@@ -74,7 +76,8 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
                 late = tl.where(first_at == 0, now - began > limit, now - first_at > patience)
             missing = tl.where(late, 0, missing)
     ready = ready & (stop == 0)
-    tl.store(at + _OUT, (listed & (ready == 0)).to(tl.int64), mask=listed)
+    out = tl.where(alive & (stop == 0), _LATE, out)
+    tl.store(at + _OUT, tl.where(ready, 0, out), mask=listed)
     tl.store(control + _JOB, tl.sum(tl.where(ready, 1 << member, 0), axis=0).to(tl.int64))
 
 

@@ -53,7 +53,8 @@ MEMBER_ROWS: Final = 4
 MEMBER_GONE: Final = 5
 """Not 0: the host wants it left out from now on."""
 MEMBER_OUT: Final = 6
-"""Not 0: it is left out, and nothing of the step touches its memory any more."""
+"""Not 0: it is left out, and nothing of the step touches its memory any more; LATE: because its rows came too late."""
+LATE: Final = 2
 
 MOST_BLOCKS: Final = 256
 _ALIGNMENT: Final = 256

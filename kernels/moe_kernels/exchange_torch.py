@@ -62,7 +62,7 @@ def take_rows(
 ) -> None:
     want, last = int(control[BASE]) + exchange + 1, int(control[LAST])
     seen = flags[: layout.blocks(bucket)]
-    late = Late(control)
+    late = _Late(control)
     while int(seen.min()) < want and int(seen.max()) <= last and not int(control[FAILED]) and not late():
         time.sleep(PAUSE_S)
     if int(seen.min()) < want or int(seen.max()) > last:
@@ -151,14 +151,14 @@ def _groups(ids_TK: Tensor, group_of_E: Tensor) -> Tensor:
 
 def _wait_for(flags: Tensor, want: int, control: Tensor, bit: int) -> None:
     """At the deadline ``bit`` enters the failed word; a step that has failed already is nobody else's fault."""
-    late = Late(control)
+    late = _Late(control)
     while int(flags.min()) < want and not int(control[FAILED]):
         if late():
             control[FAILED] |= bit
         time.sleep(PAUSE_S)
 
 
-class Late:
+class _Late:
     """Whether the control block's deadline, counted from now, has passed."""
 
     def __init__(self, control: Tensor) -> None:

@@ -212,6 +212,12 @@ class Settings(BaseSettings):
         "rows of small steps by memory that both workers map: auto between GPUs of one machine, host between CPUs",
         roles=_COMPUTING,
     )
+    fabric_teams: Literal["off", "auto"] = _knob(
+        "off",
+        "steps of several attention workers that use --fabric-shared run as one where that is measured to be faster: "
+        "experts' weights are read once for all; low bits of sums may differ by who runs with whom",
+        roles=(EXPERTS,),
+    )
     node: str | None = _knob(
         None,
         "name of the machine that this worker is on (default: the host's); workers that name the same one are near",

@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 WAIT_BESIDE_S = 0.5
 """For rows through shared memory, on a GPU that attention has kernels to load on: that waits, too."""
 JOIN_ROWS = 2048
-"""Most rows of a call for several attention workers on a GPU; more than so many gain little by it. Threads of CPUs are
-late too often to wait for each other."""
+"""Most rows of a call for several attention workers; more gain little by it."""
 MOST_WARM_ROWS = 4096
 """Larger calls take kernels of the same shapes."""
 
@@ -185,7 +184,7 @@ class Loader:
             dtype=self._dtype,
             wait_s=WAIT_BESIDE_S if self._beside else WAIT_S,
             aside=self._beside,
-            limits=Limits(join_rows=JOIN_ROWS if self._device.type == "cuda" else 0),
+            limits=Limits(join_rows=JOIN_ROWS if self._settings.fabric_teams == "auto" else 0),
         )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.exchange_layout import MOST_MEMBERS, Layout
-from services.errors import ExpertMeshError, WireError
+from moe_kernels.exchange_layout import Layout
+from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.counters import Counters, beside
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
@@ -35,11 +35,6 @@ MOST_GUESTS = 16
 WAIT_S = 2.0
 """How long a started step waits for rows: an attention worker that pauses, not one that died, which is told apart by
 its connection."""
-HOLD_S, HOLD_BESIDE_S = 0.006, 0.06
-"""How long a step is held for another one's to begin, at most,"""
-PATIENCE_S, PATIENCE_BESIDE_S = 0.008, 0.1
-"""and then waits in a layer for that one's rows: together less than attention workers wait for an answer, which is 20
-ms, or 250 where attention shares the seat's device."""
 _RECHECK_S = 0.002
 
 
@@ -78,6 +73,9 @@ class _Guest:
         assert self.body is not None
         assert self.steps is not None
         self.steps.start(Shape(step.bucket, step.micro_batches), self.body.words_of(step, self.answers_at, wait_s))
+
+    def idle(self) -> bool:
+        return self.steps is None or self.steps.idle()
 
 
 class SymmHost:
@@ -118,7 +116,7 @@ class SymmHost:
         self._guests: dict[Peer, _Guest] = {}
         self._in_use: list[object] = []
         """What is never let go of: it might be written to."""
-        self._muster = Muster(wait_s, HOLD_BESIDE_S if aside else HOLD_S)
+        self._muster = Muster(self._team if self._limits.join_rows else None, wait_s)
         self._occupied, self._of_the_gone_s = Occupied(), 0.0
 
     def take(self, peer: Peer, frame: Frame) -> bool:
@@ -132,8 +130,7 @@ class SymmHost:
         elif frame.kind == Kind.SYMM_STOP:
             message_of(frame, Stop)
             guest, steps = self._prepared_steps(peer, "stops")
-            with self._muster.without(guest):
-                steps.give_up()
+            self._muster.stop(guest, steps.give_up)
         elif frame.kind == Kind.SYMM_OFFER:
             self._admit(peer, message_of(frame, Offer))
         else:
@@ -239,36 +236,28 @@ class SymmHost:
         guest.answers = self._memory.open(ticket)
         guest.region = self._memory.share(layout.inbox_bytes)
         guest.body = StepBody(self._compute, self._layers, guest.region.bytes, self._counts_LE, layout)
-        self._prepare_team(layout)
         guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
+        self._muster.enter(guest)
         return Taken(ticket=guest.region.ticket, place=guest.place, beside=self._beside)
 
-    def _prepare_team(self, layout: Layout) -> None:
-        """One that all guests of that layout fit into, or as many as may; without one their steps run alone."""
-        with self._gate:
-            alike = sum(guest.layout == layout and not guest.gone for guest in self._guests.values())
-        members = min(MOST_MEMBERS, 1 << (alike - 1).bit_length()) if alike > 1 else 1
-        if members == 1 or members * buckets(layout.rows)[0] > self._limits.join_rows:
-            return
-        with self._muster.enlisting(layout, members) as wanted:
-            if wanted:
-                try:
-                    self._muster.enlist(layout, self._team(layout, members))
-                except (ExpertMeshError, RuntimeError) as error:
-                    log.warning("Steps of %d attention workers cannot run as one: %s", members, error)
-
     def _team(self, layout: Layout, members: int) -> Team:
+        """
+        Raises:
+            FabricError: calls of so many have too many rows.
+        """
         rows = self._limits.join_rows
-        body = TeamBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
-        patience_s = PATIENCE_BESIDE_S if self._beside else PATIENCE_S
-        return Team(body, members, wait_s=self._wait_s, patience_s=patience_s)
+        if members * buckets(layout.rows)[0] > rows:
+            raise FabricError(f"{members} of them have more than {rows} rows.")
+        with beside(self._device) if self._aside else nullcontext():
+            body = TeamBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
+            return Team(body, members, wait_s=self._wait_s)
 
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
+        if not self._muster.leave(guest):
+            log.error("A call with rows of %s did not end; its memory stays.", peer.name)
+            self._in_use.append((guest.answers, guest.region))
+            guest.answers = guest.region = None
         if guest.steps is not None:
-            if not self._muster.leave(guest):
-                log.error("A call with rows of %s did not end; its memory stays.", peer.name)
-                self._in_use.append((guest.answers, guest.region))
-                guest.answers = guest.region = None
             guest.steps.close()
         with self._gate:
             self._of_the_gone_s += guest.steps.seconds if guest.steps is not None else 0.0

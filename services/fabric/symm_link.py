@@ -148,7 +148,7 @@ class SymmLink:
         self._over_tcp(chosen)
         message = Step(
             epoch=chosen.epoch, step=step, base=self._base, bucket=max(1, chosen.bucket),
-            micro_batches=chosen.micro_batches,
+            micro_batches=chosen.micro_batches, deadline_s=self._deadline_s(chosen), whole=chosen.complete,
         )  # fmt: skip
         for seat in set(chosen.seats.values()):
             seat.start(message)

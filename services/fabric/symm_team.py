@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_kernels.exchange_joined import Joined, send_joined, take_joined
 from moe_kernels.exchange_layout import (
     DEADLINE,
+    LATE,
     MEMBER,
     MEMBER_ANSWERS,
     MEMBER_BASE,
@@ -114,6 +115,10 @@ class Guest(Protocol):
         """Start its own steps, alone."""
         ...
 
+    def idle(self) -> bool:
+        """Whether its own steps have ended."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Joining:
@@ -121,6 +126,9 @@ class Joining:
 
     guest: Guest
     step: Step
+
+    def begin_alone(self, wait_s: float) -> None:
+        self.guest.begin(self.step, wait_s)
 
 
 class Team:
@@ -130,11 +138,10 @@ class Team:
 
     Args:
         wait_s: how long a started step waits for rows of anybody.
-        patience_s: how long the others wait in a layer for one that is late (it lives: who is gone is told).
     """
 
-    def __init__(self, body: TeamBody, members: int, *, wait_s: float, patience_s: float) -> None:
-        self._body, self.members, self._wait_s, self._patience_s = body, members, wait_s, patience_s
+    def __init__(self, body: TeamBody, members: int, *, wait_s: float) -> None:
+        self._body, self.members, self._wait_s = body, members, wait_s
         self._shapes = frozenset(body.shapes)
         self._now: list[Guest | None] = []
         gpu = body.control.words.is_cuda
@@ -150,11 +157,13 @@ class Team:
     def fits(self, steps: Sequence[Joining]) -> bool:
         """Whether they can begin together, now."""
         bucket = max(joining.step.bucket for joining in steps)
-        return len(steps) <= self.members and self._shape(bucket) in self._shapes and self.idle()
+        free = self.idle() and all(joining.guest.idle() for joining in steps)
+        return free and len(steps) <= self.members and self._shape(bucket) in self._shapes
 
-    def start(self, steps: Sequence[Joining]) -> None:
+    def start(self, steps: Sequence[Joining], patience_s: float) -> None:
+        """``patience_s``: how long the others wait in a layer for one that is late (it lives: who is gone is told)."""
         self._now = [joining.guest for joining in steps]
-        words = {DEADLINE: int(self._wait_s * 1e9), PATIENCE: int(self._patience_s * 1e9)}
+        words = {DEADLINE: int(self._wait_s * 1e9), PATIENCE: int(patience_s * 1e9)}
         for number, joining in enumerate(steps):
             guest, step = joining.guest, joining.step
             words |= {
@@ -166,17 +175,25 @@ class Team:
             }
         self._steps.start(self._shape(max(joining.step.bucket for joining in steps)), words)
 
+    def leave_out(self, guest: Guest) -> None:
+        """Of the step under way, from the next call on. Does not wait for that."""
+        if guest in self._now and not self.idle():
+            self._body.control.raise_flag(_word(self._now.index(guest), MEMBER_GONE))
+
+    def was_late(self, guest: Guest) -> bool:
+        """Whether the others' patience with it ended, in the team's last step."""
+        return guest in self._now and self._body.control.told(_word(self._now.index(guest), MEMBER_OUT)) == LATE
+
     def part(self, guest: Guest, pause: Callable[[], object]) -> bool:
         """Leave ``guest`` out of the step under way; whether nothing uses its memory any more, which takes as long as a
         call of a layer. ``pause`` is called between looks; another step may begin meanwhile."""
-        now, control = self._now, self._body.control
+        now = self._now
         if guest not in now:
             return True
         number = now.index(guest)
-        if not self.idle():
-            control.raise_flag(_word(number, MEMBER_GONE))
+        self.leave_out(guest)
         until = time.monotonic() + self._wait_s
-        while self._now is now and not self.idle() and not control.told(_word(number, MEMBER_OUT)):
+        while self._now is now and not self.idle() and not self._body.control.told(_word(number, MEMBER_OUT)):
             if time.monotonic() > until:
                 return False
             pause()
@@ -184,7 +201,11 @@ class Team:
         return True
 
     def close(self) -> None:
-        self._steps.close()
+        """What still computes ends by itself."""
+        if self.idle():
+            self._steps.close()
+        else:
+            self._steps.give_up()
 
     def _shape(self, bucket: int) -> Shape:
         return Shape(bucket, members=self.members)

@@ -19,6 +19,7 @@ FORGET_S = 1.0
 SAMPLES = 32
 """Steps of each guest by which a way is judged."""
 LEAST_GAIN = 0.02
+FIRST_BAR_S, MOST_BAR_S = 2.0, 256.0
 FIRST_RETRY, LAST_RETRY = 16, 256
 """Trials' lengths after which the slower way is tried again: at first, and after it has kept losing."""
 
@@ -90,15 +91,20 @@ class _Pace:
 
 
 class Tempo:
-    """For one thread at a time. Times in seconds, of any one clock. ``most_s``: of a hold."""
+    """For one thread at a time. Times in seconds, of any one clock."""
 
-    def __init__(self, most_s: float) -> None:
-        self._most_s = most_s
+    def __init__(self) -> None:
+        self._barred: dict[int, tuple[float, float]] = {}
+        """Until when, and how long, a guest that was late runs alone."""
         self._paces: dict[int, _Pace] = {}
         self._sizes: dict[tuple[int, int], _Size] = {}
 
-    def come(self, place: int, rows: int, now: float) -> Hold | None:
-        """A guest's step of up to ``rows`` comes: for whom it is to be held; None: it begins alone."""
+    def come(self, place: int, rows: int, now: float, most_s: float) -> Hold | None:
+        """A guest's step of up to ``rows`` comes: for whom it is to be held, for ``most_s`` at most; None: it begins
+        alone."""
+        if now < self._barred.get(place, (0.0, 0.0))[0]:
+            self.rest(place)
+            return None
         pace = self._paces.setdefault(place, _Pace(now - FORGET_S, now - FORGET_S))
         period_s, pace.came = now - pace.came, now
         size, pace.size = pace.size, None
@@ -114,18 +120,30 @@ class Tempo:
             return None
         guests = len(others) + 1
         pace.size = self._sizes.setdefault((rows.bit_length(), guests), _Size(guests))
-        return self._hold(pace, others, now) if pace.size.together else None
+        return self._hold(pace, others, now, most_s) if pace.size.together else None
 
     def began(self, place: int, now: float, *, together: bool) -> None:
         """The step that came begins, with those of others or alone."""
-        pace = self._paces[place]
-        pace.began, pace.together = now, together
+        if pace := self._paces.get(place):
+            pace.began, pace.together = now, together
 
-    def leave(self, place: int) -> None:
+    def rest(self, place: int) -> None:
+        """Its steps are not to be joined now: nobody is held for it."""
         self._paces.pop(place, None)
 
-    def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float) -> Hold:
+    def failed(self, place: int, now: float) -> float:
+        """It was left out of a step with others, being late, and had to run that again. Seconds for which it is to run
+        alone: each time twice as many."""
+        seconds = min(MOST_BAR_S, 2 * self._barred.get(place, (0.0, FIRST_BAR_S / 2))[1])
+        self._barred[place] = now + seconds, seconds
+        return seconds
+
+    def leave(self, place: int) -> None:
+        self.rest(place)
+        self._barred.pop(place, None)
+
+    def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float, most_s: float) -> Hold:
         """For those that come within half a step: of two guests one is always so close behind the other."""
-        most_s = min(self._most_s, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
+        most_s = min(most_s, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
         soon = {other: due_s for other, one in others.items() if 0 < (due_s := one.due_s(now)) <= most_s}
         return Hold(tuple(soon), max(soon.values())) if soon else Hold()

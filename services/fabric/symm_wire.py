@@ -35,13 +35,19 @@ class Taken(Message, frozen=True, kw_only=True):
 
 class Step(Message, frozen=True, kw_only=True):
     """Attention: a step begins, in ``micro_batches`` of up to ``bucket`` rows each. Its exchanges, layer by layer and
-    within a layer by micro-batch, are numbered from ``base`` + 1 on. ``epoch`` and ``step`` only name it."""
+    within a layer by micro-batch, are numbered from ``base`` + 1 on. ``epoch`` and ``step`` only name it.
+
+    ``deadline_s``: longest wait for one exchange. ``whole``: all rows of the step go through shared memory, so that no
+    layer waits for anything slower.
+    """
 
     epoch: int
     step: int
     base: Annotated[int, msgspec.Meta(ge=0)]
     bucket: Positive
     micro_batches: Positive
+    deadline_s: float = 0.0
+    whole: bool = False
 
 
 class Stop(Message, frozen=True, kw_only=True):

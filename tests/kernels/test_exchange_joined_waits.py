@@ -11,7 +11,7 @@ import triton.language as tl
 from testkit.joined import Guest, Seat, pair, rows_of
 
 from moe_kernels import exchange_joined_launch, exchange_joined_torch, exchange_joined_triton
-from moe_kernels.exchange_layout import ABORTED, DEADLINE, FAILED, MEMBER_GONE, PATIENCE
+from moe_kernels.exchange_layout import ABORTED, DEADLINE, FAILED, LATE, MEMBER_GONE, PATIENCE
 
 MS = 1_000_000
 TICK_NS, PATIENCE_NS, DEADLINE_NS = MS, 6 * MS, 20 * MS
@@ -57,7 +57,7 @@ def test_nobody_is_waited_for_longer_than_the_deadline(clock: Clock) -> None:
     *_, seat = timed_pair()
     assert seat.take() == 0
     assert DEADLINE_NS <= clock.past <= DEADLINE_NS + 4 * TICK_NS
-    assert seat.out() == [1, 1]
+    assert seat.out() == [LATE, LATE]
 
 
 @pytest.mark.parametrize("first_ms", [10, 18])
@@ -76,7 +76,7 @@ def test_who_comes_late_is_left_out_when_patience_ends(clock: Clock) -> None:
     clock.then[12 * MS] = lambda: other.send(rows_of(8))
     assert seat.take() == 0b01
     assert PATIENCE_NS <= clock.past < 12 * MS
-    assert seat.out() == [0, 1]
+    assert seat.out() == [0, LATE]
 
 
 def test_the_next_layer_has_a_wait_of_its_own(clock: Clock) -> None:

@@ -12,15 +12,24 @@ from perf.exchange.ipc import memory_by
 from perf.exchange.world import SECRET, World, as_it_is, device_of, identity, log_to_stderr
 
 from services.fabric.symm_host import Limits, SymmHost
+from services.fabric.tcp_compute import Compute
 from services.fabric.tcp_server import ExpertServer
 
 
 def serve_seat(
-    world: World, device: torch.device, seat: int, group: int, memory: str, limits: Limits | None = None
+    world: World,
+    device: torch.device,
+    seat: int,
+    group: int,
+    memory: str,
+    limits: Limits | None = None,
+    compute: Compute | None = None,
 ) -> ExpertServer:
-    """A started server of a seat with shared memory."""
+    """A started server of a seat with shared memory; ``compute``: None for what the world says."""
     experts = world.shard_groups()[group].experts
-    if world.compute == "shard":
+    if compute is not None:
+        pass
+    elif world.compute == "shard":
         compute = world.shard(experts, device).forward
     else:
         compute = identity if world.compute == "identity" else as_it_is

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 import torch
+from testkit.servers import wait_until
 
 from moe_kernels.exchange_layout import Layout
-from services.fabric.symm_muster import Muster
+from services.errors import FabricError, WireError
+from services.fabric.symm_muster import HOLD_SHARE, PATIENCE_SHARE, Muster
 from services.fabric.symm_team import Guest, Joining, Team
 from services.fabric.symm_tempo import Hold, Tempo
 from services.fabric.symm_wire import Step
 
 LAYOUT, OTHER = (Layout(rows=rows, hidden=4, slots=2, dtype=torch.float32) for rows in (8, 16))
-STEP = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
+LONG_S = 20.0
+
+
+def step_of(bucket: int = 8, *, micro_batches: int = 1, whole: bool = True, deadline_s: float = 60.0) -> Step:
+    return Step(
+        epoch=0, step=0, base=0, bucket=bucket, micro_batches=micro_batches, deadline_s=deadline_s, whole=whole
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -24,27 +34,51 @@ class Fake:
     place: int
     layout: Layout = LAYOUT
     begun: int = 0
+    stopped: int = 0
+    free: bool = True
     inbox: int = 0
     answers_at: int = 0
 
     def begin(self, _step: Step, _wait_s: float) -> None:
         self.begun += 1
 
+    def idle(self) -> bool:
+        return self.free
 
-@dataclass
+    def give_up(self) -> None:
+        self.stopped += 1
+
+
+@dataclass(eq=False)
 class FakeTeam:
     members: int
+    most: int = 64
     busy: bool = False
     stuck: bool = False
-    seconds: float = 0.0
+    late: bool = False
+    broken: bool = False
+    seconds: float = 1.0
+    closed: bool = False
     started: list[list[int]] = field(default_factory=list)
+    patience_s: float = 0.0
     parted: list[int] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
 
     def fits(self, steps: Sequence[Joining]) -> bool:
-        return len(steps) <= self.members and not self.busy
+        small = max(joining.step.bucket for joining in steps) <= self.most
+        return small and len(steps) <= self.members and not self.busy
 
-    def start(self, steps: Sequence[Joining]) -> None:
+    def start(self, steps: Sequence[Joining], patience_s: float) -> None:
+        if self.broken:
+            raise RuntimeError("the GPU said no")
         self.started.append([joining.guest.place for joining in steps])
+        self.patience_s, self.busy = patience_s, True
+
+    def was_late(self, _guest: Guest) -> bool:
+        return self.late
+
+    def leave_out(self, guest: Guest) -> None:
+        self.left_out.append(guest.place)
 
     def part(self, guest: Guest, _pause: Callable[[], object]) -> bool:
         self.parted.append(guest.place)
@@ -54,103 +88,246 @@ class FakeTeam:
         return not self.busy
 
     def close(self) -> None:
-        self.busy = False
+        self.closed = True
 
 
 @dataclass
 class Scene:
+    """Of the first three places each is held for the other two, for as long as may be, and so are ``too``."""
+
     muster: Muster
+    teams: dict[int, FakeTeam]
     began: list[tuple[int, bool]]
 
-    def enlist(self, *teams: FakeTeam) -> None:
-        for team in teams:
-            self.muster.enlist(LAYOUT, cast(Team, team))
-
-    def begin(self, *guests: Any, step: Step = STEP) -> None:
+    def enter(self, *guests: Any) -> None:
         for guest in guests:
-            self.muster.begin(guest, step)
+            self.muster.enter(guest)
+        wait_until(lambda: not any(one.missing() for one in self.muster._alike.values()), LONG_S, "teams are made")
+
+    def begin(self, *guests: Any, step: Step | None = None) -> None:
+        for guest in guests:
+            self.muster.begin(guest, step or step_of())
 
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    """Each of the first three places is held for the other two, for ever."""
     began: list[tuple[int, bool]] = []
-    monkeypatch.setattr(
-        Tempo, "come", lambda _self, place, *_: Hold(tuple({0, 1, 2} - {place}), 60.0) if place < 3 else None
-    )
+
+    def come(_tempo: Tempo, place: int, _rows: int, _now: float, most_s: float) -> Hold | None:
+        return Hold(tuple({0, 1, 2} - {place}), most_s) if place < 3 else None
+
+    monkeypatch.setattr(Tempo, "come", come)
     monkeypatch.setattr(Tempo, "began", lambda _self, place, _now, *, together: began.append((place, together)))
-    muster = Muster(2.0, 0.006)
-    yield Scene(muster, began)
+    teams = {size: FakeTeam(size) for size in (2, 4, 8)}
+    muster = Muster(lambda _layout, members: cast(Team, teams[members]), 2.0)
+    yield Scene(muster, teams, began)
+    muster.close()
+
+
+@pytest.mark.parametrize(
+    ("guests", "sizes"), [(1, []), (2, [2]), (3, [2, 4]), (4, [2, 4]), (5, [2, 4, 8]), (16, [2, 4, 8])]
+)
+def test_teams_of_every_size_are_made_whoever_came_first(scene: Scene, guests: int, sizes: list[int]) -> None:
+    scene.enter(*(Fake(place) for place in range(guests)))
+    (alike,) = scene.muster._alike.values()
+    assert [team.members for team in alike.teams] == sizes
+
+
+def test_a_guest_is_served_while_teams_are_made() -> None:
+    making, go_on = threading.Event(), threading.Event()
+
+    def make(_layout: Layout, members: int) -> Team:
+        making.set()
+        go_on.wait(LONG_S)
+        return cast(Team, FakeTeam(members))
+
+    muster, guests = Muster(make, 2.0), [Fake(0), Fake(1)]
+    for guest in guests:
+        muster.enter(guest)
+    assert making.wait(LONG_S)
+    for guest in guests:
+        muster.begin(guest, step_of())
+    assert [guest.begun for guest in guests] == [1, 1]
+    for guest in guests:
+        assert muster.leave(guest)
+    go_on.set()
+    muster.close()
+
+
+def test_what_cannot_be_made_is_tried_once() -> None:
+    tried: list[int] = []
+
+    def make(_layout: Layout, members: int) -> Team:
+        tried.append(members)
+        raise FabricError("no room")
+
+    muster = Muster(make, 2.0)
+    for place in range(3):
+        muster.enter(Fake(place))
+    wait_until(lambda: tried == [2, 4], LONG_S, "both are tried")
+    muster.enter(guest := Fake(3))
+    muster.begin(guest, step_of())
+    assert guest.begun == 1
+    assert tried == [2, 4]
     muster.close()
 
 
 def test_the_smallest_team_that_fits_takes_all_that_came(scene: Scene) -> None:
-    small, large = FakeTeam(4), FakeTeam(8)
-    scene.enlist(FakeTeam(2), large, small)
-    scene.begin(Fake(0), Fake(2))
+    guests = [Fake(place) for place in range(5)]
+    scene.enter(*guests)
+    scene.begin(guests[0], guests[2])
     assert not scene.muster.idle()
-    scene.begin(Fake(1))
-    assert (small.started, large.started) == ([[0, 2, 1]], [])
-    assert scene.began == [(0, True), (2, True), (1, True)]
+    scene.begin(guests[1])
+    assert [scene.teams[size].started for size in (2, 4, 8)] == [[], [[0, 2, 1]], []]
+    assert scene.teams[4].patience_s == pytest.approx(PATIENCE_SHARE * 60)
+    assert HOLD_SHARE + PATIENCE_SHARE < 1
+    assert sorted(scene.began) == [(0, True), (1, True), (2, True)]
     assert scene.muster.joined_steps == 3
-    assert scene.muster.idle()
+    assert scene.muster.seconds == 3.0
+
+
+def test_those_that_do_not_fit_together_begin_in_parts(scene: Scene) -> None:
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.teams[4].busy = True
+    scene.begin(guests[0], guests[1])
+    scene.begin(guests[2], step=step_of(16))
+    assert scene.teams[2].started == [[2, 0]]
+    assert guests[1].begun == 1
+    assert scene.muster.joined_steps == 2
+
+
+def test_one_whose_step_is_too_large_leaves_the_others_together(scene: Scene) -> None:
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.begin(guests[0], guests[1])
+    scene.begin(guests[2], step=step_of(512))
+    assert guests[2].begun == 1
+    assert scene.teams[2].started == [[0, 1]]
 
 
 def test_without_a_team_that_is_free_each_begins_alone(scene: Scene) -> None:
-    scene.enlist(FakeTeam(4, busy=True))
-    guests = Fake(0), Fake(1), Fake(2)
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    for team in scene.teams.values():
+        team.busy = True
     scene.begin(*guests)
     assert [guest.begun for guest in guests] == [1, 1, 1]
     assert scene.began == [(0, False), (1, False), (2, False)]
     assert scene.muster.joined_steps == 0
 
 
-def test_who_is_not_to_be_held_and_who_has_no_team_begins_at_once(scene: Scene) -> None:
-    scene.enlist(FakeTeam(4))
-    guests = Fake(0), Fake(7), Fake(1, OTHER)
+def test_a_team_that_fails_to_start_fails_nobody_else(scene: Scene) -> None:
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.teams[4].busy = scene.teams[2].broken = True
     scene.begin(*guests)
-    assert [guest.begun for guest in guests] == [0, 1, 1]
-    halves = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=2)
-    scene.begin(other := Fake(2), step=halves)
-    assert other.begun == 1
+    assert [guest.begun for guest in guests] == [0, 0, 1]
 
 
-def test_steps_of_another_layout_do_not_join_those_that_are_held(scene: Scene) -> None:
-    team = FakeTeam(4)
-    scene.enlist(team)
-    scene.muster.enlist(OTHER, cast(Team, FakeTeam(4)))
-    guests = Fake(0), Fake(1, OTHER), Fake(2)
+@pytest.mark.parametrize("step", [step_of(micro_batches=2), step_of(whole=False)])
+def test_what_cannot_be_joined_begins_at_once_and_is_waited_for_no_longer(scene: Scene, step: Step) -> None:
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.begin(guests[0], guests[1])
+    scene.begin(guests[2], step=step)
+    assert guests[2].begun == 1
+    assert scene.teams[2].started == [[0, 1]]
+
+
+def test_who_is_to_run_alone_begins_at_once(scene: Scene) -> None:
+    guests = [Fake(0), Fake(7)]
+    scene.enter(*guests)
     scene.begin(*guests)
-    assert [guest.begun for guest in guests] == [0, 1, 0]
+    assert [guest.begun for guest in guests] == [0, 1]
+
+
+def test_layouts_are_apart(scene: Scene) -> None:
+    guests = [Fake(0), Fake(1, OTHER), Fake(2)]
+    scene.enter(*guests)
+    scene.begin(*guests)
+    assert [guest.begun for guest in guests] == [0, 1, 0], "the one of its layout has no team"
+
+
+def test_nobody_is_held_beyond_a_share_of_its_deadline(scene: Scene) -> None:
+    guests = [Fake(0), Fake(1), Fake(2)]
+    scene.enter(*guests)
+    scene.begin(guests[0])
+    began = time.monotonic()
+    scene.begin(guests[1], step=step_of(deadline_s=0.2))
+    wait_until(lambda: scene.teams[2].started == [[0, 1]], LONG_S, "both begin")
+    assert time.monotonic() - began >= HOLD_SHARE * 0.2
 
 
 def test_a_guest_is_parted_from_its_team_before_its_next_step_begins(scene: Scene) -> None:
-    team = FakeTeam(4)
-    scene.enlist(team)
-    scene.begin(Fake(7))
-    assert team.parted == [7]
+    guests = [Fake(7), Fake(8)]
+    scene.enter(*guests)
+    scene.begin(guests[0])
+    assert scene.teams[2].parted == [7]
+
+
+def test_who_stops_is_left_out_without_a_wait_and_held_no_more(scene: Scene) -> None:
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.begin(guests[0], guests[1])
+    scene.muster.stop(guests[0], guests[0].give_up)
+    assert (guests[0].stopped, scene.teams[2].left_out, scene.teams[4].left_out) == (1, [0], [0])
+    assert len(scene.teams[2].parted) == 2, "as both began"
+    scene.begin(guests[2])
+    assert [sorted(places) for places in scene.teams[2].started] == [[1, 2]]
+
+
+def test_who_was_late_is_told_to_the_tempo(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[int] = []
+    monkeypatch.setattr(Tempo, "failed", lambda _self, place, _now: failed.append(place) or 1.0)
+    guests = [Fake(7), Fake(8)]
+    scene.enter(*guests)
+    scene.teams[2].late = True
+    scene.begin(guests[1])
+    assert failed == [8]
 
 
 def test_a_guest_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> None:
-    scene.enlist(FakeTeam(4, stuck=True))
-    scene.begin(guest := Fake(7))
-    assert guest.begun == 0
-    assert not scene.muster.leave(cast(Guest, guest))
+    guests = [Fake(7), Fake(8)]
+    scene.enter(*guests)
+    scene.teams[2].stuck = True
+    with pytest.raises(WireError, match="guest 7 cannot begin"):
+        scene.begin(guests[0])
+    assert guests[0].begun == 0
+    assert not scene.muster.leave(guests[0])
 
 
 def test_a_step_that_comes_again_is_held_once(scene: Scene) -> None:
-    team = FakeTeam(4)
-    scene.enlist(team)
-    first = Fake(0)
-    scene.begin(first, first, Fake(1), Fake(2))
-    assert team.started == [[0, 1, 2]]
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.begin(guests[0], guests[0], guests[1], guests[2])
+    assert scene.teams[4].started == [[0, 1, 2]]
 
 
 def test_who_has_left_is_neither_held_nor_waited_for(scene: Scene) -> None:
-    team = FakeTeam(4)
-    scene.enlist(team)
-    gone = Fake(1)
-    scene.begin(Fake(0), gone)
-    assert scene.muster.leave(cast(Guest, gone))
-    scene.begin(Fake(2))
-    assert team.started == [[0, 2]]
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    scene.begin(guests[0], guests[1])
+    assert scene.muster.leave(guests[1])
+    scene.begin(guests[2])
+    assert scene.teams[2].started == [[0, 2]]
+
+
+def test_teams_end_with_the_last_guest_of_their_layout(scene: Scene) -> None:
+    guests = [Fake(place) for place in range(3)]
+    scene.enter(*guests)
+    for guest in guests[:2]:
+        scene.muster.leave(guest)
+    assert not scene.teams[2].closed
+    scene.muster.leave(guests[2])
+    assert [scene.teams[size].closed for size in (2, 4, 8)] == [True, True, False]
+    assert scene.muster.seconds == 2.0, "what they computed stays counted"
+    assert scene.muster.leave(guests[2])
+
+
+def test_without_teams_every_step_begins_alone() -> None:
+    muster, guest = Muster(None, 2.0), Fake(0)
+    muster.enter(guest)
+    muster.begin(guest, step_of())
+    assert guest.begun == 1
+    muster.close()

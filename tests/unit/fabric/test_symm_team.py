@@ -21,7 +21,7 @@ from moe_kernels.exchange_layout import Layout
 from services.fabric.symm_host import Limits, SymmHost
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import HostMemory
-from services.fabric.symm_muster import Muster
+from services.fabric.symm_muster import _Alike
 from services.fabric.symm_steps import Steps
 from services.fabric.symm_team import Guest, Joining, Team, TeamBody
 from services.fabric.symm_tempo import Hold, Tempo
@@ -47,12 +47,19 @@ class Seat:
 
     def __init__(self, join_rows: int = 128) -> None:
         self.calls: list[int] = []
+        self.join_rows = join_rows
         self.held, self.freed, self.broken = threading.Event(), threading.Event(), threading.Event()
         self.host = SymmHost(
             self._compute, memory=HostMemory(), device=CPU, layers=list(range(LAYERS)), num_experts=EXPERTS,
             hidden=HIDDEN, dtype=torch.float32, limits=Limits(join_rows=join_rows),
         )  # fmt: skip
         self.server: ExpertServer = serve(scaled, symm=self.host, experts=GROUPS[0].experts)
+
+    def alike(self) -> list[_Alike]:
+        return list(self.host._muster._alike.values())
+
+    def waiting(self) -> int:
+        return sum(len(one.held) for one in self.alike())
 
     def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.broken.is_set():
@@ -85,6 +92,8 @@ def guests(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[li
             assert link.lane.wait_for(1, LONG_S)
             found.append(link)
         stack.callback(seat.freed.set)
+        if seat.join_rows and count > 1:
+            wait_until(lambda: not any(one.missing() for one in seat.alike()), LONG_S, "teams are made")
         yield found
 
 
@@ -174,7 +183,7 @@ def test_who_is_awaited_and_stops_is_waited_for_no_longer(together: Callable[[se
     with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         waiting = pool.submit(step, links[0], 3, 1)
-        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "the step is held for the other one's")
+        wait_until(lambda: seat.waiting() == 1, LONG_S, "the step is held for the other one's")
         links[1].close()
         assert waiting.result(LONG_S)
         assert seat.host.joined_steps() == 0
@@ -221,8 +230,7 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
 
 def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    seat.host._muster = Muster(0.1, 0.0)
-    seat.host._wait_s = 0.1
+    seat.host._muster._wait_s = seat.host._wait_s = 0.1
     with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
         together({0, 1})
         seat.held.set()
@@ -232,6 +240,7 @@ def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], N
         peer = next(peer for peer, guest in seat.host._guests.items() if guest.place == 1)
         seat.host.lost(peer)
         assert len(seat.host._guests) == 1
+        assert len(seat.host._in_use) == 1, "its memory is kept"
         seat.freed.set()  # the call writes to the memory of who is gone
         assert parts[0].result(LONG_S)
         links[1]._control.abort()
@@ -244,7 +253,7 @@ def test_a_member_that_begins_again_is_left_out_of_the_old_step(together: Callab
     with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         steady = pool.submit(step, links[0], 3, 1)
-        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "it waits")
+        wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
         links[1].begin_step(1, [4])
         first = call(4, 20)
         assert torch.equal(links[1].combine(links[1].dispatch(0, *first)), scaled(0, *first))
@@ -259,37 +268,41 @@ def test_a_member_that_begins_again_is_left_out_of_the_old_step(together: Callab
 def test_a_member_that_is_late_is_left_out_and_comes_again(
     together: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.fabric.symm_host.PATIENCE_S", 0.05)
+    failed: list[int] = []
+
+    def note(_tempo: Tempo, place: int, _now: float) -> float:
+        failed.append(place)
+        together(set())
+        return 1.0
+
+    monkeypatch.setattr(Tempo, "failed", note)
     seat = Seat()
     with guests(seat, 2, deadline_s=1.0) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         steady = pool.submit(step, links[0], 3, 1)
-        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "it waits")
+        wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
         began = time.monotonic()
         links[1].begin_step(1, [4])
         assert steady.result(LONG_S), "with the call of the other one alone"
-        assert time.monotonic() - began < 0.9
+        assert time.monotonic() - began < 0.9, "sooner than its own deadline"
         first = call(4, 20)
         assert not links[1].combine(links[1].dispatch(0, *first)).any()
         assert not links[1].settled()
-        together(set())
-        assert step(links[1], 4, 30)
+        assert step(links[1], 4, 30), "alone"
+        assert failed == [] or failed == [1]
 
 
-def test_a_member_that_stops_is_waited_for_no_longer(
-    together: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.fabric.symm_host.PATIENCE_S", LONG_S)
+def test_a_member_that_stops_is_waited_for_no_longer(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
     with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         steady = pool.submit(step, links[0], 3, 1)
-        wait_until(lambda: bool(seat.host._muster._held), LONG_S, "it waits")
+        wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
         links[1].begin_step(1, [4])
-        wait_until(lambda: not seat.host._muster._held, LONG_S, "both have begun")
+        wait_until(lambda: seat.waiting() == 0, LONG_S, "both have begun")
         links[1]._control.abort()
         assert not links[1].settled()
-        assert steady.result(LONG_S / 2)
+        assert steady.result(LONG_S / 5), "sooner than patience with it ends"
         assert seat.calls == [3] * LAYERS
 
 
@@ -299,12 +312,12 @@ def test_a_step_that_is_held_and_begun_again_begins_once(together: Callable[[set
     with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         links[0].begin_step(1, [3])
-        wait_until(lambda: len(seat.host._muster._held) == 1, LONG_S, "it waits")
+        wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
         links[0]._control.abort()
         assert not links[0].settled()
-        wait_until(lambda: not seat.host._muster._held, LONG_S, "it stopped")
+        wait_until(lambda: seat.waiting() == 0, LONG_S, "it stopped")
         again = pool.submit(step, links[0], 3, 1)
-        wait_until(lambda: len(seat.host._muster._held) == 1, LONG_S, "it waits again")
+        wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits again")
         assert step(links[1], 5, 10)
         assert again.result(LONG_S)
         assert seat.calls == [8] * LAYERS
@@ -324,16 +337,16 @@ def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], Non
         assert link.settled()
 
 
-def test_while_a_team_is_busy_others_begin_alone(together: Callable[[set[int]], None]) -> None:
+def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
     with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
         wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
-        ((team,),) = seat.host._muster._teams.values()
-        assert not team.fits([Joining(guest, Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1))
-                              for guest in seat.host._guests.values()])  # fmt: skip
+        (alike,) = seat.alike()
+        step_of = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
+        assert not any(team.fits([Joining(guest, step_of) for guest in alike.guests]) for team in alike.teams)
         seat.held.clear()
         seat.freed.set()
         assert all(part.result(LONG_S) for part in parts)
@@ -341,7 +354,7 @@ def test_while_a_team_is_busy_others_begin_alone(together: Callable[[set[int]], 
 
 def test_who_leaves_does_not_wait_for_the_step_after_its_own() -> None:
     body = TeamBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
-    team = Team(body, 2, wait_s=LONG_S, patience_s=1.0)
+    team = Team(body, 2, wait_s=LONG_S)
     first, second = (
         Joining(
             cast(Guest, SimpleNamespace(inbox=0, answers_at=0)),
@@ -351,8 +364,8 @@ def test_who_leaves_does_not_wait_for_the_step_after_its_own() -> None:
     )
     team.close()
     team._steps = cast(Steps, SimpleNamespace(idle=lambda: False, start=lambda *_: None))
-    team.start([first])
-    assert team.part(first.guest, lambda: team.start([second]))
+    team.start([first], 1.0)
+    assert team.part(first.guest, lambda: team.start([second], 1.0))
 
 
 def test_a_call_that_fails_is_made_again(together: Callable[[set[int]], None]) -> None:
