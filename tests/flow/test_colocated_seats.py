@@ -23,6 +23,10 @@ def check_end(server: Server) -> None:
     assert "Traceback" not in server.proc.log()
 
 
+def joined(server: Server) -> float:
+    return server.metric("expertmesh_experts_joined_steps_total")
+
+
 def pids(server: Server) -> set[int]:
     return {worker.pid for worker in server.of_role("colocated")}
 
@@ -37,22 +41,27 @@ async def disturbed(server: Server, wanted: list[dict[str, Any]], victim: psutil
     assert_recorded(wanted, await asking)
 
 
-@pytest.mark.parametrize("shared", ["off", "host"])
-def test_recorded_answers_by_several_seats_beside_attention(tmp_path: Path, shared: str) -> None:
+@pytest.mark.parametrize(("shared", "teams"), [("off", "off"), ("host", "off"), ("host", "auto")])
+def test_recorded_answers_by_several_seats_beside_attention(tmp_path: Path, shared: str, teams: str) -> None:
     with bench(tmp_path) as stage:
-        server = serve(stage, 2, fabric_shared=shared)
+        server = serve(stage, 2, fabric_shared=shared, fabric_teams=teams)
         wanted = recorded()[:32]
         assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=16)))
         rows = [server.metric("expertmesh_experts_rows_total", shard=shard) for shard in "01"]
         assert min(rows) > 0, "each holds a share of the experts"
         wait_until(lambda: server.metric("expertmesh_shared_steps_total") > 0 or shared == "off", 5, "memory is shared")
+        wait_until(lambda: joined(server) > 0 or teams == "off", 5, "some steps ran as one")
+        assert joined(server) == 0 or teams == "auto"
         check_end(server)
 
 
-def test_where_another_seat_holds_the_same_nobody_waits_for_the_dead_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"fabric_shared": "host", "fabric_teams": "auto"}])
+def test_where_another_seat_holds_the_same_nobody_waits_for_the_dead_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Three workers, one group: two may go at any time. One is killed, one is told to leave, both come again."""
     with bench(tmp_path) as stage:
-        server = serve(stage, 3, expert_groups=1)
+        server = serve(stage, 3, expert_groups=1, **options)
         wanted = recorded()[:64]
         for how in ("kill", "terminate"):
             before = server.of_role("colocated")
