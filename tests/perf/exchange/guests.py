@@ -169,10 +169,10 @@ def _measured(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
     guests = [Guest(number, case, device, server, memory) for number in range(case.guests)]
     for guest in guests:  # all: nothing may be captured beside what ``prepare`` captures
         assert guest.link.lane.wait_for(1, 120.0), "no memory is shared"
-    for guest in guests:
-        guest.prepare()
     while case.way != "alone" and any(one.missing() for one in host._muster._alike.values()):
         time.sleep(0.01)
+    for guest in guests:
+        guest.prepare()
     ready_s = time.perf_counter() - began
     begin = threading.Barrier(len(guests))
     threads = [threading.Thread(target=guest.run, args=(begin,), daemon=True) for guest in guests]
