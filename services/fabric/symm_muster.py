@@ -103,11 +103,14 @@ class Muster:
             self._look(alike)
 
     def stop(self, guest: Guest, give_up: Callable[[], None]) -> None:
-        """No more rows come of the step that it began last. Does not wait for what is being computed."""
+        """No more rows come of the step that it began last, which has failed. Waits for no call."""
         with self._changed:
             alike = self._alike[guest.layout]
             self._drop(alike, guest)
             for team in alike.teams:
+                if team.was_late(guest):
+                    seconds = alike.tempo.failed(guest.place, time.monotonic())
+                    log.warning("Guest %d was late in a step with others: alone for %g s.", guest.place, seconds)
                 team.leave_out(guest)
             give_up()
             self._look(alike)
@@ -189,9 +192,6 @@ class Muster:
     def _parted(self, alike: _Alike, guest: Guest) -> bool:
         """Whether it is in no step of a team any more. While that is waited for, others begin theirs."""
         for team in alike.teams:
-            if team.was_late(guest):
-                seconds = alike.tempo.failed(guest.place, time.monotonic())
-                log.warning("Guest %d was late in a step with others; it runs alone for %g s.", guest.place, seconds)
             if not team.part(guest, lambda: self._changed.wait(_RECHECK_S)):
                 return False
         return True

@@ -282,8 +282,13 @@ def test_who_was_late_is_told_to_the_tempo(scene: Scene, monkeypatch: pytest.Mon
     monkeypatch.setattr(Tempo, "failed", lambda _self, place, _now: failed.append(place) or 1.0)
     guests = [Fake(7), Fake(8)]
     scene.enter(*guests)
+    scene.begin(guests[1])
+    scene.muster.stop(guests[1], guests[1].give_up)
+    assert not failed
     scene.teams[2].late = True
     scene.begin(guests[1])
+    assert not failed, "a step that failed is stopped first: nothing is asked of the device at the others"
+    scene.muster.stop(guests[1], guests[1].give_up)
     assert failed == [8]
 
 
