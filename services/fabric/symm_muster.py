@@ -191,10 +191,7 @@ class Muster:
 
     def _parted(self, alike: _Alike, guest: Guest) -> bool:
         """Whether it is in no step of a team any more. While that is waited for, others begin theirs."""
-        for team in alike.teams:
-            if not team.part(guest, lambda: self._changed.wait(_RECHECK_S)):
-                return False
-        return True
+        return all(team.part(guest, lambda: self._changed.wait(_RECHECK_S)) for team in alike.teams)
 
     def _watch(self) -> None:
         """Those that did not come are waited for no longer."""
