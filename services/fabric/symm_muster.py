@@ -86,10 +86,10 @@ class Muster:
         """Begin its step: at once, or when those have come that it is to run with.
 
         Raises:
-            WireError: its last step is still being computed with others', after ``wait_s``.
+            WireError: it has not entered; its last step is still being computed with others', after ``wait_s``.
         """
         with self._changed:
-            alike, coming, now = self._alike[guest.layout], Joining(guest, step), time.monotonic()
+            alike, coming, now = self._of(guest), Joining(guest, step), time.monotonic()
             self._drop(alike, guest)
             if not self._parted(alike, guest):
                 raise WireError(f"A step of guest {guest.place} cannot begin: a call with its rows did not end.")
@@ -105,7 +105,7 @@ class Muster:
     def stop(self, guest: Guest, give_up: Callable[[], None]) -> None:
         """No more rows come of the step that it began last, which has failed. Waits for no call."""
         with self._changed:
-            alike = self._alike[guest.layout]
+            alike = self._of(guest)
             self._drop(alike, guest)
             for team in alike.teams:
                 if team.was_late(guest):
@@ -143,6 +143,12 @@ class Muster:
                 for team in alike.teams:
                     team.close()
                 alike.teams = ()
+
+    def _of(self, guest: Guest) -> _Alike:
+        alike = self._alike.get(guest.layout)
+        if alike is None or guest not in alike.guests:
+            raise WireError(f"Guest {guest.place} has no part in steps yet.")
+        return alike
 
     def _hold(self, alike: _Alike, coming: Joining, now: float, *, awaited: bool) -> bool:
         """Whether it waits, for others or with those that did for it."""
@@ -212,6 +218,8 @@ class Muster:
                 team = self._make(layout, members)
             except (ExpertMeshError, RuntimeError) as error:
                 log.warning("Steps of %d attention workers cannot run as one: %s", members, error)
+            except Exception:  # the thread's boundary: steps run alone, other teams are made
+                log.exception("Steps of %d attention workers cannot run as one.", members)
             with self._changed:
                 alike = self._alike.get(layout)
                 if alike is None or self._closed:

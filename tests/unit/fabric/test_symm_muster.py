@@ -159,7 +159,7 @@ def test_what_cannot_be_made_is_tried_once() -> None:
 
     def make(_layout: Layout, members: int) -> Team:
         tried.append(members)
-        raise FabricError("no room")
+        raise FabricError("no room") if members == 2 else KeyError("no kernel")
 
     muster = Muster(make, 2.0)
     for place in range(3):
@@ -300,6 +300,16 @@ def test_a_guest_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> No
         scene.begin(guests[0])
     assert guests[0].begun == 0
     assert not scene.muster.leave(guests[0])
+
+
+def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
+    scene.enter(Fake(0))
+    stranger = Fake(1)
+    with pytest.raises(WireError, match="Guest 1 has no part"):
+        scene.begin(stranger)
+    with pytest.raises(WireError):
+        scene.muster.stop(stranger, stranger.give_up)
+    assert (stranger.begun, stranger.stopped) == (0, 0)
 
 
 def test_a_step_that_comes_again_is_held_once(scene: Scene) -> None:
