@@ -23,9 +23,9 @@ from moe_kernels.exchange_layout import (
     MEMBER_LAST,
     MEMBER_OUT,
     MEMBER_ROWS,
-    MEMBERS,
     PATIENCE,
     Layout,
+    member_word,
 )
 from moe_kernels.exchange_torch import PAUSE_S, at
 
@@ -96,7 +96,7 @@ class _Member:
 
     @property
     def words(self) -> Tensor:
-        return self.control[MEMBERS + self.number * MEMBER :][:MEMBER]
+        return self.control[member_word(self.number, 0) :][:MEMBER]
 
     @property
     def rows(self) -> int:

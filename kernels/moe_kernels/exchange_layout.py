@@ -114,5 +114,10 @@ class Layout:
         return -(-bucket // self.block_rows(bucket))
 
 
+def member_word(member: int, word: int) -> int:
+    """Where the control block of joined calls has a member's word, one of the MEMBER constants."""
+    return MEMBERS + member * MEMBER + word
+
+
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -21,7 +21,7 @@ from services.fabric.counters import Counters, beside
 from services.fabric.symm_memory import Mapping as PeerMapping
 from services.fabric.symm_memory import PeerMemory, Region
 from services.fabric.symm_muster import Muster
-from services.fabric.symm_steps import GraphSteps, Shape, StepBody, Steps, ThreadSteps
+from services.fabric.symm_steps import Shape, StepBody, Steps, prepared
 from services.fabric.symm_team import Team, TeamBody
 from services.fabric.symm_time import Occupied
 from services.fabric.symm_wire import Offer, Step, Stop, Taken, buckets
@@ -236,7 +236,7 @@ class SymmHost:
         guest.answers = self._memory.open(ticket)
         guest.region = self._memory.share(layout.inbox_bytes)
         guest.body = StepBody(self._compute, self._layers, guest.region.bytes, self._counts_LE, layout)
-        guest.steps = GraphSteps(guest.body) if self._device.type == "cuda" else ThreadSteps(guest.body)
+        guest.steps = prepared(guest.body)
         self._muster.enter(guest)
         return Taken(ticket=guest.region.ticket, place=guest.place, beside=self._beside)
 
@@ -250,7 +250,7 @@ class SymmHost:
             raise FabricError(f"{members} of them have more than {rows} rows.")
         with beside(self._device) if self._aside else nullcontext():
             body = TeamBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
-            return Team(body, members, wait_s=self._wait_s)
+            return Team(body, wait_s=self._wait_s)
 
     def _dismiss(self, peer: Peer, guest: _Guest) -> None:
         if not self._muster.leave(guest):

@@ -95,10 +95,10 @@ class Muster:
                 raise WireError(f"A step of guest {guest.place} cannot begin: a call with its rows did not end.")
             awaited = guest.place in alike.awaited
             alike.awaited.discard(guest.place)
-            if not (alike.teams and step.whole and step.micro_batches == 1):
+            may_join = alike.teams and step.whole and step.micro_batches == 1
+            if not may_join:
                 alike.tempo.rest(guest.place)
-                coming.begin_alone(self._wait_s)
-            elif not self._hold(alike, coming, now, awaited=awaited):
+            if not may_join or not self._hold(alike, coming, now, awaited=awaited):
                 self._begin_alone(alike, coming)
             self._look(alike)
 
@@ -188,7 +188,7 @@ class Muster:
             alike.tempo.began(joining.guest.place, time.monotonic(), together=True)
 
     def _begin_alone(self, alike: _Alike, coming: Joining) -> None:
-        coming.begin_alone(self._wait_s)
+        coming.guest.begin(coming.step, self._wait_s)
         alike.tempo.began(coming.guest.place, time.monotonic(), together=False)
 
     @staticmethod

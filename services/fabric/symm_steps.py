@@ -294,3 +294,8 @@ class ThreadSteps:
                 with self._changed:
                     self._under_way -= 1
                     self._changed.notify_all()
+
+
+def prepared(body: Body) -> Steps:
+    """On a GPU its graphs are captured, which takes a while."""
+    return GraphSteps(body) if body.control.words.is_cuda else ThreadSteps(body)

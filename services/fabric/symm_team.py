@@ -19,7 +19,6 @@ from moe_kernels.exchange_joined import Joined, send_joined, take_joined
 from moe_kernels.exchange_layout import (
     DEADLINE,
     LATE,
-    MEMBER,
     MEMBER_ANSWERS,
     MEMBER_BASE,
     MEMBER_GONE,
@@ -27,12 +26,12 @@ from moe_kernels.exchange_layout import (
     MEMBER_LAST,
     MEMBER_OUT,
     MEMBER_ROWS,
-    MEMBERS,
     PATIENCE,
     Layout,
+    member_word,
 )
 from services.fabric.symm_control import ControlBlock
-from services.fabric.symm_steps import GraphSteps, Shape, Steps, ThreadSteps, computed
+from services.fabric.symm_steps import Shape, computed, prepared
 from services.fabric.symm_time import Watch
 from services.fabric.symm_wire import Step, buckets
 from services.fabric.tcp_compute import Compute
@@ -52,7 +51,7 @@ class TeamBody:
         rows: int,
     ) -> None:
         self._compute, self._layers, self._counts_LE = compute, list(layers), counts_LE
-        self._layout, self._members, self._rows = layout, members, rows
+        self._layout, self.members, self._rows = layout, members, rows
         self.control = ControlBlock(counts_LE.device)
         self.watch: Watch | None = None
         self._joined = Joined.room(rows, layout, counts_LE.device)
@@ -60,8 +59,8 @@ class TeamBody:
     @property
     def shapes(self) -> Iterator[Shape]:
         for bucket in buckets(self._layout.rows):
-            if bucket * self._members <= self._rows:
-                yield Shape(bucket, members=self._members)
+            if bucket * self.members <= self._rows:
+                yield Shape(bucket, members=self.members)
 
     @property
     def layers(self) -> int:
@@ -74,8 +73,8 @@ class TeamBody:
 
     def _exchange(self, bucket: int, at: int) -> None:
         """One micro-batch: the exchange of a layer has the layer's number."""
-        joined, layout, words = self._joined.of(bucket * self._members), self._layout, self.control.words
-        take_joined(joined, words, layout=layout, members=self._members, bucket=bucket, exchange=at)
+        joined, layout, words = self._joined.of(bucket * self.members), self._layout, self.control.words
+        take_joined(joined, words, layout=layout, members=self.members, bucket=bucket, exchange=at)
         with self.watch.around(at) if self.watch else nullcontext():
             parts = joined.x_CD, joined.taken_CK, joined.weights_CK
             send_joined(
@@ -84,7 +83,7 @@ class TeamBody:
                 self._counts_LE[at],
                 words,
                 layout=layout,
-                members=self._members,
+                members=self.members,
                 bucket=bucket,
                 exchange=at,
             )
@@ -127,12 +126,9 @@ class Joining:
     guest: Guest
     step: Step
 
-    def begin_alone(self, wait_s: float) -> None:
-        self.guest.begin(self.step, wait_s)
-
 
 class Team:
-    """Steps of up to ``members`` guests with memory of one layout. One at a time.
+    """Steps of several guests with memory of one layout. One at a time.
 
     For one thread at a time, all methods.
 
@@ -140,12 +136,16 @@ class Team:
         wait_s: how long a started step waits for rows of anybody.
     """
 
-    def __init__(self, body: TeamBody, members: int, *, wait_s: float) -> None:
-        self._body, self.members, self._wait_s = body, members, wait_s
+    def __init__(self, body: TeamBody, *, wait_s: float) -> None:
+        self._body, self._wait_s = body, wait_s
         self._shapes = frozenset(body.shapes)
         self._now: list[Guest | None] = []
-        gpu = body.control.words.is_cuda
-        self._steps: Steps = GraphSteps(body) if gpu else ThreadSteps(body)
+        self._steps = prepared(body)
+
+    @property
+    def members(self) -> int:
+        """That it has room for."""
+        return self._body.members
 
     @property
     def seconds(self) -> float:
@@ -167,22 +167,22 @@ class Team:
         for number, joining in enumerate(steps):
             guest, step = joining.guest, joining.step
             words |= {
-                _word(number, MEMBER_INBOX): guest.inbox,
-                _word(number, MEMBER_ANSWERS): guest.answers_at,
-                _word(number, MEMBER_BASE): step.base,
-                _word(number, MEMBER_LAST): step.base + self._body.layers,
-                _word(number, MEMBER_ROWS): step.bucket,
+                member_word(number, MEMBER_INBOX): guest.inbox,
+                member_word(number, MEMBER_ANSWERS): guest.answers_at,
+                member_word(number, MEMBER_BASE): step.base,
+                member_word(number, MEMBER_LAST): step.base + self._body.layers,
+                member_word(number, MEMBER_ROWS): step.bucket,
             }
         self._steps.start(self._shape(max(joining.step.bucket for joining in steps)), words)
 
     def leave_out(self, guest: Guest) -> None:
         """Of the step under way, from the next call on. Does not wait for that."""
         if guest in self._now and not self.idle():
-            self._body.control.raise_flag(_word(self._now.index(guest), MEMBER_GONE))
+            self._body.control.raise_flag(member_word(self._now.index(guest), MEMBER_GONE))
 
     def was_late(self, guest: Guest) -> bool:
         """Whether the others' patience with it ended, in the team's last step."""
-        return guest in self._now and self._body.control.told(_word(self._now.index(guest), MEMBER_OUT)) == LATE
+        return guest in self._now and self._body.control.told(member_word(self._now.index(guest), MEMBER_OUT)) == LATE
 
     def part(self, guest: Guest, pause: Callable[[], object]) -> bool:
         """Leave ``guest`` out of the step under way; whether nothing uses its memory any more, which takes as long as a
@@ -193,7 +193,7 @@ class Team:
         number = now.index(guest)
         self.leave_out(guest)
         until = time.monotonic() + self._wait_s
-        while self._now is now and not self.idle() and not self._body.control.told(_word(number, MEMBER_OUT)):
+        while self._now is now and not self.idle() and not self._body.control.told(member_word(number, MEMBER_OUT)):
             if time.monotonic() > until:
                 return False
             pause()
@@ -209,7 +209,3 @@ class Team:
 
     def _shape(self, bucket: int) -> Shape:
         return Shape(bucket, members=self.members)
-
-
-def _word(member: int, word: int) -> int:
-    return MEMBERS + member * MEMBER + word

@@ -20,17 +20,16 @@ from moe_kernels.exchange_layout import (
     DEADLINE,
     INBOX,
     JOB,
-    MEMBER,
     MEMBER_ANSWERS,
     MEMBER_BASE,
     MEMBER_INBOX,
     MEMBER_LAST,
     MEMBER_OUT,
     MEMBER_ROWS,
-    MEMBERS,
     PATIENCE,
     WORDS,
     Layout,
+    member_word,
 )
 
 EXPERTS, HIDDEN, SLOTS = 8, 48, 3
@@ -103,9 +102,7 @@ class Seat:
         self.joined.x_CD.fill_(torch.nan)
         self.counts_E = torch.zeros(EXPERTS, dtype=torch.int64)
 
-    @staticmethod
-    def at(member: int, word: int) -> int:
-        return MEMBERS + member * MEMBER + word
+    at = staticmethod(member_word)
 
     def take(self, exchange: int = 0) -> int:
         """Whose rows the call has."""

@@ -27,12 +27,9 @@ def serve_seat(
 ) -> ExpertServer:
     """A started server of a seat with shared memory; ``compute``: None for what the world says."""
     experts = world.shard_groups()[group].experts
-    if compute is not None:
-        pass
-    elif world.compute == "shard":
-        compute = world.shard(experts, device).forward
-    else:
-        compute = identity if world.compute == "identity" else as_it_is
+    if compute is None:
+        known = {"identity": identity, "pass": as_it_is}
+        compute = known.get(world.compute) or world.shard(experts, device).forward
     host = SymmHost(
         compute,
         memory=memory_by(memory, device),

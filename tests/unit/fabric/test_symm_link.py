@@ -26,6 +26,7 @@ from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
 from services.fabric import symm_host
 from services.fabric.symm_host import SymmHost
+from services.fabric.symm_lane import SharedSeat
 from services.fabric.symm_link import SymmLink, SymmOptions
 from services.fabric.symm_memory import HostMemory, memory_for
 from services.fabric.tcp_link import TcpLink
@@ -230,6 +231,23 @@ def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node
         serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
         assert serving.rows() == {0: (0, rows, 0, 0, 0, 0, rows, 0)}
         assert serving.layer_rows() == {0: rows}
+
+
+def test_a_seat_is_told_how_long_is_waited_and_whether_all_goes_through_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[float, bool]] = []
+    monkeypatch.setattr(SharedSeat, "start", lambda _, begun: told.append((begun.deadline_s, begun.whole)))
+    groups = even_groups([0], EXPERTS, 2)
+    with linked([Seat(0, groups[0]), Seat(1, groups[1])], groups=groups, deadline_s=3.0) as link:
+        link.begin_step(1, [3])
+        assert link.settled()
+        assert told == [(3.0, True)] * 2
+        other = next(shared for shared in link.lane.usable() if shared.link.seat.number == 1)
+        link._slow_until[other] = time.monotonic() + LONG_S
+        link.begin_step(2, [3])
+        assert link.settled()
+        assert told[2:] == [(3.0, False)]
 
 
 def test_a_seat_that_is_late_gets_the_step_again_over_tcp() -> None:

@@ -352,9 +352,21 @@ def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -
         assert all(part.result(LONG_S) for part in parts)
 
 
+def test_nobody_joins_whose_own_steps_have_not_ended() -> None:
+    """Those would still answer an older exchange into the memory that the team's answers go to."""
+    body = TeamBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
+    team, step_of = Team(body, wait_s=LONG_S), Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
+    ended, busy = (
+        Joining(cast(Guest, SimpleNamespace(idle=lambda idle=idle: idle)), step_of) for idle in (True, False)
+    )
+    assert team.fits([ended, ended])
+    assert not team.fits([ended, busy])
+    team.close()
+
+
 def test_who_leaves_does_not_wait_for_the_step_after_its_own() -> None:
     body = TeamBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
-    team = Team(body, 2, wait_s=LONG_S)
+    team = Team(body, wait_s=LONG_S)
     first, second = (
         Joining(
             cast(Guest, SimpleNamespace(inbox=0, answers_at=0)),
