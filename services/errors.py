@@ -9,7 +9,9 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
     |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
     |   |-- PortInUse           another process listens on the address
-    |   `-- FingerprintMismatch another model is served in this namespace
+    |   |-- FingerprintMismatch another model is served in this namespace
+    |   `-- VersionMismatch     members of this namespace live that read no version which this release writes
+    |-- UnreadableMessage       bytes from Redis that are no message of a kind and version that this release knows
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
     |-- KubernetesUnavailable   the API server does not answer, or refuses; what it said last grows stale
@@ -110,6 +112,17 @@ class PortInUse(StartupError):
 class FingerprintMismatch(StartupError):
     code = "fingerprint_mismatch"
     exit_code = 5
+
+
+class VersionMismatch(StartupError):
+    code = "version_mismatch"
+    exit_code = 6
+
+
+class UnreadableMessage(ExpertMeshError):
+    """Bytes that another process wrote and this release does not read. Its reader goes on without it."""
+
+    code = "unreadable_message"
 
 
 class StaleLeader(ExpertMeshError):

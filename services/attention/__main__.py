@@ -36,10 +36,12 @@ from services.queue.duty import on_duty
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
+from services.queue.quarantine import Quarantine
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
 from services.runtime import AGAIN, CRASHED, in_daemon, incarnation, run_role
+from services.wire import WIRE
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -71,6 +73,7 @@ class AttentionRole:
         self._beside_experts = beside_experts
         self._clock = RedisClock(redis)
         self._metrics = WorkerMetrics(registry)
+        self._quarantine = Quarantine.of(redis, settings, ATTENTION, self._metrics.unreadable)
         self._worker: AttentionWorker | None = None
         self._experts: TableFollower | None = None
         self._id = incarnation()
@@ -104,7 +107,7 @@ class AttentionRole:
             await self._serve(built, metrics_url, stop)
             return
         keys, limits = Keys(self._settings.namespace), QueueLimits.of(self._settings)
-        reader = TableReader(self._redis, keys, limits)
+        reader = TableReader(self._redis, keys, limits, quarantine=self._quarantine)
         self._experts = TableFollower(
             built.link,
             reader,
@@ -138,7 +141,9 @@ class AttentionRole:
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,
-            queue=WorkerQueue(self._redis, Keys(settings.namespace), QueueLimits.of(settings)),
+            queue=WorkerQueue(
+                self._redis, Keys(settings.namespace), QueueLimits.of(settings), quarantine=self._quarantine
+            ),
             clock=self._clock,
             options=self._options(built),
             after_step=steps.after_step,
@@ -231,6 +236,7 @@ class AttentionRole:
             pid=os.getpid(),
             version=version("expertmesh"),
             metrics_url=metrics_url,
+            wire=WIRE,
         )
 
     def _options(self, built: Built) -> WorkerOptions:

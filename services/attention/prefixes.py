@@ -15,7 +15,7 @@ class Prefixes:
 
     def looks_up(self, state: SequenceState) -> bool:
         # Scoring the prompt needs a row for each of its tokens, so nothing may be skipped.
-        return self._enabled and state.prompt_logprobs is None
+        return self._enabled and state.scored is None
 
     def match(self, state: SequenceState) -> list[int]:
         """Cached blocks of the sequence. The last known token is always recomputed: its row is what a draw needs."""

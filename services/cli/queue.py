@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from services.config import OptionParser, Settings, layer, parse_options
-from services.errors import ConfigError, error_from_info
+from services.errors import ConfigError, InternalError, error_from_info
 from services.gateway.tokenizer import TextCodec, load_codec, read_tokenizer_config
 from services.messages import AttemptLost, GenerateRequest, TokenEvent
 from services.queue.connect import connect
 from services.queue.dead_letters import DeadLetter, DeadLetters
-from services.queue.gateway_side import FIRST_ID, GatewayQueue
+from services.queue.gateway_side import FIRST_ID, GatewayQueue, Unreadable
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 
@@ -110,6 +110,8 @@ class Retry:
                 if isinstance(event, AttemptLost):
                     await self._resubmit(request, event.attempt, tokens)
                     continue
+                if isinstance(event, Unreadable):
+                    raise InternalError(f"The answer cannot be read: {event.reason}")
                 if event.token_id is not None and event.index == len(tokens):
                     tokens.append(event.token_id)
                 if event.finish:

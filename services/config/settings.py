@@ -301,6 +301,14 @@ class Settings(BaseSettings):
         "auto", "API keys: auto requires them unless --host is loopback", roles=(GATEWAY,)
     )
     api_keys_file: Path | None = _knob(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
+    answer_memory: int = _knob(
+        256,
+        "MiB for answers: under way, not read yet by their clients, and (a quarter of it) kept for their "
+        "Idempotency-Keys; over it requests get 503, and the largest answer ends",
+        roles=(GATEWAY,),
+        ge=1,
+        le=1 << 20,
+    )
     max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
     drain_delay: float = _knob(
         0.0,

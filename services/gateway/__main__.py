@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from redis.asyncio import Redis
@@ -22,7 +22,9 @@ from services.gateway.auth import Authenticator, FileKeys, KeyStore, RedisKeys, 
 from services.gateway.chat_template import load_chat_template
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
+from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
@@ -37,18 +39,11 @@ from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
+from services.queue.quarantine import Quarantine
 from services.queue.tasks import end_tasks
 from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
-
-
-def installed_version() -> str:
-    """The version of the installed package."""
-    try:
-        return importlib.metadata.version("expertmesh")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
@@ -98,9 +93,11 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         collector(registry=registry)
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
     name = incarnation()
-    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings))
+    quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
+    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings), quarantine=quarantine)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
-    table = JobTable(metrics, latencies)
+    offload = Offload(metrics)
+    table = JobTable(metrics, latencies, Holdings(settings.answer_memory << 20))
     follower = ResultFollower(
         queue,
         table,
@@ -118,6 +115,9 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         incarnation=name,
         request_timeout_s=settings.request_timeout,
         max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        keep_s=settings.idempotency_ttl,
+        offload=offload,
     )
     store = key_store(settings, redis)
     siblings = Siblings(parse_upstreams(settings.metrics_upstreams))
@@ -129,7 +129,8 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         siblings=siblings,
         registry=registry,
         metrics=metrics,
-        version=installed_version(),
+        offload=offload,
+        version=version("expertmesh"),
         protected=store is not None,
         max_body_bytes=settings.max_body_bytes,
         metrics_apart=bool(settings.metrics_port),
@@ -138,6 +139,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
         yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes)
     finally:
+        offload.close()
         await siblings.close()
 
 

@@ -27,6 +27,7 @@ from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
 from services.gateway.middleware import BodyLimit, RequestContext
+from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.prompts import PromptReader
 from services.gateway.results import ResultFollower
@@ -50,6 +51,7 @@ class Parts:
     siblings: Siblings
     registry: CollectorRegistry
     metrics: GatewayMetrics
+    offload: Offload
     version: str
     protected: bool
     max_body_bytes: int
@@ -143,7 +145,7 @@ def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *,
         include_usage=bool(options and options.include_usage),
     )
     kind = EventResponse if body.stream else WholeResponse
-    return kind(job, rendered, parts.follower.abandon)
+    return kind(job, rendered, parts.follower.abandon, parts.offload)
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:

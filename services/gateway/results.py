@@ -128,7 +128,7 @@ class ResultFollower:
         while True:
             try:
                 await self._queue.heartbeat(self._lease_s, self._fingerprint)
-                self.workers = await self._queue.workers()
+                self.workers = await self._queue.look()
                 if self.up and self._clock() > self._survey_due:
                     await self._survey()
             except QueueUnavailable as error:
@@ -147,7 +147,7 @@ class ResultFollower:
         await self._survey()
         unsent, self._unsent = self._unsent, {}
         self.cancel(unsent)
-        self.workers = await self._queue.workers()
+        self.workers = await self._queue.look()
         self.up = True
         self._metrics.queue_up.set(1)
         log.info("connected to Redis")
@@ -193,9 +193,10 @@ class ResultFollower:
         self.cancel(todo.cancel)
         for choice, attempt in todo.lost:
             self._spawn(self._resubmit(choice, attempt))
-        for job, choice in todo.gaps:
-            self._metrics.lost_attempts.labels("gap").inc()
-            self._spawn(self._resync(job, choice))
+        for reason, found in (("gap", todo.gaps), ("cancelled", todo.cancelled)):
+            for job, choice in found:
+                self._metrics.lost_attempts.labels(reason).inc()
+                self._spawn(self._resync(job, choice))
 
     async def _resubmit(self, choice: Choice, attempt: int) -> None:
         if choice.finish is not None:
@@ -203,7 +204,7 @@ class ResultFollower:
         request = choice.resubmission(attempt)
         choice.recovering = False  # events of the new attempt may come before the answer to this call
         log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
-        await self._queue.resubmit(request)  # False: the next survey tells why
+        await self._queue.resubmit(request, {request.prompt: choice.prompt})  # False: the next survey tells why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from importlib import resources
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -23,10 +24,13 @@ from services.errors import (
     StaleLeader,
     StaleTable,
     Unavailable,
+    VersionMismatch,
 )
 from services.queue.connect import queue_errors
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import HEAD_TOKENS, ID_BYTES
+from services.wire import OLDEST_WIRE, WIRE
 
 CHUNK = 500
 """Requests per call: the fields of one XADD must fit Lua's stack."""
@@ -63,7 +67,7 @@ class Scripts:
         self._limits = pack_limits(limits)
 
     async def run(self, name: str, *arguments: Argument) -> Any:
-        """The script's reply. Raises QueueUnavailable, StaleLeader, StaleTable or FingerprintMismatch."""
+        """The script's reply. Raises QueueUnavailable, or what its error says: see :func:`_typed`."""
         with queue_errors():
             try:
                 return await self._evaluate(self._scripts[name], (1, self._prefix, self._limits, *arguments))
@@ -109,13 +113,22 @@ def pack_limits(limits: QueueLimits) -> bytes:
             "max_attempts": limits.max_attempts,
             "max_stuck": limits.max_stuck,
             "max_dead": limits.max_dead_letters,
+            "max_unreadable": limits.max_unreadable,
             "stream_entries": limits.stream_entries,
+            "stream_bytes": limits.stream_bytes,
+            "dead_bytes": limits.dead_letter_bytes,
+            "max_keys": limits.max_idempotency_keys,
+            "head_bytes": HEAD_TOKENS * ID_BYTES,
+            "wire": WIRE,
+            "oldest_wire": OLDEST_WIRE,
+            "release": version("expertmesh"),
             "lease_ms": milliseconds(limits.lease_s),
             "tombstone_ms": milliseconds(limits.tombstone_s),
             "lost_ms": milliseconds(limits.lost_s),
             "grace_ms": milliseconds(limits.record_grace_s),
             "stream_ms": milliseconds(limits.stream_s),
             "dead_ms": milliseconds(limits.dead_letter_s),
+            "idem_ms": milliseconds(limits.idempotency_s),
             **{name: _text(msgspec.msgpack.encode(error.info())) for name, error in errors.items()},
         }
     )
@@ -133,6 +146,13 @@ def _typed(text: str) -> ExpertMeshError | None:
         highest = text.split("STALETABLE", 1)[1].split()[0]
         return StaleTable(
             f"Epoch {highest} of the routing table is in use already.", hint="Make the table anew for the next epoch."
+        )
+    if "WIRE" in text:
+        release, versions = text.split("WIRE", 1)[1].split()[:2]
+        return VersionMismatch(
+            f"Live members of this namespace are of release {release} and read versions {versions} of its messages; "
+            f"release {version('expertmesh')} reads {OLDEST_WIRE}-{WIRE}.",
+            hint="Upgrade by way of a release that reads some of both, or stop those members first.",
         )
     if "FINGERPRINT" in text:
         served = text.split("FINGERPRINT", 1)[1].split()[0]

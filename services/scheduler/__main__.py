@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
 
 from services.config import SCHEDULER, Settings
 from services.fabric.placement import Hysteresis
@@ -17,6 +16,7 @@ from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadReader
+from services.queue.quarantine import Quarantine
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
@@ -47,11 +47,10 @@ def _watched(settings: Settings) -> KubeReplicas | None:
 
 
 def _placement(
-    settings: Settings, redis: Redis, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
+    settings: Settings, reader: TableReader, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
 ) -> Callable[[], ExpertPlacement]:
     asked = settings.expert_groups
     groups = asked or max(1, settings.expert_workers)
-    reader = TableReader(redis, Keys(settings.namespace), QueueLimits.of(settings))
     hysteresis = Hysteresis(wait_s=settings.rebalance_after)
     return lambda: ExpertPlacement(
         seats,
@@ -80,9 +79,13 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     watched = _watched(settings)
     redis = connect(settings.redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
-    queue, seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
-    observer = Observer(SchedulerMetrics(registry), queue, watched)
-    sources = Sources(queue=queue, registry=seats, loads=LoadReader(redis, keys, limits), counts=watched)
+    metrics = SchedulerMetrics(registry)
+    quarantine = Quarantine.of(redis, settings, SCHEDULER, metrics.unreadable)
+    queue = SchedulerQueue(redis, keys, limits, quarantine=quarantine)
+    seats = SeatRegistry(redis, keys, limits, quarantine=quarantine)
+    observer = Observer(metrics, queue, watched)
+    loads = LoadReader(redis, keys, limits, quarantine=quarantine)
+    sources = Sources(queue=queue, registry=seats, loads=loads, counts=watched)
     token = incarnation()
     scheduler = Scheduler(
         queue,
@@ -90,7 +93,9 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         observer,
         token=token,
         lease_s=settings.lease,
-        placement=_placement(settings, redis, seats, observer, watched),
+        placement=_placement(
+            settings, TableReader(redis, keys, limits, quarantine=quarantine), seats, observer, watched
+        ),
         autoscaler=_autoscaler(settings, sources, observer),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)

@@ -23,7 +23,8 @@ from itertools import islice
 
 from services.messages import GenerateRequest
 from services.prefix import prefix_chain
-from services.queue.scheduler_side import WorkerState
+from services.queue.scheduler_side import Claim, WorkerState
+from services.wire import APART
 
 CHUNK_TOKENS = 64
 MAX_CHUNKS = 128
@@ -62,9 +63,9 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def chain(self, request: GenerateRequest) -> list[bytes]:
-        """Names of the prefixes of ``request``, shortest first."""
-        return list(islice(prefix_chain(request.token_ids, self._chunk_tokens), MAX_CHUNKS))
+    def chain(self, claim: Claim) -> list[bytes]:
+        """Names of the prefixes of ``claim``'s prompt, shortest first."""
+        return list(islice(prefix_chain(claim.head, self._chunk_tokens), MAX_CHUNKS))
 
     def held(self, chain: Sequence[bytes]) -> dict[str, int]:
         """Tokens of the prefix that each worker holds, for the workers that hold any; a gap ends a prefix."""
@@ -93,8 +94,8 @@ class DispatchPolicy:
     def __init__(self, memory: PrefixMemory | None = None) -> None:
         self._memory = memory or PrefixMemory()
 
-    def plan(self, requests: Sequence[GenerateRequest], workers: Iterable[WorkerState]) -> Plan:
-        """Choices for the longest head of ``requests`` that fits the workers' credit, in order.
+    def plan(self, claims: Sequence[Claim], workers: Iterable[WorkerState]) -> Plan:
+        """Choices for the longest head of ``claims`` that fits the workers' credit, in order.
 
         The first request that has to wait for credit ends the head: letting smaller ones behind it pass would starve
         it and undo the fair order in which they were claimed.
@@ -103,27 +104,35 @@ class DispatchPolicy:
         longest = max((worker.info.max_model_len for worker in states.values()), default=None)
         choices: list[Choice] = []
         hopeless: list[GenerateRequest] = []
-        for position, request in enumerate(requests):
-            if longest is not None and request.cost > longest:
+        for position, claim in enumerate(claims):
+            request = claim.request
+            if longest is not None and request.max_len > longest:
                 hopeless.append(request)
                 continue
-            choice = self._choose(request, states.values())
+            choice = self._choose(claim, states.values())
             if choice is None:
-                return Plan(choices=choices, hopeless=hopeless, waiting=requests[position:])
+                waiting = [later.request for later in claims[position:]]
+                return Plan(choices=choices, hopeless=hopeless, waiting=waiting)
             states[choice.worker_id] = _with(states[choice.worker_id], request.cost)
             choices.append(choice)
         return Plan(choices=choices, hopeless=hopeless, waiting=())
 
-    def _choose(self, request: GenerateRequest, workers: Iterable[WorkerState]) -> Choice | None:
-        cost = request.cost
-        able = [worker for worker in workers if worker.has_credit(cost) and cost <= worker.info.max_model_len]
+    def _choose(self, claim: Claim, workers: Iterable[WorkerState]) -> Choice | None:
+        request, cost = claim.request, claim.request.cost
+        able = [worker for worker in workers if _able(worker, request)]
         if not able:
             return None
-        chain = self._memory.chain(request)
+        chain = self._memory.chain(claim)
         held = self._memory.held(chain)
         best = min(able, key=lambda w: (score(w, cost, held.get(w.info.id, 0)), w.outstanding_requests, w.info.id))
         self._memory.remember(chain, best.info.id)
         return Choice(request=request, worker_id=best.info.id, held_tokens=held.get(best.info.id, 0))
+
+
+def _able(worker: WorkerState, request: GenerateRequest) -> bool:
+    """Whether ``worker`` has credit and room for ``request``, and reads it."""
+    reads = not request.prompt or worker.info.wire >= APART
+    return reads and worker.has_credit(request.cost) and request.max_len <= worker.info.max_model_len
 
 
 def score(worker: WorkerState, cost: int, held_tokens: int) -> float:

@@ -27,8 +27,10 @@ from services.queue.dead_letters import DeadLetters
 from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import unpack_ids, whole
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
+from services.wire import WIRE
 
 if TYPE_CHECKING:
     from testkit.gpu_workers import GpuPool
@@ -102,7 +104,13 @@ class Bench:
         return await self.gateway.admit(requests, timeout_s=timeout_s)
 
     async def claim(self, count: int = 100) -> list[GenerateRequest]:
-        return await self.scheduler.claim(self.epoch, count)
+        """Claimed requests, each with its prompt, as they were admitted."""
+        return [await self.whole(claim.request) for claim in await self.scheduler.claim(self.epoch, count)]
+
+    async def whole(self, request: GenerateRequest) -> GenerateRequest:
+        if not request.prompt:
+            return request
+        return whole(request, unpack_ids(await self.redis.get(self.keys.prompt(request.prompt))))
 
     async def depth(self) -> tuple[int, int]:
         """(requests, tokens) that wait in the queue."""
@@ -112,9 +120,10 @@ class Bench:
     async def run_on(self, worker_id: str, *requests: GenerateRequest) -> list[GenerateRequest]:
         """Admits ``requests`` and assigns them to a worker."""
         await self.admit(*requests)
-        claimed = await self.claim()
+        claimed = [claim.request for claim in await self.scheduler.claim(self.epoch, 100)]
+        found = [await self.whole(request) for request in claimed]
         assert all(await self.scheduler.assign(self.epoch, [(request, worker_id) for request in claimed]))
-        return claimed
+        return found
 
     async def events(self, incarnation: str = "g1") -> list[ResultEvent]:
         """What is new in a gateway's stream."""
@@ -147,6 +156,7 @@ class Bench:
             host="h",
             pid=1,
             version="0",
+            wire=WIRE,
         )
 
     @staticmethod
@@ -223,6 +233,7 @@ def new_bench(queue_limits: QueueLimits) -> Callable[[Redis], Awaitable[Bench]]:
         made = Bench(client, queue_limits)
         await made.lead()
         await made.gateway.heartbeat(60)
+        await made.gateway.look()
         return made
 
     return make

@@ -1,4 +1,4 @@
---@use base queue life admission
+--@use base prompts queue life admission
 -- Moves claimed requests to workers, within the workers' leases and credit.
 -- ARGV: limits, epoch, then per request id, attempt, worker, Assign message
 -- Returns per request the ms that it waited in the queue, or -1 if it was not assigned.
@@ -31,7 +31,7 @@ for i = 3, #ARGV, 4 do
     redis.call('PEXPIRE', P .. 'held:' .. worker, C.stream_ms)
     redis.call('HINCRBY', P .. 'worker:' .. worker, 'outstanding_tokens', r.cost)
     redis.call('ZADD', P .. 'leases', NOW + lease_ms, r.id)
-    append(P .. 'inbox:' .. worker, 'm', ARGV[i + 3])
+    append_inbox(worker, ARGV[i + 3])
     note_assigned(r.cost)
   elseif ours then
     requeue(r)

@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts queue life
 -- Takes back what members held whose processes have ended: requests now, as when a lease expires; seats, and readers of
 -- the table, at the scheduler's next look.
 -- ARGV: limits, then members: workers, seats, readers of the table

@@ -1,4 +1,4 @@
---@use base queue life admission
+--@use base prompts queue life admission
 -- Writes one engine step's events: one stream entry per gateway, with one field per request.
 -- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1), events (msgpack)
 -- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's.
@@ -18,7 +18,7 @@ for i = 3, #ARGV, 4 do
     refused[#refused + 1] = (i - 3) / 4
   end
 end
-for gateway, entry in pairs(entries) do append(P .. 'results:' .. gateway, unpack(entry)) end
+for gateway, entry in pairs(entries) do append_results(gateway, unpack(entry)) end
 for _, i in ipairs(ended) do
   local r = load_record(ARGV[i])
   detach(r)

@@ -1,4 +1,4 @@
---@use base queue life reclaim
+--@use base prompts queue life reclaim
 -- Removes workers whose lease expired and takes back all that they held.
 -- ARGV: limits, epoch, most requests
 -- Returns {workers removed, lost, dead, 1 if more is left}. On hold nothing happens.

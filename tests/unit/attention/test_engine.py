@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.scores import prompt_scores
 from torch import Tensor
 
 from services.attention.engine import Engine
@@ -22,7 +23,13 @@ SHARED = [5, 9, 33, 7, 21, 60, 44, 13, 2, 90, 17]
 
 
 def ask(
-    name: str, prompt: list[int], *, attempt: int = 1, delivered: tuple[int, ...] = (), **sampling: Any
+    name: str,
+    prompt: list[int],
+    *,
+    attempt: int = 1,
+    delivered: tuple[int, ...] = (),
+    wire: int = 1,
+    **sampling: Any,
 ) -> GenerateRequest:
     """A request, greedy unless ``sampling`` says otherwise; ``delivered`` tokens came from earlier attempts."""
     return GenerateRequest(
@@ -35,6 +42,7 @@ def ask(
         priority=5,
         tenant="t",
         reply_to="g",
+        wire=wire,
     )
 
 
@@ -161,18 +169,19 @@ def test_a_resumed_attempt_draws_what_the_first_would_have(make_engine: MakeEngi
         assert again.logprob.logprob == pytest.approx(before.logprob.logprob, abs=1e-5)
 
 
+@pytest.mark.parametrize("wire", [1, 2])
 @pytest.mark.parametrize("budget", [5, 64])
-def test_prompt_scores_equal_the_oracles(make_engine: MakeEngine, tiny: Any, budget: int) -> None:
+def test_prompt_scores_equal_the_oracles(make_engine: MakeEngine, tiny: Any, budget: int, wire: int) -> None:
     engine = make_engine(max_num_batched_tokens=budget)
     engine.add(ask("warm", SHARED))
     run(engine)
-    engine.add(ask("r", SHARED, prompt_logprobs=2, logprobs=2, max_tokens=1))
-    (event,) = run(engine)["r"]
+    engine.add(ask("r", SHARED, prompt_logprobs=2, logprobs=2, max_tokens=1, wire=wire))
+    events = run(engine)["r"]
+    event, scores = events[-1], prompt_scores(events)
     logprobs_TV = tiny.reference.logits(SHARED).log_softmax(-1)
-    assert event.prompt_logprobs is not None
-    assert event.prompt_logprobs[0] is None
-    assert len(event.prompt_logprobs) == len(SHARED)
-    for position, score in enumerate(event.prompt_logprobs[1:], start=1):
+    assert scores[0] is None
+    assert len(scores) == len(SHARED)
+    for position, score in enumerate(scores[1:], start=1):
         assert score is not None
         want = logprobs_TV[position - 1]
         assert score.logprob == pytest.approx(float(want[SHARED[position]]), abs=1e-5)

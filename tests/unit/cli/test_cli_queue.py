@@ -46,8 +46,8 @@ class Mesh:
         async with asyncio.timeout(10):
             while not (claimed := await self.scheduler.claim(self.epoch, 1)):
                 await asyncio.sleep(0.02)
-        assert all(await self.scheduler.assign(self.epoch, [(claimed[0], "w")]))
-        return claimed[0]
+        assert all(await self.scheduler.assign(self.epoch, [(claimed[0].request, "w")]))
+        return claimed[0].request
 
     async def lose(self, request_id: str) -> None:
         await self.redis.zadd(self.keys.leases, {request_id: 1})
