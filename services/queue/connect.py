@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -42,7 +43,14 @@ _REFUSALS = {
     "TRYAGAIN": "is moving its data",
     "NOREPLICAS": "has too few replicas to accept writes",
     "UNBLOCKED": "changed its role",
+    "NOSCRIPT": "has lost its scripts",
+    "NOPERM": "does not let this user do that; compare the user's rule with `expertmesh redis-acl`",
 }
+_UNNAMED: dict[str, None] = (
+    {"driver_info": None} if find_spec("redis.driver_info") else {"lib_name": None, "lib_version": None}
+)
+"""Not to introduce the client's library with each connection: an ACL user may not, and each try would be logged."""
+_DENIED_TO_A_SCRIPT = "The user executing the script can't"
 _CREDENTIALS = (AuthenticationError, NoPermissionError)
 _log = logging.getLogger(__name__)
 
@@ -60,6 +68,7 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "health_check_interval": 15,
+        **_UNNAMED,
     }
     scheme = scheme_of(url)
     if scheme in SENTINEL_SCHEMES:
@@ -160,6 +169,7 @@ def _unavailable(reason: str) -> QueueUnavailable:
 
 def _refusal(error: Exception) -> str | None:
     """What a server that answers with a refusal says. The client strips codes it knows; scripts wrap them."""
-    code = getattr(error, "status_code", None)
+    denied = isinstance(error, NoPermissionError) or _DENIED_TO_A_SCRIPT in str(error)
+    code = "NOPERM" if denied else getattr(error, "status_code", None)
     words = [code, *re.findall(r"\b[A-Z]{3,}\b", str(error))]
     return next((_REFUSALS[word] for word in words if word in _REFUSALS), None)
