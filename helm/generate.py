@@ -24,6 +24,7 @@ CHART = ROOT / "helm/expertmesh"
 MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- values: end -->")
 OWNED = {
     *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "metrics_upstreams", "redis_url"),
+    "redis_url_file",
     *("namespace", "attention_workers", "expert_workers", "colocated_workers", "experts", "expert_groups", "rank"),
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
     *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "process", "fabric_shared"),

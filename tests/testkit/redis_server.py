@@ -49,7 +49,7 @@ class RedisServer:
         self._folder = tempfile.mkdtemp(prefix="emq")
         self.socket = f"{self._folder}/s"
         self.url = f"unix://{self.socket}"
-        place = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder)
+        place: tuple[str, ...] = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder)
         if "--requirepass" not in options:
             place += ("--aclfile", str(write_users(Path(self._folder), binary)))
         self._command = [binary, *place, "--save", "", "--loglevel", "warning", *options]
