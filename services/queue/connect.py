@@ -134,7 +134,8 @@ def known_faults(info: Mapping[str, Any]) -> str:
     No reason to refuse it: distributions mend a version and leave its number.
     """
     version = str(info["redis_version"])
-    line, patch = _numbers(version)[:2], (*_numbers(version), 0)[2]
+    first, second, patch = (*_numbers(version), 0, 0)[:3]
+    line = (first, second)
     newer = line > max(_MENDED)
     if _private(info) or "valkey_version" in info or newer or patch >= _MENDED.get(line, patch + 1):
         return ""

@@ -15,7 +15,10 @@ from testkit.servers import Bench, Server, bench, flags, free_port
 
 from services.queue.embedded import find_redis_server
 
-ROLES = ("scheduler", "gateway", "attention", "experts")
+LAYOUTS = {
+    "experts apart": ("scheduler", "gateway", "attention", "experts"),
+    "seats": ("scheduler", "gateway", "workers"),
+}
 
 
 class Guarded:
@@ -36,7 +39,7 @@ class Guarded:
     def url(self, role: str) -> str:
         return f"redis://{role}:{role}@127.0.0.1:{self._port}/0"
 
-    def start(self) -> Server:
+    def start(self, layout: str) -> Server:
         port, common = free_port(), {"namespace": NAMESPACE}
         fabric = {"model": self._model, "dtype": "float32", "device": "cpu", "fabric_secret_file": self.secret}
         options: dict[str, dict[str, object]] = {
@@ -44,10 +47,21 @@ class Guarded:
             "gateway": {"port": port, "model": self._model, "served_model_name": "tiny"},
             "attention": {"experts": "tcp", "kv_blocks": 256, **fabric},
             "experts": fabric,
+            "workers": {"colocated_workers": 2, "kv_blocks": 256, **fabric},
         }
-        for role in ROLES:
-            proc = self._stage.role(role, redis_url=self.url(role), **common, **options[role])
+        for role in LAYOUTS[layout]:
+            words = [
+                sys.executable,
+                "-m",
+                "services",
+                role,
+                *flags(redis_url=self.url(role), **common, **options[role]),
+            ]
+            proc = self._stage.start(role, words)
         return Server(url=f"http://127.0.0.1:{port}", proc=proc)
+
+    def log(self) -> str:
+        return "".join(proc.log() for proc in self._stage.procs)
 
     def cli(self, role: str, *words: str) -> subprocess.CompletedProcess[str]:
         place = flags(redis_url=self.url(role), namespace=NAMESPACE)
@@ -55,24 +69,25 @@ class Guarded:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.fixture(scope="module")
-def guarded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded, Server]]:
+@pytest.fixture(scope="module", params=LAYOUTS)
+def guarded(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Guarded, Server]]:
     with bench(tmp_path_factory.mktemp("users")) as stage:
         made = Guarded(stage, tiny)
-        server = made.start()
+        server = made.start(request.param)
         server.wait_ready()
         yield made, server
 
 
 def test_a_deployment_of_users_serves(guarded: tuple[Guarded, Server]) -> None:
-    _, server = guarded
+    made, server = guarded
     for key in ("a", "a", "b"):
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "n": 2, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Idempotency-Key": key}, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 8
-    logs = "".join(proc.log() for proc in guarded[0]._stage.procs)
-    assert "does not let this user" not in logs
+    assert "does not let this user" not in made.log()
 
 
 def test_people_look_as_the_scheduler_and_keep_keys_as_operator(guarded: tuple[Guarded, Server]) -> None:
