@@ -90,7 +90,7 @@ class RedisBook:
 
 def main(argv: Sequence[str]) -> int:
     """Runs one action and returns the exit code."""
-    given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "namespace"])
+    given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "redis_url_file", "namespace"])
     asyncio.run(_run(given, layer(given).settings))
     return 0
 

@@ -112,6 +112,9 @@ class Settings(BaseSettings):
     redis_url: str | None = _knob(
         None, "redis://, rediss://, redis+sentinel:// or unix:// URL; `serve` without it runs a private Redis"
     )
+    redis_url_file: Path | None = _knob(
+        None, "file that holds the Redis URL and nothing else, so that its password stands in no command line"
+    )
     namespace: str = _knob(
         "expertmesh",
         "prefix of all keys in Redis; deployments that share a Redis differ in it",
@@ -201,6 +204,12 @@ class Settings(BaseSettings):
     fabric_tls_key: Path | None = _knob(None, "the key of --fabric-tls-cert, PEM", roles=(EXPERTS,))
     fabric_tls_ca: Path | None = _knob(
         None, "certificates, PEM, of which one has signed each expert worker's --fabric-tls-cert", roles=(ATTENTION,)
+    )
+    fabric_tls_name: str | None = _knob(
+        None,
+        "name that expert workers' certificates carry, checked instead of their address",
+        roles=(ATTENTION,),
+        min_length=1,
     )
     fabric_lane: Literal["auto", "tcp", "nccl", "gloo"] = _knob(
         "auto",
@@ -424,7 +433,8 @@ class Settings(BaseSettings):
         return value
 
     @field_validator(
-        "model", "api_keys_file", "fabric_secret_file", "fabric_tls_cert", "fabric_tls_key", "fabric_tls_ca"
+        *("model", "api_keys_file", "fabric_secret_file", "fabric_tls_cert", "fabric_tls_key", "fabric_tls_ca"),
+        "redis_url_file",
     )
     @classmethod
     def _home(cls, value: Path | None) -> Path | None:

@@ -1,7 +1,8 @@
 """The Lua scripts: every change to the queue's state is one of them, so it happens whole or not at all.
 
 A script file starts with ``--@use`` and the libraries (other files) that are put in front of it. Every call passes
-the key prefix as its one key, the limits as the first argument, and runs by hash; a server without the text gets it.
+the key prefix as its one key, the limits as the first argument, and runs by hash; a server without the text gets it
+from whoever may load scripts.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from services.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
     ExpertMeshError,
     FingerprintMismatch,
+    QueueUnavailable,
     StaleLeader,
     StaleTable,
     Unavailable,
@@ -80,7 +82,16 @@ class Scripts:
         try:
             return await self._redis.execute_command("EVALSHA", script.sha, *rest)  # type: ignore[no-untyped-call]
         except NoScriptError:
-            return await self._redis.execute_command("EVAL", script.text, *rest)  # type: ignore[no-untyped-call]
+            await self._load(script)
+            return await self._redis.execute_command("EVALSHA", script.sha, *rest)  # type: ignore[no-untyped-call]
+
+    async def _load(self, script: Script) -> None:
+        try:
+            await self._redis.execute_command("SCRIPT", "LOAD", script.text)  # type: ignore[no-untyped-call]
+        except NoPermissionError as error:
+            raise QueueUnavailable(
+                "The queue is unavailable: Redis has no scripts yet, and a scheduler loads them.", retry_after_s=1
+            ) from error
 
     async def run_chunks(self, name: str, head: tuple[Argument, ...], items: list[tuple[Argument, ...]]) -> list[Any]:
         """The replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them each."""

@@ -18,8 +18,10 @@ from services.queue.limits import QueueLimits
 from services.queue.loads import LoadReader
 from services.queue.quarantine import Quarantine
 from services.queue.scheduler_side import SchedulerQueue
+from services.queue.script_keeper import ScriptKeeper
 from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
+from services.queue.tasks import end_tasks
 from services.runtime import MetricsServer, incarnation, run_role
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
@@ -99,14 +101,17 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         autoscaler=_autoscaler(settings, sources, observer),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
+    keeping: list[asyncio.Task[None]] = []
     try:
         port = await server.start()
         log.info("scheduler %s up, metrics on port %d", token, port)
         await check_access(redis, stop)
         if watched:
             watched.start()
+        keeping.append(asyncio.create_task(ScriptKeeper(redis).run()))
         await scheduler.run(stop)
     finally:
+        await end_tasks(keeping)
         if watched:
             watched.close()
         await server.close()
