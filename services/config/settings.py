@@ -125,6 +125,13 @@ class Settings(BaseSettings):
         4_000_000, "tokens (prompt + max_tokens) that may wait; more get 429", roles=(GATEWAY,), ge=1
     )
     lease: float = _knob(6.0, "seconds without a heartbeat after which a process counts as dead", ge=0.1, le=3600)
+    gateway_lease: float | None = _knob(
+        None,
+        "the same of a gateway, seconds: for so long its requests go on without it (default: five times --lease)",
+        roles=(GATEWAY,),
+        ge=0.1,
+        le=3600,
+    )
     max_attempts: int = _knob(
         8, "lost attempts after which a request is dead-lettered; 3 without a new token suffice", ge=1, le=100
     )
@@ -400,6 +407,11 @@ class Settings(BaseSettings):
     log_format: Literal["auto", "text", "json"] = _knob("auto", "auto is text on a terminal and JSON lines elsewhere")
     supervisor_pid: int | None = _knob(None, "process whose death ends this one (set by `serve` and `workers`)", ge=1)
     process: str | None = _knob(None, "name of this process in its logs (set by `serve` and `workers`)", min_length=1)
+
+    @property
+    def own_gateway_lease(self) -> float:
+        """Of a gateway, in seconds. Longer than others' leases: nobody can take over what only its clients wait for."""
+        return 5 * self.lease if self.gateway_lease is None else self.gateway_lease
 
     def shard_bounds(self) -> dict[int, tuple[int, int]]:
         """Shard group -> its fewest and most replicas, where it has its own."""

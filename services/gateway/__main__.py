@@ -7,10 +7,12 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from redis.asyncio import Redis
@@ -27,6 +29,7 @@ from services.gateway.intake import Intake
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
+from services.gateway.pulse import Beat, Pulse
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
@@ -80,6 +83,18 @@ class Gateway:
     follower: ResultFollower
     parts: Parts
     notes: LoadNotes
+    pulse: Pulse
+
+
+async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
+    """Heartbeats of the gateway ``name`` over a connection of their own."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    redis = connect(settings.redis_url, max_connections=1)
+    try:
+        queue = GatewayQueue(redis, Keys(settings.namespace), name, QueueLimits.of(settings))
+        await keep(partial(queue.heartbeat, settings.own_gateway_lease))
+    finally:
+        await redis.aclose()
 
 
 @asynccontextmanager
@@ -95,6 +110,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     name = incarnation()
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
     queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings), quarantine=quarantine)
+    pulse = Pulse(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
     table = JobTable(metrics, latencies, Holdings(settings.answer_memory << 20))
@@ -103,8 +119,10 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         table,
         metrics,
         lease_s=settings.lease,
+        own_lease_s=settings.own_gateway_lease,
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
+        on_beat=pulse.tick,
     )
     intake = Intake(
         prompts=PromptReader(model, lambda: follower.workers),
@@ -137,7 +155,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes)
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse)
     finally:
         offload.close()
         await siblings.close()
@@ -151,7 +169,13 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     try:
         async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
-            await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+            gateway.pulse.start()
+            try:
+                await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+            finally:
+                await gateway.pulse.stop()
+            with contextlib.suppress(QueueUnavailable):
+                await gateway.queue.leave()
     finally:
         listener.close()
         await redis.aclose()
@@ -201,8 +225,6 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         server.stop()
         await serving
         await end_tasks([following, telling])
-    with contextlib.suppress(QueueUnavailable):
-        await gateway.queue.leave()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -358,7 +358,9 @@ async def _running(
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
     offload, holdings = Offload(metrics), Holdings(answer_bytes)
     table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), holdings)
-    follower = ResultFollower(queue, table, metrics, lease_s=lease_s, request_timeout_s=request_timeout_s)
+    follower = ResultFollower(
+        queue, table, metrics, lease_s=lease_s, own_lease_s=lease_s, request_timeout_s=request_timeout_s
+    )
     model = ServedModel(
         name="tiny",
         vocab_size=codec.tokenizer.get_vocab_size(),
