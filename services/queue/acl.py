@@ -65,8 +65,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 _REQUESTS = _words(
-    "req: prompt: prompt_refs: queue: ring: deficit: deadlines leases tenant: owned: results: drain wake worker: held: "
-    "inbox:"
+    "req: prompt: prompt_refs: suspects queue: ring: deficit: deadlines leases tenant: owned: results: drain wake "
+    "worker: held: inbox:"
 )
 """A request's life, which gateways, schedulers and attention workers move on."""
 _MEMBERS = _words("model wires wire: unreadable")

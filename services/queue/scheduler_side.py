@@ -32,6 +32,10 @@ class WorkerState:
     outstanding_requests: int
     credit_tokens: int
     credit_requests: int
+    unproven: int = 0
+    """Requests without a token; counted while there are suspects."""
+    guarded: bool = False
+    """One of those is a suspect, which runs alone."""
 
     def has_credit(self, cost: int) -> bool:
         """Whether :meth:`SchedulerQueue.assign` would accept a request of ``cost`` tokens."""
@@ -43,10 +47,12 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A request that the leader took out of the queue. ``head``: how its prompt begins, as far as that is of use."""
+    """A request that the leader took out of the queue. ``head``: how its prompt begins, as far as that is of use.
+    ``suspect``: its last worker died before it had sent a token of it."""
 
     request: GenerateRequest
     head: Sequence[int]
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,7 @@ class SchedulerQueue:
         rows = await self._scripts.run("claim", epoch, max_requests, max_tokens or 0)
         claims: list[Claim] = []
         heads: dict[str, Sequence[int]] = {}
-        for request_id, body, attempt, deadline_ms, reply_to, head in rows:
+        for request_id, body, attempt, deadline_ms, reply_to, head, suspect in rows:
             try:
                 request = decode_request(body)
             except UnreadableMessage as error:
@@ -150,7 +156,7 @@ class SchedulerQueue:
                 heads[request.prompt] = unpack_ids(head)
             known = heads.get(request.prompt, ()) if request.prompt else request.token_ids[:HEAD_TOKENS]
             taken = structs.replace(request, attempt=attempt, deadline_ms=deadline_ms, reply_to=reply_to.decode())
-            claims.append(Claim(taken, known))
+            claims.append(Claim(taken, known, suspect == b"1"))
         return claims
 
     async def _end_unreadable(self, epoch: int, request_id: str, error: UnreadableMessage, body: bytes) -> None:
@@ -162,7 +168,8 @@ class SchedulerQueue:
     async def assign(self, epoch: int, pairs: Sequence[tuple[GenerateRequest, str]]) -> list[Assignment]:
         """Moves leases to workers and writes Assign into their inboxes, one answer per pair.
 
-        False: the worker's lease or credit is gone and the request is back at its place, or the request itself is gone
+        False: the worker's lease or credit is gone, or one that it has or this one is to run alone, and the request is
+        back at its place; or the request itself is gone
         (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
         """
         items: list[tuple[Argument, ...]] = [
@@ -226,7 +233,13 @@ class SchedulerQueue:
 
 
 def _worker_state(
-    info: WorkerInfo, outstanding_tokens: int, outstanding_requests: int, credit_tokens: int, credit_requests: int
+    info: WorkerInfo,
+    outstanding_tokens: int,
+    outstanding_requests: int,
+    credit_tokens: int,
+    credit_requests: int,
+    unproven: int,
+    guarded: int,
 ) -> WorkerState:
     return WorkerState(
         info=info,
@@ -234,4 +247,6 @@ def _worker_state(
         outstanding_requests=outstanding_requests,
         credit_tokens=credit_tokens,
         credit_requests=credit_requests,
+        unproven=unproven,
+        guarded=bool(guarded),
     )

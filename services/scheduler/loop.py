@@ -255,14 +255,14 @@ class _Term:
         plan = self._policy.plan(claims, workers)
         refused = await self._assign(plan.choices)
         self._head_waits = bool(plan.waiting)
-        if plan.waiting:
-            await self._queue.release(self._epoch, plan.waiting)
+        if later := [*plan.waiting, *plan.deferred]:
+            await self._queue.release(self._epoch, later)
         for request in plan.hopeless:
             await self._fail(request, workers)
         if refused:
             return REFUSED_RETRY_S
         # Fewer than asked for: the queue is empty, or what is left needs credit, and either's end wakes us.
-        return 0.0 if len(claims) == limit and not plan.waiting else self._intervals.tick
+        return 0.0 if len(claims) == limit and not later else self._intervals.tick
 
     async def _assign(self, choices: Sequence[Choice]) -> int:
         """Number of choices that came to nothing; the queue has put their requests back."""

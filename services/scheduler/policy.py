@@ -45,11 +45,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What becomes of claimed requests. ``hopeless`` are longer than any worker's context; ``waiting`` lack credit."""
+    """What becomes of claimed requests. ``hopeless`` are longer than any worker's context; ``waiting`` lack credit;
+    ``deferred`` are suspects that no worker can run alone yet."""
 
     choices: Sequence[Choice]
     hopeless: Sequence[GenerateRequest]
     waiting: Sequence[GenerateRequest]
+    deferred: Sequence[GenerateRequest] = ()
 
 
 class PrefixMemory:
@@ -98,28 +100,35 @@ class DispatchPolicy:
         """Choices for the longest head of ``claims`` that fits the workers' credit, in order.
 
         The first request that has to wait for credit ends the head: letting smaller ones behind it pass would starve
-        it and undo the fair order in which they were claimed.
+        it and undo the fair order in which they were claimed. Suspects are passed: each waits for a worker that is kept
+        for it, and gets nothing else, until that has no other request without a token.
         """
         states = {worker.info.id: worker for worker in workers}
         longest = max((worker.info.max_model_len for worker in states.values()), default=None)
         choices: list[Choice] = []
         hopeless: list[GenerateRequest] = []
+        deferred: list[GenerateRequest] = []
         for position, claim in enumerate(claims):
             request = claim.request
             if longest is not None and request.max_len > longest:
                 hopeless.append(request)
                 continue
             choice = self._choose(claim, states.values())
-            if choice is None:
+            if choice is not None:
+                states[choice.worker_id] = _with(states[choice.worker_id], claim)
+                choices.append(choice)
+            elif claim.suspect:
+                deferred.append(request)
+                if kept := _kept_for(request, states.values()):
+                    states[kept.info.id] = replace(kept, guarded=True)
+            else:
                 waiting = [later.request for later in claims[position:]]
-                return Plan(choices=choices, hopeless=hopeless, waiting=waiting)
-            states[choice.worker_id] = _with(states[choice.worker_id], request.cost)
-            choices.append(choice)
-        return Plan(choices=choices, hopeless=hopeless, waiting=())
+                return Plan(choices=choices, hopeless=hopeless, waiting=waiting, deferred=deferred)
+        return Plan(choices=choices, hopeless=hopeless, waiting=(), deferred=deferred)
 
     def _choose(self, claim: Claim, workers: Iterable[WorkerState]) -> Choice | None:
         request, cost = claim.request, claim.request.cost
-        able = [worker for worker in workers if _able(worker, request)]
+        able = [worker for worker in workers if _able(worker, request) and not (claim.suspect and worker.unproven)]
         if not able:
             return None
         chain = self._memory.chain(claim)
@@ -130,9 +139,16 @@ class DispatchPolicy:
 
 
 def _able(worker: WorkerState, request: GenerateRequest) -> bool:
-    """Whether ``worker`` has credit and room for ``request``, and reads it."""
+    """Whether ``worker`` has credit and room for ``request``, reads it, and is not there for a suspect alone."""
     reads = not request.prompt or worker.info.wire >= APART
-    return reads and worker.has_credit(request.cost) and request.max_len <= worker.info.max_model_len
+    fits = request.max_len <= worker.info.max_model_len and worker.has_credit(request.cost)
+    return reads and fits and not worker.guarded
+
+
+def _kept_for(request: GenerateRequest, workers: Iterable[WorkerState]) -> WorkerState | None:
+    """The worker that will be the first to run the suspect ``request`` alone."""
+    able = [worker for worker in workers if _able(worker, request)]
+    return min(able, key=lambda worker: (worker.unproven, worker.info.id), default=None)
 
 
 def score(worker: WorkerState, cost: int, held_tokens: int) -> float:
@@ -140,10 +156,12 @@ def score(worker: WorkerState, cost: int, held_tokens: int) -> float:
     return (worker.outstanding_tokens + cost - held_tokens) / worker.credit_tokens
 
 
-def _with(worker: WorkerState, cost: int) -> WorkerState:
+def _with(worker: WorkerState, claim: Claim) -> WorkerState:
     """``worker`` with one more request."""
     return replace(
         worker,
-        outstanding_tokens=worker.outstanding_tokens + cost,
+        outstanding_tokens=worker.outstanding_tokens + claim.request.cost,
         outstanding_requests=worker.outstanding_requests + 1,
+        unproven=worker.unproven + 1,
+        guarded=claim.suspect,
     )

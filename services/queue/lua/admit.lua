@@ -1,4 +1,4 @@
---@use base prompts queue life admission idempotency
+--@use base prompts suspects queue life admission idempotency
 -- Puts requests of one tenant into the queue: all of them, or none. A long batch takes several calls; the first of them
 -- answers for all.
 -- ARGV: limits, tenant, reply_to, timeout ms, concurrency, interval ms, burst, requests of later calls (-1: this is one

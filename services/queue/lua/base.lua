@@ -7,7 +7,7 @@ local NOW = TIME[1] * 1000 + math.floor(TIME[2] / 1000)
 
 local FIELDS = {
   'state', 'attempt', 'failures', 'stuck', 'holder', 'seq', 'deadline', 'tenant', 'priority', 'cost', 'budget',
-  'delivered', 'streamed', 'reply_to', 'admitted', 'queued_at', 'cancelled', 'prompt',
+  'delivered', 'streamed', 'reply_to', 'admitted', 'queued_at', 'cancelled', 'prompt', 'suspect',
 }
 local NUMBERS = {
   'attempt', 'failures', 'stuck', 'deadline', 'priority', 'cost', 'budget', 'delivered', 'admitted', 'queued_at',

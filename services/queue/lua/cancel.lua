@@ -1,4 +1,4 @@
---@use base prompts queue life
+--@use base prompts suspects queue life
 -- Cancels requests of one gateway.
 -- ARGV: limits, reply_to, then per request id, delivered (-1: unknown)
 -- Returns the number of live requests that ended. Others are left as they are.

@@ -1,7 +1,7 @@
---@use base prompts queue life
+--@use base prompts suspects queue life
 -- Takes requests out of the queue for the leader: strict between priorities, deficit round-robin between tenants.
 -- ARGV: limits, epoch, most requests, most tokens (0: no bound)
--- Returns {{id, body, attempt, deadline, reply_to, how the prompt begins ('': the body has it)}, ...}.
+-- Returns {{id, body, attempt, deadline, reply_to, how the prompt begins ('': the body has it), '1' for a suspect}, ...}.
 -- Guarantees: a tenant is served while its deficit covers the head of its queue; then the deficit grows by one quantum
 -- and the next one's turn comes. Rounds in which nobody could be served are taken in one go, so the work is bounded by
 -- requests x tenants.
@@ -37,7 +37,7 @@ local function take(head)
   redis.call('ZADD', P .. 'claims', ARGV[2], r.id)
   redis.call('ZADD', P .. 'leases', NOW + C.lease_ms, r.id)
   local body = redis.call('HGET', P .. 'req:' .. r.id, 'body')
-  answer[#answer + 1] = { r.id, body, r.attempt, r.deadline, r.reply_to, beginning(r.prompt) }
+  answer[#answer + 1] = { r.id, body, r.attempt, r.deadline, r.reply_to, beginning(r.prompt), r.suspect }
   tokens = tokens + r.cost
   return true
 end

@@ -1,4 +1,4 @@
---@use base prompts queue life
+--@use base prompts suspects queue life
 -- Forgets a dead letter.
 -- ARGV: limits, id
 -- Returns 1, or 0 if there is no such dead letter.

@@ -1,4 +1,4 @@
--- Library (needs base, prompts, queue): the steps of a request's life that several scripts share.
+-- Library (needs base, prompts, suspects, queue): the steps of a request's life that several scripts share.
 
 -- Enters r among the requests of the gateway that it replies to. One without a lease gets it: its death must be seen.
 local function own(r)
@@ -63,6 +63,7 @@ end
 local function conclude(r, cancelled)
   local key = P .. 'req:' .. r.id
   give_prompt_back(r.prompt)
+  clear(r.id)
   redis.call('ZREM', P .. 'tenant:' .. r.tenant, r.id)
   redis.call('SREM', P .. 'owned:' .. r.reply_to, r.id)
   redis.call('DEL', key)
@@ -139,6 +140,11 @@ local function lose(r, reason, failures)
   r.attempt = r.attempt + 1
   r.failures = r.failures + failures
   r.stuck = (r.streamed == '' and r.stuck or 0) + failures
+  if r.streamed ~= '' then
+    r.suspect = clear(r.id)
+  elseif failures > 0 then
+    r.suspect = suspect(r)
+  end
   if failures > 0 and (r.failures >= C.max_attempts or r.stuck >= C.max_stuck) then
     bury(r, reason)
     send_end(r, 'error', C.exhausted)
@@ -146,8 +152,34 @@ local function lose(r, reason, failures)
     return 'dead'
   end
   set(r, 'state', 'lost', 'attempt', r.attempt, 'failures', r.failures, 'stuck', r.stuck,
-    'holder', '', 'streamed', '')
+    'holder', '', 'streamed', '', 'suspect', r.suspect)
   redis.call('ZADD', P .. 'leases', NOW + C.lost_ms, r.id)
   send_lost(r, reason)
   return 'lost'
+end
+
+-- Takes back up to most requests of a dead worker, and removes it when it holds none any more. A suspect that ran there
+-- alone is to blame; others are lost without a failure. Returns {lost, dead} and whether the worker was removed.
+local function bereave(worker, most)
+  local held, count = P .. 'held:' .. worker, { lost = 0, dead = 0 }
+  local blamed = redis.call('HGET', P .. 'worker:' .. worker, 'blamed')
+  if not blamed then
+    local _, alone = unproven(worker)
+    blamed = alone or ''
+    if redis.call('EXISTS', P .. 'worker:' .. worker) == 1 then
+      redis.call('HSET', P .. 'worker:' .. worker, 'blamed', blamed)
+    end
+  end
+  for _, id in ipairs(redis.call('HKEYS', held)) do
+    if most <= 0 then break end
+    most = most - 1
+    local r = load_record(id)
+    if r and r.state == 'running' and r.holder == worker then
+      local outcome = lose(r, 'worker lost', (blamed == '' or blamed == id) and 1 or 0)
+      count[outcome] = count[outcome] + 1
+    end
+    redis.call('HDEL', held, id)
+  end
+  local removed = redis.call('EXISTS', held) == 0
+  return count, removed and remove_worker(worker), most
 end

@@ -1,4 +1,4 @@
---@use base prompts queue life reclaim
+--@use base prompts suspects queue life reclaim
 -- Cancels the requests of gateways whose lease expired.
 -- ARGV: limits, epoch, most requests
 -- Returns {gateways removed, requests cancelled, 1 if more is left}. On hold nothing happens.

@@ -1,4 +1,4 @@
---@use base prompts queue life
+--@use base prompts suspects queue life
 -- Queues the next attempt of a request at its original place.
 -- ARGV: limits, id, attempt, reply_to, tenant, priority, cost, budget, delivered, deadline, body, prompt, its ids ('': it
 -- may be there)

@@ -1,4 +1,4 @@
---@use base prompts queue life
+--@use base prompts suspects queue life
 -- Admits a dead letter's prompt again, with no failures counted, past the bounds.
 -- ARGV: limits, id, reply_to, deadline offset ms, tenant, priority, cost, budget, body, prompt
 -- Returns {attempt, deadline}, or nil if there is no such dead letter.

@@ -1,4 +1,4 @@
---@use base prompts queue life admission
+--@use base prompts suspects queue life admission
 -- Moves a request to another gateway, whose client came back with the same Idempotency-Key.
 -- ARGV: limits, id, reply_to, timeout ms, concurrency, interval ms, burst, tenant, priority, cost, budget, body, prompt,
 -- its ids ('': it may be there)

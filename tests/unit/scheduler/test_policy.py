@@ -212,3 +212,39 @@ def test_scores_are_charged_but_need_no_room_in_the_context() -> None:
     assert (scored.max_len, scored.cost) == (100, 160)
     assert len(DispatchPolicy().plan(claims([scored]), [worker("a", longest=100)]).choices) == 1
     assert not DispatchPolicy().plan(claims([scored]), [worker("a", credit=159, tokens=1)]).choices
+
+
+def suspect(name: str) -> Claim:
+    return Claim(request([1] * 10, name=name), [1] * 10, suspect=True)
+
+
+def test_a_suspect_goes_where_nothing_else_is_without_a_token_and_nothing_follows_it() -> None:
+    busy, calm = replace(worker("busy"), unproven=2), worker("calm", tokens=500)
+    plan = DispatchPolicy().plan(
+        [suspect("s"), *claims([request([2], name="r1"), request([3], name="r2")])], [busy, calm]
+    )
+    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [
+        ("s", "calm"), ("r1", "busy"), ("r2", "busy"),
+    ]  # fmt: skip
+
+
+def test_a_suspect_that_nobody_can_run_alone_is_passed_and_a_worker_kept_for_it() -> None:
+    workers = [replace(worker("a"), unproven=2), replace(worker("b", tokens=50), unproven=1)]
+    plan = DispatchPolicy().plan([suspect("s"), *claims([request([2], name="r")])], workers)
+    assert [item.id for item in plan.deferred] == ["s"]
+    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [("r", "a")]
+    assert not plan.waiting
+
+
+def test_while_all_workers_are_there_for_suspects_others_wait() -> None:
+    guarded = replace(worker("a"), unproven=1, guarded=True)
+    plan = DispatchPolicy().plan([suspect("s"), *claims([request([2], name="r")])], [guarded])
+    assert ([item.id for item in plan.deferred], [item.id for item in plan.waiting]) == (["s"], ["r"])
+    assert not plan.choices
+
+
+def test_two_suspects_take_two_workers() -> None:
+    plan = DispatchPolicy().plan([suspect("s"), suspect("t")], [worker("a"), worker("b")])
+    assert {choice.worker_id for choice in plan.choices} == {"a", "b"}
+    alone = DispatchPolicy().plan([suspect("s"), suspect("t")], [worker("a")])
+    assert (len(alone.choices), len(alone.deferred)) == (1, 1)
