@@ -44,12 +44,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate.
 
     ``token_ids`` holds the prompt and then the tokens that earlier attempts delivered; ``prompt_len`` is where
     the prompt ends. ``attempt`` is the fencing token: results of a lower attempt are refused.
     ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process.
+    Requests share cached prefixes with those alone that have the same ``cache_salt``.
     """
 
     id: str
@@ -61,6 +62,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     tenant: str
     reply_to: str
+    cache_salt: str = ""
 
     @property
     def cost(self) -> int:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Encoding, Tokenizer, models
 
 from services.gateway.tokenizer import TextCodec
 
@@ -53,11 +53,8 @@ class ControlTokens:
     def spans(self, text: str) -> list[Span]:
         """Where the tokenizer finds control tokens in ``text``, with the white space that they swallow."""
         encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
-        return [
-            Span(*encoding.token_to_chars(index), self._found[token_id])
-            for index, token_id in enumerate(encoding.ids)
-            if token_id in self._found
-        ]
+        found = [(index, self._found.get(token_id)) for index, token_id in enumerate(encoding.ids)]
+        return [Span(*_place(encoding, index), token_id) for index, token_id in found if token_id is not None]
 
     def encode(self, pieces: Sequence[str | int]) -> list[int]:
         """Token ids of texts and control tokens (given as ids) in turn; no text becomes a control token.
@@ -134,6 +131,13 @@ def _scanner(added: Iterable[AddedToken]) -> Tokenizer:
     scanner = Tokenizer(models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
     scanner.add_tokens(list(added))
     return scanner
+
+
+def _place(encoding: Encoding, index: int) -> tuple[int, int]:
+    """The characters of a token that is one of the text's."""
+    place: tuple[int, int] | None = encoding.token_to_chars(index)
+    assert place is not None
+    return place
 
 
 def _known(tokenizer: Tokenizer, string: str) -> int:

@@ -196,6 +196,7 @@ class Intake:
                     priority=plan.priority,
                     tenant=caller.tenant,
                     reply_to=self._incarnation,
+                    cache_salt=body.cache_salt or "",
                 )
                 choices.append(Choice(index, request, codec, rendering))
         return Job(

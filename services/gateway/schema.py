@@ -91,6 +91,12 @@ class GenerationBody(Body):
     priority: int | None = Field(
         None, ge=PRIORITIES[0], le=PRIORITIES[-1], description=f"0 is served first; {DEFAULT_PRIORITY} by default."
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prefixes are shared with requests of the same salt only.",
+    )
     return_token_ids: bool | None = Field(None, description="Add `token_ids` to every choice.")
     user: str | None = Field(None, max_length=1024, description="Accepted for compatibility; not used.")
 
