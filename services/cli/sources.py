@@ -17,10 +17,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Source(Protocol):
-    """``revision`` is what its name stands for today: a commit, or the name itself. ``fixed``: it always will."""
+    @property
+    def revision(self) -> str:
+        """What its name stands for today: a commit, or the name itself."""
 
-    revision: str
-    fixed: bool
+    @property
+    def fixed(self) -> bool:
+        """Whether it always will."""
 
     def files(self) -> list[str]:
         """Names of the checkpoint's files, with slashes between folders."""
