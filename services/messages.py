@@ -59,7 +59,7 @@ SCORES_PER_TOKEN = 32
 """So many scores are charged like one token: to find, send and print them takes about as long as to compute it."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate.
 
     ``token_ids`` holds the prompt and then the tokens that earlier attempts delivered; ``prompt_len`` is where
@@ -67,6 +67,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``token_ids`` has only what follows it. ``attempt`` is the fencing token: results of a lower attempt are refused.
     ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process, which reads
     messages up to the version ``wire``.
+    Requests share cached prefixes with those alone that have the same ``cache_salt``.
     """
 
     id: str
@@ -80,6 +81,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     reply_to: str
     prompt: str = ""
     wire: int = OLDEST_WIRE
+    cache_salt: str = ""
 
     @property
     def max_len(self) -> int:

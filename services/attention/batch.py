@@ -35,7 +35,7 @@ class BatchManager:
         self.pool = pool
         self.counters = BatchCounters()
         self._limits = limits
-        self._prefixes = Prefixes(pool, enabled=limits.prefix_cache)
+        self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
         self._held_back = HeldBack(pool)
         self._clock = clock
         self._held: dict[str, SequenceState] = {}

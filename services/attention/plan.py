@@ -10,6 +10,7 @@ import msgspec
 from services.attention.sequence import SequenceState
 from services.errors import RequestError
 from services.messages import PromptScores, TokenLogprob
+from services.prefix import PrefixScope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,7 @@ class BatchLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     prefix_cache: bool = True
+    prefix_cache_scope: PrefixScope = "tenant"
     chunked_prefill: bool = True
 
 

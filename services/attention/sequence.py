@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from services.attention.draw_row import DrawRow
 from services.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob
-from services.prefix import ROOT, block_hash
+from services.prefix import PrefixScope, prefix_chain, prefix_root
 from services.wire import APART
 
 
@@ -60,13 +60,14 @@ class SequenceState:
         """Order in the batch. The last in it is preempted first."""
         return self.request.priority, self.admission
 
-    def extend_chain(self, block_size: int, blocks: int) -> list[bytes]:
+    def extend_chain(self, block_size: int, blocks: int, scope: PrefixScope) -> list[bytes]:
         """Names of the first ``blocks`` full blocks, hashing only those that are new."""
-        parent = self.chain[-1] if self.chain else ROOT
-        for index in range(len(self.chain), blocks):
-            parent = block_hash(parent, self.token_ids[index * block_size : (index + 1) * block_size])
-            self.chain.append(parent)
-        return self.chain[:blocks]
+        chain, request = self.chain, self.request
+        new = self.token_ids[len(chain) * block_size : blocks * block_size]
+        if new:
+            parent = chain[-1] if chain else prefix_root(scope, request.tenant, request.cache_salt)
+            chain.extend(prefix_chain(new, block_size, parent))
+        return chain[:blocks]
 
     def score(self, scores: PromptScores) -> list[TokenEvent]:
         """Take scores of prompt tokens in, the next in order; the events that bring them."""

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from services.config import redis_url as redis_urls
+from services.prefix import PrefixScope
 
 ENV_PREFIX = "EXPERTMESH_"
 Role = Literal["gateway", "scheduler", "attention", "experts", "colocated", "workers"]
@@ -150,6 +151,11 @@ class Settings(BaseSettings):
     kv_memory_gib: float = _knob(1.0, "memory for KV blocks, GiB", roles=(ATTENTION,), gt=0, le=1 << 20)
     block_size: int = _knob(16, "tokens in a KV block", roles=(ATTENTION,), ge=1, le=1024)
     prefix_cache: bool = _knob(True, "keep the KV blocks of finished prompts for later ones", roles=(ATTENTION,))
+    prefix_cache_scope: PrefixScope = _knob(
+        "tenant",
+        "among whom they are shared: the requests of a tenant (an API key), or all",
+        roles=(SCHEDULER, ATTENTION),
+    )
     chunked_prefill: bool = _knob(True, "split long prompts over several steps", roles=(ATTENTION,))
     kv_overcommit: float = _knob(
         1.5, "tokens assigned to a worker, as a multiple of its KV tokens", roles=(ATTENTION,), gt=0, le=100

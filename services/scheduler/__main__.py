@@ -27,7 +27,7 @@ from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
-from services.scheduler.policy import DispatchPolicy
+from services.scheduler.policy import DispatchPolicy, PrefixMemory
 from services.scheduler.scaling import Autoscaler, ScalingOptions, Sources
 
 SWITCH_S = 0.0005
@@ -91,7 +91,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     token = incarnation()
     scheduler = Scheduler(
         queue,
-        DispatchPolicy(),
+        DispatchPolicy(PrefixMemory(scope=settings.prefix_cache_scope)),
         observer,
         token=token,
         lease_s=settings.lease,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from services.messages import GenerateRequest
-from services.prefix import prefix_chain
+from services.prefix import PrefixScope, prefix_chain, prefix_root
 from services.queue.scheduler_side import Claim, WorkerState
 from services.wire import APART
 
@@ -55,9 +55,16 @@ class Plan:
 
 
 class PrefixMemory:
-    """Bounded map from the name of a prefix to the workers that were last given it."""
+    """Bounded map from the name of a prefix to the workers that were last given it. ``scope``: who shares prefixes."""
 
-    def __init__(self, *, chunk_tokens: int = CHUNK_TOKENS, capacity: int = REMEMBERED_CHUNKS) -> None:
+    def __init__(
+        self,
+        *,
+        scope: PrefixScope = "tenant",
+        chunk_tokens: int = CHUNK_TOKENS,
+        capacity: int = REMEMBERED_CHUNKS,
+    ) -> None:
+        self._scope = scope
         self._chunk_tokens = chunk_tokens
         self._capacity = capacity
         self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
@@ -67,7 +74,8 @@ class PrefixMemory:
 
     def chain(self, claim: Claim) -> list[bytes]:
         """Names of the prefixes of ``claim``'s prompt, shortest first."""
-        return list(islice(prefix_chain(claim.head, self._chunk_tokens), MAX_CHUNKS))
+        root = prefix_root(self._scope, claim.request.tenant, claim.request.cache_salt)
+        return list(prefix_chain(claim.head[: MAX_CHUNKS * self._chunk_tokens], self._chunk_tokens, root))
 
     def held(self, chain: Sequence[bytes]) -> dict[str, int]:
         """Tokens of the prefix that each worker holds, for the workers that hold any; a gap ends a prefix."""

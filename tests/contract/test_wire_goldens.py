@@ -53,15 +53,17 @@ def test_request_round_trips_and_keeps_its_bytes() -> None:
         "priority": 5,
         "tenant": "anonymous",
         "reply_to": "gw-1",
-        "prompt": "",
-        "wire": 1,
     }
     assert (REQUEST.max_len, REQUEST.cost, REQUEST.delivered) == (11, 11, 1)
 
 
-def test_a_request_of_an_earlier_release_is_read() -> None:
-    plain = msgspec.msgpack.decode(messages.encode(REQUEST), strict=False)
-    del plain["prompt"], plain["wire"]
+def test_what_this_release_adds_to_a_request_is_left_out_where_it_says_nothing() -> None:
+    """So an earlier release reads it, and this one reads what that wrote."""
+    named = msgspec.structs.replace(REQUEST, prompt="name", wire=2, cache_salt="s")
+    plain = msgspec.msgpack.decode(messages.encode(named), strict=False)
+    assert {name: plain.pop(name) for name in ("prompt", "wire", "cache_salt")} == {
+        "prompt": "name", "wire": 2, "cache_salt": "s",
+    }  # fmt: skip
     assert messages.decode_request(msgspec.msgpack.encode(plain)) == REQUEST
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from services.messages import GenerateRequest, SamplingParams, WorkerInfo
 from services.queue.scheduler_side import Claim, WorkerState
-from services.scheduler.policy import CHUNK_TOKENS, HOLDERS, Choice, DispatchPolicy, PrefixMemory
+from services.scheduler.policy import CHUNK_TOKENS, HOLDERS, MAX_CHUNKS, Choice, DispatchPolicy, PrefixMemory
 
 
 def request(token_ids: list[int], *, max_tokens: int = 16, name: str = "r") -> GenerateRequest:
@@ -190,6 +190,21 @@ def test_forgetting_starts_with_the_longest_prefix_least_recently_used() -> None
     memory.remember(old, "a")
     memory.remember(new, "b")
     assert (memory.held(old), memory.held(new)) == ({"a": 16}, {"b": 32})
+
+
+def test_affinity_is_among_those_who_share_prefixes() -> None:
+    prompt = request([1] * 256)
+    others = [structs.replace(prompt, tenant="other"), structs.replace(prompt, cache_salt="s")]
+    for scope, known in (("tenant", [False, False]), ("all", [True, False])):
+        memory = PrefixMemory(scope=scope)
+        memory.remember(memory.chain(*claims([prompt])), "a")
+        assert memory.held(memory.chain(*claims([prompt]))) == {"a": 256}
+        assert [bool(memory.held(memory.chain(other))) for other in claims(others)] == known
+
+
+def test_of_a_long_prompt_the_beginning_is_looked_at() -> None:
+    chain = PrefixMemory(chunk_tokens=16).chain(*claims([request(list(range(16 * MAX_CHUNKS + 100)))]))
+    assert len(chain) == MAX_CHUNKS
 
 
 @pytest.mark.parametrize("length", [0, CHUNK_TOKENS - 1])
