@@ -46,6 +46,8 @@ class Unreadable:
 
 
 Result = ResultEvent | Unreadable
+READ_STEPS = 16
+"""Of workers' steps in one reading, hundreds of events each: nobody else is served while they are taken in."""
 Prompts = Mapping[str, "array[int]"]
 
 
@@ -68,7 +70,7 @@ class GatewayQueue:
         self._incarnation = incarnation
         self._limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, self._limits)
-        self._results = StreamReader(redis, keys.results(incarnation))
+        self._results = StreamReader(redis, keys.results(incarnation), count=READ_STEPS)
         self._quarantine = quarantine or Quarantine()
         self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
 
