@@ -169,6 +169,13 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 EVENT_BYTES, SCORE_BYTES = 128, 16
 
 
+def event_bytes(events: Sequence[TokenEvent]) -> int:
+    """About what ``events`` take while they wait to be sent. Most are plain, and there are hundreds in a step."""
+    plain = EVENT_BYTES * len(events)
+    rich = (event for event in events if event.logprob or event.scores or event.prompt_logprobs)
+    return plain + sum(event.nbytes - EVENT_BYTES for event in rich)
+
+
 class AttemptLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="lost"):
     """The attempt before ``attempt`` is over without an end: resubmit as ``attempt`` with what was delivered."""
 

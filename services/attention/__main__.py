@@ -21,6 +21,7 @@ from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.colocated import Colocated, Departure, LockStepEngine
 from services.attention.engine import Engine
+from services.attention.engine_thread import BUFFER_BYTES
 from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StallObserver, StepObserver
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
@@ -251,6 +252,7 @@ class AttentionRole:
             credit_requests=requests,
             lease_s=settings.lease,
             buffer_tokens=UNBOUNDED if built.mesh else settings.publish_buffer_tokens,
+            buffer_bytes=UNBOUNDED if built.mesh else BUFFER_BYTES,
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )
