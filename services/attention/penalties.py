@@ -43,7 +43,7 @@ class Penalties:
         self._prompt_E = np.array([row.prompt_len for _, row in back])
         self._end_E = np.array([len(row.token_ids) + ahead for _, row in back])
         asked = [row.params for _, row in back]
-        self._repetition_E = np.array([params.repetition_penalty for params in asked], dtype=np.float32)
+        self._repetition_E = np.array([params.repetition_penalty for params in asked])
         self._presence_E = np.array([params.presence_penalty for params in asked])
         self._frequency_E = np.array([params.frequency_penalty for params in asked])
 
@@ -72,10 +72,12 @@ class Penalties:
 
     def _repeated(self, part_P: NDArray[np.int64], tokens: Tokens) -> None:
         flat, at_L = self._flat, self._places(self._begin_E[part_P], tokens)
-        penalty_N1 = tokens.of_row(upload(self._repetition_E[part_P], flat.device))
+        penalty_P = self._repetition_E[part_P]
+        both = upload(np.stack((penalty_P, 1 / penalty_P)).astype(np.float32), flat.device)
+        penalty_N1, inverse_N1 = (tokens.of_row(each) for each in both)
         value_NB = flat.index_select(0, at_L).view_as(tokens.token_NB)
-        # As torch divides by one number, so that draws stay what they were: a GPU multiplies by its reciprocal.
-        lower_NB = value_NB * penalty_N1.reciprocal() if flat.is_cuda else value_NB / penalty_N1
+        # As torch divides by a number: a GPU multiplies by its inverse, which is taken in float64 first.
+        lower_NB = value_NB * inverse_N1 if flat.is_cuda else value_NB / penalty_N1
         flat.scatter_(0, at_L, torch.where(value_NB > 0, lower_NB, value_NB * penalty_N1).view(-1))
 
     def _generated(self, part_P: NDArray[np.int64], tokens: Tokens) -> None:
