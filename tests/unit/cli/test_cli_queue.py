@@ -171,7 +171,7 @@ async def test_a_retry_that_fails_again_says_so(mesh: Mesh, capsys: pytest.Captu
         (["show", "none"], 1, "none"),
         (["retry", "none"], 1, "none"),
         (["show"], 2, "all other actions need one"),
-        (["list", "r1"], 2, "`list` takes no id"),
+        (["list", "r1"], 2, "`list` and `unreadable` take no id"),
         (["lst"], 2, "invalid choice: 'lst'"),
     ],
 )
