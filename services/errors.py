@@ -38,10 +38,12 @@ A user's fault or a passing condition is raised as one of these, travels back al
         |-- TooManyRequests     429
         |   |-- QueueFull
         |   |-- RateLimited
-        |   `-- ConcurrencyLimited
+        |   |-- ConcurrencyLimited
+        |   `-- WorkLimited         too much of this key's heavy work waits in this gateway
         |-- InternalError       500
         `-- Unavailable         503
             |-- QueueUnavailable    Redis is away
+            |-- Overloaded          this process has as much under way as it can hold
             |-- NotReady            no worker serves the model yet
             |-- Draining            this process is shutting down
             |-- DeadlineExceeded
@@ -280,6 +282,10 @@ class ConcurrencyLimited(TooManyRequests):
     code = "concurrency_limit_exceeded"
 
 
+class WorkLimited(TooManyRequests):
+    code = "work_limit_exceeded"
+
+
 class InternalError(RequestError):
     code = "internal_error"
 
@@ -293,6 +299,10 @@ class Unavailable(RequestError):
 
 class QueueUnavailable(Unavailable):
     code = "queue_unavailable"
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
 
 
 class NotReady(Unavailable):

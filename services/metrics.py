@@ -63,6 +63,9 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)
 
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
         def latency(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S) -> Histogram:
             return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
 
@@ -86,10 +89,10 @@ class GatewayMetrics:
         self.output_len = latency(
             "request_generation_tokens", "Generated length, tokens.", buckets=_TOKEN_COUNT_BUCKETS
         )
-        self.open_streams = Gauge(
-            _PREFIX + "gateway_requests_in_flight", "Sequences this gateway waits for.", registry=registry
-        )
-        self.queue_up = Gauge(_PREFIX + "gateway_queue_up", "1 while Redis answers this gateway.", registry=registry)
+        self.open_streams = gauge("gateway_requests_in_flight", "Sequences this gateway waits for.")
+        self.queue_up = gauge("gateway_queue_up", "1 while Redis answers this gateway.")
+        self.offload_waiting = gauge("gateway_offload_waiting", "Pieces of heavy work that wait for a thread.", "lane")
+        self.offload_wait = latency("gateway_offload_wait_seconds", "For how long pieces of it waited.", "lane")
 
 
 class SchedulerMetrics:
