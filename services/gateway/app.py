@@ -223,7 +223,8 @@ async def _token_ids(prompts: PromptReader, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Exactly one of prompt and messages is needed.", hint="Leave one out.", param="prompt")
     if body.messages is not None:
-        return (await prompts.of_messages(body.messages, body.add_generation_prompt, None)).token_ids
+        prompt = await prompts.of_messages(body.messages, body.add_generation_prompt, None, body.parse_special_tokens)
+        return prompt.token_ids
     return await prompts.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 

@@ -98,7 +98,11 @@ class Intake:
         self._check_count(body.n or 1, caller)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
-        prompts = [await self.prompts.of_messages(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
+        prompts = [
+            await self.prompts.of_messages(
+                body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.parse_special_tokens
+            )
+        ]
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if wanted == 0:
             raise InvalidRequest("max_tokens is 0.", hint="Ask for 1 token at least.", param="max_tokens")
