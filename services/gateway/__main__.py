@@ -17,18 +17,24 @@ from redis.asyncio import Redis
 
 from services.config import GATEWAY, Settings
 from services.errors import QueueUnavailable
+from services.gateway.acceptor import within_descriptors
 from services.gateway.app import Parts, build_app, build_metrics_app
-from services.gateway.auth import Authenticator, FileKeys, KeyStore, RedisKeys, keys_required
+from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_required
 from services.gateway.chat_template import load_chat_template
+from services.gateway.connections import Bounds, Connections
+from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.health import LeaderProbe, Readiness
 from services.gateway.intake import Intake
+from services.gateway.key_stores import FileKeys, RedisKeys
+from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
+from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
 from services.model.spec import ModelSpec, load_spec
@@ -41,6 +47,11 @@ from services.queue.tasks import end_tasks
 from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
+
+_OF_METRICS = Bounds(connections=16, spare=0, body_bytes=0)
+_SWITCH_S = 0.001
+"""For how long a thread keeps the interpreter's lock while the event loop waits for it; Python's default is five times
+as long, and the loop waits anew whenever it has looked for events."""
 
 
 def installed_version() -> str:
@@ -66,12 +77,12 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
     )
 
 
-def key_store(settings: Settings, redis: Redis) -> KeyStore | None:
+def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
     """Where API keys are looked up; None where clients need none."""
     if not keys_required(settings.auth, settings.host):
         return None
     if settings.api_keys_file is not None:
-        return FileKeys(settings.api_keys_file, log.error)
+        return FileKeys(settings.api_keys_file, log.error, tell=metrics.keys_usable.set)
     log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
     return RedisKeys(redis, Keys(settings.namespace).api_keys)
 
@@ -85,6 +96,7 @@ class Gateway:
     follower: ResultFollower
     parts: Parts
     notes: LoadNotes
+    bounds: Bounds
 
 
 @asynccontextmanager
@@ -109,8 +121,10 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
     )
+    offload = Offload(metrics)
+    prompts = PromptReader(model, lambda: follower.workers, offload)
     intake = Intake(
-        prompts=PromptReader(model, lambda: follower.workers),
+        prompts=prompts,
         queue=queue,
         table=table,
         follower=follower,
@@ -118,38 +132,55 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         incarnation=name,
         request_timeout_s=settings.request_timeout,
         max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
     )
-    store = key_store(settings, redis)
+    store = key_store(settings, redis, metrics)
+    authenticator = Authenticator(store)
+    bounds = within_descriptors(Bounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes))
+    rooms = Rooms.of(
+        metrics, connections=bounds.connections, shared=store is not None, max_body=settings.max_body_bytes
+    )
     siblings = Siblings(parse_upstreams(settings.metrics_upstreams))
     parts = Parts(
         intake=intake,
         follower=follower,
-        authenticator=Authenticator(store),
-        readiness=Readiness(follower, LeaderProbe(redis, keys.leader)),
+        authenticator=authenticator,
+        door=Door(
+            authenticator=authenticator,
+            queue=queue,
+            rooms=rooms,
+            offload=offload,
+            max_body_bytes=settings.max_body_bytes,
+        ),
+        tokenizer=TokenizerRoutes(prompts, offload),
+        readiness=Readiness(follower, LeaderProbe(redis, keys.leader), store),
         siblings=siblings,
         registry=registry,
         metrics=metrics,
         version=installed_version(),
         protected=store is not None,
-        max_body_bytes=settings.max_body_bytes,
+        same_machine=store is None and is_loopback(settings.host),
         metrics_apart=bool(settings.metrics_port),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes)
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, bounds=bounds)
     finally:
+        offload.close()
         await siblings.close()
 
 
 async def front(settings: Settings, stop: asyncio.Event) -> None:
     """Run a gateway until ``stop``; then let open requests end."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
+    sys.setswitchinterval(_SWITCH_S)
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
         async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
-            await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+            connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
+            await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
     finally:
         listener.close()
         await redis.aclose()
@@ -162,7 +193,7 @@ async def _metrics_apart(settings: Settings, parts: Parts) -> AsyncIterator[None
         yield
         return
     listener = listen(settings.host, settings.metrics_port)
-    server = HttpServer(build_metrics_app(parts), listener)
+    server = HttpServer(build_metrics_app(parts), listener, Connections(_OF_METRICS, parts.metrics, "metrics"))
     serving = asyncio.create_task(server.run())
     try:
         yield

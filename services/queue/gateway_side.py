@@ -89,6 +89,12 @@ class GatewayQueue:
             for request, (attempt, deadline) in zip(requests, pairs, strict=True)
         ]
 
+    async def charge(self, tenant: str, limits: TenantLimits) -> None:
+        """Counts a request that has come against the tenant's rate, whatever becomes of it; :meth:`admit` counts what
+        it has beyond one sequence. Raises RateLimited."""
+        _, interval_ms, burst = tenant_arguments(limits)
+        raise_refusal(await self._scripts.run("charge", tenant, interval_ms, burst), 1)
+
     async def resubmit(self, request: GenerateRequest) -> bool:
         """Queues the attempt that AttemptLost or :meth:`resync` named, at the request's original place.
 
