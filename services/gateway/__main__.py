@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import sys
@@ -179,6 +180,8 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     try:
         async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
+            gc.collect()
+            gc.freeze()  # what is there now stays; to look through it now and then would hold the loop for 0.1 s
             connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
             await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
     finally:

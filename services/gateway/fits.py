@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from services.errors import ContextLengthExceeded
 from services.gateway.tokenizer import TextCodec
 
-_CHARS_PER_TOKEN = 4
-"""Of the context, or _FEWEST_CHARS: what is not longer is tokenized as it is. Tokenizing takes up to 0.3 KB for each
+_CHARS_PER_TOKEN = 3
+"""Of the context, or _FEWEST_CHARS: what is not longer is tokenized as it is. Tokenizing takes up to 0.4 KB for each
 character while it lasts (0.08 for prose), so with a context of 131,072 tokens that is 150 MB at most."""
 _FEWEST_CHARS = 128 * 1024
 _SLACK = 256

@@ -25,6 +25,7 @@ _RELEASING = 2
 """Threads of work that releases it, such as tokenizing."""
 _LONG = 1
 """Threads of such work that takes long, and memory: it waits for its like alone, and no two have it at a time."""
+_TRIM_AFTER_S = 5.0
 _WAITING_OF_ONE = 512
 _WAITING_OF_ALL = 4096
 _FIRST_GUESS_S = 0.05
@@ -49,6 +50,7 @@ class Offload:
         self._releasing = _Lane("releases_lock", releasing, bounds, metrics)
         self._long = _Lane("long", long, bounds, metrics)
         self._trim = memory_trimmer()
+        self._trimming: asyncio.TimerHandle | None = None
 
     async def run(
         self,
@@ -70,19 +72,22 @@ class Offload:
         """
         lane = self._holding if not releases_lock else self._long if long else self._releasing
         await lane.turn(tenant, refusable=not owed)
-        return await lane.run(self._trimmed(work) if long else work)
+        try:
+            return await lane.run(work)
+        finally:
+            if lane is self._long:
+                self._trim_later()
 
-    def _trimmed(self, work: Callable[[], T]) -> Callable[[], T]:
-        def run() -> T:
-            try:
-                return work()
-            finally:
-                self._trim()
-
-        return run
+    def _trim_later(self) -> None:
+        """Gives memory back when no long piece has come for a while: the next one would have to fetch it again."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._long.aside, self._trim)
 
     def close(self) -> None:
         """Lets running pieces end; nothing new begins."""
+        if self._trimming is not None:
+            self._trimming.cancel()
         for lane in (self._holding, self._releasing, self._long):
             lane.close()
 
@@ -121,6 +126,10 @@ class _Lane:
 
         running.add_done_callback(over)
         return await asyncio.shield(running)  # a thread cannot be cancelled: its place is taken until it ends
+
+    def aside(self, work: Callable[[], None]) -> None:
+        """Does ``work`` when a thread is free, for nobody."""
+        self._pool.submit(work)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
