@@ -80,6 +80,7 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
 
 def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
     """Where API keys are looked up; None where clients need none."""
+    metrics.keys_usable.set(1)
     if not keys_required(settings.auth, settings.host):
         return None
     if settings.api_keys_file is not None:

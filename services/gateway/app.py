@@ -38,6 +38,7 @@ from services.metrics import CONTENT_TYPE, GatewayMetrics
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
+_PAGES_PER_S = 4.0
 _POSTED = (400, 401, 404, 415, 429)
 _GENERATION = (*_POSTED, 409)
 
@@ -61,8 +62,6 @@ class Parts:
     """Nobody needs a key, and only this machine can connect: what a web page could send is refused."""
     metrics_apart: bool = False
     """/metrics is served by :func:`build_metrics_app` alone."""
-    fresh_s: float = 1.0
-    """How old a page of /metrics may be: anybody may ask for it."""
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -249,7 +248,7 @@ def _add_metrics(app: FastAPI, parts: Parts) -> None:
     async def make() -> bytes:
         return (await parts.siblings.page(generate_latest(parts.registry).decode())).encode()
 
-    page = Recent(make, parts.fresh_s)
+    page = Recent(make, _PAGES_PER_S)  # anybody may ask
 
     @app.get("/metrics", responses=openapi.plain_text() | openapi.refusals(), response_class=Response)
     async def metrics() -> Response:

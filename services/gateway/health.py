@@ -10,7 +10,7 @@ from services.gateway.recent import Recent
 from services.gateway.results import ResultFollower
 from services.queue.connect import command
 
-_FRESH_S = 1.0
+_LOOKS_PER_S = 4.0
 
 
 class LeaderProbe:
@@ -26,13 +26,11 @@ class LeaderProbe:
 
 
 class Readiness:
-    """Collects what a request needs on its way. Redis is asked once in ``fresh_s``, whoever asks here how often."""
+    """Collects what a request needs on its way. Redis is asked a few times a second, whoever asks here how often."""
 
-    def __init__(
-        self, follower: ResultFollower, leader: LeaderProbe, keys: KeyStore | None = None, *, fresh_s: float = _FRESH_S
-    ) -> None:
+    def __init__(self, follower: ResultFollower, leader: LeaderProbe, keys: KeyStore | None = None) -> None:
         self._follower = follower
-        self._led = Recent(leader.present, fresh_s)
+        self._led = Recent(leader.present, _LOOKS_PER_S)
         self._keys = keys
         self._connected = False
 

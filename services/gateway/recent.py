@@ -1,4 +1,4 @@
-"""What is dear to make, and asked for by anybody: made at most so often."""
+"""What is dear to make, and asked for by anybody: made so often a second at most."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """The result of ``make``, at most ``for_s`` old. All who ask while it is made get the same one, or its error."""
+    """The result of ``make``: a new one, or the last where ``per_s`` were made within the last second, which is then
+    no older than a part of it. All who ask while one is made get the same one, or its error."""
 
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], for_s: float) -> None:
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], per_s: float) -> None:
         self._make = make
-        self._for_s = for_s
+        self._per_s = per_s
+        self._allowance = per_s
+        self._asked_at = time.monotonic()
         self._made: asyncio.Task[T] | None = None
-        self._good_until = 0.0
 
     async def get(self) -> T:
-        if self._made is None or (self._made.done() and time.monotonic() >= self._good_until):
-            self._made = asyncio.create_task(self._make())
-            self._made.add_done_callback(self._note)
-        return await asyncio.shield(self._made)
+        made = self._made
+        if made is None or (made.done() and (self._allowed() or made.cancelled())):
+            made = self._made = asyncio.create_task(self._make())
+        return await asyncio.shield(made)
 
-    def _note(self, made: asyncio.Task[T]) -> None:
-        failed = made.cancelled() or made.exception() is not None
-        self._good_until = 0.0 if failed else time.monotonic() + self._for_s
+    def _allowed(self) -> bool:
+        now = time.monotonic()
+        self._allowance = min(self._per_s, self._allowance + (now - self._asked_at) * self._per_s)
+        self._asked_at = now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True

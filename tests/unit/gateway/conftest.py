@@ -392,7 +392,7 @@ async def _running(
             authenticator=authenticator, queue=queue, rooms=rooms, offload=offload, max_body_bytes=max_body_bytes
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
-        readiness=Readiness(follower, leader, store, fresh_s=0),  # type: ignore[arg-type]
+        readiness=Readiness(follower, leader, store),  # type: ignore[arg-type]
         siblings=siblings,
         registry=registry,
         metrics=metrics,
@@ -400,7 +400,6 @@ async def _running(
         protected=store is not None,
         same_machine=same_machine,
         metrics_apart=metrics_apart,
-        fresh_s=0,
     )
     app = build_app(parts)
     listener = listen("127.0.0.1", 0)

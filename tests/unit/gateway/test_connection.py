@@ -160,6 +160,17 @@ async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, conn
     assert (await gateway.http.get("/health")).status_code == 200
 
 
+async def test_what_follows_a_body_is_no_part_of_the_head(start, connect):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    size = f"{len(GOOD):x}".encode()
+    await peer.send(head("Transfer-Encoding: chunked"), size + b"\r\n" + GOOD + b"\r\n0\r\nx-trailer: 1\r\n\r\n")
+    await gateway.queue.wait_for("admitted")
+    [connection] = gateway.server._open()
+    assert connection._head_fields == 4
+    assert [name for name, _ in connection.headers] == [b"host", b"content-type", b"transfer-encoding"]
+
+
 async def test_heads_up_to_the_bounds_are_served(start, connect):
     gateway = await start(bounds=PATIENT)
     for fields in ([f"x-{i}: y" for i in range(120)], [f"x: {'v' * 60_000}"]):
