@@ -161,9 +161,9 @@ class Connection(HttpToolsProtocol):
         if self._leaving:
             return
         self._leaving = True
-        if self._reads is Wait.BODY:
+        if self._reads in (Wait.BODY, Wait.REST):
             self.flow.resume_reading()
-        elif self._reads is not Wait.REST:
+        else:
             self._close()
         self._read(None)
         self._house.wait(self, Wait.LINGER, self._patience_s())

@@ -88,7 +88,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[Annotated[int, Meta(ge=-1, le=_INT32)] | None, Meta(description="0 and -1 switch it off.")] = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-3, le=10)] | None = None  # scores are divided by it
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[

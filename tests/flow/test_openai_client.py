@@ -145,7 +145,7 @@ def test_errors_are_the_clients_exceptions(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "temperature"),
+        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "JSON"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400, ""),
         (b'{"model": "tiny", "prompt": "\\ud800"}', 400, "JSON"),
         (b'{"model": "tiny", "prompt": [999999]}', 400, "prompt"),

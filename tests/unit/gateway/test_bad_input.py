@@ -27,6 +27,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"prompt": ["x"] * 100, "n": 100}, "n"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ SHORT = Bounds(
     body_bytes=4096,
 )
 """As in production, but sooner."""
-PATIENT = Bounds(look_s=0.05)
+PATIENT = Bounds(look_s=0.05, linger_s=600)
 
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
@@ -154,7 +155,7 @@ async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, conn
     assert b"connection: close" in answer.lower()
     assert held(gateway) < 256 * 1024
     assert refused(gateway, reason) == 1
-    await sending
+    assert await asyncio.wait_for(sending, 20), "what comes is thrown away, not left in the socket"
     peer.writer.close()
     await until(lambda: not list(gateway.server._open()))
     assert (await gateway.http.get("/health")).status_code == 200
@@ -376,7 +377,7 @@ async def test_another_protocol_is_not_spoken_and_the_request_answered(start, co
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b"connection: close" in answer.lower()
     assert answer.count(b"HTTP/1.1") == 1
-    assert refused(gateway, "upgrade") == 1
+    assert (refused(gateway, "upgrade"), refused(gateway, "malformed")) == (1, 0)
 
 
 def _small_window() -> socket.socket:
@@ -424,8 +425,8 @@ async def test_a_reader_of_an_answer_that_is_written_already_is_given_up(start, 
 
 
 async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, connect):
-    """A megabyte at half of what is asked for as the least rate is too slow, at four times that it is not."""
-    bounds = Bounds(stall_s=0.2, least_rate=1 << 20, look_s=0.05)
+    """A megabyte that takes seconds, where a byte that takes 0.1 s is too slow."""
+    bounds = Bounds(stall_s=0.1, least_rate=50_000, look_s=0.05)
     gateway = await start(bounds=bounds, max_body_bytes=4 << 20, max_len=1_000_000)
     peer = await connect(gateway, limit=1 << 16)
     body = json.dumps({"prompt": "ab " * 60_000, "return_token_strs": True}).encode()
@@ -433,16 +434,16 @@ async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, conn
     found = b""
     async with asyncio.timeout(30):
         while not found.endswith(b'"]}'):
-            piece = await peer.reader.read(100_000)
+            piece = await peer.reader.read(40_000)
             assert piece, "it was given up"
             found += piece
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
     assert refused(gateway, "stalled_late") == 0
 
 
 async def test_a_peer_that_does_not_take_its_last_answer_does_not_stay(start):
-    """A few bytes that wait in the process are below every mark."""
-    gateway = await start(bounds=SHORT)
+    """What waits for it in the process is below every mark."""
+    gateway = await start(bounds=replace(SHORT, write_buffer=1 << 24))
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     client, loop = _small_window(), asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
