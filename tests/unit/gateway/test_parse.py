@@ -68,6 +68,13 @@ def test_a_wrong_body_takes_no_memory_beside_its_own():
     subprocess.run([sys.executable, "-c", textwrap.dedent(_MEMORY)], check=True)
 
 
+@pytest.mark.parametrize("name", ["logit_bias", "chat_template_kwargs"])
+def test_a_large_map_is_not_built_to_be_counted(name):
+    body = {"messages": [{"role": "user", "content": "x"}], name: {str(number): 1 for number in range(8_000)}}
+    with pytest.raises(InvalidRequest, match=f"{name} exceeds 65536 bytes"):
+        CHAT.parse(json.dumps(body).encode())
+
+
 def test_two_million_ids_are_read_fast():
     raw = b'{"prompt":[' + b",".join([b"5"] * 2_097_000) + b"]}"
     began = time.thread_time()
