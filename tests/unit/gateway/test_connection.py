@@ -447,15 +447,13 @@ async def test_a_peer_that_does_not_take_its_last_answer_does_not_stay(start):
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     client, loop = _small_window(), asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
-    for _ in range(2000):
-        try:
-            client.send(HEALTH)
-        except BlockingIOError:
-            await asyncio.sleep(0.001)
-        except ConnectionError:
-            break
-        await asyncio.sleep(0)
-        if not list(gateway.server._open()):
-            break
+    await until(lambda: list(gateway.server._open()))
+    [connection] = gateway.server._open()
+    state, answered = gateway.server._server.server_state, 0
+    while not connection._inner.get_write_buffer_size():
+        await loop.sock_sendall(client, HEALTH)
+        answered += 1
+        await until(lambda: state.total_requests == answered)  # noqa: B023 - waited for before it changes
     await until(lambda: not list(gateway.server._open()))
+    assert refused(gateway, "stalled_late") == 0
     client.close()
