@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator
 
 from services.errors import ContextLengthExceeded
 from services.gateway.tokenizer import TextCodec
 
-_CHARS_PER_TOKEN = 3
-"""Of the context, or _FEWEST_CHARS: what is not longer is tokenized as it is. Tokenizing takes up to 0.4 KB for each
-character while it lasts (0.08 for prose), so with a context of 131,072 tokens that is 150 MB at most."""
-_FEWEST_CHARS = 128 * 1024
+_PIECE_CHARS = 128 * 1024
+"""What is not longer is tokenized as it is. Tokenizing takes up to 0.4 KB for each character while it lasts (digits;
+0.08 for prose), so this is 50 MB at most."""
+_SAMPLES = 16
+_SAMPLE_CHARS = 1024
+_SURELY = 0.9
+"""Of the context: a text that has no more tokens by its samples is tokenized whole. They are taken at random, so that
+nobody can write a text that is sparse where they are."""
 _SLACK = 256
 """Tokens by which a cut may raise the count. Tokens are made of neighbours: of a word, or of characters whose merging
 depends on what merges beside them. A cut therefore changes those beside it, and on: as far as one merge hangs on the
@@ -28,27 +33,33 @@ class Fits:
     def __init__(self, codec: TextCodec, most: Callable[[], int]) -> None:
         self._codec = codec
         self._most = most
+        self._random = random.Random()
         # Others drop characters that they do not know, or make one token of any number of them.
         self._knows_all = codec.byte_level or bool(getattr(codec.tokenizer.model, "byte_fallback", False))
 
-    def whole(self, text: str) -> bool:
+    def short(self, text: str) -> bool:
         """Whether ``text`` may be tokenized without :meth:`check`, whatever it is."""
-        return len(text) <= self._size()
+        return len(text) <= _PIECE_CHARS
 
     def check(self, text: str, param: str) -> None:
         """Raises ContextLengthExceeded, naming ``param``, where ``text`` cannot fit. Takes as long as tokenizing so
-        much of it as fits: never on the event loop, unless the text is short."""
+        much of it as fits, or a sample of it: never on the event loop, unless the text is short."""
         if self._knows_all:
             self._refuse(len(text) // self._codec.longest_token, param)
-        if self.whole(text):
+        if self.short(text) or self._estimate(text) <= _SURELY * self._most():
             return
         found = 0
-        for cuts, piece in enumerate(_pieces(text, self._size()), 1):
-            found += len(self._codec.encode(piece, add_special_tokens=False))
+        for cuts, piece in enumerate(_pieces(text), 1):
+            found += self._count(piece)
             self._refuse(found - cuts * _SLACK, param)
 
-    def _size(self) -> int:
-        return max(_FEWEST_CHARS, _CHARS_PER_TOKEN * self._most())
+    def _estimate(self, text: str) -> float:
+        starts = (self._random.randrange(len(text) - _SAMPLE_CHARS) for _ in range(_SAMPLES))
+        sample = "\n".join(text[start : start + _SAMPLE_CHARS] for start in starts)
+        return self._count(sample) * len(text) / len(sample)
+
+    def _count(self, text: str) -> int:
+        return len(self._codec.encode(text, add_special_tokens=False))
 
     def _refuse(self, fewest: int, param: str) -> None:
         most = self._most()
@@ -58,10 +69,10 @@ class Fits:
             )
 
 
-def _pieces(text: str, size: int) -> Iterator[str]:
+def _pieces(text: str) -> Iterator[str]:
     start = 0
     while start < len(text):
-        end = _cut(text, start, start + size)
+        end = _cut(text, start, start + _PIECE_CHARS)
         yield text[start:end]
         start = end
 

@@ -129,7 +129,7 @@ class PromptReader:
         """Token ids of ``text``, of more than fit, too. Raises ContextLengthExceeded where that would take long."""
 
         def encode() -> list[int]:
-            if not self._fits.whole(text):
+            if not self._fits.short(text):
                 self._fits.check(text, "prompt")
             return self.model.codec.encode(text, add_special_tokens=add_special_tokens)
 

@@ -66,10 +66,10 @@ TEXTS = st.lists(
 ).map(lambda runs: "".join(text * count for text, count in runs))
 
 
-def _fits(codec: TextCodec, most: int, monkeypatch: pytest.MonkeyPatch | None = None) -> Fits:
-    if monkeypatch is not None:
-        monkeypatch.setattr(fits_module, "_FEWEST_CHARS", SIZE)
-        monkeypatch.setattr(fits_module, "_CHARS_PER_TOKEN", 0)
+def _fits(codec: TextCodec, most: int, monkeypatch: pytest.MonkeyPatch, surely: float = 0.0) -> Fits:
+    """``surely``: see there; 0 counts every text that is not short."""
+    for name, value in {"PIECE_CHARS": SIZE, "SAMPLES": 4, "SAMPLE_CHARS": 64, "SURELY": surely}.items():
+        monkeypatch.setattr(fits_module, f"_{name}", value)
     return Fits(codec, lambda: most)
 
 
@@ -121,13 +121,34 @@ def test_a_text_that_is_dense_at_its_end_alone_is_refused_there(monkeypatch):
         _fits(codec, most, monkeypatch).check(sparse + dense, "prompt")
 
 
-def test_a_text_is_cut_before_a_space_where_there_is_one():
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_text_that_fits_by_its_samples_is_not_counted_twice(ahead, monkeypatch):
+    """Wherever it is dense: samples are taken at random."""
+    codec, read = CODECS["bytes"], []
+    encode = codec.encode
+    sparse, dense = "the " * 2_000, "1x2y" * 2_000
+    text = sparse + dense if ahead else dense + sparse
+    count = len(encode(text, add_special_tokens=False))
+
+    def note(text: str, **options: bool) -> list[int]:
+        read.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(codec, "encode", note)
+    _fits(codec, 3 * count, monkeypatch, surely=0.9).check(text, "prompt")
+    assert sum(read) < 4 * 65
+    _fits(codec, count, monkeypatch, surely=0.1).check(text, "prompt")
+    assert sum(read) > len(text), "what may not fit is counted"
+
+
+def test_a_text_is_cut_before_a_space_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(fits_module, "_PIECE_CHARS", 1_999)
     text = "word " * 1_000
-    pieces = list(fits_module._pieces(text, 1_999))
+    pieces = list(fits_module._pieces(text))
     assert "".join(pieces) == text
     assert all(piece.startswith(" ") for piece in pieces[1:])
-    assert [len(piece) for piece in fits_module._pieces("x" * 5_000, 2_000)] == [2_000, 2_000, 1_000]
-    assert "".join(fits_module._pieces(" " * 5_000, 2_000)) == " " * 5_000
+    assert [len(piece) for piece in fits_module._pieces("x" * 5_000)] == [1_999, 1_999, 1_002]
+    assert "".join(fits_module._pieces(" " * 5_000)) == " " * 5_000
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
