@@ -34,16 +34,20 @@ A user's fault or a passing condition is raised as one of these, travels back al
         |   |-- UnsupportedParameter
         |   `-- ContextLengthExceeded
         |-- Unauthorized        401
+        |-- Forbidden           403  (without keys: the request names another host than this machine)
         |-- NotFound            404
         |   `-- ModelNotFound
         |-- MethodNotAllowed    405
+        |-- RequestTimedOut     408  (its head or body took too long to come)
         |-- Conflict            409  (Idempotency-Key reused for another body)
         |-- BodyTooLarge        413
+        |-- WrongContentType    415
         |-- TooManyRequests     429
         |   |-- QueueFull
         |   |-- RateLimited
         |   |-- ConcurrencyLimited
-        |   `-- WorkLimited         too much of this key's heavy work waits in this gateway
+        |   `-- WorkLimited         too much of this key is under way in this gateway
+        |-- HeadTooLarge        431
         |-- InternalError       500
         `-- Unavailable         503
             |-- QueueUnavailable    Redis is away
@@ -262,6 +266,12 @@ class Unauthorized(RequestError):
     kind = "authentication_error"
 
 
+class Forbidden(RequestError):
+    code = "forbidden"
+    status = 403
+    kind = "permission_error"
+
+
 class NotFound(RequestError):
     code = "not_found"
     status = 404
@@ -278,6 +288,12 @@ class MethodNotAllowed(RequestError):
     kind = "invalid_request_error"
 
 
+class RequestTimedOut(RequestError):
+    code = "request_timeout"
+    status = 408
+    kind = "timeout_error"
+
+
 class Conflict(RequestError):
     code = "idempotency_conflict"
     status = 409
@@ -287,6 +303,12 @@ class Conflict(RequestError):
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     status = 413
+    kind = "invalid_request_error"
+
+
+class WrongContentType(RequestError):
+    code = "wrong_content_type"
+    status = 415
     kind = "invalid_request_error"
 
 
@@ -311,6 +333,12 @@ class ConcurrencyLimited(TooManyRequests):
 
 class WorkLimited(TooManyRequests):
     code = "work_limit_exceeded"
+
+
+class HeadTooLarge(RequestError):
+    code = "head_too_large"
+    status = 431
+    kind = "invalid_request_error"
 
 
 class InternalError(RequestError):

@@ -100,6 +100,13 @@ class GatewayMetrics:
         self.open_streams = gauge("gateway_requests_in_flight", "Sequences this gateway waits for.")
         self.queue_up = gauge("gateway_queue_up", "1 while Redis answers this gateway.")
         self.answer_bytes = gauge("gateway_answer_bytes", "Memory of answers under way, unread and kept for a retry.")
+        self.connections = gauge(
+            "gateway_connections", "Connections by what they wait for; served: for this server.", "listener", "state"
+        )
+        self.http_in_flight = gauge("gateway_posts_in_flight", "POST requests from their key to their answer's end.")
+        self.body_bytes = gauge("gateway_body_bytes", "Bytes of larger bodies that are read or wait for their tokens.")
+        self.keys_usable = gauge("gateway_keys_usable", "0 while the file of API keys is gone: all are refused.")
+        self.refused = counter("gateway_refused_total", "Connections and bodies refused at the door.", "reason")
         self.offload_waiting = gauge("gateway_offload_waiting", "Pieces of heavy work that wait for a thread.", "lane")
         self.offload_wait = latency("gateway_offload_wait_seconds", "For how long pieces of it waited.", "lane")
 

@@ -332,6 +332,13 @@ class Settings(BaseSettings):
         le=1 << 20,
     )
     max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
+    max_connections: int = _knob(
+        10_000,
+        "open connections; over it those that are not served make room, then probes alone are answered",
+        roles=(GATEWAY,),
+        ge=16,
+        le=1 << 20,
+    )
     drain_delay: float = _knob(
         0.0,
         "seconds after SIGTERM for which requests are still taken, up to thrice as long while they keep coming",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 import time
@@ -19,13 +20,17 @@ from redis.asyncio import Redis
 
 from services.config import GATEWAY, Settings
 from services.errors import QueueUnavailable
+from services.gateway.acceptor import within_descriptors
 from services.gateway.app import Parts, build_app, build_metrics_app
-from services.gateway.auth import Authenticator, FileKeys, KeyStore, RedisKeys, keys_required
+from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_required
 from services.gateway.chat_template import load_chat_template
+from services.gateway.connections import Bounds, Connections
+from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.health import LeaderProbe, Readiness
 from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
+from services.gateway.key_stores import FileKeys, RedisKeys
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
@@ -34,6 +39,7 @@ from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
+from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
 from services.model.spec import ModelSpec, load_spec
@@ -47,6 +53,11 @@ from services.queue.tasks import end_tasks
 from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
+
+_OF_METRICS = Bounds(connections=16, spare=0, body_bytes=0)
+_SWITCH_S = 0.001
+"""For how long a thread keeps the interpreter's lock while the event loop waits for it; Python's default is five times
+as long, and the loop waits anew whenever it has looked for events."""
 
 
 def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
@@ -64,12 +75,13 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
     )
 
 
-def key_store(settings: Settings, redis: Redis) -> KeyStore | None:
+def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
     """Where API keys are looked up; None where clients need none."""
+    metrics.keys_usable.set(1)
     if not keys_required(settings.auth, settings.host):
         return None
     if settings.api_keys_file is not None:
-        return FileKeys(settings.api_keys_file, log.error)
+        return FileKeys(settings.api_keys_file, log.error, tell=metrics.keys_usable.set)
     log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
     return RedisKeys(redis, Keys(settings.namespace).api_keys)
 
@@ -84,6 +96,7 @@ class Gateway:
     parts: Parts
     notes: LoadNotes
     pulse: Pulse
+    bounds: Bounds
 
 
 async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
@@ -126,8 +139,9 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         fingerprint=spec.fingerprint,
         on_beat=pulse.tick,
     )
+    prompts = PromptReader(model, lambda: follower.workers, offload)
     intake = Intake(
-        prompts=PromptReader(model, lambda: follower.workers),
+        prompts=prompts,
         queue=queue,
         table=table,
         follower=follower,
@@ -139,25 +153,38 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         keep_s=settings.idempotency_ttl,
         offload=offload,
     )
-    store = key_store(settings, redis)
+    store = key_store(settings, redis, metrics)
+    authenticator = Authenticator(store)
+    bounds = within_descriptors(Bounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes))
+    rooms = Rooms.of(
+        metrics, connections=bounds.connections, shared=store is not None, max_body=settings.max_body_bytes
+    )
     siblings = Siblings(parse_upstreams(settings.metrics_upstreams))
     parts = Parts(
         intake=intake,
         follower=follower,
-        authenticator=Authenticator(store),
-        readiness=Readiness(follower, LeaderProbe(redis, keys.leader)),
+        authenticator=authenticator,
+        door=Door(
+            authenticator=authenticator,
+            queue=queue,
+            rooms=rooms,
+            offload=offload,
+            max_body_bytes=settings.max_body_bytes,
+        ),
+        tokenizer=TokenizerRoutes(prompts, offload),
+        readiness=Readiness(follower, LeaderProbe(redis, keys.leader), store),
         siblings=siblings,
         registry=registry,
         metrics=metrics,
         offload=offload,
         version=version("expertmesh"),
         protected=store is not None,
-        max_body_bytes=settings.max_body_bytes,
+        same_machine=store is None and is_loopback(settings.host),
         metrics_apart=bool(settings.metrics_port),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse)
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse, bounds=bounds)
     finally:
         offload.close()
         await siblings.close()
@@ -166,14 +193,18 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
 async def front(settings: Settings, stop: asyncio.Event) -> None:
     """Run a gateway until ``stop``; then let open requests end."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
+    sys.setswitchinterval(_SWITCH_S)
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
         async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
+            gc.collect()
+            gc.freeze()  # what is there now stays; to look through it now and then would hold the loop for 0.1 s
+            connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
             gateway.pulse.start()
             try:
-                await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+                await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
             finally:
                 await gateway.pulse.stop()
             with contextlib.suppress(QueueUnavailable):
@@ -190,7 +221,7 @@ async def _metrics_apart(settings: Settings, parts: Parts) -> AsyncIterator[None
         yield
         return
     listener = listen(settings.host, settings.metrics_port)
-    server = HttpServer(build_metrics_app(parts), listener)
+    server = HttpServer(build_metrics_app(parts), listener, Connections(_OF_METRICS, parts.metrics, "metrics"))
     serving = asyncio.create_task(server.run())
     try:
         yield

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cache
+from typing import Annotated
 
 import msgspec
 from fastapi import FastAPI, Header, Request
@@ -16,28 +15,33 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.errors import InvalidRequest, NotReady, RequestError
+from services.errors import NotReady, RequestError
 from services.gateway import openapi
 from services.gateway import responses as shapes
 from services.gateway.auth import Authenticator
+from services.gateway.door import Door
 from services.gateway.errors_http import on_crash, on_http_exception, on_request_error, on_validation_error
 from services.gateway.exposition import Siblings
 from services.gateway.health import Readiness
 from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
-from services.gateway.middleware import BodyLimit, RequestContext
+from services.gateway.middleware import RequestContext, SameMachine
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
-from services.gateway.prompts import PromptReader
+from services.gateway.parse import Parser
+from services.gateway.recent import Recent
 from services.gateway.results import ResultFollower
-from services.gateway.schema import B, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
+from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from services.gateway.stream import EventResponse, WholeResponse
+from services.gateway.tokenize import TokenizerRoutes
 from services.metrics import CONTENT_TYPE, GatewayMetrics
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
-_GENERATION = (400, 401, 404, 409, 429, 503)
+_PAGES_PER_S = 4.0
+_POSTED = (400, 401, 404, 415, 429)
+_GENERATION = (*_POSTED, 409)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,8 @@ class Parts:
     intake: Intake
     follower: ResultFollower
     authenticator: Authenticator
+    door: Door
+    tokenizer: TokenizerRoutes
     readiness: Readiness
     siblings: Siblings
     registry: CollectorRegistry
@@ -54,7 +60,8 @@ class Parts:
     offload: Offload
     version: str
     protected: bool
-    max_body_bytes: int
+    same_machine: bool = False
+    """Nobody needs a key, and only this machine can connect: what a web page could send is refused."""
     metrics_apart: bool = False
     """/metrics is served by :func:`build_metrics_app` alone."""
 
@@ -66,8 +73,8 @@ def build_app(parts: Parts) -> ASGIApp:
         version=parts.version,
         description="OpenAI-compatible server for Mixture-of-Experts language models.",
         redirect_slashes=False,
+        openapi_url=None,  # FastAPI's asks for no key, and its pages load scripts of strangers
     )
-    app.openapi = lambda: _cached_document(app, parts)  # type: ignore[method-assign]
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)
@@ -78,7 +85,8 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_operations(app, parts)
     if not parts.metrics_apart:
         _add_metrics(app, parts)
-    return RequestContext(BodyLimit(app, parts.max_body_bytes), parts.metrics, lambda: parts.intake.leaving)
+    inner = SameMachine(app) if parts.same_machine else app
+    return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
 
 def build_metrics_app(parts: Parts) -> ASGIApp:
@@ -88,25 +96,20 @@ def build_metrics_app(parts: Parts) -> ASGIApp:
     return app
 
 
-def _cached_document(app: FastAPI, parts: Parts) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        app.openapi_schema = openapi.document(app, protected=parts.protected, model=parts.intake.prompts.model.name)
-    return app.openapi_schema
-
-
 def _add_generation(app: FastAPI, parts: Parts) -> None:
-    refusals = openapi.refusals(*_GENERATION)
+    refusals, door = openapi.refusals(*_GENERATION), parts.door
+    completion_bodies, chat_bodies = Parser(CompletionBody), Parser(ChatBody)
 
     @app.post(
         "/v1/completions",
         responses={200: {"model": shapes.CompletionResponse} | openapi.events(), **refusals},
         openapi_extra=openapi.takes(CompletionBody),
     )
-    async def completions(request: Request, key: Key = None, authorization: Authorization = None) -> Response:
+    async def completions(request: Request, key: Key = None) -> Response:
         """Continues a prompt."""
-        caller = await parts.authenticator.identify(authorization)
-        body = await _read(CompletionBody, request)
-        job = await parts.intake.completion(body, caller, _checked(key))
+        caller = await door.enter(request)
+        async with door.body(completion_bodies, request, caller) as body:
+            job = await parts.intake.completion(body, caller, _checked(key))
         return _answer(parts, job, body, CompletionFormat, logprobs=body.logprobs is not None)
 
     @app.post(
@@ -114,19 +117,12 @@ def _add_generation(app: FastAPI, parts: Parts) -> None:
         responses={200: {"model": shapes.ChatResponse} | openapi.events(), **refusals},
         openapi_extra=openapi.takes(ChatBody),
     )
-    async def chat(request: Request, key: Key = None, authorization: Authorization = None) -> Response:
+    async def chat(request: Request, key: Key = None) -> Response:
         """Answers a conversation, through the checkpoint's chat template."""
-        caller = await parts.authenticator.identify(authorization)
-        body = await _read(ChatBody, request)
-        job = await parts.intake.chat(body, caller, _checked(key))
+        caller = await door.enter(request)
+        async with door.body(chat_bodies, request, caller) as body:
+            job = await parts.intake.chat(body, caller, _checked(key))
         return _answer(parts, job, body, ChatFormat, logprobs=body.logprobs or False)
-
-
-async def _read(body_type: type[B], request: Request) -> B:
-    coding = request.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise InvalidRequest(f"Bodies in {coding[:40]!r} are not read here.", hint="Send plain JSON, uncompressed.")
-    return parse(body_type, await request.body())
 
 
 def _checked(key: str | None) -> str | None:
@@ -155,13 +151,13 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
         model = prompts.model
         return shapes.ModelCard(id=model.name, created=model.created, max_model_len=prompts.max_model_len)
 
-    @app.get("/v1/models", responses=openapi.refusals(401, 503))
+    @app.get("/v1/models", responses=openapi.refusals(401))
     async def models(authorization: Authorization = None) -> shapes.ModelList:
         """The served model, also while no worker runs."""
         await parts.authenticator.identify(authorization)
         return shapes.ModelList(data=[card()])
 
-    @app.get("/v1/models/{model_id:path}", responses=openapi.refusals(401, 404, 503))
+    @app.get("/v1/models/{model_id:path}", responses=openapi.refusals(401, 404))
     async def model(model_id: str, authorization: Authorization = None) -> shapes.ModelCard:
         await parts.authenticator.identify(authorization)
         prompts.check_model(model_id)
@@ -169,65 +165,47 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
 
 
 def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
-    prompts, refusals = parts.intake.prompts, openapi.refusals(400, 401, 404, 503)
+    routes, door, refusals = parts.tokenizer, parts.door, openapi.refusals(*_POSTED)
+    texts, tokens = Parser(TokenizeBody), Parser(DetokenizeBody)
 
     @app.post(
         "/tokenize",
         responses={200: {"model": shapes.TokenizeResponse}, **refusals},
         openapi_extra=openapi.takes(TokenizeBody),
     )
-    async def tokenize(request: Request, authorization: Authorization = None) -> Response:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
-        await parts.authenticator.identify(authorization)
-        body = await _read(TokenizeBody, request)
-        prompts.check_model(body.model)
-        token_ids = await _token_ids(prompts, body)
-        codec, named = prompts.model.codec, body.return_token_strs
-        return await _encoded(
-            lambda: {
-                "count": len(token_ids),
-                "max_model_len": prompts.max_model_len,
-                "tokens": token_ids,
-                "token_strs": [codec.token_text(token_id) for token_id in token_ids] if named else None,
-            }
-        )
+        caller = await door.enter(request)
+        async with door.body(texts, request, caller) as body:
+            answer = await routes.tokenize(body, caller.tenant)
+        door.hold(request, caller, len(answer))
+        return _json(answer)
 
     @app.post(
         "/detokenize",
         responses={200: {"model": shapes.DetokenizeResponse}, **refusals},
         openapi_extra=openapi.takes(DetokenizeBody),
     )
-    async def detokenize(request: Request, authorization: Authorization = None) -> Response:
+    async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        await parts.authenticator.identify(authorization)
-        body = await _read(DetokenizeBody, request)
-        prompts.check_model(body.model)
-        prompts.check_ids(body.tokens, "tokens")
-        return await _encoded(lambda: {"prompt": prompts.model.codec.decode(body.tokens)})
+        caller = await door.enter(request)
+        async with door.body(tokens, request, caller) as body:
+            answer = await routes.detokenize(body, caller.tenant)
+        door.hold(request, caller, len(answer))
+        return _json(answer)
 
-    @app.get("/tokenizer_info", responses=openapi.refusals(401, 503))
+    @app.get("/tokenizer_info", responses=openapi.refusals(401))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:
         """Special tokens and the chat template."""
         await parts.authenticator.identify(authorization)
-        template = prompts.model.template
+        model = parts.intake.prompts.model
         return shapes.TokenizerInfo(
-            **asdict(prompts.model.codec.special), chat_template=None if template is None else template.source
+            **asdict(model.codec.special), chat_template=None if model.template is None else model.template.source
         )
 
 
-async def _encoded(build: Callable[[], dict[str, object]]) -> Response:
-    """``build()`` as JSON, made in a thread: it may be millions of tokens, and open streams go on meanwhile."""
-    content = await asyncio.to_thread(lambda: msgspec.json.encode(build()))
+def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json")
-
-
-async def _token_ids(prompts: PromptReader, body: TokenizeBody) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("Exactly one of prompt and messages is needed.", hint="Leave one out.", param="prompt")
-    if body.messages is not None:
-        prompt = await prompts.of_messages(body.messages, body.add_generation_prompt, None, body.parse_special_tokens)
-        return prompt.token_ids
-    return await prompts.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 
 def _add_operations(app: FastAPI, parts: Parts) -> None:
@@ -236,7 +214,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
         """200 while the process lives."""
         return shapes.Status(status="ok")
 
-    @app.get("/ready", responses=openapi.refusals(503))
+    @app.get("/ready", responses=openapi.refusals())
     async def ready() -> shapes.Status:
         """200 when a request would be served; otherwise 503, naming what is missing."""
         missing = ["shutting down"] if parts.intake.leaving else await parts.readiness.missing()
@@ -244,7 +222,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
             raise NotReady(f"Not ready; missing: {', '.join(missing)}.", retry_after_s=1.0)
         return shapes.Status(status="ready")
 
-    @app.get("/accepting", responses=openapi.refusals(503))
+    @app.get("/accepting", responses=openapi.refusals())
     async def accepting() -> shapes.Status:
         """200 while requests may come here, though they may have to wait for a worker: what load balancers ask."""
         if parts.intake.leaving:
@@ -257,10 +235,24 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     async def version() -> shapes.Version:
         return shapes.Version(version=parts.version)
 
+    @cache  # one for all who ask, also while they do not read it
+    def encoded() -> bytes:
+        name = parts.intake.prompts.model.name
+        return msgspec.json.encode(openapi.document(app, protected=parts.protected, model=name))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def document(authorization: Authorization = None) -> Response:
+        await parts.authenticator.identify(authorization)  # it names the model, as /v1/models does
+        return _json(encoded())
+
 
 def _add_metrics(app: FastAPI, parts: Parts) -> None:
+    async def make() -> bytes:
+        return (await parts.siblings.page(generate_latest(parts.registry).decode())).encode()
+
+    page = Recent(make, _PAGES_PER_S)  # anybody may ask
+
     @app.get("/metrics", responses=openapi.plain_text() | openapi.refusals(), response_class=Response)
     async def metrics() -> Response:
         """Prometheus series of this process and its siblings."""
-        own = generate_latest(parts.registry).decode()
-        return Response(await parts.siblings.page(own), headers={"content-type": CONTENT_TYPE})
+        return Response(await page.get(), headers={"content-type": CONTENT_TYPE})

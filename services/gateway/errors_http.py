@@ -52,16 +52,16 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
 async def on_request_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-    return error_response(error, headers | ({"connection": "close"} if error.status == 413 else {}))
+    return error_response(error, headers)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        refusal: RequestError = MethodNotAllowed(f"{request.method} is not allowed here.", hint="See /docs.")
+        refusal: RequestError = MethodNotAllowed(f"{request.method} is not allowed here.", hint="See /openapi.json.")
     elif error.status_code == 404:
-        refusal = NotFound("There is nothing at this path.", hint="See /docs.")
+        refusal = NotFound("There is nothing at this path.", hint="See /openapi.json.")
     else:
         refusal = InvalidRequest(str(error.detail))
     return error_response(refusal, dict(error.headers or {}))

@@ -5,8 +5,12 @@ from __future__ import annotations
 from redis.asyncio import Redis
 
 from services.errors import QueueUnavailable
+from services.gateway.auth import KeyStore
+from services.gateway.recent import Recent
 from services.gateway.results import ResultFollower
 from services.queue.connect import command
+
+_LOOKS_PER_S = 4.0
 
 
 class LeaderProbe:
@@ -22,11 +26,12 @@ class LeaderProbe:
 
 
 class Readiness:
-    """Collects what a request needs on its way."""
+    """Collects what a request needs on its way. Redis is asked a few times a second, whoever asks here how often."""
 
-    def __init__(self, follower: ResultFollower, leader: LeaderProbe) -> None:
+    def __init__(self, follower: ResultFollower, leader: LeaderProbe, keys: KeyStore | None = None) -> None:
         self._follower = follower
-        self._leader = leader
+        self._led = Recent(leader.present, _LOOKS_PER_S)
+        self._keys = keys
         self._connected = False
 
     def connected(self) -> bool:
@@ -35,11 +40,12 @@ class Readiness:
         return self._connected
 
     async def missing(self) -> list[str]:
-        """Names of what is missing: ``redis``, ``scheduler``, ``worker``."""
+        """Names of what is missing: ``api keys``, ``redis``, ``scheduler``, ``worker``."""
+        keys = [] if self._keys is None or await self._keys.usable() else ["api keys"]
         if not self._follower.up:
-            return ["redis"]
+            return [*keys, "redis"]
         try:
-            led = await self._leader.present()
+            led = await self._led.get()
         except QueueUnavailable:
-            return ["redis"]
-        return ([] if led else ["scheduler"]) + ([] if self._follower.workers else ["worker"])
+            return [*keys, "redis"]
+        return keys + ([] if led else ["scheduler"]) + ([] if self._follower.workers else ["worker"])

@@ -24,7 +24,7 @@ from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import Prompt, PromptReader
 from services.gateway.results import ResultFollower
-from services.gateway.schema import ChatBody, CompletionBody, GenerationBody
+from services.gateway.schema import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody
 from services.gateway.table import JobTable
 from services.messages import GenerateRequest, SamplingParams
 from services.metrics import GatewayMetrics
@@ -32,7 +32,6 @@ from services.queue.prompts import pack_ids, prompt_name
 from services.wire import WIRE
 
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
-_MAX_SEQUENCES = 1024
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
 _MOST_STOP_CHARS = 4096  # of all stop strings of a request together
@@ -86,7 +85,7 @@ class Intake:
         self._metrics = metrics
         self._incarnation = incarnation
         self._timeout_s = request_timeout_s
-        self._max_sequences = min(_MAX_SEQUENCES, max_queued_requests)
+        self._max_sequences = min(MAX_SEQUENCES, max_queued_requests)
         self._budget = Budget(tokens=max_queued_tokens)
         self._offload = offload
         self._keyed = KeyedJobs(table.holdings, keep_s=keep_s)
@@ -96,7 +95,7 @@ class Intake:
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(len(body.prompts) * (body.n or 1), caller)
-        prompts = await self.prompts.of_completion(body)
+        prompts = await self.prompts.of_completion(body, caller.tenant, self._budget.tokens)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for 1 token at least.", param="max_tokens")
         plan = _Plan(
@@ -119,7 +118,11 @@ class Intake:
             raise InvalidRequest("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
         prompts = [
             await self.prompts.of_messages(
-                body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.parse_special_tokens
+                body.messages,
+                body.add_generation_prompt,
+                body.chat_template_kwargs,
+                body.parse_special_tokens,
+                caller.tenant,
             )
         ]
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -172,8 +175,7 @@ class Intake:
 
         if key is None:
             return await start(new_ticket())
-        content = body.model_dump_json(exclude_none=True).encode()
-        return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, content), start)
+        return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
 
     async def _echo(self, prompt: Prompt, caller: Caller) -> str:
         """The text of ``prompt``, also where the client sent token ids."""

@@ -1,20 +1,20 @@
-"""What every HTTP request passes, as plain ASGI: its id, its log line and count, and the bound on its body."""
+"""What every HTTP request passes, as plain ASGI: its id, its log line and count, and who may ask at all."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.errors import BodyTooLarge, InternalError
+from services.errors import Forbidden, InternalError, Overloaded, RequestError, WrongContentType
+from services.gateway.auth import is_loopback
 from services.gateway.errors_http import error_response
 from services.metrics import GatewayMetrics
 from services.runtime import bind_request_id
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 _MAX_ID = 128
 _QUIET = ("/health", "/ready", "/accepting", "/metrics")
-_DISCARD_BYTES = 64 * 1024 * 1024
-_DISCARD_S = 10.0
+_UNTIL_ANSWERED = "expertmesh.until_answered"
+_FULL_RETRY_S = 2.0
 
 
 def request_id(headers: Headers) -> str:
@@ -34,9 +34,16 @@ def request_id(headers: Headers) -> str:
     return given or uuid.uuid4().hex
 
 
+def until_answered(scope: Scope) -> ExitStack:
+    """What is entered here is left when the request is answered, or its client has gone."""
+    stack: ExitStack = scope[_UNTIL_ANSWERED]
+    return stack
+
+
 class RequestContext:
     """Outermost: gives the request its id, counts and logs it, and answers 500 where the application crashes. While
-    ``leaving`` each answer ends its connection, so that the client's next one finds another gateway."""
+    ``leaving`` each answer ends its connection, so that the client's next one finds another gateway. So does one to a
+    client that waits for a 100 before it sends its body: nobody knows whether it will."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, leaving: Callable[[], bool] = lambda: False) -> None:
         self._app = app
@@ -47,19 +54,21 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        identity, status, began = request_id(Headers(scope=scope)), 0, time.monotonic()
+        headers = Headers(scope=scope)
+        identity, status, began = request_id(headers), 0, time.monotonic()
+        hesitant = headers.get("expect", "").lower() == "100-continue"
 
         async def send_marked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = identity
-                if self._leaving():
-                    headers["connection"] = "close"
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = identity
+                if self._leaving() or (hesitant and status >= 400):
+                    answered["connection"] = "close"
             await send(message)
 
-        with bind_request_id(identity):
+        with bind_request_id(identity), ExitStack() as scope[_UNTIL_ANSWERED]:
             try:
                 await self._app(scope, receive, send_marked)
             except ClientDisconnect:
@@ -81,50 +90,53 @@ class RequestContext:
             log.log(level, "request", extra=extra | {"ms": round(seconds * 1e3, 1)})
 
 
-class BodyLimit:
-    """Refuses bodies over ``limit`` bytes: by Content-Length before reading, else as soon as they exceed it.
+class SameMachine:
+    """For a gateway without keys that only this machine reaches: asks for what no web page that is open here can send.
 
-    What was refused is read and thrown away, up to a bound, because most clients read no answer before they have sent
-    everything.
+    A page's own requests name the page's host, also where its DNS name has been turned to loopback, and the browser
+    lets it send JSON to another host only if that host has agreed.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
         headers = Headers(scope=scope)
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._limit:
-            if headers.get("expect", "").lower() != "100-continue":  # such a client reads the answer before it sends
-                await self._discard(receive)
-            await error_response(self._refusal(), {"connection": "close"})(scope, receive, send)
-            return
-        read = 0
+        host = headers.get("host")
+        if host is not None and not is_loopback(_host_of(host)):
+            return Forbidden(
+                "Without API keys this server answers to localhost and loopback addresses alone.",
+                hint="Use http://127.0.0.1, or start it with --auth required.",
+            )
+        if scope["method"] == "POST" and _media_type(headers) != "application/json":
+            return WrongContentType("A body has to be JSON.", hint="Send the header 'Content-Type: application/json'.")
+        return None
 
-        async def receive_bounded() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._limit:
-                await self._discard(receive)
-                raise self._refusal()
-            return message
 
-        await self._app(scope, receive_bounded, send)
+def _host_of(header: str) -> str:
+    """The host of a Host header: without the port, and without the brackets of an IPv6 address."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].removesuffix(".")
 
-    def _refusal(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body exceeds {self._limit} bytes.", hint="Send less, or raise --max-body-bytes.")
 
-    async def _discard(self, receive: Receive) -> None:
-        discarded = 0
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_S):
-                while discarded < _DISCARD_BYTES:
-                    message = await receive()
-                    discarded += len(message.get("body", b""))
-                    if message["type"] != "http.request" or not message.get("more_body"):
-                        return
+def _media_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+class ProbesOnly:
+    """For connections beyond the bound: says how the gateway is, and that it is full."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and scope["path"] in _QUIET):
+            await self._app(scope, receive, send)
+        else:
+            error = Overloaded("This server has as many connections as it can hold.", retry_after_s=_FULL_RETRY_S)
+            await error_response(error)(scope, receive, send)

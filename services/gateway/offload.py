@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from services.errors import Overloaded, WorkLimited
+from services.gateway.memory import memory_trimmer
 from services.metrics import GatewayMetrics
 
 T = TypeVar("T")
@@ -21,7 +22,10 @@ T = TypeVar("T")
 _HOLDING = 1
 """Threads of work that holds the interpreter's lock: more of them would only take it from the event loop."""
 _RELEASING = 2
-"""Threads of work that releases it, such as tokenizing: a long text leaves one to the others."""
+"""Threads of work that releases it, such as tokenizing."""
+_LONG = 1
+"""Threads of such work that takes long, and memory: it waits for its like alone, and no two have it at a time."""
+_TRIM_AFTER_S = 5.0
 _WAITING_OF_ONE = 512
 _WAITING_OF_ALL = 4096
 _FIRST_GUESS_S = 0.05
@@ -29,7 +33,7 @@ _NEWEST = 0.1  # weight of the newest piece in the mean duration
 
 
 class Offload:
-    """Runs pieces of work in threads; see the module. ``releases_lock`` names the kind, which has places of its own."""
+    """Runs pieces of work in threads; see the module. Each kind of work has places of its own."""
 
     def __init__(
         self,
@@ -37,30 +41,55 @@ class Offload:
         *,
         holding: int = _HOLDING,
         releasing: int = _RELEASING,
+        long: int = _LONG,
         waiting_of_one: int = _WAITING_OF_ONE,
         waiting_of_all: int = _WAITING_OF_ALL,
     ) -> None:
         bounds = (waiting_of_one, waiting_of_all)
         self._holding = _Lane("holds_lock", holding, bounds, metrics)
         self._releasing = _Lane("releases_lock", releasing, bounds, metrics)
+        self._long = _Lane("long", long, bounds, metrics)
+        self._trim = memory_trimmer()
+        self._trimming: asyncio.TimerHandle | None = None
 
-    async def run(self, tenant: str, work: Callable[[], T], *, releases_lock: bool = False, owed: bool = False) -> T:
+    async def run(
+        self,
+        tenant: str,
+        work: Callable[[], T],
+        *,
+        releases_lock: bool = False,
+        long: bool = False,
+        owed: bool = False,
+    ) -> T:
         """What ``work`` returns or raises. Cancelling takes a waiting piece along; one that runs ends for nobody.
 
+        ``releases_lock``: the interpreter's lock, while it works; ``long``: and for more than a tenth of a second.
         ``owed`` work belongs to a request that was admitted: it is never refused.
 
         Raises:
             WorkLimited: as many pieces of this tenant wait as may.
             Overloaded: as many of all tenants do.
         """
-        lane = self._releasing if releases_lock else self._holding
+        lane = self._holding if not releases_lock else self._long if long else self._releasing
         await lane.turn(tenant, refusable=not owed)
-        return await lane.run(work)
+        try:
+            return await lane.run(work)
+        finally:
+            if lane is self._long:
+                self._trim_later()
+
+    def _trim_later(self) -> None:
+        """Gives memory back when no long piece has come for a while: the next one would have to fetch it again."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._long.aside, self._trim)
 
     def close(self) -> None:
         """Lets running pieces end; nothing new begins."""
-        self._holding.close()
-        self._releasing.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        for lane in (self._holding, self._releasing, self._long):
+            lane.close()
 
 
 class _Lane:
@@ -97,6 +126,10 @@ class _Lane:
 
         running.add_done_callback(over)
         return await asyncio.shield(running)  # a thread cannot be cancelled: its place is taken until it ends
+
+    def aside(self, work: Callable[[], None]) -> None:
+        """Does ``work`` when a thread is free, for nobody."""
+        self._pool.submit(work)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

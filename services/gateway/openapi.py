@@ -4,36 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 
 from services.gateway.responses import ErrorResponse
 from services.gateway.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-_REFERENCE = "#/components/schemas/{model}"
+_REFERENCE = "#/components/schemas/{name}"
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait, 1 to 120.", "schema": {"type": "integer"}}}
 _MEANINGS = {
     400: "The request is wrong; `error.param` names the field.",
     401: "An API key is missing or unknown.",
+    403: "Without API keys, a request that names another host than this machine.",
     404: "There is no such model or path.",
     405: "The path knows other methods.",
+    408: "The head or the body took too long to come.",
     409: "The Idempotency-Key was used with another body.",
     413: "The body is too large.",
-    429: "The queue is full, or the key's rate or concurrency limit is reached.",
+    415: "Without API keys, a body that is not called JSON.",
+    429: "The queue is full, or the key's rate, concurrency or share of this gateway is reached.",
+    431: "The head is too large.",
     500: "A fault of the server.",
     503: "The server cannot serve this now.",
 }
+_ANY = (403, 405, 408, 413, 431, 500, 503)
 _BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 Responses = dict[int | str, dict[str, Any]]
 
 
 def refusals(*statuses: int) -> Responses:
-    """Documentation of error answers; 405, 413 and 500 may come from any path."""
+    """Documentation of error answers; those of :data:`_ANY` may come from any path."""
     return {
         status: {"model": ErrorResponse, "description": _MEANINGS[status]}
         | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
-        for status in sorted({*statuses, 405, 413, 500})
+        for status in sorted({*statuses, *_ANY})
     }
 
 
@@ -49,16 +54,16 @@ def plain_text() -> Responses:
 
 def takes(body: type[Body]) -> dict[str, Any]:
     """``openapi_extra`` of a route that parses ``body`` itself."""
-    schema = {"$ref": _REFERENCE.format(model=body.__name__)}
+    schema = {"$ref": _REFERENCE.format(name=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
     """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only one served."""
     found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFERENCE)
+    _, bodies = msgspec.json.schema_components(_BODIES, ref_template=_REFERENCE)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(definitions["$defs"])
+    schemas.update({name: schema | {"additionalProperties": {"type": "null"}} for name, schema in bodies.items()})
     for body in _BODIES:
         schemas[body.__name__]["properties"]["model"]["enum"] = [model, None]
     for unused in ("HTTPValidationError", "ValidationError"):

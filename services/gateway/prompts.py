@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from services.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from services.errors import InvalidRequest, ModelNotFound
 from services.gateway.chat_prompt import ChatEncoder
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.conversation import Conversation
+from services.gateway.fits import Fits
+from services.gateway.offload import Offload
 from services.gateway.schema import ChatMessage, CompletionBody
 from services.gateway.tokenizer import TextCodec
 from services.messages import WorkerInfo
 
-_INLINE_CHARS = 4096  # longer texts are tokenized in a thread, so that open streams go on
+T = TypeVar("T")
+
+_INLINE_CHARS = 4096  # more are tokenized in a thread, so that open streams go on
+_PIECE_CHARS = 64 * 1024  # of short texts that go there together
+_LONG_CHARS = 128 * 1024  # keeps a thread for longer than others should wait
 _MESSAGE_CHARS = 64  # what the template does with a message takes as long as tokenizing these
 
 
@@ -43,9 +48,11 @@ class Prompt:
 class PromptReader:
     """Reads prompts for one model. ``workers`` tells who serves it now."""
 
-    def __init__(self, model: ServedModel, workers: Callable[[], Sequence[WorkerInfo]]) -> None:
+    def __init__(self, model: ServedModel, workers: Callable[[], Sequence[WorkerInfo]], offload: Offload) -> None:
         self.model = model
         self._workers = workers
+        self._offload = offload
+        self._fits = Fits(model.codec, lambda: self.max_model_len)
         self._chat = None if model.template is None else ChatEncoder(model.template, model.codec, self._check_messages)
 
     @property
@@ -74,9 +81,22 @@ class PromptReader:
         """Tokens that fit after the longest prompt; 1 where none does, so that the length check names it."""
         return max(1, self.max_model_len - max(len(prompt.token_ids) for prompt in prompts))
 
-    async def of_completion(self, body: CompletionBody) -> list[Prompt]:
-        """The prompts of ``body`` in their order."""
-        return [await self._prompt(item, body.add_special_tokens is not False) for item in body.prompts]
+    async def of_completion(self, body: CompletionBody, tenant: str, most_tokens: int) -> list[Prompt]:
+        """The prompts of ``body`` in their order. Raises InvalidRequest where all together, for each of the ``n``
+        choices, have over ``most_tokens``: as soon as that is known."""
+        prompts: list[Prompt] = []
+        tokens = 0
+        for piece in _together(body.prompts):
+            prompts += await self._prompts(piece, tenant, add_special_tokens=body.add_special_tokens is not False)
+            tokens += sum(len(prompt.token_ids) for prompt in prompts[-len(piece) :])
+            if tokens * (body.n or 1) > most_tokens:
+                raise InvalidRequest(
+                    f"The prompts, for {body.n or 1} choices each, have at least {tokens * (body.n or 1)} tokens; "
+                    f"{most_tokens} are the most.",
+                    hint="Split the request.",
+                    param="prompt",
+                )
+        return prompts
 
     async def of_messages(
         self,
@@ -84,6 +104,7 @@ class PromptReader:
         add_generation_prompt: bool | None,
         options: Mapping[str, Any] | None,
         parse_special_tokens: bool | None,
+        tenant: str,
     ) -> Prompt:
         """``messages`` through the checkpoint's chat template. Raises InvalidRequest where it has none.
 
@@ -101,30 +122,52 @@ class PromptReader:
             options=options or {},
         )
         encode = partial(self._chat.token_ids, chat, parse_special_tokens=parse_special_tokens or False)
-        short = sum(map(len, chat.texts())) + _MESSAGE_CHARS * len(messages) <= _INLINE_CHARS
-        return Prompt(token_ids=encode() if short else await asyncio.to_thread(encode))
+        chars = sum(map(len, chat.texts())) + _MESSAGE_CHARS * len(messages)
+        return Prompt(token_ids=await self._run(encode, chars, tenant))
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``."""
-        if len(text) <= _INLINE_CHARS:
+    async def encode(self, text: str, tenant: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``, of more than fit, too. Raises ContextLengthExceeded where that would take long."""
+
+        def encode() -> list[int]:
+            if not self._fits.short(text):
+                self._fits.check(text, "prompt")
             return self.model.codec.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.model.codec.encode, text, add_special_tokens=add_special_tokens)
 
-    async def _prompt(self, item: str | list[int], add_special_tokens: bool) -> Prompt:
+        return await self._run(encode, len(text), tenant)
+
+    async def _prompts(
+        self, items: Sequence[str | list[int]], tenant: str, *, add_special_tokens: bool
+    ) -> list[Prompt]:
+        def encode() -> list[Prompt]:
+            return [self._prompt(item, add_special_tokens) for item in items]
+
+        return await self._run(encode, sum(_chars(item) for item in items), tenant)
+
+    async def _run(self, encode: Callable[[], T], chars: int, tenant: str) -> T:
+        if chars <= _INLINE_CHARS:
+            return encode()
+        return await self._offload.run(tenant, encode, releases_lock=True, long=chars > _LONG_CHARS)
+
+    def _prompt(self, item: str | list[int], add_special_tokens: bool) -> Prompt:
         if not isinstance(item, str):
             return Prompt(token_ids=item)
-        self._check_fits(item, "prompt")
-        return Prompt(token_ids=await self.encode(item, add_special_tokens=add_special_tokens), text=item)
+        self._fits.check(item, "prompt")
+        return Prompt(token_ids=self.model.codec.encode(item, add_special_tokens=add_special_tokens), text=item)
 
     def _check_messages(self, text: str) -> None:
-        self._check_fits(text, "messages")
+        self._fits.check(text, "messages")
 
-    def _check_fits(self, text: str, param: str) -> None:
-        """Refuses a text that cannot fit before time is spent on tokenizing it."""
-        fewest = len(text) // self.model.codec.longest_token
-        if fewest > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"The prompt has at least {fewest} tokens; the context holds {self.max_model_len}.",
-                hint="Shorten it.",
-                param=param,
-            )
+
+def _chars(item: str | list[int]) -> int:
+    return len(item) if isinstance(item, str) else 0
+
+
+def _together(items: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[int]]]:
+    """``items`` in their order: short texts in pieces that take a thread for some milliseconds, each long one alone."""
+    start, chars = 0, 0
+    for at, item in enumerate(items):
+        if at > start and chars + _chars(item) > _PIECE_CHARS:
+            yield items[start:at]
+            start, chars = at, 0
+        chars += _chars(item)
+    yield items[start:]

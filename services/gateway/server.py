@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import select
 import socket
 import time
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.errors import Draining, PortInUse
+from services.gateway.acceptor import Acceptor
+from services.gateway.connection import Connection
+from services.gateway.connections import Connections
 from services.gateway.intake import Intake
+from services.gateway.middleware import ProbesOnly
 from services.gateway.results import ResultFollower
 from services.gateway.table import JobTable
 
@@ -26,7 +28,8 @@ _LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
 _LATE_S = 0.2  # for requests that had come when idle connections were closed
 _LOOK_S = 0.05
 _MOST_DELAYS = 3
-_KEEP_ALIVE_S = 75  # longer than usual proxies keep theirs, so that they close first
+_BUFFER_BYTES = 256 * 1024
+"""Of the kernel, each way: it is charged to the container, and left to itself grows to 6 MB for a connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -39,6 +42,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise PortInUse(f"Cannot resolve {host}: {error.strerror or error}.", hint="Choose another --host.") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # what is accepted inherits them
+        listener.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
     try:
         listener.bind(address)
         listener.listen(_BACKLOG)
@@ -53,18 +58,41 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the caller's."""
+    """Signals are the caller's; connections come by an :class:`Acceptor`."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        probes = ProbesOnly(self.config.loaded_app)
+
+        def make(spare: bool) -> Connection:
+            return Connection(
+                self.config,
+                self.server_state,
+                self.lifespan.state,
+                house=self._connections,
+                spare=spare,
+                probes=probes,
+            )
+
+        acceptors = [Acceptor(listener, self._connections, make) for listener in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment] # of which uvicorn closes each, and waits for it
+        self.started = True
+
 
 class HttpServer:
-    """Serves ``app`` on ``listener``."""
+    """Serves ``app`` on ``listener``, to those who have a place among ``connections``."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, connections: Connections) -> None:
         self._listener = listener
+        self._connections = connections
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -76,14 +104,16 @@ class HttpServer:
                 log_level="warning",
                 server_header=False,
                 proxy_headers=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(_LAST_WORDS_S),
-            )
+            ),
+            connections,
         )
 
     async def run(self) -> None:
-        await self._server.serve(sockets=[self._listener])
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._connections.watch())
+            await self._server.serve(sockets=[self._listener])
+            watching.cancel()
 
     def close_idle(self, idle_s: float) -> int:
         """Closes connections that have waited ``idle_s`` for another request. Those whose first or next one is on its
@@ -93,43 +123,17 @@ class HttpServer:
             How many remain on which an answer said, or may have, that the next request can come here: its head went
             out before the app began to add ``Connection: close``.
         """
-        for connection in list(self._server.server_state.connections):
-            if _waits_s(connection) >= idle_s and not _unread(connection):
+        for connection in list(self._open()):
+            if connection.waited_s >= idle_s and not connection.unread:
                 connection.shutdown()
-        return sum(_stays(connection) for connection in self._server.server_state.connections)
+        return sum(connection.stays for connection in self._open())
 
     def stop(self) -> None:
         """Closes the listener and idle connections; :meth:`run` returns when open ones are done."""
         self._server.should_exit = True
 
-
-def _waits_s(connection: Any) -> float:
-    """How long it has waited for another request (uvicorn's httptools protocol); -1: it does not, or had none yet."""
-    timer = connection.timeout_keep_alive_task
-    if connection.cycle is None or not connection.cycle.response_complete or timer is None:
-        return -1.0
-    began: float = timer.when() - connection.timeout_keep_alive
-    return asyncio.get_running_loop().time() - began
-
-
-def _stays(connection: Any) -> bool:
-    """Whether it outlives the answer whose head it has sent. One that has no timer afterwards got something that is no
-    request, and nobody waits for it."""
-    cycle = connection.cycle
-    if cycle is None or not cycle.response_started or connection.transport.is_closing():
-        return False
-    waits = not cycle.response_complete or connection.timeout_keep_alive_task is not None
-    return bool(cycle.keep_alive and waits)
-
-
-def _unread(connection: Any) -> bool:
-    """Whether bytes wait in its socket: to close it now would break a request that a client has sent."""
-    socket_ = connection.transport.get_extra_info("socket")
-    if socket_ is None:
-        return False
-    waiting = select.poll()
-    waiting.register(socket_.fileno(), select.POLLIN)
-    return bool(waiting.poll(0))
+    def _open(self) -> Iterator[Connection]:
+        return (one for one in self._server.server_state.connections if isinstance(one, Connection))
 
 
 class Drain:

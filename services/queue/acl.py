@@ -74,7 +74,9 @@ _MEMBERS = _words("model wires wire: unreadable")
 _SEATS = _words("seats seat_numbers seat: seat_changes seats_version seats_gone")
 
 _GATEWAY = Rule(
-    scripts=_words("gateway_heartbeat gateway_leave admit resubmit take_up resync cancel survey audience quarantine"),
+    scripts=_words(
+        "gateway_heartbeat gateway_leave charge admit resubmit take_up resync cancel survey audience quarantine"
+    ),
     commands=_words("xread xtrim exists hget set time"),
     owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load:"),
     reads=_words("workers leader leader:epoch leader:wire keys"),

@@ -134,6 +134,12 @@ class GatewayQueue:
                 admitted.append(structs.replace(stored.request, attempt=attempt, deadline_ms=deadline))
         return admitted
 
+    async def charge(self, tenant: str, limits: TenantLimits) -> None:
+        """Counts a request that has come against the tenant's rate, whatever becomes of it; :meth:`admit` counts what
+        it has beyond one sequence. Raises RateLimited."""
+        _, interval_ms, burst = tenant_arguments(limits)
+        raise_refusal(await self._scripts.run("charge", tenant, interval_ms, burst), 1)
+
     async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool:
         """Queues the attempt that AttemptLost or :meth:`resync` named, at the request's original place.
 

@@ -67,6 +67,15 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
 
 
+def printable(text: str) -> str:
+    """``text`` with what would make a line of its own of it, or tell a terminal what to do, written as escapes."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
+
+
 class _TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(role)s  %(message)s", "%H:%M:%S")
@@ -75,7 +84,11 @@ class _TextFormatter(logging.Formatter):
         fields = {"request_id": getattr(record, "request_id", None), **_extras(record)}
         tail = "".join(f"  {key}={value}" for key, value in fields.items() if value is not None)
         head, newline, trace = super().format(record).partition("\n")
-        return head + tail + newline + trace
+        return head + printable(tail) + newline + trace
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = printable(record.message)
+        return super().formatMessage(record)
 
 
 class _JsonFormatter(logging.Formatter):

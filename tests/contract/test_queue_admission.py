@@ -78,40 +78,79 @@ async def test_concurrency_counts_until_the_end(bench):
     assert await bench.live("k") == 2
 
 
+async def _ask(bench, limits: TenantLimits, count: int = 1, tenant: str = "t") -> None:
+    """As a gateway does: charged as it comes, admitted when it was read."""
+    await bench.gateway.charge(tenant, limits)
+    requests = [bench.request(tenant=tenant) for _ in range(count)]
+    await bench.gateway.admit(requests, timeout_s=60, tenant_limits=limits)
+
+
+async def _seconds_pass(bench, seconds: int, tenant: str = "t") -> None:
+    rate = f"{bench.keys.prefix}rate:{tenant}"
+    await bench.redis.set(rate, float(await bench.redis.get(rate)) - 1000 * seconds)
+
+
 async def test_rate_allows_a_burst_and_then_one_per_interval(bench):
     limits = TenantLimits(requests_per_minute=6, burst=3)
-
-    async def admit(count: int) -> None:
-        await bench.gateway.admit([bench.request() for _ in range(count)], timeout_s=60, tenant_limits=limits)
-
-    await admit(3)
+    await _ask(bench, limits, 3)
     with pytest.raises(RateLimited) as refusal:
-        await admit(1)
+        await _ask(bench, limits)
     assert 9 <= refusal.value.retry_after_s <= 10
-    rate = f"{bench.keys.prefix}rate:t"
-    await bench.redis.set(rate, float(await bench.redis.get(rate)) - 10_000)  # ten seconds pass
-    await admit(1)
+    await _seconds_pass(bench, 10)
+    await _ask(bench, limits)
     with pytest.raises(RateLimited):
-        await admit(1)
+        await _ask(bench, limits)
 
 
-async def test_a_refused_request_does_not_use_up_the_rate(bench):
-    limits = TenantLimits(requests_per_minute=1, burst=1, concurrency=0)
+async def test_a_request_is_charged_once_as_it_comes_and_for_its_other_sequences_as_it_is_admitted(bench):
+    limits = TenantLimits(requests_per_minute=6, burst=4)
+    for _ in range(2):
+        await bench.gateway.charge("t", limits)  # whatever was in their bodies
+    await _ask(bench, limits, 2)
+    with pytest.raises(RateLimited):
+        await bench.gateway.charge("t", limits)
+    await _seconds_pass(bench, 20)
+    await bench.gateway.charge("t", limits)
+    requests = [bench.request() for _ in range(3)]
+    with pytest.raises(RateLimited):
+        await bench.gateway.admit(requests, timeout_s=60, tenant_limits=limits)
+    await bench.gateway.charge("t", limits)
+
+
+async def test_a_request_of_more_sequences_than_the_burst_passes_when_nothing_came_before(bench):
+    limits = TenantLimits(requests_per_minute=6, burst=2)
+    await _ask(bench, limits, 5)
+    with pytest.raises(RateLimited) as refusal:
+        await _ask(bench, limits)
+    assert 39 <= refusal.value.retry_after_s <= 40
+    await _seconds_pass(bench, 40)
+    await bench.gateway.charge("t", limits)
+    with pytest.raises(RateLimited):
+        await bench.gateway.admit([bench.request() for _ in range(5)], timeout_s=60, tenant_limits=limits)
+
+
+async def test_what_is_refused_does_not_use_up_the_rate(bench):
+    limits = TenantLimits(requests_per_minute=1, burst=3, concurrency=0)
     with pytest.raises(ConcurrencyLimited):
-        await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=limits)
-    await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=TenantLimits(requests_per_minute=1))
+        await _ask(bench, limits, 3)
+    for _ in range(2):
+        await bench.gateway.charge("t", limits)
+    for _ in range(2):
+        with pytest.raises(RateLimited) as refusal:
+            await bench.gateway.charge("t", limits)
+        assert 59 <= refusal.value.retry_after_s <= 60
 
 
 async def test_the_rate_says_how_long_to_wait_and_never_over_two_minutes(bench):
     limits = TenantLimits(requests_per_minute=2, burst=1)
-    await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=limits)
+    await _ask(bench, limits)
     with pytest.raises(RateLimited) as refusal:
-        await bench.gateway.admit([bench.request()], timeout_s=60, tenant_limits=limits)
+        await _ask(bench, limits)
     assert 29 <= refusal.value.retry_after_s <= 30
     slow = TenantLimits(requests_per_minute=0.1, burst=1)
-    await bench.gateway.admit([bench.request(tenant="s")], timeout_s=60, tenant_limits=slow)
+    await _ask(bench, slow, tenant="s")
     with pytest.raises(RateLimited) as refusal:
-        await bench.gateway.admit([bench.request(tenant="s")], timeout_s=60, tenant_limits=slow)
+        await _ask(bench, slow, tenant="s")
     assert refusal.value.retry_after_s == 120
 
 
@@ -164,11 +203,11 @@ async def test_admitting_a_keyed_request_again_after_an_unknown_outcome_changes_
 
 
 async def test_a_refused_request_binds_no_key(bench):
-    limits = TenantLimits(requests_per_minute=1, burst=1)
+    limits = TenantLimits(concurrency=1)
     await admit_keyed(bench, key("first", "body", "base0", 1), limits=limits)
     before = await bench.redis.dbsize()
     for number in range(20):
-        with pytest.raises(RateLimited):
+        with pytest.raises(ConcurrencyLimited):
             await admit_keyed(bench, key(f"key{number}", "body", f"base{number + 1}", 1), limits=limits)
     assert await bench.redis.dbsize() == before
 

@@ -145,7 +145,7 @@ def test_errors_are_the_clients_exceptions(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "temperature"),
+        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "JSON"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400, ""),
         (b'{"model": "tiny", "prompt": "\\ud800"}', 400, "JSON"),
         (b'{"model": "tiny", "prompt": [999999]}', 400, "prompt"),
@@ -186,7 +186,7 @@ def test_idempotency_key_replays_and_refuses_another_body(server: Server) -> Non
 
 
 def test_health_ready_version_metrics_and_docs(server: Server) -> None:
-    for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"):
+    for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json"):
         assert httpx.get(server.url + path).status_code == 200, path
     assert server.metric("expertmesh_generation_tokens_total") > 0
     assert server.metric("expertmesh_decode_tokens_total") > 0

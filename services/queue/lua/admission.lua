@@ -47,22 +47,26 @@ local function refuse_concurrency(tenant, requests, limit)
   return { 'concurrency', service / math.max(limit, 1), live }
 end
 
--- Generic cell rate algorithm: rate:<tenant> is the time at which the allowance will be whole again.
-local function refuse_rate(tenant, requests, interval_ms, burst)
+-- Generic cell rate algorithm: rate:<tenant> is the time at which the allowance will be whole again. A request of more
+-- sequences than the burst passes when it is whole, but for the one that charge.lua took when the request came.
+local function refuse_rate(tenant, more, interval_ms, burst, most)
   local key = P .. 'rate:' .. tenant
-  local whole = math.max(tonumber(redis.call('GET', key)) or NOW, NOW) + requests * interval_ms
-  local wait = whole - math.max(burst, requests) * interval_ms - NOW
+  local whole = math.max(tonumber(redis.call('GET', key)) or NOW, NOW) + more * interval_ms
+  local wait = whole - math.max(burst, most or more) * interval_ms - NOW
   if wait > 0 then return { 'rate', wait, 0 } end
   redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
 end
 
--- Nil if the tenant may add requests of that many tokens (then its rate is charged), else {bound, wait in ms, count}.
+-- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. Its rate is charged with all
+-- but the first of them, which was charged when they came.
 -- limits: concurrency (-1: none), ms between requests (0: no rate), burst.
 local function refuse(tenant, requests, tokens, limits)
   local concurrency, interval_ms, burst = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
   local refusal = refuse_queue(requests, tokens)
   if not refusal and concurrency >= 0 then refusal = refuse_concurrency(tenant, requests, concurrency) end
-  if not refusal and interval_ms > 0 then refusal = refuse_rate(tenant, requests, interval_ms, burst) end
+  if not refusal and interval_ms > 0 and requests > 1 then
+    refusal = refuse_rate(tenant, requests - 1, interval_ms, burst, requests)
+  end
   if refusal then refusal[2] = math.ceil(refusal[2]) end
   return refusal
 end

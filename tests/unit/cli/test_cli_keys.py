@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 
 from services.cli.keys import main as keys
 from services.cli.main import main
-from services.gateway.auth import Authenticator, FileKeys, RedisKeys
+from services.gateway.auth import Authenticator
+from services.gateway.key_stores import FileKeys, RedisKeys
 from services.queue.keys import Keys
 
 

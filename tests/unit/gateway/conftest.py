@@ -20,6 +20,8 @@ from services.errors import QueueUnavailable, RequestError
 from services.gateway.app import Parts, build_app
 from services.gateway.auth import Authenticator, KeyStore
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.connections import Bounds, Connections
+from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings
 from services.gateway.health import Readiness
 from services.gateway.holdings import Holdings
@@ -30,6 +32,7 @@ from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
+from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import SpecialTokens, TextCodec
 from services.messages import AttemptLost, GenerateRequest, TokenEvent, TokenLogprob, WorkerInfo
 from services.metrics import GatewayMetrics
@@ -91,6 +94,8 @@ class ScriptedQueue:
         self.resynced: list[tuple[str, int]] = []
         self.retaken: list[str] = []
         self.limits: list[TenantLimits | None] = []
+        self.charged: list[str] = []
+        self.over_rate: RequestError | None = None
         self.survey_answer: dict[str, tuple[Any, int]] = {}
         self.surveys = 0
         self.refusal: RequestError | None = None
@@ -164,6 +169,12 @@ class ScriptedQueue:
             raise KeyBound(base_id=bound[1], seed=bound[2], owner="gw")
         if self.refusal is None:
             self.records[tenant, key.key] = (key.fingerprint, key.base_id, key.seed)
+
+    async def charge(self, tenant: str, limits: TenantLimits) -> None:  # noqa: ARG002
+        self._check()
+        if self.over_rate is not None:
+            raise self.over_rate
+        self.charged.append(tenant)
 
     async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool:
         self._check()
@@ -244,6 +255,8 @@ class Harness:
     intake: Intake
     drain: Drain
     server: HttpServer
+    connections: Connections
+    offload: Offload
     parts: Parts
     leader: _Leader
     registry: CollectorRegistry
@@ -349,6 +362,9 @@ async def _running(
     max_queued_tokens: int = 4_000_000,
     answer_bytes: int = 64 << 20,
     keep_s: float = 3600.0,
+    same_machine: bool = False,
+    bounds: Bounds | None = None,
+    body_room: int = 64 << 20,
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
     max_len: int = 256,
@@ -369,8 +385,9 @@ async def _running(
         template=None if template is None else ChatTemplate(template, codec.special),
         created=1,
     )
+    prompts = PromptReader(model, lambda: follower.workers, offload)
     intake = Intake(
-        prompts=PromptReader(model, lambda: follower.workers),
+        prompts=prompts,
         queue=queue,
         table=table,
         follower=follower,
@@ -382,25 +399,38 @@ async def _running(
         keep_s=keep_s,
         offload=offload,
     )
-    leader, siblings = _Leader(), Siblings([])
+    leader, siblings, authenticator = _Leader(), Siblings([]), Authenticator(store)
+    bounds = bounds or Bounds(body_bytes=max_body_bytes)
+    rooms = Rooms.of(
+        metrics,
+        connections=bounds.connections,
+        shared=store is not None,
+        max_body=max_body_bytes,
+        body_bytes=body_room,
+    )
     parts = Parts(
         intake=intake,
         follower=follower,
-        authenticator=Authenticator(store),
-        readiness=Readiness(follower, leader),  # type: ignore[arg-type]
+        authenticator=authenticator,
+        door=Door(
+            authenticator=authenticator, queue=queue, rooms=rooms, offload=offload, max_body_bytes=max_body_bytes
+        ),
+        tokenizer=TokenizerRoutes(prompts, offload),
+        readiness=Readiness(follower, leader, store),  # type: ignore[arg-type]
         siblings=siblings,
         registry=registry,
         metrics=metrics,
         offload=offload,
         version="1.2.3",
         protected=store is not None,
-        max_body_bytes=max_body_bytes,
+        same_machine=same_machine,
         metrics_apart=metrics_apart,
     )
     app = build_app(parts)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = HttpServer(app, listener)
+    connections = Connections(bounds, metrics, "api")
+    server = HttpServer(app, listener, connections)
     tasks = [asyncio.create_task(follower.run()), asyncio.create_task(server.run())]
     openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http, openai:
@@ -411,6 +441,8 @@ async def _running(
             intake=intake,
             drain=Drain(intake, table, follower, drain_s, close_idle=server.close_idle),
             server=server,
+            connections=connections,
+            offload=offload,
             parts=parts,
             leader=leader,
             registry=registry,

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.errors import Overloaded, WorkLimited
+from services.gateway import offload as offload_module
+from services.gateway.memory import memory_trimmer
 from services.gateway.offload import Offload
 from services.metrics import GatewayMetrics
 
@@ -91,6 +93,39 @@ async def test_so_many_at_a_time_and_both_kinds_beside_each_other(make):
     assert (shop.waiting("holds_lock"), shop.waiting("releases_lock")) == (1, 1)
     await shop.finish()
     assert sorted(shop.done) == ["a1", "a2", "t1", "t2", "t3"]
+
+
+async def test_long_pieces_wait_for_their_like_alone(make):
+    shop = make(releasing=2, long=1)
+    for name in ("l1", "l2"):
+        await shop.ask("a", name, releases_lock=True, long=True)
+    assert (shop.waiting("long"), shop.waiting("releases_lock")) == (1, 0)
+    assert await shop.offload.run("b", lambda: "short", releases_lock=True) == "short"
+    await shop.finish()
+    assert shop.done == ["l1", "l2"]
+
+
+async def test_memory_goes_back_once_no_long_piece_has_come_for_a_while(make, monkeypatch):
+    trimmed = threading.Event()
+    monkeypatch.setattr(offload_module, "memory_trimmer", lambda: trimmed.set)
+    monkeypatch.setattr(offload_module, "_TRIM_AFTER_S", 1.0)
+    shop = make()
+    for _ in range(10):
+        await shop.offload.run("a", lambda: None, releases_lock=True, long=True)
+        await asyncio.sleep(0.03)
+        assert not trimmed.is_set()
+    async with asyncio.timeout(20):
+        while not trimmed.is_set():
+            await asyncio.sleep(0.01)
+    trimmed.clear()
+    await shop.offload.run("a", lambda: None, releases_lock=True)
+    await asyncio.sleep(1.2)
+    assert not trimmed.is_set()
+
+
+def test_the_c_library_has_the_call_that_gives_memory_back():
+    """Or does nothing where it has none."""
+    memory_trimmer()()
 
 
 async def test_a_tenant_with_too_much_waiting_is_refused_and_others_are_not(make):

@@ -48,6 +48,28 @@ def test_text_on_a_terminal() -> None:
     assert stream.getvalue().endswith("WARNING scheduler  odd  request_id=r1  tokens=3\n")
 
 
+def test_nothing_that_a_client_sends_makes_a_line_of_its_own_or_reaches_the_terminal() -> None:
+    stream = _Terminal()
+    configure_logging("gateway", stream=stream)
+    forged = "/a\n12:00:00 ERROR gateway  forged\r\x1b[31m\x9b2J\u202eé 你"
+    logging.getLogger("x").info("asked for %s", forged, extra={"path": forged})
+    shown = "/a\\n12:00:00 ERROR gateway  forged\\r\\x1b[31m\\x9b2J\\u202eé 你"
+    assert stream.getvalue().endswith(f"asked for {shown}  path={shown}\n")
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    stream = _Terminal()
+    configure_logging("gateway", stream=stream)
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("x").exception("failed", extra={"path": "/a\n"})
+    head, *trace = stream.getvalue().splitlines()
+    assert head.endswith("failed  path=/a\\n")
+    assert trace[-1] == "ValueError: why"
+
+
 def test_the_style_can_be_forced_and_the_level_holds() -> None:
     stream = _Terminal()
     configure_logging("x", "warning", "json", stream=stream)

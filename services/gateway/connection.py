@@ -1,0 +1,382 @@
+"""One connection of a client: uvicorn's HTTP protocol with bounds on everything that a peer can send, hold or leave.
+
+In: bytes of anybody, before any key is checked. Out: requests for the app; what passes a bound is answered in OpenAI's
+shape where an answer can still be written, counted by reason, and closed. uvicorn bounds none of it: its parser keeps
+one field's value whole however long it grows, and nothing there has a deadline before the first answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from typing import Any, cast
+
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from services.errors import HeadTooLarge, InvalidRequest, RequestError, RequestTimedOut
+from services.gateway.connections import Connections, Wait
+from services.gateway.errors_http import error_response
+
+_HEAD_PIECE = 4096
+"""A head is parsed in pieces of so many bytes, which is how exactly its size is known."""
+_BODY_PIECE = 64 * 1024
+_READING = (Wait.HEAD, Wait.BODY, Wait.REST, Wait.IDLE)
+"""At most one of them at a time: which part of which request is to come."""
+
+
+class _Refused(Exception):
+    """Raised inside the parser's callbacks to stop it."""
+
+
+class Connection(HttpToolsProtocol):
+    """``spare``: on a place of those beyond the bound; ``probes`` is the app that answers there."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        *,
+        house: Connections,
+        spare: bool,
+        probes: ASGIApp,
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._house = house
+        self._bounds = house.bounds
+        self._spare = spare
+        if spare:
+            self.app = probes
+        self._inner: asyncio.Transport = None  # type: ignore[assignment] # until connection_made
+        self._reads: Wait | None = None  # None: nothing, or what it sends ahead of an answer
+        self._serving: RequestResponseCycle | None = None
+        self._deaf = False  # what comes is thrown away
+        self._leaving = False
+        self._refusal: tuple[str, RequestError | None] | None = None
+        self._head_bytes = self._head_fields = 0
+        self._wire_bytes = self._body_bytes = 0  # of the body as sent, and as meant
+        self._ahead_bytes = self._thrown_away = 0
+        self._rests_since = 0.0
+        self._turns = 0  # changes of what it reads
+
+    # What the transport tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._inner = cast(asyncio.Transport, transport)  # uvloop's is none by its type
+        self._inner.set_write_buffer_limits(high=self._bounds.write_buffer)
+        super().connection_made(_Exit(self, self._inner))
+        self._house.enter(self, spare=self._spare)
+        self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._house.leave(self)
+        self._deaf = self._leaving = True
+        super().connection_lost(exc)
+        for cycle in (self._serving, *(cycle for cycle, _ in self.pipeline)):  # uvicorn tells the newest one alone
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+
+    def data_received(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest and not self._deaf:
+            size = _BODY_PIECE if self._reads in (Wait.BODY, Wait.REST) else _HEAD_PIECE
+            self._feed(rest[:size])
+            rest = rest[size:]
+        self._thrown_away += len(rest)
+        if self._thrown_away > self._bounds.rest_bytes:
+            self._inner.abort()
+
+    def eof_received(self) -> None:
+        self._house.wait(self, Wait.LINGER, self._patience_s())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._house.wait(self, Wait.STALL, self._patience_s())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._house.done(self, Wait.STALL)
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        if self._leaving:
+            self._inner.abort()
+        else:
+            super().shutdown()
+
+    # What the house asks and says
+
+    @property
+    def unread(self) -> bool:
+        """Whether bytes wait in its socket: to close it now would break a request that a client has sent."""
+        socket = self._inner.get_extra_info("socket")
+        if socket is None:
+            return False
+        waiting = select.poll()
+        waiting.register(socket.fileno(), select.POLLIN)
+        return bool(waiting.poll(0))
+
+    @property
+    def paused(self) -> bool:
+        return bool(self.flow.read_paused)
+
+    @property
+    def waited_s(self) -> float:
+        """For how long it has waited for another request; -1: it does not, or had none yet."""
+        return self._house.time.now() - self._rests_since if self._reads is Wait.IDLE else -1.0
+
+    @property
+    def stays(self) -> bool:
+        """Whether it outlives the answer whose head it has sent. One that has sent a part of something afterwards is
+        not waited for: nobody knows whether that is a request."""
+        cycle = self._serving
+        if cycle is None or not cycle.response_started or self.transport.is_closing():
+            return False
+        return bool(cycle.keep_alive and (not cycle.response_complete or self._reads is Wait.IDLE))
+
+    def expire(self, wait: Wait) -> None:
+        if wait is Wait.HEAD:
+            self._refuse("head_late", RequestTimedOut("The request's head took too long."), silent=True)
+        elif wait is Wait.BODY:
+            self._refuse("body_late", RequestTimedOut("The body took too long.", hint="Send it faster."), silent=True)
+        elif wait is Wait.IDLE:
+            self.leave()  # in order, and nobody's fault
+        else:
+            if wait is not Wait.LINGER:  # which was told before
+                self._house.refusals.note(f"{wait.value}_late", f"gave up a connection: {wait.value} for too long")
+            self._inner.abort()
+
+    def give_way(self, wait: Wait) -> None:  # noqa: ARG002 - whatever it waited for
+        self._inner.abort()
+
+    def leave(self) -> None:
+        """Closes when the request has come whole and the answer is with the peer, both within bounds: to close before
+        would make its kernel throw the answer away."""
+        if self._leaving:
+            return
+        self._leaving = True
+        if self._reads in (Wait.BODY, Wait.REST):
+            self.flow.resume_reading()
+        else:
+            self._close()
+        self._read(None)
+        self._house.wait(self, Wait.LINGER, self._patience_s())
+
+    # What the parser tells
+
+    def on_message_begin(self) -> None:
+        if self._leaving:
+            self._close()
+            raise _Refused
+        super().on_message_begin()
+        self._head_bytes = self._head_fields = 0
+        if self._reads is not Wait.HEAD:
+            self._read(Wait.HEAD, self._bounds.head_s)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_fields += 1
+        if self._head_fields > self._bounds.head_fields:
+            self._stop("head_fields", HeadTooLarge(f"The request has over {self._bounds.head_fields} header fields."))
+        if self._reads is Wait.HEAD:  # else a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self._spare:
+            self.cycle.keep_alive = False
+        if len(self.pipeline) > self._bounds.ahead_requests:
+            self._stop("ahead", None)
+        self._wire_bytes = self._body_bytes = 0
+        length = _declared(self.headers)
+        if self.pipeline:
+            self.flow.resume_reading()  # else nobody would see this peer leave; what it sends ahead is bounded
+        else:
+            self._serving = self.cycle
+            if length != 0:
+                self.flow.pause_reading()  # until the app asks for it
+        allowed = self._bounds.body_bytes if length is None else min(length, self._bounds.body_bytes)
+        self._read(Wait.BODY, self._bounds.body_s + allowed / self._bounds.least_rate)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._leaving:
+            self._close()
+        elif self.cycle.response_complete:
+            self._rest()
+        else:
+            self._read(None)
+
+    # What the app tells
+
+    def on_response_complete(self) -> None:
+        done = self._serving
+        if self.pipeline:
+            self._serving = self.pipeline[-1][0]
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # it fires late where the process stood still: see Connections
+        if done is not None:
+            done.body = bytearray()  # what nobody read
+        if self._leaving or self.transport.is_closing():
+            return
+        if self._reads is Wait.BODY and self.cycle is done:
+            self._read(Wait.REST, self._bounds.body_s)
+        elif self._reads is None and self.cycle.response_complete:
+            self._rest()
+
+    # Inside
+
+    def _read(self, wait: Wait | None, seconds: float = 0.0) -> None:
+        """From now on ``wait`` is what the peer has to send next."""
+        if self._reads is not None:
+            self._house.done(self, self._reads)
+        self._reads, self._turns = wait, self._turns + 1
+        if wait is not None:
+            self._house.wait(self, wait, seconds)
+
+    def _rest(self) -> None:
+        """Until the next request: nothing of the last one is kept, for there may be thousands that rest."""
+        self._ahead_bytes = 0
+        self._house.forget_head(self)
+        self.url, self.headers = b"", []
+        self.scope = self.cycle.scope = {}  # type: ignore[typeddict-item]
+        self._rests_since = self._house.time.now()
+        self._read(Wait.IDLE, self._bounds.keep_alive_s)
+
+    def _feed(self, piece: memoryview) -> None:
+        turns, reads = self._turns, self._reads
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            self._upgrade()
+        except httptools.HttpParserError:
+            if not self._leaving:
+                self._refuse(*(self._refusal or ("malformed", InvalidRequest("This is not an HTTP request."))))
+        else:
+            if turns == self._turns:
+                self._count(reads, len(piece))
+
+    def _count(self, reads: Wait | None, size: int) -> None:
+        """``size`` more bytes of the same part of the same request."""
+        bounds = self._bounds
+        if self.pipeline or (reads is None and not self._leaving):
+            self._ahead_bytes += size
+            if self._ahead_bytes > bounds.ahead_bytes:
+                self._refuse("ahead", None)
+        elif reads is Wait.HEAD:
+            self._head_bytes += size
+            whole = self._house.hold_head(self, self._head_bytes)
+            if self._head_bytes > bounds.head_bytes or not whole:
+                self._refuse("head_bytes", HeadTooLarge(f"The request's head exceeds {bounds.head_bytes} bytes."))
+        else:
+            self._wire_bytes += size
+            if self._wire_bytes - self._body_bytes > bounds.framing_bytes + self._body_bytes:
+                self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
+            elif reads is not Wait.BODY and self._wire_bytes > bounds.rest_bytes:
+                self._refuse("rest_bytes", None)
+
+    def _stop(self, reason: str, error: RequestError | None) -> None:
+        """Refuses from within the parser."""
+        self._refusal = (reason, error)
+        raise _Refused
+
+    def _upgrade(self) -> None:
+        """To another protocol, of which there is none here: the request is answered, the rest is not read."""
+        self._house.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
+        self._deaf = True
+        self.cycle.keep_alive = False
+
+    def _refuse(self, reason: str, error: RequestError | None, *, silent: bool = False) -> None:
+        """Nothing more is read. What it asked before is answered; else ``error`` is its answer, where one can still be
+        written, and what it goes on sending, unless it is ``silent``, is thrown away until it has read that."""
+        self._house.refusals.note(reason, f"refused a connection: {reason}" + (f": {error.message}" if error else ""))
+        self._deaf = True
+        cycle, receiving = self.cycle, self._reads in (Wait.BODY, Wait.REST)
+        self._read(None)
+        if self._served and not receiving:
+            cycle.keep_alive = False
+        elif error is None or self.pipeline or self._leaving or (receiving and cycle.response_started):
+            self._inner.abort()
+        else:
+            self._answer(error)
+            if cycle is not None:
+                cycle.disconnected = True
+                cycle.message_event.set()
+            self._leaving = True
+            self.flow.resume_reading()
+            self._house.wait(self, Wait.LINGER, self._patience_s())
+            if silent:
+                self._close()
+
+    @property
+    def _served(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _answer(self, error: RequestError) -> None:
+        answer = error_response(error, {"connection": "close"})
+        fields = (b"%b: %b\r\n" % field for field in [*self.server_state.default_headers, *answer.raw_headers])
+        self._inner.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], b"".join(fields), bytes(answer.body)))
+        self._inner.write_eof()
+
+    def _patience_s(self) -> float:
+        """How long the peer may take to read what was written."""
+        waiting, bounds = self._inner.get_write_buffer_size(), self._bounds
+        return bounds.stall_s + waiting / bounds.least_rate if waiting else bounds.linger_s
+
+    def _close(self) -> None:
+        self._deaf = True
+        self._inner.close()
+
+
+def _declared(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """Length of the body; None where its chunks say it."""
+    for name, value in headers:
+        if name == b"transfer-encoding":
+            return None
+        if name == b"content-length":
+            return int(value)  # the parser has refused what is no number
+    return 0
+
+
+class _Exit(asyncio.Transport):
+    """The transport as uvicorn sees it: a close that waits for the peer, within bounds (:meth:`Connection.leave`)."""
+
+    def __init__(self, connection: Connection, inner: asyncio.Transport) -> None:
+        super().__init__()
+        self._connection = connection
+        self._inner = inner
+        self._closed = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if not self._closed:
+            self._inner.write(data)
+
+    def close(self) -> None:
+        self._closed = True
+        self._connection.leave()
+
+    def abort(self) -> None:
+        self._closed = True
+        self._inner.abort()
+
+    def is_closing(self) -> bool:
+        return self._closed or self._inner.is_closing()
+
+    def pause_reading(self) -> None:
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._inner.is_closing():
+            self._inner.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)

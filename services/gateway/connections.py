@@ -1,0 +1,207 @@
+"""All connections of one listener: who gets a place, who gives way, and whose time is over.
+
+In: what each connection waits for. Out: refusals of those that take too long, and places for those who come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Protocol
+
+from services.gateway.lived_time import LivedTime
+from services.gateway.refusals import Refusals
+from services.metrics import GatewayMetrics
+
+_KIB = 1024
+_CANDIDATES = 16
+"""Oldest ones that are asked whether something of theirs is still unread, before a newcomer is turned away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What one connection may take, and how many there may be. Sizes in bytes, times in seconds."""
+
+    connections: int = 10_000
+    spare: int = 64
+    """Beyond ``connections``, for whoever asks how the gateway is: a full one is not a dead one."""
+    head_bytes: int = 64 * _KIB
+    head_fields: int = 128
+    head_s: float = 15.0
+    spare_head_s: float = 2.0
+    large_head: int = 8 * _KIB
+    large_heads: int = 32 * 1024 * _KIB
+    """All heads above ``large_head`` together: ten thousand of 64 KiB would be the memory of the whole pod."""
+    body_bytes: int = 4 * 1024 * _KIB
+    """What a body without Content-Length is given time for."""
+    body_s: float = 30.0
+    least_rate: float = 64.0 * _KIB
+    """Bytes per second that a client sends and reads at, beyond ``body_s`` and ``stall_s``."""
+    framing_bytes: int = 64 * _KIB
+    """Chunk headers, their extensions and trailers, beyond as many bytes as the body itself has."""
+    rest_bytes: int = 64 * 1024 * _KIB
+    """Of a body that nobody reads: it was answered before it came."""
+    ahead_bytes: int = 16 * _KIB
+    ahead_requests: int = 4
+    """Sent before the answer to the request before: pipelining, which hardly any client does."""
+    write_buffer: int = 16 * _KIB
+    stall_s: float = 60.0
+    keep_alive_s: float = 75.0
+    """Longer than usual proxies keep theirs, so that they close first."""
+    linger_s: float = 10.0
+    """From the close to its end: the peer reads what it was told, and sends the rest of what it was sending."""
+    look_s: float = 0.5
+
+
+class Wait(Enum):
+    """What a connection waits for; the value is the label of its gauge."""
+
+    HEAD = "head"
+    BODY = "body"
+    REST = "rest"  # of a body whose request was answered without it
+    IDLE = "idle"
+    STALL = "stalled"  # until the peer reads what was written
+    LINGER = "closing"
+
+
+_GIVING_WAY = (Wait.LINGER, Wait.HEAD, Wait.REST, Wait.IDLE)
+"""Who makes room for a newcomer, the oldest first: nobody who is served."""
+
+
+class Guest(Protocol):
+    """A connection, as far as it is known here."""
+
+    @property
+    def unread(self) -> bool:
+        """Whether bytes of the peer are in the socket."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether this process is not reading: the wait is not the peer's fault."""
+        ...
+
+    def expire(self, wait: Wait) -> None: ...
+
+    def give_way(self, wait: Wait) -> None: ...
+
+
+class Connections:
+    """The places of a listener. A place is taken by :meth:`place`, and given back by :meth:`leave`."""
+
+    def __init__(self, bounds: Bounds, metrics: GatewayMetrics, listener: str) -> None:
+        self.bounds = bounds
+        self.refusals = Refusals(metrics)
+        self.time = LivedTime(2 * bounds.look_s)
+        self._gauges = {wait: metrics.connections.labels(listener, wait.value) for wait in Wait}
+        self._served = metrics.connections.labels(listener, "served")
+        self._waits: dict[Wait, dict[Guest, float]] = {wait: {} for wait in Wait}
+        self._graced: set[Guest] = set()
+        self._large: dict[Guest, int] = {}
+        self._large_sum = 0
+        self._spare: set[Guest] = set()
+        self._ordinary: set[Guest] = set()
+        self._coming = {False: 0, True: 0}  # accepted, and no guest yet, by whether the place is a spare one
+
+    def place(self) -> bool | None:
+        """Takes a place for a connection that was accepted: False is an ordinary one, True a spare one that only says
+        how the gateway is, None none at all. Where all are taken the oldest of those that are not served give way."""
+        if self._count(spare=False) < self.bounds.connections or self._make_room(self._ordinary):
+            spare = False
+        elif self._count(spare=True) < self.bounds.spare or self._make_room(self._spare):
+            spare = True
+        else:
+            self.refusals.note("full", "all places for connections are taken, the spare ones too: closed a new one")
+            return None
+        self._coming[spare] += 1
+        return spare
+
+    def vacate(self, *, spare: bool) -> None:
+        """The connection of a place came to nothing."""
+        self._coming[spare] -= 1
+
+    def enter(self, guest: Guest, *, spare: bool) -> None:
+        """``guest`` is the connection that :meth:`place` was asked for."""
+        self._coming[spare] -= 1
+        (self._spare if spare else self._ordinary).add(guest)
+
+    def leave(self, guest: Guest) -> None:
+        for wait in Wait:
+            self.done(guest, wait)
+        self.forget_head(guest)
+        self._ordinary.discard(guest)
+        self._spare.discard(guest)
+
+    def wait(self, guest: Guest, wait: Wait, seconds: float) -> None:
+        """From now on ``guest`` has so long."""
+        self._waits[wait][guest] = self.time.now() + seconds
+
+    def done(self, guest: Guest, wait: Wait) -> None:
+        if self._waits[wait].pop(guest, None) is not None:
+            self._graced.discard(guest)
+
+    def hold_head(self, guest: Guest, size: int) -> bool:
+        """Counts the bytes of a large head until :meth:`forget_head`. False: all large heads together are too many."""
+        if size <= self.bounds.large_head:
+            return True
+        self._large_sum += size - self._large.get(guest, 0)
+        self._large[guest] = size
+        return self._large_sum <= self.bounds.large_heads
+
+    def forget_head(self, guest: Guest) -> None:
+        self._large_sum -= self._large.pop(guest, 0)
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self.bounds.look_s)
+            self.look()
+
+    def look(self) -> None:
+        """Ends the waits that are over."""
+        now = self.time.tick()
+        for wait, guests in self._waits.items():
+            for guest in [guest for guest, due in guests.items() if due <= now]:
+                if guest not in guests:
+                    continue  # another one's end was its own
+                if self._excused(guest, wait):
+                    guests[guest] = now + self.bounds.look_s
+                else:
+                    del guests[guest]
+                    guest.expire(wait)
+        self._tell()
+
+    def _excused(self, guest: Guest, wait: Wait) -> bool:
+        """What has come and is not read was in time; it is read before the next look."""
+        if wait is Wait.BODY and guest.paused:
+            return True
+        if wait in (Wait.STALL, Wait.LINGER) or guest in self._graced or not guest.unread:
+            return False
+        self._graced.add(guest)
+        return True
+
+    def _count(self, *, spare: bool) -> int:
+        return len(self._spare if spare else self._ordinary) + self._coming[spare]
+
+    def _make_room(self, among: set[Guest]) -> bool:
+        for wait in _GIVING_WAY:
+            guest = next(self._can_give_way(wait, among), None)
+            if guest is not None:
+                self.leave(guest)
+                self.refusals.note(f"gave_way_{wait.value}", "all places for connections are taken: closed the oldest")
+                guest.give_way(wait)
+                return True
+        return False
+
+    def _can_give_way(self, wait: Wait, among: set[Guest]) -> Iterator[Guest]:
+        oldest = (guest for guest in self._waits[wait] if guest in among)
+        return (guest for guest in islice(oldest, _CANDIDATES) if wait is Wait.LINGER or not guest.unread)
+
+    def _tell(self) -> None:
+        for wait, guests in self._waits.items():
+            self._gauges[wait].set(len(guests))
+        reading = sum(len(self._waits[wait]) for wait in Wait if wait is not Wait.STALL)
+        self._served.set(max(0, len(self._ordinary) + len(self._spare) - reading))

@@ -1,0 +1,122 @@
+"""What a POST passes before anything is done for it: the key, this gateway's room, the rate, the size; then its body.
+
+In: a request whose head has come. Out: the caller and the typed body. Whatever can be refused by less is refused by it:
+nothing of a body is read for a stranger, or for a tenant who has had enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from services.errors import BodyTooLarge, InvalidRequest
+from services.gateway.auth import Authenticator, Caller
+from services.gateway.middleware import until_answered
+from services.gateway.offload import Offload
+from services.gateway.parse import B, Parser
+from services.gateway.ports import Queue
+from services.gateway.rooms import Hold, Room
+from services.metrics import GatewayMetrics
+
+_FREE_BYTES = 16 * 1024
+"""Bodies up to this need no room: ten thousand of them are a sixth of the chart's memory."""
+_INLINE_BYTES = 64 * 1024
+"""Longer ones are parsed in a thread."""
+_BODY_BYTES = 64 * 1024 * 1024
+_BODIES_OF_ONE = 4  # tenants that can fill the room between them
+_REQUESTS_OF_ONE = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rooms:
+    """What is under way in this process, and what one tenant may have of it."""
+
+    requests: Room
+    bodies: Room
+
+    @classmethod
+    def of(
+        cls, metrics: GatewayMetrics, *, connections: int, shared: bool, max_body: int, body_bytes: int = _BODY_BYTES
+    ) -> Rooms:
+        """For a gateway with so many ``connections``; without keys (not ``shared``) all clients are one tenant."""
+        requests_share = max(1, connections // _REQUESTS_OF_ONE) if shared else connections
+        bodies_share = max(body_bytes // _BODIES_OF_ONE, max_body) if shared else body_bytes
+        return cls(
+            requests=Room("requests", connections, requests_share, metrics.http_in_flight.set),
+            bodies=Room("bytes of bodies", max(body_bytes, max_body), bodies_share, metrics.body_bytes.set),
+        )
+
+
+class Door:
+    """Lets requests in."""
+
+    def __init__(
+        self, *, authenticator: Authenticator, queue: Queue, rooms: Rooms, offload: Offload, max_body_bytes: int
+    ) -> None:
+        self._authenticator = authenticator
+        self._queue = queue
+        self._rooms = rooms
+        self._offload = offload
+        self._limit = max_body_bytes
+
+    async def enter(self, request: Request) -> Caller:
+        """Who sends ``request``, charged with it. Its place among the requests under way is kept until it is answered.
+
+        Raises:
+            Unauthorized: no key, or an unknown one.
+            WorkLimited, Overloaded: too much is under way, of this tenant or of all.
+            RateLimited: more requests than the key may send.
+        """
+        caller = await self._authenticator.identify(request.headers.get("authorization"))
+        place = until_answered(request.scope).enter_context(self._rooms.requests.open(caller.tenant))
+        place.grow(1)
+        if caller.limits is not None and caller.limits.requests_per_minute is not None:
+            await self._queue.charge(caller.tenant, caller.limits)
+        return caller
+
+    @asynccontextmanager
+    async def body(self, parser: Parser[B], request: Request, caller: Caller) -> AsyncIterator[B]:
+        """The body of ``request``, whose bytes have their room until the block ends. Raises what is wrong with it."""
+        declared = self._declared(request)
+        with self._rooms.bodies.open(caller.tenant) as hold:
+            hold.grow(_need(declared))
+            yield await self._parse(parser, await self._read(request, hold), caller.tenant)
+
+    async def _parse(self, parser: Parser[B], raw: bytearray, tenant: str) -> B:
+        if len(raw) <= _INLINE_BYTES:
+            return parser.parse(raw)
+        return await self._offload.run(tenant, lambda: parser.parse(raw))
+
+    def hold(self, request: Request, caller: Caller, size: int) -> None:
+        """Finds room for an answer of ``size`` bytes, which is kept until the client has read it."""
+        room = until_answered(request.scope).enter_context(self._rooms.bodies.open(caller.tenant))
+        room.grow(_need(size))
+
+    def _declared(self, request: Request) -> int:
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise InvalidRequest(f"Bodies in {coding[:40]!r} are not read here.", hint="Send plain JSON, uncompressed.")
+        length = request.headers.get("content-length", "")
+        declared = int(length) if length.isdecimal() and len(length) < 20 else 0
+        if declared > self._limit:
+            raise self._too_large()
+        return declared
+
+    async def _read(self, request: Request, hold: Hold) -> bytearray:
+        body = bytearray()
+        async for piece in request.stream():
+            if len(body) + len(piece) > self._limit:
+                raise self._too_large()
+            body += piece
+            hold.grow(_need(len(body)))
+        return body
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The body exceeds {self._limit} bytes.", hint="Send less, or raise --max-body-bytes.")
+
+
+def _need(size: int) -> int:
+    return size if size > _FREE_BYTES else 0

@@ -1,0 +1,41 @@
+"""What is refused at the door before it is a request of anybody: counted by reason, and logged now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+_QUIET_S = 10.0
+
+
+@dataclass(slots=True)
+class _Told:
+    at: float
+    left_out: int = 0
+
+
+class Refusals:
+    """One line per reason every ten seconds, with the number of those left out: a flood fills no log. ``reason`` is a
+    label, so its values are few and ours."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counter = metrics.refused
+        self._clock = clock
+        self._told: dict[str, _Told] = {}
+
+    def note(self, reason: str, text: str) -> None:
+        """Counts one; ``text`` says what was done, for the log."""
+        self._counter.labels(reason).inc()
+        now, last = self._clock(), self._told.get(reason)
+        if last is not None and now - last.at < _QUIET_S:
+            last.left_out += 1
+            return
+        more = f" ({last.left_out} more since this was said last)" if last is not None and last.left_out else ""
+        log.warning("%s%s", text, more, extra={"reason": reason})
+        self._told[reason] = _Told(now)

@@ -1,0 +1,459 @@
+"""What a peer may send, hold and leave on one connection, with both event loops that there are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvloop
+
+from services.gateway.connections import Bounds, Wait
+
+URL = "/v1/completions"
+GOOD = json.dumps({"prompt": "hello", "max_tokens": 90}).encode()
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SHORT = Bounds(
+    head_s=0.4,
+    body_s=0.4,
+    least_rate=1 << 20,
+    stall_s=0.6,
+    keep_alive_s=0.5,
+    linger_s=0.5,
+    look_s=0.05,
+    body_bytes=4096,
+)
+"""As in production, but sooner."""
+PATIENT = Bounds(look_s=0.05, linger_s=600)
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    """The former is what Windows has, the latter what runs."""
+    policy: asyncio.AbstractEventLoopPolicy = request.param()
+    return policy
+
+
+class Peer:
+    """A socket to the gateway, whose every byte is ours."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, *parts: bytes) -> bool:
+        """False: the connection broke on the way."""
+        try:
+            for part in parts:
+                self.writer.write(part)
+                await self.writer.drain()
+        except ConnectionError:
+            return False
+        return True
+
+    async def all(self) -> bytes:
+        """What comes until the connection ends."""
+        found = b""
+        try:
+            async with asyncio.timeout(20):
+                while piece := await self.reader.read(65536):
+                    found += piece
+        except ConnectionError:
+            pass
+        return found
+
+    async def answer(self) -> bytes:
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 20)
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        return head + await self.reader.readexactly(length)
+
+
+Connect = Callable[..., Any]
+
+
+@pytest.fixture
+async def connect() -> Any:
+    peers: list[Peer] = []
+
+    async def open_peer(gateway: Any, **options: Any) -> Peer:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        peers.append(Peer(*await asyncio.open_connection(host, int(port), **options)))
+        return peers[-1]
+
+    yield open_peer
+    for peer in peers:
+        peer.writer.transport.abort()
+
+
+def head(*fields: str, path: str = URL, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *fields]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def refused(gateway: Any, reason: str) -> float:
+    return gateway.registry.get_sample_value("expertmesh_gateway_refused_total", {"reason": reason}) or 0.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def held(gateway: Any) -> int:
+    """Bytes that the process keeps for its connections."""
+    total = 0
+    for connection in gateway.server._open():
+        cycle = connection.cycle
+        total += connection._head_bytes + (len(cycle.body) if cycle is not None else 0)
+        total += len(connection.url or b"") if hasattr(connection, "url") else 0
+        total += sum(len(name) + len(value) for name, value in connection.headers or ())
+    return total
+
+
+MANY = 6 << 20
+
+
+def _times(piece: bytes) -> bytes:
+    return piece * (MANY // len(piece))
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "reason"),
+    [
+        (head(method="GET", path="/health")[:-2] + _times(b"a:b\r\n"), 431, "head_fields"),
+        (b"GET /" + _times(b"u"), 431, "head_bytes"),
+        (b"GET / HTTP/1.1\r\nx: " + _times(b"v"), 431, "head_bytes"),
+        (b"GET / HTTP/1.1\r\n" + _times(b"n"), 431, "head_bytes"),
+        (_times(b"\r\n"), 431, "head_bytes"),
+        (head("Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n" + _times(b"a:b\r\n"), 431, "head_fields"),
+        (head("Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\nx: " + _times(b"v"), 400, "framing"),
+        (head("Transfer-Encoding: chunked") + b"2;" + _times(b"e"), 400, "framing"),
+        (head("Transfer-Encoding: chunked") + _times(b"1\r\nx\r\n"), 400, "framing"),
+        (head("Transfer-Encoding: chunked") + _times(b"0"), 400, "framing"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _times(b"\0"), 400, "malformed"),
+        (b"\x16\x03\x01\x02\x00\x01\x00" + _times(b"\0"), 400, "malformed"),
+        (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 400, "malformed"),
+        (b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400, "malformed"),
+    ],
+    ids=[
+        *("fields", "url", "value", "name", "empty lines", "trailers", "trailer", "extension", "chunks of 1", "size"),
+        *("http2", "tls", "connect", "length"),
+    ],
+)
+async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, connect, sent, status, reason):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    sending = asyncio.create_task(peer.send(sent))
+    answer = await peer.answer()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert b"connection: close" in answer.lower()
+    assert held(gateway) < 256 * 1024
+    assert refused(gateway, reason) == 1
+    assert await asyncio.wait_for(sending, 20), "what comes is thrown away, not left in the socket"
+    peer.writer.close()
+    await until(lambda: not list(gateway.server._open()))
+    assert (await gateway.http.get("/health")).status_code == 200
+
+
+async def test_what_follows_a_body_is_no_part_of_the_head(start, connect):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    size = f"{len(GOOD):x}".encode()
+    await peer.send(head("Transfer-Encoding: chunked"), size + b"\r\n" + GOOD + b"\r\n0\r\nx-trailer: 1\r\n\r\n")
+    await gateway.queue.wait_for("admitted")
+    [connection] = gateway.server._open()
+    assert connection._head_fields == 4
+    assert [name for name, _ in connection.headers] == [b"host", b"content-type", b"transfer-encoding"]
+
+
+async def test_heads_up_to_the_bounds_are_served(start, connect):
+    gateway = await start(bounds=PATIENT)
+    for fields in ([f"x-{i}: y" for i in range(120)], [f"x: {'v' * 60_000}"]):
+        for pieces in (1, 7):
+            peer = await connect(gateway)
+            raw = head(*fields, path="/health", method="GET")
+            step = len(raw) // pieces + 1
+            for at in range(0, len(raw), step):
+                await peer.send(raw[at : at + step])
+                await asyncio.sleep(0)
+            assert (await peer.answer()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_all_large_heads_together_are_bounded(start, connect):
+    gateway = await start(bounds=Bounds(large_head=1024, large_heads=100_000, look_s=0.05))
+    half = b"GET /health HTTP/1.1\r\nHost: localhost\r\nx: " + b"v" * 40_000
+    peers = [await connect(gateway) for _ in range(4)]
+    for peer in peers[:2]:
+        await peer.send(half)
+    await until(lambda: gateway.connections._large_sum > 60_000)
+    await peers[2].send(half)
+    assert (await peers[2].answer()).startswith(b"HTTP/1.1 431 ")
+    await peers[3].send(HEALTH)
+    assert (await peers[3].answer()).startswith(b"HTTP/1.1 200 ")
+    await peers[0].send(b"\r\n\r\n")
+    assert (await peers[0].answer()).startswith(b"HTTP/1.1 200 ")
+    await until(lambda: gateway.connections._large_sum < 50_000)
+
+
+async def test_a_connection_that_rests_keeps_nothing_of_what_was_sent(start, connect):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    await peer.send(head(f"x: {'v' * 50_000}", path="/health", method="GET"))
+    await peer.answer()
+    await peer.send(head(f"x: {'v' * 50_000}", f"Content-Length: {200_000}", path="/nothing") + b"b" * 200_000)
+    assert (await peer.answer()).startswith(b"HTTP/1.1 404 ")
+    [connection] = gateway.server._open()
+    await until(lambda: connection.waited_s >= 0)
+    assert (connection.url, connection.headers, bytes(connection.cycle.body)) == (b"", [], b"")
+    assert not connection.scope
+    assert gateway.connections._large_sum == 0
+    await peer.send(HEALTH)
+    assert (await peer.answer()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", HEALTH[:-2]])
+async def test_a_head_that_does_not_come_ends_its_connection(start, connect, sent):
+    gateway = await start(bounds=SHORT)
+    peer = await connect(gateway)
+    await peer.send(sent)
+    answer = await peer.all()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert refused(gateway, "head_late") == 1
+
+
+async def test_a_head_that_trickles_ends_its_connection(start, connect):
+    """Each byte in time, but not the whole of it."""
+    gateway = await start(bounds=SHORT)
+    peer = await connect(gateway)
+
+    async def trickle() -> None:
+        for number in range(1000):
+            if not await peer.send(HEALTH[number % 30 : number % 30 + 1]):
+                return
+            await asyncio.sleep(0.02)
+
+    trickling = asyncio.create_task(trickle())
+    assert (await peer.all()).startswith(b"HTTP/1.1 408 ")
+    trickling.cancel()
+
+
+async def test_the_next_head_on_a_kept_connection_has_as_long_from_its_first_byte(start, connect):
+    gateway = await start(bounds=SHORT)
+    peer = await connect(gateway)
+    await peer.send(HEALTH)
+    await peer.answer()
+    await asyncio.sleep(0.2)
+    await peer.send(HEALTH[:9])
+    assert (await peer.all()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_connection_that_rests_too_long_is_closed_without_a_word(start, connect):
+    gateway = await start(bounds=SHORT)
+    peer = await connect(gateway)
+    await peer.send(HEALTH)
+    await peer.answer()
+    await peer.send(b"\r\n")  # is no request
+    assert await peer.all() == b""
+    assert refused(gateway, "head_late") == 0
+
+
+@pytest.mark.parametrize("fields", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+async def test_a_body_that_does_not_come_ends_its_connection(start, connect, fields):
+    gateway = await start(bounds=SHORT)
+    peer = await connect(gateway)
+    await peer.send(head(fields), b"5\r\n" if "chunked" in fields else b"{")
+    answer = await peer.all()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+    assert refused(gateway, "body_late") == 1
+
+
+async def test_a_large_body_has_longer_by_its_size(start, connect, script):
+    """0.1 s and 2 s of its bytes at the least rate."""
+    gateway = await start(bounds=Bounds(body_s=0.1, least_rate=100_000, look_s=0.05), max_len=300_000)
+    gateway.queue.answer = lambda request: script.events(request, [5])
+    peer = await connect(gateway)
+    body = json.dumps({"prompt": "a" * 200_000, "max_tokens": 1}).encode()
+    await peer.send(head(f"Content-Length: {len(body)}"), body[:100])
+    await asyncio.sleep(0.8)
+    await peer.send(body[100:])
+    assert (await peer.answer()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_was_answered_before_its_body_came_is_thrown_away_within_bounds(start, connect):
+    gateway = await start(bounds=Bounds(body_s=0.4, least_rate=1 << 20, rest_bytes=1 << 20, look_s=0.05))
+    for path in ("/nothing", URL):
+        patient, endless, silent = [await connect(gateway) for _ in range(3)]
+        size = 500_000 if path == "/nothing" else 2 << 20
+        await patient.send(head(f"Content-Length: {min(size, 900_000)}", path="/nothing"), b"x" * min(size, 900_000))
+        assert (await patient.answer()).startswith(b"HTTP/1.1 404 ")
+        await patient.send(HEALTH)
+        assert (await patient.answer()).startswith(b"HTTP/1.1 200 "), "the connection is kept"
+        before = refused(gateway, "rest_bytes"), refused(gateway, "rest_late")
+        await endless.send(head("Content-Length: 100000000", path=path), *[b"x" * 65536] * 64)
+        await endless.all()
+        assert refused(gateway, "rest_bytes") == before[0] + 1
+        await silent.send(head("Content-Length: 100000000", path=path))
+        await silent.all()
+        assert refused(gateway, "rest_late") == before[1] + 1
+
+
+async def test_a_refusal_reaches_a_client_that_sends_first_and_reads_then_even_if_it_wants_no_other(start, connect):
+    gateway = await start(bounds=PATIENT, max_body_bytes=4096)
+    peer = await connect(gateway)
+    await peer.send(head("Connection: close", "Content-Length: 3000000"), *[b"x" * 100_000] * 29)
+    answer = await peer.answer()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    await asyncio.sleep(0.02)
+    assert not peer.reader.at_eof(), "it is not closed before all has come"
+    await peer.send(b"x" * 100_000)
+    assert await peer.all() == b""
+    assert refused(gateway, "ahead") == 0
+
+
+async def test_requests_sent_ahead_are_answered_in_order_and_few_may_be(start, connect):
+    gateway = await start(bounds=PATIENT)
+    few = await connect(gateway)
+    await few.send(HEALTH * 3)
+    for _ in range(3):
+        assert (await few.answer()).startswith(b"HTTP/1.1 200 ")
+    many = await connect(gateway)
+    await many.send(HEALTH * 10_000)
+    answers = await many.all()
+    assert 1 <= answers.count(b"HTTP/1.1 200 ") <= 6
+    assert refused(gateway, "ahead") == 1
+
+
+async def test_what_is_sent_ahead_of_an_answer_is_bounded_and_costs_the_answer_nothing(start, connect, script):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
+    [request] = await gateway.queue.wait_for("admitted")
+    await peer.send(*[b"\r\n" * 10_000] * 50)
+    await until(lambda: refused(gateway, "ahead") == 1)
+    gateway.queue.emit(*script.events(request, [5]))
+    answer = await peer.answer()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in answer.lower()
+    assert gateway.queue.cancelled == {}
+
+
+async def test_a_client_that_leaves_after_a_request_sent_ahead_ends_the_one_before(start, connect):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
+    await gateway.queue.wait_for("admitted")
+    await peer.send(HEALTH)
+    await until(lambda: any(connection.pipeline for connection in gateway.server._open()))
+    peer.writer.transport.abort()
+    await gateway.queue.wait_for("cancelled")
+
+
+async def test_a_beginning_of_another_request_does_not_end_a_stream(start, connect, script):
+    gateway = await start(bounds=SHORT)
+    peer = await connect(gateway)
+    body = json.dumps({"prompt": "hello", "max_tokens": 90, "stream": True}).encode()
+    await peer.send(head(f"Content-Length: {len(body)}"), body)
+    [request] = await gateway.queue.wait_for("admitted")
+    await peer.send(HEALTH[:9])
+    await until(lambda: refused(gateway, "head_late"))
+    gateway.queue.emit(*script.events(request, [5, 6]))
+    assert b"[DONE]" in await peer.all()
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+async def test_another_protocol_is_not_spoken_and_the_request_answered(start, connect, protocol):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    fields = ("Connection: Upgrade", f"Upgrade: {protocol}", "Sec-WebSocket-Key: x")
+    await peer.send(head(*fields, path="/health", method="GET"), *[b"\x81\x05hello" * 10_000] * 10)
+    answer = await peer.all()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in answer.lower()
+    assert answer.count(b"HTTP/1.1") == 1
+    assert (refused(gateway, "upgrade"), refused(gateway, "malformed")) == (1, 0)
+
+
+def _small_window() -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    return client
+
+
+async def _reader_of_a_stream(gateway: Any, n: int = 4) -> socket.socket:
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    client, loop = _small_window(), asyncio.get_running_loop()
+    await loop.sock_connect(client, (host, int(port)))
+    body = json.dumps({"prompt": "hello", "max_tokens": 90, "n": n, "stream": True, "logprobs": 20}).encode()
+    await loop.sock_sendall(client, head(f"Content-Length: {len(body)}") + body)
+    return client
+
+
+async def test_a_reader_that_stops_is_given_up_and_its_job_with_it(start, script):
+    gateway = await start(bounds=SHORT)
+    client = await _reader_of_a_stream(gateway)
+    requests = await gateway.queue.wait_for("admitted", 4)
+    index = 0
+    while not gateway.connections._waits[Wait.STALL] and index < 90:
+        for request in requests:
+            gateway.queue.emit(*script.events(request, [5], start=index, finish=None))
+        index += 1
+        await asyncio.sleep(0.01)
+    await until(lambda: refused(gateway, "stalled_late") == 1)
+    await gateway.queue.wait_for("cancelled", 4)
+    assert len(gateway.table) == 0
+    await until(lambda: not list(gateway.server._open()))
+    client.close()
+
+
+async def test_a_reader_of_an_answer_that_is_written_already_is_given_up(start, script):
+    """The job is done; what remains is in the process and in the kernel."""
+    gateway = await start(bounds=SHORT, max_len=300_000)
+    gateway.queue.answer = lambda request: script.events(request, [5] * 90)
+    client = await _reader_of_a_stream(gateway, n=64)
+    await gateway.queue.wait_for("admitted", 64)
+    await until(lambda: refused(gateway, "stalled_late") == 1)
+    await until(lambda: not list(gateway.server._open()))
+    client.close()
+
+
+async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, connect):
+    """A megabyte that takes seconds, where a byte that takes 0.1 s is too slow."""
+    bounds = Bounds(stall_s=0.1, least_rate=50_000, look_s=0.05)
+    gateway = await start(bounds=bounds, max_body_bytes=4 << 20, max_len=1_000_000)
+    peer = await connect(gateway, limit=1 << 16)
+    body = json.dumps({"prompt": "ab " * 60_000, "return_token_strs": True}).encode()
+    await peer.send(head(f"Content-Length: {len(body)}", path="/tokenize"), body)
+    found = b""
+    async with asyncio.timeout(30):
+        while not found.endswith(b'"]}'):
+            piece = await peer.reader.read(40_000)
+            assert piece, "it was given up"
+            found += piece
+            await asyncio.sleep(0.05)
+    assert refused(gateway, "stalled_late") == 0
+
+
+async def test_a_peer_that_does_not_take_its_last_answer_does_not_stay(start):
+    """What waits for it in the process is below every mark."""
+    gateway = await start(bounds=replace(SHORT, write_buffer=1 << 24))
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    client, loop = _small_window(), asyncio.get_running_loop()
+    await loop.sock_connect(client, (host, int(port)))
+    await until(lambda: list(gateway.server._open()))
+    [connection] = gateway.server._open()
+    state, answered = gateway.server._server.server_state, 0
+    while not connection._inner.get_write_buffer_size():
+        await loop.sock_sendall(client, HEALTH)
+        answered += 1
+        await until(lambda: state.total_requests == answered)  # noqa: B023 - waited for before it changes
+    await until(lambda: not list(gateway.server._open()))
+    assert refused(gateway, "stalled_late") == 0
+    client.close()

@@ -1,0 +1,217 @@
+"""Files of keys that change, vanish or break, and keys in Redis that somebody tries out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from services.errors import Overloaded
+from services.gateway import key_stores
+from services.gateway.auth import ApiKey, digest
+from services.gateway.key_stores import FileKeys, RedisKeys
+from services.queue.connect import connect
+
+GRACE_S = 5.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Followed:
+    """A file of keys, and what is said of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "keys.yaml"
+        self.clock = Clock()
+        self.warnings: list[str] = []
+        self.usable: list[float] = []
+        self.write("sk-a")
+        self.keys = FileKeys(
+            self.path, self.warnings.append, tell=self.usable.append, grace_s=GRACE_S, clock=self.clock
+        )
+
+    def write(self, *secrets: str) -> None:
+        """As a whole, as `expertmesh keys`, kubelets and careful editors do."""
+        entries = [{"name": secret, "sha256": digest(secret)} for secret in secrets]
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps({"keys": entries}))
+        draft.replace(self.path)
+
+    async def knows(self, secret: str) -> bool:
+        return await self.keys.find(digest(secret)) is not None
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["deleted", "emptied", "blank"])
+async def test_a_file_that_vanishes_shuts_everybody_out_after_a_grace(followed, way):
+    if way == "deleted":
+        followed.path.unlink()
+    else:
+        followed.path.write_text("" if way == "emptied" else " \n\n")
+    assert await followed.knows("sk-a")
+    followed.clock.now += GRACE_S - 0.1
+    assert await followed.knows("sk-a")
+    assert followed.warnings == []
+    followed.clock.now += 0.1
+    for _ in range(3):
+        assert not await followed.knows("sk-a")
+    assert len(followed.warnings) == 1
+    assert "gone or empty" in followed.warnings[0]
+    assert (await followed.keys.usable(), followed.usable) == (False, [1, 0])
+    followed.write("sk-a", "sk-b")
+    assert await followed.knows("sk-a")
+    assert await followed.knows("sk-b")
+    assert (await followed.keys.usable(), followed.usable) == (True, [1, 0, 1])
+
+
+async def test_an_editors_save_shuts_nobody_out(followed):
+    """It may delete or empty the file for a moment."""
+    for content in (None, ""):
+        followed.path.unlink() if content is None else followed.path.write_text(content)
+        assert await followed.knows("sk-a")
+        followed.clock.now += GRACE_S / 2
+        followed.write("sk-a", "sk-b")
+        assert await followed.knows("sk-b")
+        followed.clock.now += 10 * GRACE_S
+        assert await followed.knows("sk-a")
+    assert followed.warnings == []
+
+
+async def test_a_secret_that_kubernetes_swaps_is_never_gone(tmp_path):
+    """Its folder is a link that is replaced in one step."""
+
+    def version(name: str, *secrets: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        entries = [{"name": secret, "sha256": digest(secret)} for secret in secrets]
+        (folder / "keys.yaml").write_text(json.dumps({"keys": entries}))
+        return folder
+
+    data = tmp_path / "..data"
+    data.symlink_to(version("v1", "sk-a"))
+    (tmp_path / "keys.yaml").symlink_to(data / "keys.yaml")
+    keys = FileKeys(tmp_path / "keys.yaml", pytest.fail, grace_s=0)
+    assert await keys.find(digest("sk-a")) is not None
+    swapped = tmp_path / "..data_tmp"
+    swapped.symlink_to(version("v2", "sk-b"))
+    swapped.replace(data)
+    assert await keys.find(digest("sk-b")) is not None
+    assert await keys.find(digest("sk-a")) is None
+
+
+async def test_a_broken_file_keeps_what_was_and_is_not_gone(followed):
+    followed.path.write_text("keys: [")
+    assert await followed.knows("sk-a")
+    followed.clock.now += 10 * GRACE_S
+    assert await followed.knows("sk-a")
+    assert len(followed.warnings) == 1
+    assert await followed.keys.usable()
+
+
+async def test_a_file_without_keys_has_none(followed):
+    followed.path.write_text("keys: []")
+    assert not await followed.knows("sk-a")
+    assert await followed.keys.usable()
+
+
+async def test_a_large_file_is_read_beside_the_loop_and_once(followed, monkeypatch):
+    calls, go = [], threading.Event()
+    parse = key_stores.parse_keys
+
+    def wait_and_parse(path: Path, content: bytes) -> Any:
+        calls.append(path)
+        assert go.wait(10), "the loop stood still"
+        return parse(path, content)
+
+    monkeypatch.setattr(key_stores, "parse_keys", wait_and_parse)
+    followed.write("sk-a", "sk-b")
+    asked = [asyncio.create_task(followed.knows("sk-b")) for _ in range(5)]
+    await asyncio.sleep(0.02)
+    go.set()
+    assert await asyncio.gather(*asked) == [True] * 5
+    assert len(calls) == 1
+
+
+class CountedRedis:
+    """Redis, and how often it was asked."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self.asked = 0
+
+    async def execute_command(self, *arguments: Any) -> Any:
+        self.asked += 1
+        return await self._redis.execute_command(*arguments)
+
+
+@pytest.fixture
+async def counted(redis_url: str) -> AsyncIterator[CountedRedis]:
+    redis = connect(redis_url)
+    for secret in ("sk-a", "sk-b"):
+        record = {"name": secret, "sha256": digest(secret)}
+        await redis.hset("keys", digest(secret), json.dumps(record))
+    yield CountedRedis(redis)
+    await redis.aclose()
+
+
+async def test_who_tries_keys_out_slows_down_unknown_ones_alone(counted):
+    clock = Clock()
+    keys = RedisKeys(counted, "keys", clock, lookups_per_s=10)
+    good = ApiKey(name="sk-a", sha256=digest("sk-a"))
+    assert await keys.find(digest("sk-a")) == good
+    for number in range(9):
+        assert await keys.find(digest(f"guess {number}")) is None
+    for number in range(9, 50):
+        with pytest.raises(Overloaded) as refused:
+            await keys.find(digest(f"guess {number}"))
+        assert refused.value.retry_after_s >= 1
+    assert counted.asked == 10
+    clock.now += 0.01
+    assert await keys.find(digest("guess 3")) is None, "remembered: it costs nothing"
+    clock.now += 6  # nothing is remembered any more
+    for number in range(50, 60):
+        assert await keys.find(digest(f"guess {number}")) is None
+    assert await keys.find(digest("sk-a")) == good, "was good before: it is always looked up"
+    assert counted.asked == 21
+    clock.now += 0.2
+    assert await keys.find(digest("sk-b")) is not None
+
+
+async def test_unknown_keys_never_push_out_good_ones(counted, monkeypatch):
+    monkeypatch.setattr(key_stores, "_MOST_UNKNOWN", 20)
+    keys = RedisKeys(counted, "keys", Clock(), lookups_per_s=1000)
+    assert await keys.find(digest("sk-a")) is not None
+    for number in range(100):
+        await keys.find(digest(f"guess {number}"))
+    asked = counted.asked
+    assert await keys.find(digest("sk-a")) is not None
+    assert counted.asked == asked
+    assert len(keys._unknown) == 20
+
+
+async def test_a_revoked_key_is_forgotten(counted):
+    clock = Clock()
+    keys = RedisKeys(counted, "keys", clock)
+    assert await keys.find(digest("sk-a")) is not None
+    await counted._redis.hdel("keys", digest("sk-a"))
+    clock.now += 6
+    assert await keys.find(digest("sk-a")) is None
+    await counted._redis.hset("keys", digest("sk-a"), json.dumps({"name": "new", "sha256": digest("sk-a")}))
+    clock.now += 6
+    assert (await keys.find(digest("sk-a"))).name == "new"

@@ -1,0 +1,194 @@
+"""Bodies from bytes: what a wrong one costs, and which of them mean the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+from testkit.hostile_bodies import SIZE, hostile_bodies
+
+from services.errors import InvalidRequest, UnsupportedParameter
+from services.gateway.parse import Parser
+from services.gateway.schema import NO_OPS, ChatBody, CompletionBody, DetokenizeBody
+
+PARSERS: dict[str, Parser[Any]] = {
+    "/v1/completions": Parser(CompletionBody),
+    "/v1/chat/completions": Parser(ChatBody),
+    "/detokenize": Parser(DetokenizeBody),
+}
+COMPLETION, CHAT = PARSERS["/v1/completions"], PARSERS["/v1/chat/completions"]
+BODIES = hostile_bodies()
+SECONDS = 0.5
+"""Of the interpreter's lock, which the event loop waits for: thrice what the slowest takes on an idle core."""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_wrong_body_costs_no_more_than_a_right_one(name):
+    path, raw, param = BODIES[name]
+    assert SIZE * 0.99 < len(raw) <= SIZE
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest) as refused:
+        PARSERS[path].parse(raw)
+    assert time.thread_time() - began < SECONDS
+    assert refused.value.param == param
+    assert len(refused.value.message) < 1000
+
+
+_MEMORY = """
+    import resource, sys
+    from testkit.hostile_bodies import hostile_bodies
+    from services.errors import InvalidRequest
+    from services.gateway.parse import Parser
+    from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody
+
+    parsers = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/detokenize": DetokenizeBody}
+    for name, (path, raw, _) in hostile_bodies().items():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            Parser(parsers[path]).parse(raw)
+        except InvalidRequest:
+            pass
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+        assert grown < 100, f"{name}: {grown} MiB"
+    raw = b'{"prompt":[' + b",".join([b"300"] * 1_048_000) + b"]}"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(Parser(CompletionBody).parse(raw).prompts[0]) == 1_048_000
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+    assert grown < 120, f"a million ids: {grown} MiB"
+"""
+
+
+def test_a_wrong_body_takes_no_memory_beside_its_own():
+    """In a process of its own, whose peak is nobody else's."""
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(_MEMORY)], env=os.environ | paths, check=True)
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "chat_template_kwargs"])
+def test_a_large_map_is_not_built_to_be_counted(name):
+    body = {"messages": [{"role": "user", "content": "x"}], name: {str(number): 1 for number in range(8_000)}}
+    with pytest.raises(InvalidRequest, match=f"{name} exceeds 65536 bytes"):
+        CHAT.parse(json.dumps(body).encode())
+
+
+def test_two_million_ids_are_read_fast():
+    raw = b'{"prompt":[' + b",".join([b"5"] * 2_097_000) + b"]}"
+    began = time.thread_time()
+    assert len(COMPLETION.parse(raw).prompts[0]) == 2_097_000
+    assert time.thread_time() - began < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("hi", ["hi"]),
+        ("[1]", ["[1]"]),
+        ('"', ['"']),
+        (["a", "[b"], ["a", "[b"]),
+        ([7, 8], [[7, 8]]),
+        ([[7], [8, 9]], [[7], [8, 9]]),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, "\t\r"])
+def test_a_prompt_is_what_its_first_element_is(given, prompts, indent):
+    assert list(COMPLETION.parse(json.dumps({"prompt": given}, indent=indent).encode()).prompts) == prompts
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([""], "empty"),
+        ([[]], "empty"),
+        ([[1], []], "empty"),
+        (["a", 1], "wrong type"),
+        ([1, "a"], "wrong type"),
+        ([[1], "a"], "wrong type"),
+        ([[1], 2], "wrong type"),
+        ([[["a"]]], "wrong type"),
+        ([1.0], "wrong type"),
+        ([True], "wrong type"),
+        ([None], "wrong type"),
+        (5, "wrong type"),
+        (None, "wrong type"),
+        ({}, "wrong type"),
+        ([-1], "out of range"),
+        ([2**31], "out of range"),
+        ([[2**64]], "out of range"),
+        (["a"] * 1025, "over 1024"),
+        ([[1]] * 1025, "over 1024"),
+    ],
+)
+def test_a_wrong_prompt_is_told_what_is_wrong_with_it(given, says):
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        COMPLETION.parse(json.dumps({"prompt": given}).encode())
+    assert refused.value.param == "prompt"
+
+
+def test_what_changes_nothing_is_taken_wherever_it_stands():
+    message = {"role": "assistant", "content": [{"type": "text", "text": "x", "more": None}], "refusal": None}
+    body = CHAT.parse(json.dumps({"messages": [message] * 3, "stream_options": {"other": None}, "odd": None}).encode())
+    assert [found.as_template_input()["content"] for found in body.messages] == ["x"] * 3
+    for name, values in NO_OPS.items():
+        for value in values:
+            assert COMPLETION.parse(json.dumps({"prompt": "x", name: value}).encode()).prompt == "x"
+        with pytest.raises(UnsupportedParameter) as refused:
+            COMPLETION.parse(json.dumps({"prompt": "x", name: "other"}).encode())
+        assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": "x", "tool_calls": []}], "messages.0.tool_calls"),
+        ([{"role": "user"}, {"role": "user", "odd": 1}], "messages.1.odd"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text"}]}], "messages.0.content.1.text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}], "messages.0.content.0.odd"),
+        ([{"role": "user", "odd": None, "content": [{"type": "audio", "text": ""}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "name": "n" * 257}], "messages.0.name"),
+        (["x"], "messages.0"),
+        ({}, "messages"),
+        (None, "messages"),
+    ],
+)
+def test_a_wrong_message_is_named(messages, param):
+    with pytest.raises(InvalidRequest) as refused:
+        CHAT.parse(json.dumps({"messages": messages}).encode())
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "canonical"),
+    [
+        (
+            '{"prompt":"hello","max_tokens":5,"temperature":1,"seed":-1,"stop":["a"],"stream":true,'
+            '"stream_options":{"include_usage":true},"user":null}',
+            '{"stream":true,"stream_options":{"include_usage":true},"max_tokens":5,"temperature":1.0,"seed":-1,'
+            '"stop":["a"],"prompt":"hello"}',
+        ),
+        (
+            '{"presence_penalty":0.00001,"frequency_penalty":1e-7,"logit_bias":{"7":-100},"prompt":[1,2]}',
+            '{"presence_penalty":0.00001,"frequency_penalty":1e-7,"logit_bias":{"7":-100.0},"prompt":[1,2]}',
+        ),
+    ],
+)
+def test_a_body_is_named_as_the_release_before_named_it(body, canonical):
+    """A client that comes back with its Idempotency-Key may find a gateway of this release."""
+    assert COMPLETION.parse(body.encode()).canonical() == canonical.encode()
+
+
+def test_bodies_that_ask_for_the_same_are_named_the_same():
+    first = {"prompt": "x", "n": 2, "logit_bias": {"5": 1, "7": 2}}
+    second = {"logit_bias": {"7": 2.0, "5": 1.0}, "n": 2, "prompt": "x", "top_p": None, "odd": None, "tools": []}
+    named = [COMPLETION.parse(json.dumps(body).encode()).canonical() for body in (first, second)]
+    assert named[0] == named[1]
+    others = [{**first, "n": 1}, {**first, "prompt": "y"}, {**first, "logit_bias": {"5": 1}}, {**first, "echo": False}]
+    assert named[0] not in [COMPLETION.parse(json.dumps(body).encode()).canonical() for body in others]
