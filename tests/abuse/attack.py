@@ -19,6 +19,7 @@ import redis.asyncio
 from abuse.kit.cage import MIB
 from abuse.kit.stage import ATTACKER, Shape, Stage
 from abuse.kit.wire import Answer, Answers, Door
+from services.gateway.tokenizer import load_codec, read_tokenizer_config
 
 SETTLE_S = 1.5
 _NICENESS = 10
@@ -58,6 +59,11 @@ class Target:
 
     def door(self, tenant: str | None = ATTACKER) -> Door:
         return Door(port=self.stage.port, key=self.stage.secrets[tenant] if tenant else None)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """As the served model's tokenizer has it."""
+        codec = load_codec(self.stage.model, read_tokenizer_config(self.stage.model))
+        return codec.encode(text, add_special_tokens=False)
 
     def check(self, holds: bool, otherwise: str) -> None:
         if not holds:

@@ -47,9 +47,9 @@ _WORN_MIB = 250.0
 class Shape:
     """What is asked for; equal shapes may share a deployment.
 
-    ``streams`` honest ones, of which half (without ``short``, all) last for ``long_tokens``; ``rate`` tokens a second each. ``keys``: tenant ->
-    limits of its key, besides the usual ones. ``gateway``: further options of its command line. ``real``: the pocket
-    model's attention worker instead of the stand-in, and no honest streams.
+    ``streams`` honest ones, of which half (without ``short``, all) last for ``long_tokens``; ``rate`` tokens a second
+    each. ``keys``: tenant -> limits of its key, besides the usual ones. ``gateway``: further options of its command
+    line. ``real``: the pocket model's attention worker instead of the stand-in, and no honest streams.
     """
 
     streams: int = 8
