@@ -15,6 +15,6 @@ pytestmark = pytest.mark.abuse
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "-"))
 def test_harms_nobody(attack: Attack, stages: Stages, book: Book) -> None:
     stage = stages.of(attack.shape)
-    book.limits |= stages.facts()
+    book.limits |= stage.limits()
     record = book.add(execute(attack, stage))
     assert not record.broken, "\n".join(record.broken)

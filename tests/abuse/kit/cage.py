@@ -1,7 +1,8 @@
 """A process under the limits that its container would have: memory, of which the kernel kills it, and descriptors.
 
 A cgroup where the machine allows one: it counts socket buffers too, and its OOM kill is the real one. Elsewhere
-RLIMIT_DATA, under which an allocation fails; a run says which it was.
+RLIMIT_DATA, under which an allocation fails; a run says which it was. Another cgroup gives all processes of a
+deployment precedence on the CPU, as a reservation does: what else this machine has to do must not be what is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 1 << 20
@@ -27,14 +28,10 @@ class Cage:
     folder: Path | None = None
     version: int = 0
     nofile: int | None = None
-    _dead: list[Path] = field(default_factory=list)
 
     def command(self, args: Sequence[str]) -> list[str]:
         """``args`` inside; the process keeps its pid."""
-        if self.folder is not None:
-            enter = f"echo $$ > {shlex.quote(str(self.folder / 'cgroup.procs'))}"
-        else:
-            enter = f"ulimit -d {self.limit // 1024}"
+        enter = f"ulimit -d {self.limit // 1024}" if self.folder is None else _entering(self.folder)
         files = f"ulimit -n {self.nofile} && " if self.nofile else ""
         return ["/bin/sh", "-c", f'{enter} && {files}exec "$@"', "sh", *args]
 
@@ -65,12 +62,8 @@ class Cage:
 
     def close(self) -> None:
         """Once its process has ended."""
-        end = time.monotonic() + 5
-        while self.folder is not None and self.folder.exists() and time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.05)
+        if self.folder is not None:
+            _remove(self.folder)
 
     def _number(self, names: dict[int, str]) -> int | None:
         if self.folder is None or self.version not in names:
@@ -79,6 +72,58 @@ class Cage:
             return int((self.folder / names[self.version]).read_text())
         except (OSError, ValueError):
             return None
+
+
+@dataclass(kw_only=True, slots=True)
+class Precedence:
+    """On the CPU, before all that is not in it."""
+
+    how: str
+    folder: Path | None = None
+
+    def command(self, args: Sequence[str]) -> list[str]:
+        """``args`` inside; the process keeps its pid."""
+        if self.folder is None:
+            return list(args)
+        return ["/bin/sh", "-c", f'{_entering(self.folder)} && exec "$@"', "sh", *args]
+
+    def close(self) -> None:
+        """Once all of its processes have ended."""
+        if self.folder is not None:
+            _remove(self.folder)
+
+
+def precedence() -> Precedence:
+    """A fresh one; where the machine allows none, one that changes nothing and says so."""
+    refusal = "no cpu controller"
+    for file, most in (("cpu.shares", 1 << 16), ("cpu.weight", 10_000)):
+        for parent in (_ROOT / "cpu", _ROOT):
+            folder = parent / f"expertmesh-abuse-{os.getpid()}-cpu-{time.monotonic_ns()}"
+            if not (parent / "cgroup.procs").exists():
+                continue
+            try:
+                folder.mkdir()
+                (folder / file).write_text(str(most))
+            except OSError as error:
+                refusal = str(error)
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                continue
+            return Precedence(how=f"{file} {most}", folder=folder)
+    return Precedence(how=f"none ({refusal})")
+
+
+def _entering(folder: Path) -> str:
+    return f"echo $$ > {shlex.quote(str(folder / 'cgroup.procs'))}"
+
+
+def _remove(folder: Path) -> None:
+    end = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.05)
 
 
 def cage(name: str, limit: int, *, nofile: int | None = None) -> Cage:
@@ -103,8 +148,9 @@ def cage(name: str, limit: int, *, nofile: int | None = None) -> Cage:
 def _bound(folder: Path, version: int, limit: int) -> None:
     if version == 2:
         (folder / "memory.max").write_text(str(limit))
-        with contextlib.suppress(OSError):
-            (folder / "memory.swap.max").write_text("0")
+        for name, value in (("memory.swap.max", "0"), ("cpu.weight", "10000")):
+            with contextlib.suppress(OSError):  # a process is in one group of v2: this one is the precedence's, too
+                (folder / name).write_text(value)
         return
     (folder / "memory.limit_in_bytes").write_text(str(limit))
     with contextlib.suppress(OSError):  # from the first limit on they are counted

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,19 @@ def share_paths() -> None:
 
 
 class Child:
-    """``python -m module`` with ``config`` as its one argument. Its errors go to ``log``."""
+    """``python -m module`` with ``config`` as its one argument, by way of ``within``. Its errors go to ``log``."""
 
-    def __init__(self, module: str, config: Mapping[str, Any], log: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        config: Mapping[str, Any],
+        log: Path,
+        within: Callable[[Sequence[str]], list[str]] = list,
+    ) -> None:
         share_paths()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(config)],
+                within([sys.executable, "-m", module, json.dumps(config)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import redis
 from testkit.pocket_answers import POCKET
 from testkit.servers import Bench, Proc, flags, free_port, wait_until
 
-from abuse.kit.cage import MIB, Cage, cage
+from abuse.kit.cage import MIB, Cage, Precedence, cage, precedence
 from abuse.kit.child import Child, share_paths
 from services.gateway.auth import digest
 from services.queue.embedded import find_redis_server
@@ -82,6 +81,7 @@ class Stage:
     crowd: Child | None = None
     watch: Child | None = None
     asked_to_end: set[int] = field(default_factory=set)
+    cpu: Precedence = field(default_factory=precedence)
 
     @property
     def url(self) -> str:
@@ -152,14 +152,18 @@ class Stage:
             if child is not None:
                 child.close()
         self.bench.close()
-        for each in self.cages.values():
+        for each in (*self.cages.values(), self.cpu):
             each.close()
+
+    def limits(self) -> dict[str, str]:
+        """How they are held, for a report."""
+        return {role: each.how for role, each in self.cages.items()} | {"cpu": self.cpu.how}
 
     def _start(self, role: str, command: list[str], mib: int | None = None, nofile: int | None = None) -> None:
         if mib is not None or nofile is not None:
             self.cages[role] = cage(role, (mib or 1 << 14) * MIB, nofile=nofile)
             command = self.cages[role].command(command)
-        self.procs[role] = self.bench.start(role, command)
+        self.procs[role] = self.bench.start(role, self.cpu.command(command))
 
     def _start_redis(self) -> None:
         args = ["--port", str(self.redis_port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
@@ -176,7 +180,7 @@ class Stage:
     def _start_watch(self) -> None:
         pids = {role: self.procs[role].pid for role in ("gateway", "redis")}
         where = {"host": "127.0.0.1", "port": self.port, "redis_port": self.redis_port}
-        self.watch = Child("abuse.kit.watch", where | pids, self.folder / "watch.log")
+        self.watch = Child("abuse.kit.watch", where | pids, self.folder / "watch.log", self.cpu.command)
 
     def _start_crowd(self) -> None:
         if not self.shape.streams:
@@ -189,7 +193,7 @@ class Stage:
             "long_tokens": self.shape.long_tokens,
             "model": str(self.model),
         }
-        self.crowd = crowd = Child("abuse.kit.honest", config, self.folder / "honest.log")
+        self.crowd = crowd = Child("abuse.kit.honest", config, self.folder / "honest.log", self.cpu.command)
 
         def begun() -> bool:
             return bool(crowd.ask("report", since=0, until=time.monotonic())["started"] == self.shape.streams)
@@ -269,7 +273,3 @@ class Stages:
     def close(self) -> None:
         self._stage = None
         self._stack.close()
-
-    def facts(self) -> dict[str, Any]:
-        """How the limits are held, for a report."""
-        return {role: each.how for role, each in self._stage.cages.items()} if self._stage else {}
