@@ -13,6 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+from testkit.servers import metric_sum
+
 from abuse.attack import Bounds, Target, judge, look
 from abuse.attacks.heads import Connections
 from abuse.attacks.readers import unread
@@ -32,6 +35,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--half-open", type=int, default=3000, help="connections with half a head (default: %(default)s)"
     )
     parser.add_argument("--unread", type=int, default=200, help="readers that stop (default: %(default)s)")
+    parser.add_argument("--pace", type=int, default=500, help="so many come in a second (default: %(default)s)")
     parser.add_argument(
         "--hold", type=float, default=10.0, metavar="S", help="how long they stay (default: %(default)s)"
     )
@@ -42,13 +46,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def crowds(options: argparse.Namespace) -> dict[str, list[Join]]:
     """By name; the last one is all of them."""
 
+    async def come(connections: Connections, count: int, pieces: list[bytes]) -> None:
+        """Not all at once: a storm of connections is an attack of its own."""
+        for start in range(0, count, options.pace):
+            began = time.monotonic()
+            await connections.add(min(options.pace, count - start), pieces)
+            await asyncio.sleep(max(0.0, began + 1 - time.monotonic()))
+
     async def idle(target: Target, stack: contextlib.AsyncExitStack) -> None:
         body = json.dumps({"prompt": [HOLD, 9], "max_tokens": 50, "stream": True}).encode()
         head = target.door().head("POST", "/v1/completions", {"Content-Length": str(len(body))})
-        await (await stack.enter_async_context(Connections(target))).add(options.idle, [head + body])
+        await come(await stack.enter_async_context(Connections(target)), options.idle, [head + body])
 
     async def half_open(target: Target, stack: contextlib.AsyncExitStack) -> None:
-        await (await stack.enter_async_context(Connections(target))).add(options.half_open, [_HALF])
+        await come(await stack.enter_async_context(Connections(target)), options.half_open, [_HALF])
 
     async def stopped(target: Target, stack: contextlib.AsyncExitStack) -> None:
         body = {"prompt": [BURST, 9], "n": 2, "logprobs": 5, "max_tokens": 320}
@@ -84,6 +95,9 @@ def now(stage: Stage) -> dict[str, Any]:
     usage, sockets = cage.usage(), cage.sockets()
     found |= {"cgroup": usage >> 20} if usage is not None else {}
     found |= {"sockets": sockets >> 20} if sockets is not None else {}
+    with contextlib.suppress(httpx.HTTPError):
+        page = httpx.get(f"{stage.url}/metrics", timeout=10).text
+        found["streams"] = int(metric_sum(page, "expertmesh_gateway_requests_in_flight"))
     with stage.store() as store:
         found["redis"] = round(store.info("memory")["used_memory"] / 2**20, 1)
     return found

@@ -25,7 +25,7 @@ from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.plan import Event
 from chaos.report import report, summary
 from testkit.cluster import Cluster, Here, Shape
-from testkit.pocket_answers import POCKET, recorded
+from testkit.pocket_answers import MOST_TOKENS, POCKET, recorded
 from testkit.servers import bench
 
 from abuse.kit.child import share_paths
@@ -36,6 +36,9 @@ from services.queue.tasks import end_tasks
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 SECONDS = (3.0, 8.0, 30.0)
 LEASE_S = 6.0
+_MOST_SHOWN = 20
+_SHORTEST = 32
+"""Tokens of an answer: with so many clients a pause finds more of them under way than can end within a lease."""
 _AGAIN, _GIVEN_UP_S, _LONGEST_WAIT_S = (429, 503), 300.0, 120.0
 
 
@@ -59,7 +62,7 @@ class PatientLoad(Load):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="abuse.pauses", description="Stop each role under load, and let it go again.")
-    parser.add_argument("--streams", type=int, default=24, help="concurrent clients (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=400, help="concurrent clients (default: %(default)s)")
     parser.add_argument("--role", action="append", choices=ROLES, help="only these (repeatable)")
     parser.add_argument("--seconds", action="append", type=float, help="only these pauses (repeatable)")
     parser.add_argument("--seed", type=int, default=1, help="of the load (default: %(default)s)")
@@ -71,7 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
     """Undisturbed answers, then the same while one after the other stands still; the figures."""
     load = PatientLoad(url=cluster.server.url, streams=options.streams)
-    wanted = jobs(recorded()[:120], options.seed, longest=16)
+    wanted = jobs(recorded()[:240], options.seed, shortest=_SHORTEST, longest=MOST_TOKENS)
     quiet = await load.undisturbed(wanted)
     if faults := faults_of(quiet):
         raise SystemExit(f"undisturbed answers are not the recorded ones: {dict(faults)}")
@@ -86,9 +89,8 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
         outcomes = await loading
     finally:
         await end_tasks([loading, restarting])
-    for outcome in outcomes:
-        if outcome.fault:
-            print(f"{outcome.result.started - start:7.1f} s  {outcome.fault}", flush=True)
+    for outcome in [outcome for outcome in outcomes if outcome.fault][:_MOST_SHOWN]:
+        print(f"{outcome.result.started - start:7.1f} s  {outcome.fault}"[:160], flush=True)
     return report(outcomes, quiet, done, faults_made.exits, start)
 
 

@@ -76,13 +76,17 @@ def summary(record: Record) -> str:
         _figure("gap", honest.get("longest"), "s", 2),
         _figure("/health", seen["health"], "s", 2),
         _figure("gateway", seen["rss_peak"], "MiB", 0),
-        _figure("PING", seen["ping"], "s", 2),
-        _figure("Redis", seen["redis_peak"], "MiB", 0),
+        _figure("PING", _above(seen["ping"], 0.1), "s", 2),
+        _figure("Redis", _above(seen["redis_peak"], 64), "MiB", 0),
         f"{len(honest['faults'])} streams broken" if honest.get("faults") else "",
         f"{len(honest['refused'])} refused" if honest.get("refused") else "",
         *(what for what in record.broken if what.endswith((" ended", "want of memory"))),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _above(value: float | None, least: float) -> float | None:
+    return value if value is not None and value > least else None
 
 
 def _figure(name: str, value: float | None, unit: str, digits: int) -> str:
@@ -93,7 +97,7 @@ def _bound(record: Record) -> str:
     bounds = record.bounds
     if "gap" not in bounds:
         return ", ".join(f"{name} {value}" for name, value in bounds.items())
-    return f"gap {bounds['gap']:g} s, /health {bounds['health']:g} s, {bounds['peak']:g} MiB, PING {bounds['ping']:g} s"
+    return f"gap {bounds['gap']:g} s, /health {bounds['health']:g} s, {bounds['peak']:g} MiB"
 
 
 def _row(record: Record, earlier: str) -> tuple[str, ...]:
