@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,9 @@ from typing import Any
 from abuse.attack import Record
 
 BEFORE = Path(__file__).parent / "before.json"
+_ENDS = (" ended", " for want of memory")
+_FIGURES = re.compile(r"^(an honest stream|/health|Redis took|the gateway had|Redis had|\d+ (probes|honest))")
+"""What is held against a run and told by the figures of its line."""
 
 
 @dataclass(kw_only=True)
@@ -66,11 +70,12 @@ def before() -> dict[str, str]:
 
 
 def summary(record: Record) -> str:
-    """One line of what was seen."""
+    """One line of what was seen, and the first thing held against it that no figure tells."""
     seen = record.seen
     if "rss_peak" not in seen:
         return ", ".join(f"{name} {value}" for name, value in seen.items())
     honest = seen.get("honest", {})
+    other = next((what for what in record.broken if not _FIGURES.search(what)), "")
     parts = [
         f"{record.seconds:.1f} s",
         _figure("gap", honest.get("longest"), "s", 2),
@@ -80,7 +85,9 @@ def summary(record: Record) -> str:
         _figure("Redis", _above(seen["redis_peak"], 64), "MiB", 0),
         f"{len(honest['faults'])} streams broken" if honest.get("faults") else "",
         f"{len(honest['refused'])} refused" if honest.get("refused") else "",
-        *(what for what in record.broken if what.endswith((" ended", "want of memory"))),
+        f"{len(seen['failed'])} probes failed" if seen["failed"] else "",
+        *(what.replace("was killed for want of memory", "OOM") for what in record.broken if what.endswith(_ENDS)),
+        "" if other.endswith(_ENDS) else other,
     ]
     return ", ".join(part for part in parts if part)
 
