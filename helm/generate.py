@@ -1,4 +1,4 @@
-"""Writes what follows from the chart's values and the server's knobs: values.schema.json and the table in README.md.
+"""Writes what follows from the chart's values, the server's knobs and its roles: schema, README.md, users of Redis.
 
 `make chart` runs it; `--check` changes nothing and ends with 1 where something is out of date, as CI asks.
 """
@@ -19,11 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from services.config import ROLES, Role, Settings, roles_of  # noqa: E402  beside an installed expertmesh this one counts
+from services.queue.acl import RULES, permissions, user_line  # noqa: E402
+from services.queue.keys import Keys  # noqa: E402
 
 CHART = ROOT / "helm/expertmesh"
 MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- values: end -->")
 OWNED = {
     *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "metrics_upstreams", "redis_url"),
+    "redis_url_file",
     *("namespace", "attention_workers", "expert_workers", "colocated_workers", "experts", "expert_groups", "rank"),
     *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
     *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "process", "fabric_shared"),
@@ -203,6 +206,11 @@ def knobs_of(role: Role) -> dict[str, Any]:
     }
 
 
+def users() -> str:
+    """Those of the chart's Redis, as `expertmesh redis-acl` prints them; the chart puts its own prefix in."""
+    return "".join(user_line(role, permissions(role, Keys("KEYPREFIX"))) + "\n" for role in RULES)
+
+
 def results() -> dict[Path, str]:
     """File -> what it should hold."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
@@ -211,6 +219,7 @@ def results() -> dict[Path, str]:
     head, _, rest = readme.partition(MARKS[0])
     tail = rest.partition(MARKS[1])[2]
     return {
+        CHART / "files/redis-users.acl": users(),
         CHART / "values.schema.json": json.dumps(schema(values, text), indent=1, ensure_ascii=False) + "\n",
         CHART / "README.md": f"{head}{MARKS[0]}\n{table(values)}\n{MARKS[1]}{tail}",
     }
@@ -221,6 +230,7 @@ def main() -> int:
     for file, text in stale.items():
         print(f"{file.relative_to(ROOT)} {'is out of date: run `make chart`' if '--check' in sys.argv else 'written'}")
         if "--check" not in sys.argv:
+            file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")
     return 1 if stale and "--check" in sys.argv else 0
 

@@ -16,7 +16,12 @@ CHART = ROOT / "helm/expertmesh"
 OUT = ROOT / "manifests"
 PROFILES = {"dev": [], "single-node": ["model.hostPath.path=/models/model"], "multi-node": []}
 """What each profile needs beyond its file."""
-_SECRETS = ["redis.auth.existingSecret", "fabric.existingSecret", "auth.existingSecret"]
+_SECRETS = {
+    "redis.auth.existingSecret": "expertmesh-redis",
+    "redis.acl.existingSecret": "expertmesh-redis-users",
+    "fabric.existingSecret": "expertmesh-fabric",
+    "auth.existingSecret": "expertmesh-auth",
+}
 _KUSTOMIZATION = """\
 # Rendered by helm/render.py (`make manifests`), never written by hand. Change it by a kustomization of your own on top.
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -37,7 +42,7 @@ def helm() -> str:
 
 def rendered(profile: str) -> str:
     """The objects of ``profile``, as `helm template` prints them."""
-    values = [*PROFILES[profile], *(f"{name}=expertmesh-{name.split('.')[0]}" for name in _SECRETS)]
+    values = [*PROFILES[profile], *(f"{name}={secret}" for name, secret in _SECRETS.items())]
     command = [helm(), "template", "expertmesh", str(CHART), "--namespace", "expertmesh", "--no-hooks"]
     command += ["--values", str(CHART / f"values-{profile}.yaml")]
     command += [word for value in values for word in ("--set", value)]

@@ -9,7 +9,9 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
     |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
     |   |-- PortInUse           another process listens on the address
-    |   `-- FingerprintMismatch another model is served in this namespace
+    |   |-- FingerprintMismatch another model is served in this namespace
+    |   `-- VersionMismatch     members of this namespace live that read no version which this release writes
+    |-- UnreadableMessage       bytes from Redis that are no message of a kind and version that this release knows
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
     |-- KubernetesUnavailable   the API server does not answer, or refuses; what it said last grows stale
@@ -38,10 +40,12 @@ A user's fault or a passing condition is raised as one of these, travels back al
         |-- TooManyRequests     429
         |   |-- QueueFull
         |   |-- RateLimited
-        |   `-- ConcurrencyLimited
+        |   |-- ConcurrencyLimited
+        |   `-- WorkLimited         too much of this key's heavy work waits in this gateway
         |-- InternalError       500
         `-- Unavailable         503
             |-- QueueUnavailable    Redis is away
+            |-- Overloaded          this process has as much under way as it can hold
             |-- NotReady            no worker serves the model yet
             |-- Draining            this process is shutting down
             |-- DeadlineExceeded
@@ -108,6 +112,17 @@ class PortInUse(StartupError):
 class FingerprintMismatch(StartupError):
     code = "fingerprint_mismatch"
     exit_code = 5
+
+
+class VersionMismatch(StartupError):
+    code = "version_mismatch"
+    exit_code = 6
+
+
+class UnreadableMessage(ExpertMeshError):
+    """Bytes that another process wrote and this release does not read. Its reader goes on without it."""
+
+    code = "unreadable_message"
 
 
 class StaleLeader(ExpertMeshError):
@@ -280,6 +295,10 @@ class ConcurrencyLimited(TooManyRequests):
     code = "concurrency_limit_exceeded"
 
 
+class WorkLimited(TooManyRequests):
+    code = "work_limit_exceeded"
+
+
 class InternalError(RequestError):
     code = "internal_error"
 
@@ -293,6 +312,10 @@ class Unavailable(RequestError):
 
 class QueueUnavailable(Unavailable):
     code = "queue_unavailable"
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
 
 
 class NotReady(Unavailable):

@@ -3,17 +3,22 @@
 Events, inbox messages and the reports of seats are msgpack arrays: their field order is part of the wire, new fields
 go last. Requests and workers are maps. In all of them a new field has a default.
 Ids and lengths are counted in tokens, times in milliseconds by Redis TIME.
+
+Everything is of a version (:data:`services.wire.WIRE`). Members of a deployment tell which versions they read, and what
+is written is of the newest that all of its readers know, so processes of one release and of the next serve together.
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from services.errors import ErrorInfo
+from services.wire import OLDEST_WIRE, read
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -43,13 +48,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    def scores(self, prompt_len: int) -> int:
+        """Numbers that log-probabilities of this sequence are at most: one for each token scored and each alternative
+        beside it."""
+        of_prompt = 0 if self.prompt_logprobs is None else prompt_len * (1 + self.prompt_logprobs)
+        return of_prompt + (0 if self.logprobs is None else self.max_tokens * (1 + self.logprobs))
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+
+SCORES_PER_TOKEN = 32
+"""So many scores are charged like one token: to find, send and print them takes about as long as to compute it."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate.
 
     ``token_ids`` holds the prompt and then the tokens that earlier attempts delivered; ``prompt_len`` is where
-    the prompt ends. ``attempt`` is the fencing token: results of a lower attempt are refused.
-    ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process.
+    the prompt ends. Between gateway and worker the prompt may stand in Redis instead: then ``prompt`` is its name, and
+    ``token_ids`` has only what follows it. ``attempt`` is the fencing token: results of a lower attempt are refused.
+    ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process, which reads
+    messages up to the version ``wire``.
+    Requests share cached prefixes with those alone that have the same ``cache_salt``.
     """
 
     id: str
@@ -61,16 +79,25 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     tenant: str
     reply_to: str
+    prompt: str = ""
+    wire: int = OLDEST_WIRE
+    cache_salt: str = ""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the sequence if nothing ends it before ``max_tokens``."""
+        return self.prompt_len + self.sampling.max_tokens
 
     @property
     def cost(self) -> int:
-        """Tokens charged to the tenant and to a worker's credit: the prompt and all that may follow it."""
-        return self.prompt_len + self.sampling.max_tokens
+        """Tokens charged to the tenant and to a worker's credit: the prompt, all that may follow it, and a share for
+        the scores that are asked for."""
+        return self.max_len + -(-self.sampling.scores(self.prompt_len) // SCORES_PER_TOKEN)
 
     @property
     def delivered(self) -> int:
         """Generated tokens that the client already has; the first new token gets this index."""
-        return len(self.token_ids) - self.prompt_len
+        return len(self.token_ids) - (0 if self.prompt else self.prompt_len)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -80,11 +107,44 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Log-probabilities of prompt tokens from position ``start`` on, as little-endian arrays without gaps.
+
+    ``logprobs`` has a float32 for each token; ``top_ids`` (int32) and ``top_logprobs`` (float32) have ``width``
+    alternatives for each, likeliest first. Four bytes a number: as objects they would take fifty.
+    """
+
+    start: int
+    width: int
+    logprobs: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    def __len__(self) -> int:
+        """Tokens scored."""
+        return len(self.logprobs) // 4
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.logprobs) + len(self.top_ids) + len(self.top_logprobs)
+
+    def each(self) -> Iterator[TokenLogprob]:
+        """Those of one token after the other."""
+        width = self.width
+        ids = struct.unpack(f"<{len(self) * width}i", self.top_ids)
+        values = struct.unpack(f"<{len(self) * width}f", self.top_logprobs)
+        for row, logprob in enumerate(struct.unpack(f"<{len(self)}f", self.logprobs)):
+            part = slice(row * width, (row + 1) * width)
+            yield TokenLogprob(logprob, list(zip(ids[part], values[part], strict=True)))
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="token"):
     """One token of a request, or its end. ``index`` counts generated tokens from 0 over all attempts.
 
-    ``token_id`` is None where the request ends without a further token (cancelled, error, ``max_tokens`` 0).
-    ``prompt_logprobs`` comes once, with the first event of an attempt; its first element is None.
+    ``token_id`` is None where the request ends without a further token (cancelled, error, ``max_tokens`` 0), and where
+    the event brings ``scores`` alone: those of a part of the prompt, in order, before the first token of an attempt.
+    A gateway that reads version 1 only gets ``prompt_logprobs`` instead, once, with the first event of an attempt; its
+    first element is None.
     """
 
     request_id: str
@@ -96,6 +156,24 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: ErrorInfo | None = None
     cached_tokens: int = 0
+    scores: PromptScores | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """About what the event takes while it waits to be sent."""
+        of_token = 0 if self.logprob is None else len(self.logprob.top)
+        of_prompt = sum(1 + len(each.top) for each in self.prompt_logprobs or () if each)
+        return EVENT_BYTES + SCORE_BYTES * (of_token + of_prompt) + (self.scores.nbytes if self.scores else 0)
+
+
+EVENT_BYTES, SCORE_BYTES = 128, 16
+
+
+def event_bytes(events: Sequence[TokenEvent]) -> int:
+    """About what ``events`` take while they wait to be sent. Most are plain, and there are hundreds in a step."""
+    plain = EVENT_BYTES * len(events)
+    rich = (event for event in events if event.logprob or event.scores or event.prompt_logprobs)
+    return plain + sum(event.nbytes - EVENT_BYTES for event in rich)
 
 
 class AttemptLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="lost"):
@@ -138,6 +216,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     version: str
     metrics_url: str | None = None
+    wire: int = OLDEST_WIRE
 
 
 SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
@@ -264,37 +343,40 @@ def encode(message: Message | Sequence[ResultEvent]) -> bytes:
     return _encoder.encode(message)
 
 
+# Each raises UnreadableMessage.
+
+
 def decode_request(data: bytes) -> GenerateRequest:
-    return _request_decoder.decode(data)
+    return read(_request_decoder, data, "a request")
 
 
 def decode_results(data: bytes) -> list[ResultEvent]:
-    return _results_decoder.decode(data)
+    return read(_results_decoder, data, "a list of events")
 
 
 def decode_inbox(data: bytes) -> InboxMessage:
-    return _inbox_decoder.decode(data)
+    return read(_inbox_decoder, data, "a message for an attention worker")
 
 
 def decode_worker(data: bytes) -> WorkerInfo:
-    return _worker_decoder.decode(data)
+    return read(_worker_decoder, data, "the record of an attention worker")
 
 
 def decode_expert(data: bytes) -> ExpertInfo:
-    return _expert_decoder.decode(data)
+    return read(_expert_decoder, data, "the record of an expert worker")
 
 
 def decode_seat_report(data: bytes) -> SeatReport:
-    return _report_decoder.decode(data)
+    return read(_report_decoder, data, "the report of an expert worker")
 
 
 def decode_seat_rows(data: bytes) -> SeatRows:
-    return _rows_decoder.decode(data)
+    return read(_rows_decoder, data, "the rows of an expert worker")
 
 
 def decode_worker_load(data: bytes) -> WorkerLoad:
-    return _worker_load_decoder.decode(data)
+    return read(_worker_load_decoder, data, "the load of an attention worker")
 
 
 def decode_gateway_load(data: bytes) -> GatewayLoad:
-    return _gateway_load_decoder.decode(data)
+    return read(_gateway_load_decoder, data, "the load of a gateway")

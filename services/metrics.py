@@ -44,6 +44,12 @@ ALL_LAYERS = "all"
 """The label of what is counted over all layers together: series of each take --layer-series."""
 
 
+def unreadable(registry: CollectorRegistry, role: str = "") -> Counter:
+    """What every role that reads from Redis counts."""
+    text = "Messages and records in Redis that could not be read, by kind; see `expertmesh queue unreadable`."
+    return Counter(f"{_PREFIX}{role}unreadable_messages_total", text, ("kind",), registry=registry)
+
+
 class MachineMetrics:
     """What starts the workers of one machine tells of itself. Written by `expertmesh workers`."""
 
@@ -63,6 +69,9 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)
 
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
         def latency(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S) -> Histogram:
             return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
 
@@ -72,6 +81,7 @@ class GatewayMetrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
         self.generation_tokens = counter("generation_tokens_total", "Generated tokens delivered to clients.")
         self.lost_attempts = counter("lost_attempts_total", "Attempts resubmitted, by reason.", "reason")
+        self.unreadable = unreadable(registry)
         self.ttft = latency("time_to_first_token_seconds", "From the request's arrival to its first token.")
         self.tpot = latency(
             "time_per_output_token_seconds",
@@ -86,10 +96,10 @@ class GatewayMetrics:
         self.output_len = latency(
             "request_generation_tokens", "Generated length, tokens.", buckets=_TOKEN_COUNT_BUCKETS
         )
-        self.open_streams = Gauge(
-            _PREFIX + "gateway_requests_in_flight", "Sequences this gateway waits for.", registry=registry
-        )
-        self.queue_up = Gauge(_PREFIX + "gateway_queue_up", "1 while Redis answers this gateway.", registry=registry)
+        self.open_streams = gauge("gateway_requests_in_flight", "Sequences this gateway waits for.")
+        self.queue_up = gauge("gateway_queue_up", "1 while Redis answers this gateway.")
+        self.offload_waiting = gauge("gateway_offload_waiting", "Pieces of heavy work that wait for a thread.", "lane")
+        self.offload_wait = latency("gateway_offload_wait_seconds", "For how long pieces of it waited.", "lane")
 
 
 class SchedulerMetrics:
@@ -99,6 +109,7 @@ class SchedulerMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(_PREFIX + name, text, labels, registry=registry)
 
+        self.unreadable = unreadable(registry)
         self.leader = gauge("scheduler_leader", "1 on the scheduler that leads.")
         self.queued_requests = gauge("queue_requests", "Requests waiting in the queue.")
         self.queued_tokens = gauge("queue_tokens", "Tokens (prompt + max_tokens) waiting in the queue.")
@@ -159,6 +170,7 @@ class WorkerMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)
 
+        self.unreadable = unreadable(registry)
         self.running = gauge("requests_running", "Sequences in the batch.")
         self.waiting = gauge("requests_waiting", "Sequences accepted by the worker and not in the batch.")
         self.kv_usage = gauge("kv_cache_usage_ratio", "KV blocks owned by live sequences over all blocks.")
@@ -211,6 +223,7 @@ class ExpertMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + "experts_" + name, text, labels, registry=registry)
 
+        self.unreadable = unreadable(registry, "experts_")
         self.seat = gauge("seat", "Number of the seat; 0 before there is one.")
         self.status = gauge("status", "1 for what the worker is doing.", "status")
         self.rows_in_flight = gauge("rows_in_flight", "Rows accepted and not yet answered.")

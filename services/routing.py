@@ -14,6 +14,7 @@ import msgspec
 from msgspec import structs
 
 from services.errors import ConfigError
+from services.wire import read
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +113,8 @@ def encode_table(table: RoutingTable) -> bytes:
 
 
 def decode_table(data: bytes) -> RoutingTable:
-    """Raises msgspec.DecodeError where ``data`` is no table."""
-    return _decoder.decode(data)
+    """Raises UnreadableMessage."""
+    return read(_decoder, data, "a routing table")
 
 
 def encode_group(group: ShardGroup) -> bytes:
@@ -122,8 +123,8 @@ def encode_group(group: ShardGroup) -> bytes:
 
 
 def decode_group(data: bytes) -> ShardGroup:
-    """Raises msgspec.DecodeError where ``data`` is no group."""
-    return _group_decoder.decode(data)
+    """Raises UnreadableMessage."""
+    return read(_group_decoder, data, "a shard group")
 
 
 def _misfit(problem: str) -> ConfigError:

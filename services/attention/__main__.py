@@ -21,6 +21,7 @@ from services.attention.build import Built, build
 from services.attention.capacity import credit
 from services.attention.colocated import Colocated, Departure, LockStepEngine
 from services.attention.engine import Engine
+from services.attention.engine_thread import BUFFER_BYTES
 from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StallObserver, StepObserver
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
@@ -36,10 +37,12 @@ from services.queue.duty import on_duty
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
+from services.queue.quarantine import Quarantine
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
 from services.runtime import AGAIN, CRASHED, in_daemon, incarnation, run_role
+from services.wire import WIRE
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
@@ -71,6 +74,7 @@ class AttentionRole:
         self._beside_experts = beside_experts
         self._clock = RedisClock(redis)
         self._metrics = WorkerMetrics(registry)
+        self._quarantine = Quarantine.of(redis, settings, ATTENTION, self._metrics.unreadable)
         self._worker: AttentionWorker | None = None
         self._experts: TableFollower | None = None
         self._id = incarnation()
@@ -104,7 +108,7 @@ class AttentionRole:
             await self._serve(built, metrics_url, stop)
             return
         keys, limits = Keys(self._settings.namespace), QueueLimits.of(self._settings)
-        reader = TableReader(self._redis, keys, limits)
+        reader = TableReader(self._redis, keys, limits, quarantine=self._quarantine)
         self._experts = TableFollower(
             built.link,
             reader,
@@ -138,7 +142,9 @@ class AttentionRole:
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,
-            queue=WorkerQueue(self._redis, Keys(settings.namespace), QueueLimits.of(settings)),
+            queue=WorkerQueue(
+                self._redis, Keys(settings.namespace), QueueLimits.of(settings), quarantine=self._quarantine
+            ),
             clock=self._clock,
             options=self._options(built),
             after_step=steps.after_step,
@@ -231,6 +237,7 @@ class AttentionRole:
             pid=os.getpid(),
             version=version("expertmesh"),
             metrics_url=metrics_url,
+            wire=WIRE,
         )
 
     def _options(self, built: Built) -> WorkerOptions:
@@ -245,6 +252,7 @@ class AttentionRole:
             credit_requests=requests,
             lease_s=settings.lease,
             buffer_tokens=UNBOUNDED if built.mesh else settings.publish_buffer_tokens,
+            buffer_bytes=UNBOUNDED if built.mesh else BUFFER_BYTES,
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )

@@ -35,7 +35,7 @@ class BatchManager:
         self.pool = pool
         self.counters = BatchCounters()
         self._limits = limits
-        self._prefixes = Prefixes(pool, enabled=limits.prefix_cache)
+        self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
         self._held_back = HeldBack(pool)
         self._clock = clock
         self._held: dict[str, SequenceState] = {}
@@ -88,7 +88,7 @@ class BatchManager:
         self._next_deadline_ms = min(self._next_deadline_ms, request.deadline_ms)
         if error is not None:
             self._end(state, "error", error)
-        elif not state.wants_token and state.prompt_logprobs is None:
+        elif not state.wants_token and state.scored is None:
             self._end(state, "length")
         else:
             insort(self._waiting, state, key=SequenceState.waiting_key)
@@ -264,8 +264,8 @@ class BatchManager:
     def _advance(self, piece: Piece, outcome: Outcome) -> None:
         state = piece.state
         state.computed = piece.end
-        if state.prompt_logprobs is not None:
-            state.prompt_logprobs += outcome.prompt_logprobs
+        if outcome.scores is not None:
+            self._events += state.score(outcome.scores)
         self._prefixes.publish(state)
         if state.prefilling:
             self.counters.prefill_tokens += piece.length

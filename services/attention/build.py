@@ -123,6 +123,7 @@ def _engine_options(settings: Settings, room: Capacity, *, mesh: bool) -> Engine
         kv_blocks=room.kv_blocks,
         block_size=settings.block_size,
         prefix_cache=settings.prefix_cache,
+        prefix_cache_scope=settings.prefix_cache_scope,
         chunked_prefill=settings.chunked_prefill,
         lookahead="off" if mesh else LOOKAHEAD[settings.lookahead],
     )

@@ -33,6 +33,7 @@ from services.fabric.timed import TimedLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
+from services.prefix import PrefixScope
 
 HandleT = TypeVar("HandleT")
 PROBE_STEPS = 32
@@ -54,6 +55,7 @@ class EngineOptions:
     kv_memory_gib: float = 1.0
     block_size: int = 16
     prefix_cache: bool = True
+    prefix_cache_scope: PrefixScope = "tenant"
     chunked_prefill: bool = True
     lookahead: Lookahead = "off"
 
@@ -136,6 +138,7 @@ class Engine(Generic[HandleT]):
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             prefix_cache=options.prefix_cache,
+            prefix_cache_scope=options.prefix_cache_scope,
             chunked_prefill=options.chunked_prefill,
         )
         self._sampler = Sampler(spec.vocab_size, model.device)

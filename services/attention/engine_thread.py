@@ -2,18 +2,21 @@
 
 Commands are taken before every step, so a cancel holds before the next is planned, and an idle thread wakes at once.
 Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next, and when
-``buffer_tokens`` are waiting the engine pauses, cancels excepted, until some are published.
+``buffer_tokens`` are waiting, or ``buffer_bytes`` with their log-probabilities, the engine pauses, cancels excepted,
+until some are published.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from services.messages import GenerateRequest, TokenEvent
+from services.messages import GenerateRequest, TokenEvent, event_bytes
+
+BUFFER_BYTES = 64 * 1024 * 1024
 
 
 class SteppedEngine(Protocol):
@@ -56,6 +59,7 @@ class EngineThread:
 
     Args:
         buffer_tokens: events that may wait for the publisher; one step more than that can be in the buffer.
+        buffer_bytes: about what they may take.
         on_events: called from the engine's thread when :meth:`take` has something after it had nothing.
         on_end: called from the engine's thread when it ends, with the error that ended it, if any.
         after_step: called from the engine's thread when a step is done; for metrics.
@@ -66,19 +70,21 @@ class EngineThread:
         engine: SteppedEngine,
         *,
         buffer_tokens: int,
+        buffer_bytes: int = BUFFER_BYTES,
         on_events: Callable[[], None],
         on_end: Callable[[BaseException | None], None],
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._buffer_tokens = buffer_tokens
+        self._buffer_bytes = buffer_bytes
         self._on_events = on_events
         self._on_end = on_end
         self._after_step = after_step
         self._ready = threading.Condition()
         self._commands: list[Command] = []
         self._events: list[TokenEvent] = []
-        self._unpublished = 0
+        self._unpublished = self._unpublished_bytes = 0
         self._announced = False
         self._stopping = False
         self._steps = 0
@@ -116,10 +122,11 @@ class EngineThread:
                 del self._events[:limit]
             return events
 
-    def published(self, count: int) -> None:
-        """``count`` events that were taken have reached Redis."""
+    def published(self, events: Sequence[TokenEvent]) -> None:
+        """``events``, which were taken, have reached Redis."""
         with self._ready:
-            self._unpublished -= count
+            self._unpublished -= len(events)
+            self._unpublished_bytes -= event_bytes(events)
             self._ready.notify()  # the engine may have paused
 
     def nudge(self) -> None:
@@ -179,7 +186,7 @@ class EngineThread:
 
     @property
     def _has_room(self) -> bool:
-        return self._unpublished < self._buffer_tokens
+        return self._unpublished < self._buffer_tokens and self._unpublished_bytes < self._buffer_bytes
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -213,6 +220,7 @@ class EngineThread:
         with self._ready:
             self._events += events
             self._unpublished += len(events)
+            self._unpublished_bytes += event_bytes(events)
             announce, self._announced = not self._announced, True
         if announce:
             self._on_events()

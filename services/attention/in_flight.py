@@ -6,21 +6,19 @@ Legend: T rows of a step, B decoding sequences, R rows whose logits are wanted, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from services.attention.logprobs import TokenScores
+from services.attention.logprobs import ScoreTable, TokenScores, joined
 from services.attention.plan import Outcome, Piece, StepPlan
 from services.attention.sampling import Drawn, Sampler, broken_logits
 from services.errors import MeshBroken
-from services.messages import TokenLogprob
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 from services.model.transfer import download, upload
@@ -143,19 +141,30 @@ class Top:
         outcomes = list(drawn[:decodes])
         for piece in self.plan.prompts:
             outcome = next(draws) if piece.draws else Outcome()
-            outcomes.append(_with_scores(outcome, list(islice(scores, len(piece.scored)))))
+            outcomes.append(_with_scores(outcome, next(scores), piece))
         return outcomes
 
 
-def _scores(x_RD: Tensor, pieces: Sequence[Piece], model: DenseModel) -> Iterator[TokenLogprob]:
-    """Log-probabilities of the prompt tokens that ``pieces`` score, in order. Waits for the device."""
-    targets = [(piece.state, position) for piece in pieces for position in piece.scored]
-    for start in range(0, len(targets), SCORED_ROWS):
-        part = targets[start : start + SCORED_ROWS]
+def _scores(x_RD: Tensor, pieces: Sequence[Piece], model: DenseModel) -> Iterator[ScoreTable | None]:
+    """Log-probabilities of the prompt tokens that each of ``pieces`` scores. Waits for the device."""
+    for width, alike in groupby(pieces, key=lambda piece: piece.state.request.sampling.prompt_logprobs or 0):
+        group = list(alike)
+        tokens = [piece.state.token_ids[position] for piece in group for position in piece.scored]
+        table = _score(x_RD[: len(tokens)], tokens, width, model) if tokens else None
+        x_RD = x_RD[len(tokens) :]
+        first = 0
+        for piece in group:
+            rows = slice(first, first := first + len(piece.scored))
+            yield table.part(rows) if table is not None and piece.scored else None
+
+
+def _score(x_RD: Tensor, tokens: Sequence[int], width: int, model: DenseModel) -> ScoreTable:
+    tables: list[ScoreTable] = []
+    for start in range(0, len(tokens), SCORED_ROWS):
         logits_RV = model.logits(x_RD[start : start + SCORED_ROWS])
-        tokens_R = upload(np.array([state.token_ids[position] for state, position in part]), logits_RV.device)
-        alternatives = [state.request.sampling.prompt_logprobs or 0 for state, _ in part]
-        yield from TokenScores(logits_RV, tokens_R, alternatives).wait().read()
+        tokens_R = upload(np.array(tokens[start : start + SCORED_ROWS]), logits_RV.device)
+        tables.append(TokenScores(logits_RV, tokens_R, [width] * len(tokens_R)).wait().table())
+    return joined(tables)
 
 
 def _healthy(finite_T: Tensor, inputs: StepInputs) -> list[bool]:
@@ -166,12 +175,12 @@ def _healthy(finite_T: Tensor, inputs: StepInputs) -> list[bool]:
     return healthy + prompts
 
 
-def _with_scores(outcome: Outcome, scores: list[TokenLogprob]) -> Outcome:
-    if any(math.isnan(score.logprob) for score in scores):
-        return _broken()
-    if not scores or outcome.error is not None:
+def _with_scores(outcome: Outcome, scores: ScoreTable | None, piece: Piece) -> Outcome:
+    if scores is None or outcome.error is not None:
         return outcome
-    return Outcome(token_id=outcome.token_id, logprob=outcome.logprob, prompt_logprobs=scores)
+    if scores.broken:
+        return _broken()
+    return Outcome(token_id=outcome.token_id, logprob=outcome.logprob, scores=scores.message(piece.scored.start))
 
 
 def _broken() -> Outcome:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from services.attention.sequence import SequenceState
 from services.errors import RequestError
-from services.messages import TokenLogprob
+from services.messages import PromptScores, TokenLogprob
+from services.prefix import PrefixScope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,7 @@ class BatchLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     prefix_cache: bool = True
+    prefix_cache_scope: PrefixScope = "tenant"
     chunked_prefill: bool = True
 
 
@@ -48,8 +50,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         start = state.computed
         length = min(len(state.token_ids) - start, budget)
         scored = range(0)
-        if state.prompt_logprobs is not None:
-            first = max(start + 1, len(state.prompt_logprobs))
+        if state.scored is not None:
+            first = max(start + 1, state.scored)
             scored = range(first, min(start + length + 1, state.request.prompt_len))
         ends = start + length == len(state.token_ids)
         return cls(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
@@ -92,7 +94,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None
-    prompt_logprobs: Sequence[TokenLogprob] = ()
+    scores: PromptScores | None = None
     error: RequestError | None = None
 
 

@@ -22,7 +22,7 @@ class EventSource(Protocol):
 
     def take(self, limit: int) -> list[TokenEvent]: ...
 
-    def published(self, count: int) -> None: ...
+    def published(self, events: Sequence[TokenEvent]) -> None: ...
 
 
 class Publisher:
@@ -68,7 +68,7 @@ class Publisher:
 
     async def _publish(self, events: Sequence[TokenEvent]) -> None:
         refused = await until_answered("publishing", lambda: self._send(events), self._backoff)
-        self._source.published(len(events))
+        self._source.published(events)
         attempts: dict[str, int] = {}
         for event in events if refused else ():
             if event.request_id in refused:  # the lowest: a later attempt in the same call may be good

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.attention.engine_thread import Add, EngineThread, SteppedEngine, Stop
+from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
 from services.attention.ledger import Ledger
 from services.attention.publisher import Publisher
 from services.attention.standing import Standing
@@ -45,6 +45,7 @@ class WorkerOptions:
     credit_requests: int
     lease_s: float
     buffer_tokens: int
+    buffer_bytes: int = BUFFER_BYTES
     drain_s: float
     step_timeout_s: float
 
@@ -92,6 +93,7 @@ class AttentionWorker:
         self._thread = EngineThread(
             engine,
             buffer_tokens=options.buffer_tokens,
+            buffer_bytes=options.buffer_bytes,
             on_events=lambda: self._call_soon(self._publisher.wake),
             on_end=lambda failure: self._call_soon(self._note_end, failure),
             after_step=after_step,

@@ -1,7 +1,8 @@
 """`expertmesh fetch`: brings a checkpoint into a folder, checks its files, and says when it is whole.
 
 For volumes that one process fills and others wait for. What makes the folder whole is a mark, written last, that names
-the source: whoever waits for another source waits on.
+the source: whoever waits for another source waits on. A record, written first, lists what a fetch puts there, so that
+the next one can take it away: a folder has one source's files, never a mixture.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import argparse
 import hashlib
 import logging
 import os
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
+from services.cli.sources import Source, open_source
 from services.config import OptionParser
 from services.errors import CheckpointError, ConfigError
 from services.runtime import configure_logging
 
 MARK = ".expertmesh-fetched"
-_HUB = "hf://"
+RECORD = ".expertmesh-files"
 _POLL_S = 2.0
 _NOTE_EVERY = 30
 
@@ -47,7 +50,8 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     """Fills ``folder`` from ``source``; at once where that has been done. ``digests``: file name -> SHA-256, hex.
 
     Raises:
-        CheckpointError: the source is not there, a file is not what its digest says, or the folder cannot be written.
+        CheckpointError: the source is not there, a file is not what its digest says, or the folder cannot be written or
+            has files of which no fetch knows.
     """
     identity = _identity(source, digests)
     if _mark_of(folder) == identity:
@@ -56,7 +60,7 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     log.info("fetching %s", source)
     try:
         _fill(folder, source, digests)
-        _write_mark(folder, identity)
+        _replace(folder / MARK, identity.encode())
     except OSError as error:
         raise CheckpointError(
             f"Cannot fetch {source} into {folder}: {error}.",
@@ -66,19 +70,71 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
-    (folder / MARK).unlink(missing_ok=True)
+    origin = open_source(source, folder)
+    _warn_of_change(source, origin)
     folder.mkdir(parents=True, exist_ok=True)
-    if source.startswith(_HUB):
-        _from_hub(source, folder)
-    else:
-        _from_folder(Path(source), folder)
+    before, coming = _record_of(folder), origin.files()
+    _refuse_strangers(folder, {*before.files, *coming}, origin)
+    (folder / MARK).unlink(missing_ok=True)
+    for name in before.files if before.revision != origin.revision else set(before.files).difference(coming):
+        log.info("removing %s of %s", name, before.revision)
+        (folder / name).unlink(missing_ok=True)
+    _replace(folder / RECORD, msgspec.json.encode(_Record(revision=origin.revision, files=coming)))
+    origin.bring(folder)
     check(folder, digests)
+    _warn_of_unchecked(coming, digests)
 
 
-def _write_mark(folder: Path, identity: str) -> None:
-    draft = folder / f"{MARK}.draft"
-    draft.write_text(identity, encoding="utf-8")
-    os.replace(draft, folder / MARK)
+class _Record(msgspec.Struct, frozen=True):
+    """What a fetch put, or began to put, into a folder."""
+
+    revision: str
+    files: list[str]
+
+
+def _refuse_strangers(folder: Path, known: Collection[str], origin: Source) -> None:
+    """Raises CheckpointError where ``folder`` has other files: they would be taken for the checkpoint's."""
+    visible = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    if strange := sorted(name for name in visible if name not in known):
+        raise CheckpointError(
+            f"{folder} has files that {origin.revision} has not, and that no fetch has put there: {_listed(strange)}.",
+            hint="Remove them, or fetch into another folder.",
+        )
+
+
+def _record_of(folder: Path) -> _Record:
+    try:
+        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=_Record)
+    except FileNotFoundError:
+        return _Record(revision="", files=[])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / RECORD} is damaged: {error}.", hint="Empty the folder.") from error
+    inside = folder.resolve()
+    if not all((folder / name).resolve().is_relative_to(inside) for name in record.files):
+        raise CheckpointError(f"{folder / RECORD} lists files outside of the folder.", hint="Empty the folder.")
+    return record
+
+
+def _replace(file: Path, content: bytes) -> None:
+    draft = file.with_name(f"{file.name}.draft")
+    draft.write_bytes(content)
+    os.replace(draft, file)
+
+
+def _warn_of_change(source: str, origin: Source) -> None:
+    if not origin.fixed:
+        log.warning(
+            "%s names no commit, so it may be another checkpoint tomorrow; today it is %s", source, origin.revision
+        )
+
+
+def _warn_of_unchecked(names: Sequence[str], digests: Mapping[str, str]) -> None:
+    if unchecked := [name for name in names if name not in digests]:
+        log.warning("no digest was given for %d of %d files: %s", len(unchecked), len(names), _listed(unchecked))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def wait(folder: Path, source: str, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -135,25 +191,6 @@ def _mark_of(folder: Path) -> str:
         return (folder / MARK).read_text(encoding="utf-8")
     except OSError:
         return ""
-
-
-def _from_hub(source: str, folder: Path) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    name, _, revision = source.removeprefix(_HUB).partition("@")
-    try:
-        snapshot_download(name, revision=revision or None, local_dir=folder)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot fetch {source}: {error}.", hint="Check its name and HF_TOKEN.") from error
-
-
-def _from_folder(source: Path, folder: Path) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"There is no folder {source}.", hint="Give a folder, or hf://ORG/NAME@REVISION.")
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith("."):
-            shutil.copyfile(file, folder / file.name)
 
 
 def _sha256(file: Path) -> str:

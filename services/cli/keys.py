@@ -18,7 +18,7 @@ from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import ConfigError
 from services.gateway.auth import ApiKey, digest, read_key_file
 from services.queue.connect import command, connect, queue_errors
-from services.queue.keys import Keys
+from services.queue.keys import DEFAULT_PRIORITY, Keys
 
 _LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
 _ACTIONS = ("create", "list", "revoke")
@@ -90,7 +90,7 @@ class RedisBook:
 
 def main(argv: Sequence[str]) -> int:
     """Runs one action and returns the exit code."""
-    given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "namespace"])
+    given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "redis_url_file", "namespace"])
     asyncio.run(_run(given, layer(given).settings))
     return 0
 
@@ -103,7 +103,12 @@ def _parser() -> OptionParser:
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
     limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once before the rate applies")
     limits.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: unlimited)")
-    limits.add_argument("--priority", type=int, metavar="0-9", help="most urgent priority it may ask for (default: 0)")
+    limits.add_argument(
+        "--priority",
+        type=int,
+        metavar="0-9",
+        help=f"most urgent priority it may ask for (default: {DEFAULT_PRIORITY}); 0 passes all others by",
+    )
     return parser
 
 
@@ -151,7 +156,8 @@ async def _create(name: str, given: dict[str, Any], book: KeyBook) -> None:
 
 async def _list(book: KeyBook) -> None:
     for key in sorted(await book.read(), key=lambda key: key.name):
-        limits = [f"{limit}={value}" for limit in _LIMITS if (value := getattr(key, limit)) not in (None, 0)]
+        values = {limit: getattr(key, limit) for limit in _LIMITS}
+        limits = [f"{limit}={value}" for limit, value in values.items() if value is not None]
         print("  ".join([key.name, key.sha256[:12], *limits]))
 
 

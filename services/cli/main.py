@@ -77,6 +77,7 @@ COMMANDS = {
     "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),
     "plan": Command("say which way to run a model on so many GPUs, and why", _from("services.cli.plan")),
     "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
+    "redis-acl": Command("print the users that roles may have in Redis", _from("services.cli.redis_acl")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),
     "ask": Command("stream one completion from a running server", _from("services.cli.ask")),
     "fetch": Command("bring a checkpoint into a folder and check it", _from("services.cli.fetch")),

@@ -11,14 +11,15 @@ from typing import Any
 import msgspec
 
 from services.config import OptionParser, Settings, layer, parse_options
-from services.errors import ConfigError, error_from_info
+from services.errors import ConfigError, InternalError, error_from_info
 from services.gateway.tokenizer import TextCodec, load_codec, read_tokenizer_config
 from services.messages import AttemptLost, GenerateRequest, TokenEvent
 from services.queue.connect import connect
 from services.queue.dead_letters import DeadLetter, DeadLetters
-from services.queue.gateway_side import FIRST_ID, GatewayQueue
+from services.queue.gateway_side import FIRST_ID, GatewayQueue, Unreadable
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.runtime import printable
 
 _ACTIONS = ("list", "show", "retry", "drop")
 _BLOCK_MS = 1_000
@@ -30,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("action", choices=_ACTIONS, help="retry runs the request again and prints what came of it")
     parser.add_argument("id", nargs="?", help="id of the request, as `list` shows it")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="most entries that `list` shows")
-    given = parse_options(parser, argv, ["redis_url", "namespace", "model", "request_timeout", "lease"])
+    given = parse_options(
+        parser, argv, ["redis_url", "redis_url_file", "namespace", "model", "request_timeout", "lease"]
+    )
     if (given["action"] == "list") == bool(given["id"]):
         raise ConfigError("`list` takes no id; all other actions need one.", hint="See `expertmesh queue --help`.")
     return asyncio.run(_run(given, layer(given).settings))
@@ -110,6 +113,8 @@ class Retry:
                 if isinstance(event, AttemptLost):
                     await self._resubmit(request, event.attempt, tokens)
                     continue
+                if isinstance(event, Unreadable):
+                    raise InternalError(f"The answer cannot be read: {event.reason}")
                 if event.token_id is not None and event.index == len(tokens):
                     tokens.append(event.token_id)
                 if event.finish:
@@ -122,7 +127,7 @@ class Retry:
     def _report(self, tokens: list[int], end: TokenEvent) -> int:
         print(_text(tokens, self._codec))
         if end.error:
-            print(f"failed: {error_from_info(end.error).message}")
+            print(printable(f"failed: {error_from_info(end.error).message}"))
             return 1
         print(f"finished: {end.finish}, {len(tokens)} tokens")
         return 0
@@ -130,7 +135,7 @@ class Retry:
 
 def _print_list(letters: Sequence[DeadLetter]) -> None:
     for letter in letters:
-        print("  ".join([letter.request.id, _when(letter), f"{letter.failures} failures", letter.reason]))
+        print(printable("  ".join([letter.request.id, _when(letter), f"{letter.failures} failures", letter.reason])))
     if not letters:
         print("no dead letters")
 
@@ -150,7 +155,7 @@ def _print_letter(letter: DeadLetter, codec: TextCodec | None) -> None:
         "delivered": _text(request.token_ids[request.prompt_len :], codec),
     }
     width = max(map(len, rows))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
+    print("\n".join(printable(f"{name:<{width}}  {value}") for name, value in rows.items()))
 
 
 def _when(letter: DeadLetter) -> str:
@@ -158,5 +163,5 @@ def _when(letter: DeadLetter) -> str:
 
 
 def _text(token_ids: Sequence[int], codec: TextCodec | None) -> str:
-    """The text where --model names the tokenizer, else the ids."""
-    return codec.decode(token_ids) if codec else " ".join(map(str, token_ids))
+    """The text, for a terminal, where --model names the tokenizer, else the ids."""
+    return printable(codec.decode(token_ids)) if codec else " ".join(map(str, token_ids))

@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
+from services.config import redis_url as redis_urls
 from services.config.options import OptionParser, add_options, bare, concerned
 from services.config.settings import (
     ATTENTION,
@@ -37,6 +38,8 @@ _SERVICE_LINK = re.compile(
 )
 """Variables that Kubernetes sets for services named expertmesh-*."""
 _LINK_URL = re.compile(r"(tcp|udp|sctp)://")
+_URL = ("redis_url", "redis_url_file")
+"""Two ways to say one thing: the later source's counts, whichever it is."""
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "matching"}
 _TITLES = {
     None: "server",
@@ -376,9 +379,32 @@ def _merge(sources: Sequence[_Source]) -> Layered:
             Settings(**source.values)  # type: ignore[arg-type]
         except ValidationError as error:
             raise _config_error(error, source) from error
+        if any(source.values.get(name) is not None for name in _URL):
+            _check_one_url(source)
+            values |= dict.fromkeys(_URL)
         values |= source.values
         origins |= {name: source.origin(name) for name in source.values}
-    return Layered(settings=Settings(**values), origins=origins)  # type: ignore[arg-type]
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if settings.redis_url_file is None:
+        return Layered(settings=settings, origins=origins)
+    url = _url_in(settings.redis_url_file)
+    origins["redis_url"] = str(settings.redis_url_file)
+    return Layered(settings=settings.model_copy(update={"redis_url": url}), origins=origins)
+
+
+def _check_one_url(source: _Source) -> None:
+    if all(source.values.get(name) is not None for name in _URL):
+        both = " and ".join(source.key(name) for name in _URL)
+        raise ConfigError(f"{source.label}: {both} say twice where Redis is.", hint="Leave one of them out.")
+
+
+def _url_in(file: Path) -> str:
+    try:
+        return redis_urls.read(file)
+    except ValueError as error:
+        raise ConfigError(f"{file} {error}.", hint="It is one line: redis://USER:PASSWORD@HOST:PORT/0.") from error
+    except OSError as error:
+        raise ConfigError(f"Cannot read the Redis URL in {file}: {error.strerror}.") from error
 
 
 def _config_error(error: ValidationError, source: _Source) -> ConfigError:

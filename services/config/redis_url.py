@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 SCHEMES = ("redis", "rediss", "unix")
@@ -71,6 +72,14 @@ def _address(text: str) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError("lacks a Sentinel's host")
     return parts.hostname, parts.port or SENTINEL_PORT
+
+
+def read(file: Path) -> str:
+    """The URL in ``file``. Raises ValueError, which does not show what is in it, or OSError."""
+    try:
+        return checked(file.read_text(encoding="utf-8").strip())
+    except ValueError:
+        raise ValueError("holds no Redis URL") from None  # whatever it is, it may be a secret
 
 
 def checked(url: str) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from services.config import redis_url as redis_urls
+from services.prefix import PrefixScope
 
 ENV_PREFIX = "EXPERTMESH_"
 Role = Literal["gateway", "scheduler", "attention", "experts", "colocated", "workers"]
@@ -112,6 +113,9 @@ class Settings(BaseSettings):
     redis_url: str | None = _knob(
         None, "redis://, rediss://, redis+sentinel:// or unix:// URL; `serve` without it runs a private Redis"
     )
+    redis_url_file: Path | None = _knob(
+        None, "file that holds the Redis URL and nothing else, so that its password stands in no command line"
+    )
     namespace: str = _knob(
         "expertmesh",
         "prefix of all keys in Redis; deployments that share a Redis differ in it",
@@ -122,6 +126,13 @@ class Settings(BaseSettings):
         4_000_000, "tokens (prompt + max_tokens) that may wait; more get 429", roles=(GATEWAY,), ge=1
     )
     lease: float = _knob(6.0, "seconds without a heartbeat after which a process counts as dead", ge=0.1, le=3600)
+    gateway_lease: float | None = _knob(
+        None,
+        "the same of a gateway, seconds: for so long its requests go on without it (default: five times --lease)",
+        roles=(GATEWAY,),
+        ge=0.1,
+        le=3600,
+    )
     max_attempts: int = _knob(
         8, "lost attempts after which a request is dead-lettered; 3 without a new token suffice", ge=1, le=100
     )
@@ -140,6 +151,11 @@ class Settings(BaseSettings):
     kv_memory_gib: float = _knob(1.0, "memory for KV blocks, GiB", roles=(ATTENTION,), gt=0, le=1 << 20)
     block_size: int = _knob(16, "tokens in a KV block", roles=(ATTENTION,), ge=1, le=1024)
     prefix_cache: bool = _knob(True, "keep the KV blocks of finished prompts for later ones", roles=(ATTENTION,))
+    prefix_cache_scope: PrefixScope = _knob(
+        "tenant",
+        "among whom they are shared: the requests of a tenant (an API key), or all",
+        roles=(SCHEDULER, ATTENTION),
+    )
     chunked_prefill: bool = _knob(True, "split long prompts over several steps", roles=(ATTENTION,))
     kv_overcommit: float = _knob(
         1.5, "tokens assigned to a worker, as a multiple of its KV tokens", roles=(ATTENTION,), gt=0, le=100
@@ -201,6 +217,12 @@ class Settings(BaseSettings):
     fabric_tls_key: Path | None = _knob(None, "the key of --fabric-tls-cert, PEM", roles=(EXPERTS,))
     fabric_tls_ca: Path | None = _knob(
         None, "certificates, PEM, of which one has signed each expert worker's --fabric-tls-cert", roles=(ATTENTION,)
+    )
+    fabric_tls_name: str | None = _knob(
+        None,
+        "name that expert workers' certificates carry, checked instead of their address",
+        roles=(ATTENTION,),
+        min_length=1,
     )
     fabric_lane: Literal["auto", "tcp", "nccl", "gloo"] = _knob(
         "auto",
@@ -301,6 +323,14 @@ class Settings(BaseSettings):
         "auto", "API keys: auto requires them unless --host is loopback", roles=(GATEWAY,)
     )
     api_keys_file: Path | None = _knob(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
+    answer_memory: int = _knob(
+        256,
+        "MiB for answers: under way, not read yet by their clients, and (a quarter of it) kept for their "
+        "Idempotency-Keys; over it requests get 503, and the largest answer ends",
+        roles=(GATEWAY,),
+        ge=1,
+        le=1 << 20,
+    )
     max_body_bytes: int = _knob(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
     drain_delay: float = _knob(
         0.0,
@@ -384,6 +414,11 @@ class Settings(BaseSettings):
     supervisor_pid: int | None = _knob(None, "process whose death ends this one (set by `serve` and `workers`)", ge=1)
     process: str | None = _knob(None, "name of this process in its logs (set by `serve` and `workers`)", min_length=1)
 
+    @property
+    def own_gateway_lease(self) -> float:
+        """Of a gateway, in seconds. Longer than others' leases: nobody can take over what only its clients wait for."""
+        return 5 * self.lease if self.gateway_lease is None else self.gateway_lease
+
     def shard_bounds(self) -> dict[int, tuple[int, int]]:
         """Shard group -> its fewest and most replicas, where it has its own."""
         parts = (part.partition("=") for part in self.shard_replicas.split(",") if part)
@@ -416,7 +451,8 @@ class Settings(BaseSettings):
         return value
 
     @field_validator(
-        "model", "api_keys_file", "fabric_secret_file", "fabric_tls_cert", "fabric_tls_key", "fabric_tls_ca"
+        *("model", "api_keys_file", "fabric_secret_file", "fabric_tls_cert", "fabric_tls_key", "fabric_tls_ca"),
+        "redis_url_file",
     )
     @classmethod
     def _home(cls, value: Path | None) -> Path | None:

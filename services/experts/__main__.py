@@ -27,6 +27,7 @@ from services.queue.duty import on_duty
 from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 from services.runtime import advertised, incarnation, node_name, run_role
@@ -64,7 +65,9 @@ class ExpertsRole:
             raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
         self._metrics, self._beside_attention = ExpertMetrics(registry), beside_attention
         keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
-        self._queue, self._reader = ExpertQueue(redis, keys, limits), TableReader(redis, keys, limits)
+        quarantine = Quarantine.of(redis, settings, EXPERTS, self._metrics.unreadable)
+        self._queue = ExpertQueue(redis, keys, limits, quarantine=quarantine)
+        self._reader = TableReader(redis, keys, limits, quarantine=quarantine)
         self._worker: ExpertWorker | None = None
         self._over = False
 

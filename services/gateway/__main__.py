@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from redis.asyncio import Redis
@@ -22,9 +24,12 @@ from services.gateway.auth import Authenticator, FileKeys, KeyStore, RedisKeys, 
 from services.gateway.chat_template import load_chat_template
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
+from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
+from services.gateway.pulse import Beat, Pulse
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
@@ -37,18 +42,11 @@ from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
+from services.queue.quarantine import Quarantine
 from services.queue.tasks import end_tasks
 from services.runtime import incarnation, run_role
 
 log = logging.getLogger(__name__)
-
-
-def installed_version() -> str:
-    """The version of the installed package."""
-    try:
-        return importlib.metadata.version("expertmesh")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
@@ -85,6 +83,18 @@ class Gateway:
     follower: ResultFollower
     parts: Parts
     notes: LoadNotes
+    pulse: Pulse
+
+
+async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
+    """Heartbeats of the gateway ``name`` over a connection of their own."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    redis = connect(settings.redis_url, max_connections=1)
+    try:
+        queue = GatewayQueue(redis, Keys(settings.namespace), name, QueueLimits.of(settings))
+        await keep(partial(queue.heartbeat, settings.own_gateway_lease))
+    finally:
+        await redis.aclose()
 
 
 @asynccontextmanager
@@ -98,16 +108,21 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         collector(registry=registry)
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
     name = incarnation()
-    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings))
+    quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
+    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings), quarantine=quarantine)
+    pulse = Pulse(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
-    table = JobTable(metrics, latencies)
+    offload = Offload(metrics)
+    table = JobTable(metrics, latencies, Holdings(settings.answer_memory << 20))
     follower = ResultFollower(
         queue,
         table,
         metrics,
         lease_s=settings.lease,
+        own_lease_s=settings.own_gateway_lease,
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
+        on_beat=pulse.tick,
     )
     intake = Intake(
         prompts=PromptReader(model, lambda: follower.workers),
@@ -118,6 +133,9 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         incarnation=name,
         request_timeout_s=settings.request_timeout,
         max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        keep_s=settings.idempotency_ttl,
+        offload=offload,
     )
     store = key_store(settings, redis)
     siblings = Siblings(parse_upstreams(settings.metrics_upstreams))
@@ -129,15 +147,17 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         siblings=siblings,
         registry=registry,
         metrics=metrics,
-        version=installed_version(),
+        offload=offload,
+        version=version("expertmesh"),
         protected=store is not None,
         max_body_bytes=settings.max_body_bytes,
         metrics_apart=bool(settings.metrics_port),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes)
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse)
     finally:
+        offload.close()
         await siblings.close()
 
 
@@ -149,7 +169,13 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     try:
         async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
-            await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+            gateway.pulse.start()
+            try:
+                await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener), stop)
+            finally:
+                await gateway.pulse.stop()
+            with contextlib.suppress(QueueUnavailable):
+                await gateway.queue.leave()
     finally:
         listener.close()
         await redis.aclose()
@@ -199,8 +225,6 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         server.stop()
         await serving
         await end_tasks([following, telling])
-    with contextlib.suppress(QueueUnavailable):
-        await gateway.queue.leave()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
 from services.gateway.middleware import BodyLimit, RequestContext
+from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.prompts import PromptReader
 from services.gateway.results import ResultFollower
@@ -50,6 +51,7 @@ class Parts:
     siblings: Siblings
     registry: CollectorRegistry
     metrics: GatewayMetrics
+    offload: Offload
     version: str
     protected: bool
     max_body_bytes: int
@@ -143,7 +145,7 @@ def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *,
         include_usage=bool(options and options.include_usage),
     )
     kind = EventResponse if body.stream else WholeResponse
-    return kind(job, rendered, parts.follower.abandon)
+    return kind(job, rendered, parts.follower.abandon, parts.offload)
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:
@@ -223,7 +225,8 @@ async def _token_ids(prompts: PromptReader, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Exactly one of prompt and messages is needed.", hint="Leave one out.", param="prompt")
     if body.messages is not None:
-        return (await prompts.of_messages(body.messages, body.add_generation_prompt, None)).token_ids
+        prompt = await prompts.of_messages(body.messages, body.add_generation_prompt, None, body.parse_special_tokens)
+        return prompt.token_ids
     return await prompts.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 

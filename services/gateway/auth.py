@@ -8,7 +8,7 @@ The file (YAML or JSON) is read again when it changes::
         requests_per_minute: 600
         burst: 50
         max_concurrency: 64
-        priority: 3            # the most urgent priority the key may ask for; 0 is served first
+        priority: 3            # the most urgent priority the key may ask for; 0 is served first. Default: 5
 
 Without a file, Redis holds one field per key in the hash ``{namespace}:keys``: the SHA-256, and the same as JSON.
 """
@@ -39,14 +39,18 @@ _LOOPBACK = ("localhost", "127.", "::1")
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key. None switches a limit off."""
+    """One key. None switches a limit off.
+
+    ``priority`` is the most urgent one that it may ask for. Priorities are strict, so what would let a tenant pass all
+    others by has to be granted.
+    """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     requests_per_minute: Annotated[float, msgspec.Meta(gt=0)] | None = None
     burst: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=PRIORITIES[0], le=PRIORITIES[-1])] = 0
+    priority: Annotated[int, msgspec.Meta(ge=PRIORITIES[0], le=PRIORITIES[-1])] = DEFAULT_PRIORITY
 
 
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +58,7 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sends a request, and what that allows."""
+    """Who sends a request, and what that allows. Where keys are off, all are one tenant: nobody is passed by."""
 
     tenant: str = ANONYMOUS
     limits: TenantLimits | None = None
@@ -67,7 +71,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         if asked < self.most_urgent:
             raise InvalidRequest(
                 f"priority {asked} is not allowed for this API key.",
-                hint=f"Use {self.most_urgent} to {PRIORITIES[-1]}, or leave it out.",
+                hint=f"Use {self.most_urgent} to {PRIORITIES[-1]}, or ask the operator to grant it to the key.",
                 param="priority",
             )
         return asked

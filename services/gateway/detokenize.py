@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import codecs
+from array import array
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Protocol
 
 from services.gateway.tokenizer import TextCodec
@@ -82,22 +84,40 @@ def detokenizer(codec: TextCodec, prompt_tail: Sequence[int] = ()) -> Detokenize
     return ByteDetokenizer(codec) if codec.byte_level else WindowDetokenizer(codec, prompt_tail)
 
 
-class StopStrings:
-    """Finds the first stop string in a growing text. Holds back whatever may yet turn into one."""
+class StopSet:
+    """Stop strings of a request, prepared once for all of its sequences. None of ``stops`` is empty."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=1)
+        self.stops = tuple(dict.fromkeys(stops))
+        self.borders = tuple(_borders(stop) for stop in self.stops)
+        self.firsts = frozenset(stop[0] for stop in self.stops)
+
+    def finder(self) -> StopStrings:
+        """For one sequence."""
+        return StopStrings(self)
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text. Holds back whatever may yet turn into one.
+
+    Each character is compared about once with each stop string, whatever the text (Knuth, Morris and Pratt).
+    """
+
+    def __init__(self, stops: StopSet) -> None:
+        self._set = stops
+        self._matched = [0] * len(stops.stops)  # characters of each that the text ends with
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Text that may go out, and whether a stop string was met; the stop string itself never goes out."""
+        if not self._held and self._set.firsts.isdisjoint(piece):
+            return piece, False
         text = self._held + piece
-        hits = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        hits = [at for at in map(self._follow, range(len(self._matched)), repeat(piece)) if at is not None]
         if hits:
-            self._held = ""
-            return text[: min(hits)], True
-        keep = self._possible_start(text)
+            end, self._held = len(self._held) + min(hits), ""
+            return text[:end], True
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -105,10 +125,25 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+    def _follow(self, number: int, piece: str) -> int | None:
+        """Where the stop string of that number begins, from the start of ``piece``; None while it has not come."""
+        stop, borders, matched = self._set.stops[number], self._set.borders[number], self._matched[number]
+        for at, character in enumerate(piece, start=1):
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                return at - matched
+        self._matched[number] = matched
+        return None
+
+
+def _borders(text: str) -> array[int]:
+    """For each beginning of ``text``, how long the longest proper beginning is that it also ends with."""
+    borders = array("i", [0])
+    for character in text[1:]:
+        length = borders[-1]
+        while length and text[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (text[length] == character))
+    return borders

@@ -10,27 +10,34 @@ import asyncio
 import hashlib
 import re
 import secrets
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from services.errors import Conflict, InvalidRequest
+from services.gateway.holdings import Holdings
 from services.gateway.job import Job
-from services.gateway.ports import Queue
+from services.queue.gateway_side import IdempotencyKey, KeyBound
 
 _USABLE = re.compile(r"[\x20-\x7e]{1,255}")
-_MOST_TOKENS = 1_000_000  # kept by finished jobs
 _MOST_JOBS = 1024
+_KEPT_SHARE = 4
+"""Answers that are kept for a retry take this part of what all answers may."""
+Place = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """What a job's ids and draws derive from. ``resumed``: the queue may know the job already."""
+    """What a job's ids and draws derive from. ``resumed``: the queue may know the job already; ``key``: is to be bound
+    to it as it is admitted."""
 
     base_id: str
     seed: int
     resumed: bool = False
+    key: IdempotencyKey | None = None
 
 
 Start = Callable[[Ticket], Awaitable[Job]]
@@ -60,12 +67,28 @@ class _Entry:
     job: asyncio.Future[Job]
 
 
-class KeyedJobs:
-    """Jobs of this gateway by (tenant, key): those in flight, and the last ones that finished."""
+class _Kept(NamedTuple):
+    """A finished job: bytes, and until when."""
 
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+    size: int
+    until: float
+
+
+class KeyedJobs:
+    """Jobs of this gateway by (tenant, key): those in flight, and the last ones that finished.
+
+    Of finished ones those stay that fit into ``most_bytes``, for ``keep_s`` seconds at most.
+    """
+
+    def __init__(self, holdings: Holdings, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._holdings = holdings
+        self._most_bytes = holdings.limit // _KEPT_SHARE
+        self._keep_s = keep_s
+        self._clock = clock
+        self._entries: dict[Place, _Entry] = {}
+        self._finished: OrderedDict[Place, _Kept] = OrderedDict()  # the oldest first
+        self._bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, key: str, body_fingerprint: str, start: Start) -> Job:
         """The job that ``key`` names; ``start`` begins it where there is none to attach to.
@@ -74,49 +97,74 @@ class KeyedJobs:
             Conflict: the key was used with another body.
         """
         place = (tenant, key)
+        self._trim()
         while (entry := self._entries.get(place)) is not None:
             if entry.fingerprint != body_fingerprint:
                 raise Conflict("This Idempotency-Key was used with another body.", hint="Use a new key.")
             if not entry.job.done():
                 await asyncio.wait([entry.job])
             elif _reusable(entry.job):
-                self._entries.move_to_end(place)
                 return entry.job.result()
             else:
-                self._entries.pop(place, None)
+                self._forget(place)
         return await self._begin(place, body_fingerprint, start)
 
-    async def _begin(self, place: tuple[str, str], body_fingerprint: str, start: Start) -> Job:
+    async def _begin(self, place: Place, body_fingerprint: str, start: Start) -> Job:
         entry = _Entry(body_fingerprint, asyncio.get_running_loop().create_future())
         self._entries[place] = entry
         try:
-            job = await start(await self._ticket(place, body_fingerprint))
+            job = await self._started(place, body_fingerprint, start)
         except BaseException:
             if self._entries.get(place) is entry:
                 del self._entries[place]
             entry.job.cancel()  # whoever waits for it begins anew
             raise
         job.keyed = True
+        job.when_done(lambda: self._keep(place, entry, job))
         entry.job.set_result(job)
-        self._trim()
         return job
 
-    async def _ticket(self, place: tuple[str, str], body_fingerprint: str) -> Ticket:
-        tenant, key = place
+    async def _started(self, place: Place, body_fingerprint: str, start: Start) -> Job:
         fresh = new_ticket()
-        record = await self._queue.claim_idempotency(tenant, key, body_fingerprint, fresh.base_id, fresh.seed)
-        return Ticket(base_id=record.base_id, seed=record.seed, resumed=not record.fresh)
+        key = IdempotencyKey(key=place[1], fingerprint=body_fingerprint, base_id=fresh.base_id, seed=fresh.seed)
+        try:
+            return await start(replace(fresh, key=key))
+        except KeyBound as bound:
+            return await start(Ticket(base_id=bound.base_id, seed=bound.seed, resumed=True))
+
+    def _keep(self, place: Place, entry: _Entry, job: Job) -> None:
+        if self._entries.get(place) is not entry:
+            return
+        if job.error is not None:
+            self._forget(place)
+        else:
+            size = self._holdings.size(job)
+            self._finished[place] = _Kept(size, self._clock() + self._keep_s)
+            self._bytes += size
+            self._trim()
 
     def _trim(self) -> None:
-        """Forgets the oldest finished jobs beyond the bounds; jobs in flight stay."""
-        kept = tokens = 0
-        for place, entry in reversed(list(self._entries.items())):
-            if not entry.job.done() or entry.job.cancelled() or not entry.job.result().done:
-                continue
-            kept += 1
-            tokens += sum(len(choice.prompt_ids) + len(choice.generated) for choice in entry.job.result().choices)
-            if kept > _MOST_JOBS or tokens > _MOST_TOKENS:
-                del self._entries[place]
+        """Forgets the oldest finished jobs beyond the bounds, now and when their time has come; jobs in flight stay."""
+        while self._finished:
+            place, kept = next(iter(self._finished.items()))
+            fits = len(self._finished) <= _MOST_JOBS and self._bytes <= self._most_bytes
+            if fits and kept.until > self._clock():
+                self._look_again(kept.until - self._clock())
+                return
+            self._forget(place)
+
+    def _look_again(self, after_s: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(after_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._trim()
+
+    def _forget(self, place: Place) -> None:
+        del self._entries[place]
+        kept = self._finished.pop(place, None)
+        self._bytes -= kept.size if kept else 0
 
 
 def _reusable(job: asyncio.Future[Job]) -> bool:

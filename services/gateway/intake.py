@@ -6,13 +6,21 @@ In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` whose s
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+
+from msgspec import structs
 
 from services.errors import ContextLengthExceeded, Draining, InvalidRequest, QueueUnavailable
 from services.gateway.auth import Caller
+from services.gateway.budget import Budget, Demand
+from services.gateway.detokenize import StopSet
+from services.gateway.echo import Echo
 from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
 from services.gateway.job import Choice, Job, Rendering
+from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import Prompt, PromptReader
 from services.gateway.results import ResultFollower
@@ -20,11 +28,15 @@ from services.gateway.schema import ChatBody, CompletionBody, GenerationBody
 from services.gateway.table import JobTable
 from services.messages import GenerateRequest, SamplingParams
 from services.metrics import GatewayMetrics
+from services.queue.prompts import pack_ids, prompt_name
+from services.wire import WIRE
 
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 _MAX_SEQUENCES = 1024
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
+_MOST_STOP_CHARS = 4096  # of all stop strings of a request together
+_INLINE_IDS = 4096  # more are decoded beside the event loop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +50,11 @@ class _Plan:
     logprobs: int | None
     priority: int
     echo: bool = False
+
+    @property
+    def demand(self) -> Demand:
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        return Demand(lengths=lengths, n=self.n, logprobs=self.logprobs, echo=self.echo)
 
 
 class Intake:
@@ -55,6 +72,9 @@ class Intake:
         incarnation: str,
         request_timeout_s: float,
         max_queued_requests: int,
+        max_queued_tokens: int,
+        keep_s: float,
+        offload: Offload,
     ) -> None:
         self.leaving = False
         self.draining = False
@@ -67,7 +87,9 @@ class Intake:
         self._incarnation = incarnation
         self._timeout_s = request_timeout_s
         self._max_sequences = min(_MAX_SEQUENCES, max_queued_requests)
-        self._keyed = KeyedJobs(queue)
+        self._budget = Budget(tokens=max_queued_tokens)
+        self._offload = offload
+        self._keyed = KeyedJobs(table.holdings, keep_s=keep_s)
 
     async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
         """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""
@@ -77,19 +99,16 @@ class Intake:
         prompts = await self.prompts.of_completion(body)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for 1 token at least.", param="max_tokens")
-        wanted = body.max_tokens
-        if wanted is None:
-            wanted = min(_DEFAULT_MAX_TOKENS, self.prompts.room_after(prompts))
         plan = _Plan(
             arrived=arrived,
             prompts=prompts,
             n=body.n or 1,
-            max_tokens=wanted,
+            max_tokens=min(_DEFAULT_MAX_TOKENS, self.prompts.room_after(prompts)),
             logprobs=body.logprobs,
             priority=caller.priority(body.priority),
             echo=body.echo or False,
         )
-        return await self._run(body, plan, caller, key)
+        return await self._run(body, self._fitted(plan, body.max_tokens), caller, key)
 
     async def chat(self, body: ChatBody, caller: Caller, key: str | None = None) -> Job:
         """The job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
@@ -98,7 +117,11 @@ class Intake:
         self._check_count(body.n or 1, caller)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
-        prompts = [await self.prompts.of_messages(body.messages, body.add_generation_prompt, body.chat_template_kwargs)]
+        prompts = [
+            await self.prompts.of_messages(
+                body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.parse_special_tokens
+            )
+        ]
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if wanted == 0:
             raise InvalidRequest("max_tokens is 0.", hint="Ask for 1 token at least.", param="max_tokens")
@@ -106,11 +129,11 @@ class Intake:
             arrived=arrived,
             prompts=prompts,
             n=body.n or 1,
-            max_tokens=self.prompts.room_after(prompts) if wanted is None else wanted,
+            max_tokens=self.prompts.room_after(prompts),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=caller.priority(body.priority),
         )
-        return await self._run(body, plan, caller, key)
+        return await self._run(body, self._fitted(plan, wanted), caller, key)
 
     def _check_open(self, body: GenerationBody) -> None:
         self.asked_at = time.monotonic()
@@ -133,16 +156,31 @@ class Intake:
                 param="n",
             )
 
+    def _fitted(self, plan: _Plan, wanted: int | None) -> _Plan:
+        """``plan`` with the client's own ``wanted`` tokens; a default is lowered until the request may be admitted."""
+        if wanted is None:
+            wanted = self._budget.most_tokens(plan.demand, plan.max_tokens)
+        return replace(plan, max_tokens=wanted)
+
     async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
         self._check(body, plan)
+        self._table.holdings.check(caller.tenant)
+        echoes = [await self._echo(prompt, caller) for prompt in plan.prompts] if plan.echo else []
 
         async def start(ticket: Ticket) -> Job:
-            return await self._admit(self._job(body, plan, ticket, caller), ticket, caller)
+            return await self._admit(self._job(body, plan, echoes, ticket, caller), ticket, caller)
 
         if key is None:
             return await start(new_ticket())
         content = body.model_dump_json(exclude_none=True).encode()
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, content), start)
+
+    async def _echo(self, prompt: Prompt, caller: Caller) -> str:
+        """The text of ``prompt``, also where the client sent token ids."""
+        if prompt.text is not None:
+            return prompt.text
+        decode = partial(self.prompts.model.codec.decode, prompt.token_ids)
+        return await self._offload.run(caller.tenant, decode) if len(prompt.token_ids) > _INLINE_IDS else decode()
 
     def _check(self, body: GenerationBody, plan: _Plan) -> None:
         room = self.prompts.max_model_len
@@ -158,6 +196,8 @@ class Intake:
                     param="prompt",
                 )
             self.prompts.check_ids(prompt.token_ids, "prompt")
+        self._budget.check(plan.demand, plan.max_tokens)
+        self._check_stops(body.stops)
         self.prompts.check_ids([int(token_id) for token_id in body.logit_bias or {}], "logit_bias")
         self.prompts.check_ids(body.stop_token_ids or (), "stop_token_ids")
         if (body.min_tokens or 0) > plan.max_tokens:
@@ -167,33 +207,42 @@ class Intake:
                 param="min_tokens",
             )
 
-    def _job(self, body: GenerationBody, plan: _Plan, ticket: Ticket, caller: Caller) -> Job:
-        codec = self.prompts.model.codec
-        choices: list[Choice] = []
-        for prompt in plan.prompts:
-            echo = None
-            if plan.echo:
-                echo = codec.decode(prompt.token_ids) if prompt.text is None else prompt.text
-            rendering = Rendering(
-                stops=body.stops,
-                echo=echo,
-                logprobs=plan.logprobs is not None,
-                token_ids=body.return_token_ids or False,
+    def _check_stops(self, stops: Sequence[str]) -> None:
+        length = sum(map(len, stops))
+        if length > _MOST_STOP_CHARS:
+            raise InvalidRequest(
+                f"The stop strings have {length} characters; {_MOST_STOP_CHARS} is the most.",
+                hint="Send fewer or shorter ones.",
+                param="stop",
             )
+
+    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[str], ticket: Ticket, caller: Caller) -> Job:
+        codec, scored = self.prompts.model.codec, plan.logprobs is not None
+        stops = StopSet(body.stops) if body.stops else None
+        sampling = _sampling(body, plan, ticket.seed)
+        choices: list[Choice] = []
+        for number, prompt in enumerate(plan.prompts):
+            ids = array("i", prompt.token_ids)
+            name = prompt_name(caller.tenant, pack_ids(ids))
+            echo = Echo(echoes[number], ids, codec, scored=scored) if plan.echo else None
+            rendering = Rendering(stops=stops, echo=echo, logprobs=scored, token_ids=body.return_token_ids or False)
             for draw in range(plan.n):
                 index = len(choices)
                 request = GenerateRequest(
                     id=f"{ticket.base_id}-{index}",
                     attempt=1,
-                    token_ids=prompt.token_ids,
-                    prompt_len=len(prompt.token_ids),
-                    sampling=_sampling(body, plan, ticket.seed, draw),
+                    token_ids=[],
+                    prompt_len=len(ids),
+                    sampling=_of_choice(sampling, draw, plan),
                     deadline_ms=0,  # set by the queue, by Redis TIME
                     priority=plan.priority,
                     tenant=caller.tenant,
                     reply_to=self._incarnation,
+                    prompt=name,
+                    wire=WIRE,
+                    cache_salt=body.cache_salt or "",
                 )
-                choices.append(Choice(index, request, codec, rendering))
+                choices.append(Choice(index, request, ids, codec, rendering))
         return Job(
             job_id=ticket.base_id,
             choices=choices,
@@ -220,23 +269,31 @@ class Intake:
             if request.attempt >= choice.request.attempt and choice.finish is None:
                 choice.grant(request)
         job.admitted = True
-        lengths = [len(choice.prompt_ids) for choice in job.choices[:: job.n]]
+        lengths = [len(choice.prompt) for choice in job.choices[:: job.n]]
         self._metrics.prompt_tokens.inc(sum(lengths))
         for length in lengths:
             self._metrics.prompt_len.observe(length)
         return job
 
     async def _enqueue(self, job: Job, ticket: Ticket, caller: Caller) -> list[GenerateRequest]:
-        requests = [choice.request for choice in job.choices]
+        requests, prompts = [choice.request for choice in job.choices], job.prompts
+        limits = caller.limits
         if not ticket.resumed:
-            return await self._queue.admit(requests, timeout_s=self._timeout_s, tenant_limits=caller.limits)
+            return await self._queue.admit(
+                requests, timeout_s=self._timeout_s, tenant_limits=limits, key=ticket.key, prompts=prompts
+            )
         return [
-            await self._queue.take_up(request, timeout_s=self._timeout_s, tenant_limits=caller.limits)
+            await self._queue.take_up(request, timeout_s=self._timeout_s, tenant_limits=limits, prompts=prompts)
             for request in requests
         ]
 
 
-def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int, choice: int) -> SamplingParams:
+def _of_choice(sampling: SamplingParams, draw: int, plan: _Plan) -> SamplingParams:
+    """``sampling`` for that choice of a prompt. The first of them has the prompt scored, for all."""
+    return structs.replace(sampling, choice=draw, prompt_logprobs=plan.logprobs if plan.echo and draw == 0 else None)
+
+
+def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int) -> SamplingParams:
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
 
@@ -252,9 +309,7 @@ def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int, choice: int) -
         frequency_penalty=given(body.frequency_penalty, 0.0),
         logit_bias={int(token_id): float(bias) for token_id, bias in (body.logit_bias or {}).items()},
         seed=(drawn_seed if body.seed is None else body.seed) & _SEED_MASK,
-        choice=choice,
         logprobs=plan.logprobs,
-        prompt_logprobs=plan.logprobs if plan.echo else None,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos or False,
     )

@@ -1,24 +1,26 @@
 """One client request and its sequences: token events in, settled text out. No I/O and no clock of its own.
 
 A :class:`Job` has a :class:`Choice` per prompt and choice; each choice is one ``GenerateRequest`` upstream, over all
-its attempts. Text and log-probability records only grow, so any number of readers may follow with cursors of their
-own: the first client, and one that came back with the same Idempotency-Key.
+its attempts. Text and records only grow, so any number of readers may follow with cursors of their own: the first
+client, and one that came back with the same Idempotency-Key. Both are kept in bytes and arrays, for there may be many.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 import msgspec
 
-from services.errors import RequestError, Unavailable, error_from_info
-from services.gateway.detokenize import StopStrings, detokenizer
+from services.errors import RequestError, error_from_info
+from services.gateway.detokenize import StopSet, detokenizer
+from services.gateway.echo import Echo
+from services.gateway.records import Record, Scores
 from services.gateway.tokenizer import TextCodec
-from services.messages import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+from services.messages import FinishReason, GenerateRequest, TokenEvent
 
 
 class Step(Enum):
@@ -29,59 +31,90 @@ class Step(Enum):
     FINISHED = auto()
     STOPPED = auto()  # by a stop string: upstream does not know yet
     FAILED = auto()
-    GAP = auto()  # tokens are missing before this one
-
-
-class Record(NamedTuple):
-    """One token as log-probabilities and ``token_ids`` show it. ``offset`` counts characters of the choice's text."""
-
-    token_id: int
-    logprob: TokenLogprob | None
-    offset: int
+    CANCELLED = auto()  # by the queue: nobody here asked for it
+    GAP = auto()  # tokens, or scores of the prompt, are missing before this one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
-    """What the client wants to see of a choice."""
+    """What the client wants to see of a choice. ``stops`` are shared by all choices, ``echo`` by those of a prompt."""
 
-    stops: tuple[str, ...] = ()
-    echo: str | None = None
+    stops: StopSet | None = None
+    echo: Echo | None = None
     logprobs: bool = False
     token_ids: bool = False
 
 
 class Choice:
-    """One sequence. ``texts`` and ``records[:visible]`` may go to the client; ``finish`` is None while it runs."""
+    """One sequence. ``text`` and the first ``records`` records may go to the client; ``finish`` is None while it runs.
 
-    def __init__(self, index: int, request: GenerateRequest, codec: TextCodec, rendering: Rendering) -> None:
+    ``request`` names its prompt, which ``prompt`` is; its ``token_ids`` are what earlier attempts delivered.
+    """
+
+    def __init__(
+        self, index: int, request: GenerateRequest, prompt: array[int], codec: TextCodec, rendering: Rendering
+    ) -> None:
         self.index = index
         self.request = request
-        self.prompt_ids = request.token_ids[: request.prompt_len]
-        self.generated: list[int] = []
-        self.texts: list[str] = []
-        self.records: list[Record] = []
-        self.visible = 0
-        self.prompt_records = 0
+        self.prompt = prompt
+        self.echo = rendering.echo
+        self.generated = array("i")
+        self.text = bytearray()  # UTF-8, without the echo
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
         self.error: RequestError | None = None
         self.recovering = False  # between the loss of an attempt and the next one
+        self.missed = 0  # times that events could not be read, or scores of the prompt did not come
         self.first_at: float | None = None  # monotonic seconds of the first token
         self.last_at: float | None = None
-        self._codec = codec
-        self._echo = rendering.echo
-        self._wants_logprobs = rendering.logprobs
-        self._wants_records = rendering.logprobs or rendering.token_ids
-        self._text = detokenizer(codec, self.prompt_ids)
-        self._stops = StopStrings(rendering.stops) if rendering.stops else None
+        self._scores = Scores() if rendering.logprobs else None
+        self._offsets = array("q") if rendering.logprobs or rendering.token_ids else None
+        self._visible = 0
+        self._text = detokenizer(codec, prompt)
+        self._stops = rendering.stops.finder() if rendering.stops else None
         self._started = False
-        self._decoded = 0  # characters out of the detokeniser, echo included
-        self._released = 0  # characters in texts
+        self._decoded = len(self.echo.text) if self.echo else 0  # characters out of the detokeniser, echo included
+        self._released = self._decoded  # characters in text, echo included
 
     @property
     def started(self) -> bool:
         """Whether an event of the sequence came: from here on the answer is on its way."""
         return self._started
+
+    @property
+    def readable(self) -> bool:
+        """Whether anything may go out: the echo comes first, and all of it."""
+        return self._started and (self.echo is None or self.echo.complete)
+
+    @property
+    def prompt_records(self) -> int:
+        return 0 if self.echo is None or self._scores is None else self.echo.records
+
+    @property
+    def records(self) -> int:
+        """Tokens that may be shown one by one, those of an echoed prompt first."""
+        return self.prompt_records + self._visible
+
+    @property
+    def nbytes(self) -> int:
+        """What its answer takes. An echo counts for the choice that asks for its scores."""
+        own = len(self.text) + 4 * len(self.generated) + (0 if self._offsets is None else 8 * len(self._offsets))
+        echo = self.echo.nbytes if self.echo and self.request.sampling.prompt_logprobs is not None else 0
+        return own + (self._scores.nbytes if self._scores else 0) + echo
+
+    def forget(self) -> None:
+        """Lets go of an answer that nobody will read to its end."""
+        self._visible, self.echo = 0, None
+        self.text, self._offsets, self._scores = bytearray(), None, None
+
+    def record(self, index: int) -> Record:
+        if index < self.prompt_records:
+            assert self.echo is not None
+            return self.echo.record(index)
+        own = index - self.prompt_records
+        assert self._offsets is not None
+        score = None if self._scores is None else self._scores.at(own)
+        return Record(self.generated[own], score, self._offsets[own])
 
     def accept(self, event: TokenEvent) -> Step:
         """Takes the next event of the sequence in; tells what the caller has to do about it."""
@@ -90,13 +123,19 @@ class Choice:
         if event.error is not None:
             return self.fail(error_from_info(event.error))
         if event.finish == "cancelled":
-            return self.fail(Unavailable("The request was cancelled by the server.", hint="Send it again."))
-        if event.index > len(self.generated):
+            return Step.CANCELLED
+        if event.index > len(self.generated) or not self._take_scores(event):
             return Step.GAP
         if event.attempt > self.request.attempt:
             self.request = msgspec.structs.replace(self.request, attempt=event.attempt)
+        if event.scores is not None:
+            return Step.PROGRESS
+        return self._accept_token(event)
+
+    def _accept_token(self, event: TokenEvent) -> Step:
         if not self._started:
-            self._start(event)
+            self._started = True
+            self.cached_tokens = min(event.cached_tokens, len(self.prompt))
         stopped = False
         if event.index == len(self.generated) and event.token_id is not None:
             stopped = self._take(event.token_id, event)
@@ -118,34 +157,33 @@ class Choice:
         self.request = msgspec.structs.replace(self.request, attempt=request.attempt, deadline_ms=request.deadline_ms)
 
     def resubmission(self, attempt: int) -> GenerateRequest:
-        """The sequence as attempt number ``attempt``: the prompt, then what was delivered."""
-        token_ids = [*self.prompt_ids, *self.generated]
-        self.request = msgspec.structs.replace(self.request, attempt=attempt, token_ids=token_ids)
+        """The sequence as attempt number ``attempt``, with what was delivered; the prompt is not scored twice."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is not None and self.echo is not None and self.echo.complete:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        self.request = msgspec.structs.replace(
+            self.request, attempt=attempt, token_ids=self.generated.tolist(), sampling=sampling
+        )
         return self.request
 
-    def _start(self, event: TokenEvent) -> None:
-        self._started = True
-        self.cached_tokens = min(event.cached_tokens, len(self.prompt_ids))
-        if self._echo is None:
-            return
-        if self._wants_logprobs and event.prompt_logprobs is not None:
-            self._echo_records(self._echo, event.prompt_logprobs)
-        self._decoded = len(self._echo)
-        self._release(self._echo)
-
-    def _echo_records(self, echo: str, logprobs: Sequence[TokenLogprob | None]) -> None:
-        text, offset = detokenizer(self._codec), 0
-        for token_id, logprob in zip(self.prompt_ids, logprobs, strict=False):
-            self.records.append(Record(token_id, logprob, offset))
-            offset += len(text.push(token_id)) or self._codec.special_length(token_id, echo, offset)
-        self.prompt_records = self.visible = len(self.records)
+    def _take_scores(self, event: TokenEvent) -> bool:
+        """False where scores of the prompt are missing before this event."""
+        if self.echo is None:
+            return True
+        if event.scores is not None:
+            return self.echo.take(event.attempt, event.scores)
+        if event.prompt_logprobs is not None:
+            self.echo.take_all(event.prompt_logprobs)
+        return self.echo.complete or self.request.sampling.prompt_logprobs is None
 
     def _take(self, token_id: int, event: TokenEvent) -> bool:
         """Appends a token; whether it completed a stop string. The token that ends a sequence shows no text."""
         self.generated.append(token_id)
         piece = "" if event.finish == "stop" else self._text.push(token_id)
-        if self._wants_records:
-            self.records.append(Record(token_id, event.logprob, self._decoded))
+        if self._offsets is not None:
+            self._offsets.append(self._decoded)
+        if self._scores is not None:
+            self._scores.add(event.logprob)
         self._decoded += len(piece)
         return self._show(piece)
 
@@ -155,8 +193,7 @@ class Choice:
             piece, stopped = self._stops.push(piece)
         if piece:
             self._release(piece)
-        if self._wants_records:
-            self._reveal(everything=self._released == self._decoded and not stopped)
+        self._reveal(everything=self._released == self._decoded and not stopped)
         return stopped
 
     def _flush(self) -> bool:
@@ -171,19 +208,20 @@ class Choice:
         return False
 
     def _release(self, text: str) -> None:
-        self.texts.append(text)
+        self.text += text.encode()
         self._released += len(text)
 
     def _reveal(self, *, everything: bool) -> None:
         """Records go out once the text of their token has begun to."""
+        if self._offsets is None:
+            return
         if everything:
-            self.visible = len(self.records)
-        while self.visible < len(self.records) and self.records[self.visible].offset < self._released:
-            self.visible += 1
+            self._visible = len(self._offsets)
+        while self._visible < len(self._offsets) and self._offsets[self._visible] < self._released:
+            self._visible += 1
 
     def _end(self, finish: FinishReason, step: Step) -> Step:
         self.finish = finish
-        del self.records[self.visible :]
         return step
 
 
@@ -220,6 +258,16 @@ class Job:
         self.error: RequestError | None = None
         self.done = False
         self._readers: set[Reader] = set()
+        self._when_done: list[Callable[[], None]] = []
+
+    @property
+    def prompts(self) -> dict[str, array[int]]:
+        """Its prompts by the names that its requests have for them."""
+        return {choice.request.prompt: choice.prompt for choice in self.choices[:: self.n]}
+
+    @property
+    def prompt_bytes(self) -> int:
+        return sum(4 * len(choice.prompt) for choice in self.choices[:: self.n])
 
     @property
     def started(self) -> bool:
@@ -232,7 +280,7 @@ class Job:
     def usage(self) -> Usage:
         prompts = self.choices[:: self.n]
         return Usage(
-            prompt_tokens=sum(len(choice.prompt_ids) for choice in prompts),
+            prompt_tokens=sum(len(choice.prompt) for choice in prompts),
             completion_tokens=sum(len(choice.generated) for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in prompts),
         )
@@ -254,6 +302,16 @@ class Job:
         self.done = True
         self.error = error
         self.notify()
+        for call in self._when_done:
+            call()
+        self._when_done.clear()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` at its end, or now if that is past."""
+        if self.done:
+            call()
+        else:
+            self._when_done.append(call)
 
     def notify(self) -> None:
         for reader in self._readers:

@@ -1,22 +1,30 @@
 """Jobs as OpenAI's JSON: whole answers and server-sent events. Bytes out; the hot path is :meth:`Format.chunk`.
 
-What does not change within a stream is encoded once; a token costs one small text encode and a concatenation.
+What does not change within a stream is encoded once; a token costs one small text encode and a concatenation. Whatever
+is long comes in pieces: an answer may have millions of log-probabilities, and one piece is all that is ever in memory.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import msgspec
 
 from services.errors import RequestError
-from services.gateway.job import Choice, Job, Record, Usage
+from services.gateway.job import Choice, Job, Usage
+from services.gateway.records import Record
 from services.gateway.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
+PIECE_RECORDS = 128
+PIECE_BYTES = 16 * 1024
+"""Records, and bytes of a text, in one event or one piece of a whole answer."""
+TAKE_BYTES = 64 * 1024
+"""Of events that are encoded in one go."""
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
 
@@ -75,10 +83,26 @@ class Format(ABC):
         """The members of a chunk's choice that carry ``text``."""
 
     @abstractmethod
-    def _whole_content(self, text: str) -> dict[str, Any]: ...
+    def _whole_content(self, text: str) -> bytes:
+        """The members of a whole answer's choice that carry ``text``."""
 
     @abstractmethod
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
+        """All of :meth:`_logprobs_of`, in pieces."""
+
+    @property
+    def heavy(self) -> bool:
+        """Whether the whole answer takes long to encode."""
+        records = sum(choice.records for choice in self._job.choices) if self._logprobs or self._token_ids else 0
+        return records > PIECE_RECORDS or sum(self._length(choice) for choice in self._job.choices) > TAKE_BYTES
+
+    @property
+    def has_records(self) -> bool:
+        """Whether the client sees tokens one by one."""
+        return self._logprobs or self._token_ids
 
     def chunk(self, choice: Choice, text: str, start: int, end: int, *, final: bool) -> bytes:
         """One event: ``text`` and the records ``start..end`` of ``choice``; ``final`` closes the choice."""
@@ -90,31 +114,43 @@ class Format(ABC):
         """The last chunk before [DONE] where the client asked for usage."""
         return self._envelope + b',"choices":[],"usage":' + _encode(usage_body(self._job.usage())) + b"}\n\n"
 
-    def whole(self) -> bytes:
-        """The answer of a client that does not stream."""
-        choices = [self._whole_choice(choice) for choice in self._job.choices]
-        usage = usage_body(self._job.usage())
-        return _encode({"object": self.whole_object, **self._head, "choices": choices, "usage": usage})
+    def whole(self) -> Iterator[bytes]:
+        """The answer of a client that does not stream, in pieces."""
+        yield _encode({"object": self.whole_object, **self._head})[:-1] + b',"choices":['
+        for choice in self._job.choices:
+            yield b"," if choice.index else b""
+            yield from self._whole_choice(choice)
+        yield b'],"usage":' + _encode(usage_body(self._job.usage())) + b"}"
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs_of(choice.records) if self._logprobs else None
-        body = {
-            "index": choice.index,
-            **self._whole_content("".join(choice.texts)),
-            "logprobs": logprobs,
-            "finish_reason": choice.finish,
-        }
-        return body | ({"token_ids": _ids(choice, 0, len(choice.records))} if self._token_ids else {})
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        echo = choice.echo.text if choice.echo else ""
+        yield b'{"index":%d,%b,"logprobs":' % (choice.index, self._whole_content(echo + choice.text.decode()))
+        yield from self._whole_logprobs(choice) if self._logprobs else (b"null",)
+        yield b',"finish_reason":' + _encode(choice.finish)
+        if self._token_ids:
+            yield b',"token_ids":'
+            yield from _listed(choice, choice.prompt_records, lambda record: record.token_id)
+        yield b"}"
 
     def _extras(self, choice: Choice, start: int, end: int) -> bytes:
-        logprobs = self._logprobs_of(choice.records[start:end]) if self._logprobs else None
-        extras = b',"logprobs":' + _encode(logprobs)
-        return extras + (b',"token_ids":' + _encode(_ids(choice, start, end)) if self._token_ids else b"")
+        records = [choice.record(index) for index in range(start, end)]
+        extras = b',"logprobs":' + _encode(self._logprobs_of(records) if self._logprobs else None)
+        ids = [record.token_id for record in records[max(0, choice.prompt_records - start) :]]  # generated ones alone
+        return extras + (b',"token_ids":' + _encode(ids) if self._token_ids else b"")
+
+    @staticmethod
+    def _length(choice: Choice) -> int:
+        return len(choice.text) + (len(choice.echo.text) if choice.echo else 0)
 
 
-def _ids(choice: Choice, start: int, end: int) -> list[int]:
-    """Generated ids among the records ``start..end``; echoed prompt tokens come before them."""
-    return [record.token_id for record in choice.records[max(start, choice.prompt_records) : end]]
+def _listed(choice: Choice, first: int, member: Callable[[Record], Any]) -> Iterator[bytes]:
+    """The JSON list of a ``member`` of each record from ``first`` on, in pieces."""
+    yield b"["
+    for start in range(first, choice.records, PIECE_RECORDS):
+        end = min(start + PIECE_RECORDS, choice.records)
+        members = [member(choice.record(index)) for index in range(start, end)]
+        yield (b"," if start > first else b"") + _encode(members)[1:-1]
+    yield b"]"
 
 
 class CompletionFormat(Format):
@@ -129,18 +165,25 @@ class CompletionFormat(Format):
     def _content(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
 
-    def _whole_content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _whole_content(self, text: str) -> bytes:
+        return self._content(text)
 
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]:
-        return {
-            "tokens": [self._codec.token_text(record.token_id) for record in records],
-            "token_logprobs": [
-                None if record.logprob is None else finite(record.logprob.logprob) for record in records
-            ],
-            "top_logprobs": [self._alternatives(record) for record in records],
-            "text_offset": [record.offset for record in records],
-        }
+        return {name: [member(record) for record in records] for name, member in self._members()}
+
+    def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
+        for name, member in self._members():
+            yield (b"{" if name == "tokens" else b",") + _encode(name) + b":"
+            yield from _listed(choice, 0, member)
+        yield b"}"
+
+    def _members(self) -> tuple[tuple[str, Callable[[Record], Any]], ...]:
+        return (
+            ("tokens", lambda record: self._codec.token_text(record.token_id)),
+            ("token_logprobs", lambda record: None if record.logprob is None else finite(record.logprob.logprob)),
+            ("top_logprobs", self._alternatives),
+            ("text_offset", lambda record: record.offset),
+        )
 
     def _alternatives(self, record: Record) -> dict[str, float] | None:
         """Best first. Tokens of equal text keep the better value; the drawn token is always among them."""
@@ -166,11 +209,16 @@ class ChatFormat(Format):
     def _content(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'
 
-    def _whole_content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _whole_content(self, text: str) -> bytes:
+        return b'"message":' + _encode({"role": "assistant", "content": text, "refusal": None})
 
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]:
         return {"content": [self._entry(record) for record in records], "refusal": None}
+
+    def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
+        yield b'{"content":'
+        yield from _listed(choice, 0, self._entry)
+        yield b',"refusal":null}'
 
     def _entry(self, record: Record) -> dict[str, Any]:
         assert record.logprob is not None, "log-probabilities were asked for"
@@ -182,25 +230,75 @@ class ChatFormat(Format):
         return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
 
 
+class _Place:
+    """How far a reader has got in one choice."""
+
+    def __init__(self) -> None:
+        self.echoed = 0  # characters of the echo
+        self.text = 0  # bytes of the text
+        self.records = 0
+        self.opened = self.closed = False
+
+
 class Cursor:
     """How far a reader of a job has got."""
 
     def __init__(self, job: Job, form: Format) -> None:
         self._job = job
         self._format = form
-        self._places = [[0, 0, 0] for _ in job.choices]  # texts, records, and whether opened (1) or closed (2)
+        self._places = [_Place() for _ in job.choices]
+        self._turn = 0  # the choice to look at first: each gets its share of what is taken
 
     def take(self) -> bytes:
-        """Events for all that is new since the last call. Tokens that came together share an event."""
-        parts = [self._advance(choice, place) for choice, place in zip(self._job.choices, self._places, strict=True)]
-        return b"".join(part for part in parts if part)
+        """Events for what is new since the last call, TAKE_BYTES or little more; none where nothing is left.
 
-    def _advance(self, choice: Choice, place: list[int]) -> bytes:
-        texts, records, stage = place
-        final = choice.finish is not None
-        if stage == 2 or choice.error is not None or (not final and len(choice.texts) == texts):
+        Tokens that came together share an event.
+        """
+        parts: list[bytes] = []
+        size, count = 0, len(self._places)
+        for number in chain(range(self._turn, count), range(self._turn)):
+            while size < TAKE_BYTES and (part := self._advance(self._job.choices[number], self._places[number])):
+                parts.append(part)
+                size += len(part)
+            if size >= TAKE_BYTES:
+                self._turn = number
+                break
+        return b"".join(parts)
+
+    @property
+    def heavy(self) -> bool:
+        """Whether the next :meth:`take` may be long in coming."""
+        if not self._format.has_records:
+            return False
+        behind = sum(max(0, c.records - p.records) for c, p in zip(self._job.choices, self._places, strict=True))
+        return behind > PIECE_RECORDS
+
+    def _advance(self, choice: Choice, place: _Place) -> bytes:
+        """The next event of ``choice``; empty where there is none yet, or no more."""
+        if place.closed or choice.error is not None or not choice.readable:
             return b""
-        text = choice.texts[texts] if len(choice.texts) == texts + 1 else "".join(choice.texts[texts:])
-        place[:] = len(choice.texts), choice.visible, 2 if final else 1
-        opening = self._format.opening(choice) if stage == 0 else b""
-        return opening + self._format.chunk(choice, text, records, choice.visible, final=final)
+        text = self._text(choice, place)
+        end = min(choice.records, place.records + PIECE_RECORDS)
+        over = choice.finish is not None and self._left(choice, place) == 0 and end == choice.records
+        if not text and not over and end < place.records + PIECE_RECORDS:
+            return b""  # a few records without text wait for it
+        opening = b"" if place.opened else self._format.opening(choice)
+        event = self._format.chunk(choice, text, place.records, end, final=over)
+        place.records, place.opened, place.closed = end, True, over
+        return opening + event
+
+    @staticmethod
+    def _left(choice: Choice, place: _Place) -> int:
+        return (len(choice.echo.text) if choice.echo else 0) - place.echoed + len(choice.text) - place.text
+
+    @staticmethod
+    def _text(choice: Choice, place: _Place) -> str:
+        echo = choice.echo.text if choice.echo else ""
+        if place.echoed < len(echo):
+            start, place.echoed = place.echoed, min(len(echo), place.echoed + PIECE_BYTES)
+            return echo[start : place.echoed]
+        end = min(len(choice.text), place.text + PIECE_BYTES)
+        while end < len(choice.text) and choice.text[end] & 0xC0 == 0x80:  # inside of a character
+            end -= 1
+        start, place.text = place.text, end
+        return choice.text[start:end].decode()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from services.messages import GenerateRequest, ResultEvent, WorkerInfo
-from services.queue.gateway_side import IdempotencyRecord, RequestState
+from services.messages import GenerateRequest, WorkerInfo
+from services.queue.gateway_side import IdempotencyKey, Prompts, RequestState, Result
 from services.queue.limits import TenantLimits
 
 
@@ -18,13 +18,24 @@ class Queue(Protocol):
     async def leave(self) -> None: ...
 
     async def admit(
-        self, requests: Sequence[GenerateRequest], *, timeout_s: float, tenant_limits: TenantLimits | None = None
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout_s: float,
+        tenant_limits: TenantLimits | None = None,
+        key: IdempotencyKey | None = None,
+        prompts: Prompts | None = None,
     ) -> list[GenerateRequest]: ...
 
-    async def resubmit(self, request: GenerateRequest) -> bool: ...
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool: ...
 
     async def take_up(
-        self, request: GenerateRequest, *, timeout_s: float, tenant_limits: TenantLimits | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        tenant_limits: TenantLimits | None = None,
+        prompts: Prompts | None = None,
     ) -> GenerateRequest: ...
 
     async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None: ...
@@ -33,10 +44,6 @@ class Queue(Protocol):
 
     async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[RequestState, int]]: ...
 
-    async def claim_idempotency(
-        self, tenant: str, key: str, fingerprint: str, base_id: str, seed: int
-    ) -> IdempotencyRecord: ...
+    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]: ...
 
-    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[ResultEvent]]: ...
-
-    async def workers(self) -> list[WorkerInfo]: ...
+    async def look(self) -> list[WorkerInfo]: ...

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from services.gateway.chat_prompt import ChatEncoder
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.conversation import Conversation
 from services.gateway.schema import ChatMessage, CompletionBody
 from services.gateway.tokenizer import TextCodec
 from services.messages import WorkerInfo
 
 _INLINE_CHARS = 4096  # longer texts are tokenized in a thread, so that open streams go on
+_MESSAGE_CHARS = 64  # what the template does with a message takes as long as tokenizing these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,7 @@ class PromptReader:
     def __init__(self, model: ServedModel, workers: Callable[[], Sequence[WorkerInfo]]) -> None:
         self.model = model
         self._workers = workers
+        self._chat = None if model.template is None else ChatEncoder(model.template, model.codec, self._check_messages)
 
     @property
     def max_model_len(self) -> int:
@@ -74,23 +79,30 @@ class PromptReader:
         return [await self._prompt(item, body.add_special_tokens is not False) for item in body.prompts]
 
     async def of_messages(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool | None, options: Mapping[str, Any] | None
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool | None,
+        options: Mapping[str, Any] | None,
+        parse_special_tokens: bool | None,
     ) -> Prompt:
-        """``messages`` through the checkpoint's chat template. Raises InvalidRequest where it has none."""
-        template = self.model.template
-        if template is None:
+        """``messages`` through the checkpoint's chat template. Raises InvalidRequest where it has none.
+
+        What is in messages and ``options`` stays text, unless ``parse_special_tokens`` is true.
+        """
+        if self._chat is None:
             raise InvalidRequest(
                 f"The model {self.model.name!r} has no chat template.",
                 hint="Use /v1/completions, or add chat_template.jinja to the checkpoint.",
                 param="messages",
             )
-        text = template.render(
-            [message.as_template_input() for message in messages],
+        chat = Conversation(
+            messages=[message.as_template_input() for message in messages],
             add_generation_prompt=add_generation_prompt is not False,
             options=options or {},
         )
-        self._check_fits(text, "messages")
-        return Prompt(token_ids=await self.encode(text, add_special_tokens=False))
+        encode = partial(self._chat.token_ids, chat, parse_special_tokens=parse_special_tokens or False)
+        short = sum(map(len, chat.texts())) + _MESSAGE_CHARS * len(messages) <= _INLINE_CHARS
+        return Prompt(token_ids=encode() if short else await asyncio.to_thread(encode))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""
@@ -103,6 +115,9 @@ class PromptReader:
             return Prompt(token_ids=item)
         self._check_fits(item, "prompt")
         return Prompt(token_ids=await self.encode(item, add_special_tokens=add_special_tokens), text=item)
+
+    def _check_messages(self, text: str) -> None:
+        self._check_fits(text, "messages")
 
     def _check_fits(self, text: str, param: str) -> None:
         """Refuses a text that cannot fit before time is spent on tokenizing it."""

@@ -35,7 +35,9 @@ Cancels = Mapping[str, int]
 class ResultFollower:
     """Moves events from the queue to a :class:`JobTable` and acts on what follows from them.
 
-    ``up`` is False while Redis is away; ``workers`` are those that were live at the last look.
+    ``up`` is False while Redis is away; ``workers`` are those that were live at the last look. ``lease_s`` is what the
+    processes of a deployment take for each other's silence, ``own_lease_s`` for a gateway's. ``on_beat`` is called
+    with each heartbeat.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class ResultFollower:
         metrics: GatewayMetrics,
         *,
         lease_s: float,
+        own_lease_s: float,
         request_timeout_s: float,
         fingerprint: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.up = False
         self.workers: list[WorkerInfo] = []
@@ -55,6 +59,8 @@ class ResultFollower:
         self._table = table
         self._metrics = metrics
         self._lease_s = lease_s
+        self._own_lease_s = own_lease_s
+        self._on_beat = on_beat
         self._patience_s = request_timeout_s + 4 * lease_s
         self._fingerprint = fingerprint
         self._clock = clock
@@ -79,7 +85,7 @@ class ResultFollower:
     async def greet(self) -> None:
         """The first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""
         try:
-            await self._queue.heartbeat(self._lease_s, self._fingerprint)
+            await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
         except QueueUnavailable as error:
             log.warning("Redis does not answer yet: %s", error.message)
 
@@ -127,19 +133,20 @@ class ResultFollower:
         """Every quarter of a lease: the heartbeat, a look at the workers, and what time itself brings about."""
         while True:
             try:
-                await self._queue.heartbeat(self._lease_s, self._fingerprint)
-                self.workers = await self._queue.workers()
+                await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
+                self.workers = await self._queue.look()
                 if self.up and self._clock() > self._survey_due:
                     await self._survey()
             except QueueUnavailable as error:
                 self._away(error)
+            self._on_beat()
             self._expire()
             self._keep_alive()
             await asyncio.sleep(min(self._lease_s / 4, 1.0))
 
     async def _return(self) -> None:
         """Redis answers (again): renew the lease, read everything that is there, then compare notes."""
-        await self._queue.heartbeat(self._lease_s, self._fingerprint)
+        await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
         before = None
         while before != self._last_id:
             before = self._last_id
@@ -147,7 +154,7 @@ class ResultFollower:
         await self._survey()
         unsent, self._unsent = self._unsent, {}
         self.cancel(unsent)
-        self.workers = await self._queue.workers()
+        self.workers = await self._queue.look()
         self.up = True
         self._metrics.queue_up.set(1)
         log.info("connected to Redis")
@@ -193,9 +200,10 @@ class ResultFollower:
         self.cancel(todo.cancel)
         for choice, attempt in todo.lost:
             self._spawn(self._resubmit(choice, attempt))
-        for job, choice in todo.gaps:
-            self._metrics.lost_attempts.labels("gap").inc()
-            self._spawn(self._resync(job, choice))
+        for reason, found in (("gap", todo.gaps), ("cancelled", todo.cancelled)):
+            for job, choice in found:
+                self._metrics.lost_attempts.labels(reason).inc()
+                self._spawn(self._resync(job, choice))
 
     async def _resubmit(self, choice: Choice, attempt: int) -> None:
         if choice.finish is not None:
@@ -203,7 +211,7 @@ class ResultFollower:
         request = choice.resubmission(attempt)
         choice.recovering = False  # events of the new attempt may come before the answer to this call
         log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
-        await self._queue.resubmit(request)  # False: the next survey tells why
+        await self._queue.resubmit(request, {request.prompt: choice.prompt})  # False: the next survey tells why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True

@@ -91,6 +91,12 @@ class GenerationBody(Body):
     priority: int | None = Field(
         None, ge=PRIORITIES[0], le=PRIORITIES[-1], description=f"0 is served first; {DEFAULT_PRIORITY} by default."
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prefixes are shared with requests of the same salt only.",
+    )
     return_token_ids: bool | None = Field(None, description="Add `token_ids` to every choice.")
     user: str | None = Field(None, max_length=1024, description="Accepted for compatibility; not used.")
 
@@ -141,6 +147,9 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn; true by default.")
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(None, max_length=32)
+    parse_special_tokens: bool | None = Field(
+        None, description="What messages spell becomes a control token; false by default: it stays text."
+    )
 
 
 class TokenizeBody(Body):
@@ -151,6 +160,7 @@ class TokenizeBody(Body):
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: bool | None = Field(None, description="True by default for text, never for messages.")
     add_generation_prompt: bool | None = None
+    parse_special_tokens: bool | None = Field(None, description="In messages, as in chat; a prompt is always parsed.")
     return_token_strs: bool | None = None
 
 

@@ -11,11 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.errors import RequestError
+from services.errors import InternalError, Overloaded, RequestError
+from services.gateway.holdings import Holdings
 from services.gateway.job import Choice, Job, Step
 from services.gateway.targets import LatencyTargets
-from services.messages import AttemptLost, FinishReason, ResultEvent, TokenEvent
+from services.messages import AttemptLost, FinishReason, TokenEvent
 from services.metrics import GatewayMetrics
+from services.queue.gateway_side import Result, Unreadable
+
+MOST_MISSED = 2
+"""Attempts of a sequence that are begun anew because something of them is missing for good."""
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +31,25 @@ class Followups:
 
     lost: list[tuple[Choice, int]] = field(default_factory=list)  # resubmit as this attempt
     gaps: list[tuple[Job, Choice]] = field(default_factory=list)  # resync, then resubmit
+    cancelled: list[tuple[Job, Choice]] = field(default_factory=list)  # by the queue: likewise, unless it moved
     cancel: dict[str, int] = field(default_factory=dict)  # ids, and how many tokens were delivered
 
     def __bool__(self) -> bool:
-        return bool(self.lost or self.gaps or self.cancel)
+        return bool(self.lost or self.gaps or self.cancelled or self.cancel)
 
 
 class JobTable:
-    """Every job that waits for events, by the ids of its sequences. ``idle`` is set while there is none."""
+    """Every job that waits for events, by the ids of its sequences. ``idle`` is set while there is none.
+    ``holdings`` bounds what their answers take."""
 
     def __init__(
-        self, metrics: GatewayMetrics, latencies: LatencyTargets, clock: Callable[[], float] = time.monotonic
+        self,
+        metrics: GatewayMetrics,
+        latencies: LatencyTargets,
+        holdings: Holdings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.holdings = holdings
         self._metrics = metrics
         self._latencies = latencies
         self._clock = clock
@@ -49,6 +61,7 @@ class JobTable:
         return len(self._owners)
 
     def add(self, job: Job) -> None:
+        self.holdings.open(job)
         self._latencies.came(len(job.choices))
         for choice in job.choices:
             self._owners[choice.request.id] = (job, choice)
@@ -71,7 +84,7 @@ class JobTable:
             if job.admitted and choice.finish is None:
                 yield job, choice
 
-    def deliver(self, events: Iterable[ResultEvent]) -> Followups:
+    def deliver(self, events: Iterable[Result]) -> Followups:
         """Takes ``events`` in, in their order, and wakes the jobs that got something."""
         todo, touched, tokens = Followups(), {}, 0
         now = self._clock()
@@ -81,6 +94,8 @@ class JobTable:
                 _answer_stranger(event, todo)
             elif isinstance(event, AttemptLost):
                 self._lose(owner[1], event, todo)
+            elif isinstance(event, Unreadable):
+                self._miss(*owner, todo, event.reason)
             else:
                 tokens += self._accept(*owner, event, todo, now)
                 touched[id(owner[0])] = owner[0]
@@ -89,6 +104,7 @@ class JobTable:
         for job in touched.values():
             if not job.done:
                 self._settle(job, todo)
+        self._shed(todo)
         return todo
 
     def fail(self, job: Job, error: RequestError, finish: FinishReason = "error") -> dict[str, int]:
@@ -115,15 +131,44 @@ class JobTable:
             todo.lost.append((choice, event.attempt))
             choice.resubmission(event.attempt)  # from here on the old attempt is not heard
 
-    def _accept(self, job: Job, choice: Choice, event: TokenEvent, todo: Followups, now: float) -> int:
-        before = len(choice.generated)
-        step = choice.accept(event)
-        new = len(choice.generated) - before
-        if new:
-            self._time_token(job, choice, now)
-        if step is Step.GAP:
+    def _miss(self, job: Job, choice: Choice, todo: Followups, reason: str) -> None:
+        """Something is missing that will not come: the attempt begins anew. Of a worker that never sends it, and of
+        one that nobody here can read, the next attempt would be as the last."""
+        if choice.finish is not None or choice.recovering:
+            return
+        choice.missed += 1
+        if choice.missed > MOST_MISSED:
+            todo.cancel.update(self.fail(job, InternalError(f"The answer cannot be read: {reason}")))
+        else:
             choice.recovering = True
             todo.gaps.append((job, choice))
+
+    def _shed(self, todo: Followups) -> None:
+        """Ends answers until the others fit."""
+        while self.holdings.full and self._owners:
+            job = self.holdings.excess(self.jobs())
+            error = Overloaded("The answer takes more memory than this gateway has for it.", hint="Ask for less.")
+            todo.cancel.update(self.fail(job, error))
+            freed = sum(choice.nbytes for choice in job.choices)
+            for choice in job.choices:
+                choice.forget()
+            self.holdings.grow(job, -freed)
+
+    def _accept(self, job: Job, choice: Choice, event: TokenEvent, todo: Followups, now: float) -> int:
+        before, size = len(choice.generated), choice.nbytes
+        step = choice.accept(event)
+        new = len(choice.generated) - before
+        self.holdings.grow(job, choice.nbytes - size)
+        if new:
+            self._time_token(job, choice, now)
+        if step is Step.GAP and event.index <= before:
+            self._miss(job, choice, todo, "scores of the prompt are missing.")
+        elif step is Step.GAP:
+            choice.recovering = True
+            todo.gaps.append((job, choice))
+        elif step is Step.CANCELLED:
+            choice.recovering = True
+            todo.cancelled.append((job, choice))
         elif step is Step.STOPPED:
             todo.cancel[choice.request.id] = len(choice.generated)
         if step in (Step.FINISHED, Step.STOPPED, Step.FAILED):
@@ -169,9 +214,9 @@ class JobTable:
             self._latencies.per_token(per_token_s)
 
 
-def _answer_stranger(event: ResultEvent, todo: Followups) -> None:
+def _answer_stranger(event: Result, todo: Followups) -> None:
     """An event for nobody: its request still costs a worker, so it is cancelled; an end needs no answer."""
-    if isinstance(event, AttemptLost) or event.finish is None:
+    if not isinstance(event, TokenEvent) or event.finish is None:
         todo.cancel.setdefault(event.request_id, 0)
 
 

@@ -48,6 +48,7 @@ class TextCodec:
         self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self.byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._alphabet = _byte_alphabet()
+        self._chars = {byte: char for char, byte in self._alphabet.items()}
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
 
@@ -83,6 +84,10 @@ class TextCodec:
         """Characters of the special token ``token_id`` where ``text`` spells it out at ``at``, else 0."""
         spelled = self.tokenizer.id_to_token(token_id) if token_id in self.special_ids else None
         return len(spelled) if spelled and text.startswith(spelled, at) else 0
+
+    def in_alphabet(self, text: str) -> str:
+        """``text`` as the model's vocabulary spells it."""
+        return "".join(self._chars[byte] for byte in text.encode()) if self.byte_level else text
 
     def _render(self, token_id: int) -> bytes:
         token = self.tokenizer.id_to_token(token_id)

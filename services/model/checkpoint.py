@@ -7,9 +7,8 @@ headers are read at first, so that a damaged or foreign checkpoint is refused at
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,25 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.errors import CheckpointError, UnsupportedModel
+from services.model.header import DOWNLOAD_AGAIN, TensorEntry, read_header
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
-from services.model.spec import INDEX, ModelSpec, unreadable
+from services.model.spec import INDEX, ModelSpec, read_index, unreadable
 
 _SINGLE = "model.safetensors"
-_DOWNLOAD_AGAIN = "Download the file again."
 _FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
-_LENGTH_BYTES = 8
-"""A safetensors file starts with its header's length, in this many bytes, little-endian."""
-_LFS_POINTER = b"version https://git-lfs"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor as a file's header describes it."""
-
-    file: Path
-    dtype: str
-    shape: Shape
-    nbytes: int
 
 
 class Checkpoint:
@@ -74,7 +60,7 @@ class Checkpoint:
                 self._open_files[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
             tensor: Tensor = self._open_files[entry.file].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=_DOWNLOAD_AGAIN) from error
+            raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=DOWNLOAD_AGAIN) from error
         return tensor
 
     def nbytes(self, names: Iterable[str]) -> int:
@@ -128,7 +114,7 @@ def _read_entries(model_dir: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{model_dir} lacks {_listed(absent, 'file')} that {index.name} names.", hint="Download the missing files."
         )
-    headers = {file.name: _read_header(file) for file in files}
+    headers = {file.name: read_header(file) for file in files}
     if lost := [name for name, file in file_of.items() if name not in headers[file]]:
         raise CheckpointError(
             f'{model_dir / file_of[lost[0]]} has no tensor "{lost[0]}" that {index.name} places there.',
@@ -155,7 +141,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
 def _merge_headers(files: list[Path]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name in entries:
                 raise CheckpointError(
                     f'Both {entries[name].file} and {file} have a tensor "{name}", and there is no {INDEX}.',
@@ -168,50 +154,15 @@ def _merge_headers(files: list[Path]) -> dict[str, TensorEntry]:
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = json.loads(read_index(path))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}.", hint=_DOWNLOAD_AGAIN) from error
+        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}.", hint=DOWNLOAD_AGAIN) from error
     # A path in the index must not lead out of the folder.
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()
     ):
-        raise CheckpointError(f'{path}: "weight_map" must map tensor names to file names.', hint=_DOWNLOAD_AGAIN)
+        raise CheckpointError(f'{path}: "weight_map" must map tensor names to file names.', hint=DOWNLOAD_AGAIN)
     return weight_map
-
-
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors in a safetensors file, with every promise of its header checked against the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", hint="Run `git lfs pull`.")
-        stream.seek(0)
-        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES + length:
-            raise _truncated(file, _LENGTH_BYTES + length, size)
-        raw = stream.read(length)
-    try:
-        header = {name: item for name, item in json.loads(raw).items() if name != "__metadata__"}
-        entries = {name: _entry(file, item) for name, item in header.items()}
-        end = max((int(item["data_offsets"][1]) for item in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no safetensors file, or damaged: {error!r}.", hint=_DOWNLOAD_AGAIN) from error
-    if size < (promised := _LENGTH_BYTES + length + end):
-        raise _truncated(file, promised, size)
-    return entries
-
-
-def _entry(file: Path, item: Mapping[str, Any]) -> TensorEntry:
-    begin, end = item["data_offsets"]
-    shape = tuple(int(extent) for extent in item["shape"])
-    return TensorEntry(file=file, dtype=str(item["dtype"]), shape=shape, nbytes=end - begin)
-
-
-def _truncated(file: Path, promised: int, size: int) -> CheckpointError:
-    return CheckpointError(
-        f"{file} is truncated or damaged: its header promises {promised:,} bytes, the file has {size:,}.",
-        hint=_DOWNLOAD_AGAIN,
-    )
 
 
 def _missing_hint(missing: list[str]) -> str:

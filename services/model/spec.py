@@ -20,6 +20,7 @@ QKNorm = Literal["none", "head", "projection"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 INDEX = "model.safetensors.index.json"
+_MOST_INDEX_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,12 +132,19 @@ def unreadable(model_dir: Path, error: OSError) -> CheckpointError:
     )
 
 
+def read_index(path: Path) -> bytes:
+    """The index of the checkpoint's files. Raises CheckpointError where it has more bytes than any can have."""
+    if path.stat().st_size > _MOST_INDEX_BYTES:
+        raise CheckpointError(f"{path} has more than {_MOST_INDEX_BYTES:,} bytes.", hint="Download it again.")
+    return path.read_bytes()
+
+
 def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
     """Hash of the spec and of the names and sizes of the weights, or of their index where there is one."""
     index = model_dir / INDEX
     try:
         if index.is_file():
-            weights = [index.read_bytes().hex()]
+            weights = [read_index(index).hex()]
         else:
             weights = [f"{file.name}:{file.stat().st_size}" for file in sorted(model_dir.glob("*.safetensors"))]
     except OSError as error:

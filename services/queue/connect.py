@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -31,6 +32,9 @@ SOCKET_TIMEOUT_S = 5.0
 MAX_BLOCK_MS = 2_000
 """Longest blocking read; well under the socket timeout, which would end it as an error otherwise."""
 MIN_VERSION = (6, 2)
+_MENDED = {(6, 2): 23, (7, 2): 15, (7, 4): 10, (8, 2): 8, (8, 4): 5, (8, 6): 5, (8, 8): 1}
+"""By line the first release without the faults, of July 2026 and before it (CVE-2025-49844, CVE-2026-23479), by which
+whoever may run a script or a blocking command can take the server over. Lines that are not here got no such release."""
 _REFUSALS = {
     "OOM": "is out of memory; raise its maxmemory",
     "MISCONF": "cannot write to its disk; see its log",
@@ -42,7 +46,14 @@ _REFUSALS = {
     "TRYAGAIN": "is moving its data",
     "NOREPLICAS": "has too few replicas to accept writes",
     "UNBLOCKED": "changed its role",
+    "NOSCRIPT": "has lost its scripts",
+    "NOPERM": "does not let this user do that; compare the user's rule with `expertmesh redis-acl`",
 }
+_UNNAMED: dict[str, None] = (
+    {"driver_info": None} if find_spec("redis.driver_info") else {"lib_name": None, "lib_version": None}
+)
+"""Not to introduce the client's library with each connection: an ACL user may not, and each try would be logged."""
+_DENIED_TO_A_SCRIPT = "The user executing the script can't"
 _CREDENTIALS = (AuthenticationError, NoPermissionError)
 _log = logging.getLogger(__name__)
 
@@ -60,6 +71,7 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "health_check_interval": 15,
+        **_UNNAMED,
     }
     scheme = scheme_of(url)
     if scheme in SENTINEL_SCHEMES:
@@ -102,7 +114,7 @@ async def check_access(redis: Redis, stop: asyncio.Event) -> None:
 async def check_server(redis: Redis) -> None:
     """Raises ConfigError where the server is older than 6.2 or refuses the password; QueueUnavailable if it is away.
 
-    Warns where the server may evict keys or keeps no append-only file.
+    Warns where the server may evict keys, keeps no append-only file or has known faults.
     """
     info = await _checked_info(redis)
     if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
@@ -110,9 +122,37 @@ async def check_server(redis: Redis) -> None:
             "Redis may evict keys (maxmemory-policy %s): requests would be lost. Set maxmemory-policy noeviction.",
             info.get("maxmemory_policy"),
         )
-    private = not info.get("tcp_port")  # an embedded server on its Unix socket: gateways admit anew what it loses
-    if not info.get("aof_enabled") and not private:
+    if not info.get("aof_enabled") and not _private(info):
         _log.warning("Redis keeps no append-only file: a restart loses queued requests. Set appendonly yes.")
+    if fault := known_faults(info):
+        _log.warning("%s", fault)
+
+
+def known_faults(info: Mapping[str, Any]) -> str:
+    """What is known to be wrong with the version that ``info`` names; empty where nothing is, or nobody else is let in.
+
+    No reason to refuse it: distributions mend a version and leave its number.
+    """
+    version = str(info["redis_version"])
+    first, second, patch = (*_numbers(version), 0, 0)[:3]
+    line = (first, second)
+    newer = line > max(_MENDED)
+    if _private(info) or "valkey_version" in info or newer or patch >= _MENDED.get(line, patch + 1):
+        return ""
+    cure = f"{line[0]}.{line[1]}.{_MENDED[line]}" if line in _MENDED else "a line that is still maintained"
+    return (
+        f"Redis {version} has known faults by which a client can take it over (such as CVE-2025-49844, "
+        f"CVE-2026-23479). Upgrade to {cure}, unless your distribution has mended this one."
+    )
+
+
+def _private(info: Mapping[str, Any]) -> bool:
+    """An embedded server on its Unix socket: gateways admit anew what it loses."""
+    return not info.get("tcp_port")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 async def _checked_info(redis: Redis) -> dict[str, Any]:
@@ -126,7 +166,7 @@ async def _checked_info(redis: Redis) -> dict[str, Any]:
                 f"Redis refuses the credentials: {error}.", hint="Put them into the URL: redis://user:password@host."
             ) from error
     version = str(info["redis_version"])
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+    if _numbers(version)[:2] < MIN_VERSION:
         raise ConfigError(f"Redis {version} is too old.", hint="Version 6.2 or later is needed.")
     return info
 
@@ -160,6 +200,7 @@ def _unavailable(reason: str) -> QueueUnavailable:
 
 def _refusal(error: Exception) -> str | None:
     """What a server that answers with a refusal says. The client strips codes it knows; scripts wrap them."""
-    code = getattr(error, "status_code", None)
+    denied = isinstance(error, NoPermissionError) or _DENIED_TO_A_SCRIPT in str(error)
+    code = "NOPERM" if denied else getattr(error, "status_code", None)
     words = [code, *re.findall(r"\b[A-Z]{3,}\b", str(error))]
     return next((_REFUSALS[word] for word in words if word in _REFUSALS), None)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import builtins
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 from redis.asyncio import Redis
 
-from services.errors import NotFound
+from services.errors import NotFound, UnreadableMessage
 from services.messages import GenerateRequest, decode_request, encode
 from services.queue.connect import command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import unpack_ids, whole
 from services.queue.scripts import Scripts, milliseconds
+
+log = logging.getLogger(__name__)
 
 _FIELDS = ("body", "attempt", "reason", "failures", "when", "worker")
 
@@ -38,17 +42,26 @@ class DeadLetters:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
 
     async def list(self, limit: int = 100) -> builtins.list[DeadLetter]:
-        """The newest first."""
+        """The newest first, without their prompts, and without those that this release cannot read."""
         ids = await command(self._redis, "ZREVRANGE", self._keys.dead, 0, limit - 1)
-        letters = [await self._read(request_id.decode()) for request_id in ids]
-        return [letter for letter in letters if letter is not None]
+        letters: builtins.list[DeadLetter] = []
+        for request_id in ids:
+            try:
+                letters.append(await self._read(request_id.decode()))
+            except (NotFound, UnreadableMessage) as error:
+                log.warning("%s", error.message)
+        return letters
 
     async def show(self, request_id: str) -> DeadLetter:
-        """Raises NotFound."""
+        """With its prompt. Raises NotFound, also where the prompt is gone, or UnreadableMessage."""
         letter = await self._read(request_id)
-        if letter is None:
-            raise _unknown(request_id)
-        return letter
+        request = letter.request
+        if not request.prompt:
+            return letter
+        ids = unpack_ids(await command(self._redis, "GET", self._keys.prompt(request.prompt)) or b"")
+        if len(ids) != request.prompt_len:
+            raise NotFound(f"The prompt of the dead letter {request_id!r} is gone.", hint="Drop it.")
+        return replace(letter, request=whole(request, ids))
 
     async def retry(self, request_id: str, *, reply_to: str, timeout_s: float) -> GenerateRequest:
         """Admits the prompt again, past the bounds and with no failures counted; the results go to ``reply_to``.
@@ -56,29 +69,28 @@ class DeadLetters:
         The caller is a :class:`GatewayQueue` of incarnation ``reply_to`` that has sent a heartbeat and then follows
         its stream. Raises NotFound.
         """
-        last = (await self.show(request_id)).request
-        request = structs.replace(last, token_ids=last.token_ids[: last.prompt_len], reply_to=reply_to)
+        last, shown = (await self._read(request_id)).request, (await self.show(request_id)).request
+        prompt = shown.token_ids[: shown.prompt_len]
+        request = structs.replace(last, token_ids=[] if last.prompt else prompt, reply_to=reply_to)
         reply = await self._scripts.run(
             "retry_dead",
             *(request_id, reply_to, milliseconds(timeout_s), request.tenant, request.priority, request.cost),
-            *(request.sampling.max_tokens, encode(request)),
+            *(request.sampling.max_tokens, encode(request), request.prompt),
         )
         if reply is None:
             raise _unknown(request_id)
-        return structs.replace(request, attempt=reply[0], deadline_ms=reply[1])
+        return structs.replace(request, token_ids=prompt, prompt="", attempt=reply[0], deadline_ms=reply[1])
 
     async def drop(self, request_id: str) -> None:
         """Raises NotFound."""
-        removed = await command(self._redis, "DEL", self._keys.dead_letter(request_id))
-        await command(self._redis, "ZREM", self._keys.dead, request_id)
-        if not removed:
+        if not await self._scripts.run("drop_dead", request_id):
             raise _unknown(request_id)
 
-    async def _read(self, request_id: str) -> DeadLetter | None:
+    async def _read(self, request_id: str) -> DeadLetter:
         values = await command(self._redis, "HMGET", self._keys.dead_letter(request_id), *_FIELDS)
         body, attempt, reason, failures, when_ms, worker = values
         if body is None:
-            return None
+            raise _unknown(request_id)
         return DeadLetter(
             request=structs.replace(decode_request(body), attempt=int(attempt)),
             reason=reason.decode(),

@@ -23,6 +23,10 @@ MIN_VERSION = (6, 2)
 _START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
+_MOST_MEMORY = 1 << 30
+_SHARE_OF_MEMORY = 4
+"""One part of so many of the machine's memory, or the container's, is the server's; beyond it requests get a 503."""
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux, 104 on macOS and the BSDs, with the terminating zero."""
 _MAX_PARENT_BYTES = 52
@@ -179,6 +183,14 @@ class EmbeddedRedis:
             await self._process.wait()
 
 
+def memory_bound(cgroup: Path = _CGROUP) -> int:
+    """Bytes that the server may take."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # "max": no limit; elsewhere than on Linux there is none
+        memory = min(memory, int(cgroup.read_text()))
+    return min(_MOST_MEMORY, memory // _SHARE_OF_MEMORY)
+
+
 def _arguments(home: Path, socket: Path, log: Path) -> list[str]:
     options = {
         "port": "0",
@@ -189,6 +201,7 @@ def _arguments(home: Path, socket: Path, log: Path) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "no",
+        "maxmemory": str(memory_bound()),
         "maxmemory-policy": "noeviction",
         "databases": "1",
     }

@@ -10,10 +10,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from services.errors import QueueUnavailable
+from services.errors import QueueUnavailable, UnreadableMessage
 from services.messages import ExpertInfo, SeatReport, SeatRows, encode
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds
 from services.routing import ShardGroup, decode_group, encode_group
 
@@ -55,8 +56,11 @@ class _Member:
 class ExpertQueue:
     """One or more expert workers' view of Redis."""
 
-    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, limits: QueueLimits | None = None, *, quarantine: Quarantine | None = None
+    ) -> None:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._quarantine = quarantine or Quarantine()
         self._members: dict[str, _Member] = {}
 
     async def join(self, info: ExpertInfo, lease_s: float) -> int:
@@ -75,7 +79,7 @@ class ExpertQueue:
         """Renews the lease and says how the worker fares; call it every quarter of the lease.
 
         Joins again by itself where Redis forgot the worker: with what it holds, and with its number, unless another
-        worker has that by now.
+        worker has that by now. An assignment that cannot be read counts as none: what was told before stays.
         ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch.
         """
         member = self._members.get(worker_id)
@@ -90,7 +94,11 @@ class ExpertQueue:
             reply = await self._beat(member, report, rows)
         if reply is None:
             raise QueueUnavailable("Redis lost the seat as soon as it was taken.", retry_after_s=1)
-        return _orders(member, reply, rejoined=rejoined)
+        try:
+            return _orders(member, reply, rejoined=rejoined)
+        except UnreadableMessage as error:
+            await self._quarantine.put("assignment", worker_id, error, reply[5])
+            return _orders(member, [*reply[:5], b""], rejoined=rejoined)
 
     async def leave(self, worker_id: str) -> bool:
         """Asks to be left out of the next table; False if Redis does not know the worker.

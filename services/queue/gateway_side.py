@@ -1,11 +1,11 @@
 """The gateway's side of the queue: requests go in, results come out.
 
-In: :class:`GenerateRequest` from the API. Out: :class:`ResultEvent` lists in the order in which workers published them.
+In: :class:`GenerateRequest` from the API. Out: lists of :class:`Result` in the order in which workers published them.
 """
 
 from __future__ import annotations
 
-import hashlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -13,27 +13,42 @@ from typing import Literal, cast
 from msgspec import structs
 from redis.asyncio import Redis
 
-from services.errors import Conflict
-from services.messages import GenerateRequest, ResultEvent, WorkerInfo, decode_results, decode_worker, encode
+from services.errors import UnreadableMessage
+from services.messages import (
+    GenerateRequest,
+    ResultEvent,
+    WorkerInfo,
+    decode_results,
+    decode_worker,
+)
 from services.queue.admission import raise_refusal, tenant_arguments
+from services.queue.idempotency import IdempotencyKey, KeyBound, binding, bound_already
 from services.queue.keys import PRIORITIES, Keys
 from services.queue.limits import QueueLimits, TenantLimits
+from services.queue.pieces import items, pieces
+from services.queue.prompts import PromptStore
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds
 from services.queue.streams import FIRST_ID, StreamReader
+from services.wire import APART, OLDEST_WIRE
 
-__all__ = ["FIRST_ID", "GatewayQueue", "IdempotencyRecord", "QueueLimits", "RequestState", "TenantLimits"]
+__all__ = ["FIRST_ID", "GatewayQueue", "IdempotencyKey", "KeyBound", "QueueLimits", "RequestState", "TenantLimits"]
 
 RequestState = Literal["queued", "claimed", "running", "lost", "done", "missing", "moved"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdempotencyRecord:
-    """What an Idempotency-Key stands for. ``owner`` is the gateway that used the key before this call."""
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Events of a request that this gateway cannot read: what it gets from here on has a gap. ``reason`` says why."""
 
-    fresh: bool
-    base_id: str
-    seed: int
-    owner: str
+    request_id: str
+    reason: str
+
+
+Result = ResultEvent | Unreadable
+READ_STEPS = 16
+"""Of workers' steps in one reading, hundreds of events each: nobody else is served while they are taken in."""
+Prompts = Mapping[str, "array[int]"]
 
 
 class GatewayQueue:
@@ -43,11 +58,21 @@ class GatewayQueue:
     the same arguments, whether or not the first call took effect.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, incarnation: str, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        incarnation: str,
+        limits: QueueLimits | None = None,
+        *,
+        quarantine: Quarantine | None = None,
+    ) -> None:
         self._incarnation = incarnation
         self._limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, self._limits)
-        self._results = StreamReader(redis, keys.results(incarnation))
+        self._results = StreamReader(redis, keys.results(incarnation), count=READ_STEPS)
+        self._quarantine = quarantine or Quarantine()
+        self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:
         """Registers this gateway or renews its lease; call it every quarter of ``ttl_s``.
@@ -65,12 +90,26 @@ class GatewayQueue:
         await self._scripts.run("gateway_leave", self._incarnation)
 
     async def admit(
-        self, requests: Sequence[GenerateRequest], *, timeout_s: float, tenant_limits: TenantLimits | None = None
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout_s: float,
+        tenant_limits: TenantLimits | None = None,
+        key: IdempotencyKey | None = None,
+        prompts: Prompts | None = None,
     ) -> list[GenerateRequest]:
         """Puts ``requests`` (one tenant's) into the queue, all or none; returned with attempt and deadline set.
 
-        An id that Redis already knows is left as it is and counts as admitted. Raises QueueFull, RateLimited or
-        ConcurrencyLimited with ``retry_after_s`` in 1..120.
+        ``prompts``, here and below: those that requests name, by :func:`services.queue.prompts.prompt_name`; a request
+        that names none holds its own.
+
+        An id that Redis already knows is left as it is and counts as admitted. Many or long requests take several
+        calls: where one after the first raises QueueUnavailable, cancel them all or repeat.
+
+        Raises:
+            QueueFull, RateLimited, ConcurrencyLimited: with ``retry_after_s`` in 1..120.
+            KeyBound: ``key`` stands for a request already, of the same fingerprint; this gateway owns it now.
+            Conflict: it stands for a request of another fingerprint.
         """
         if not requests:
             return []
@@ -79,31 +118,45 @@ class GatewayQueue:
             r.tenant == tenant and r.reply_to == self._incarnation and r.priority in PRIORITIES for r in requests
         )
         assert len({r.id for r in requests}) == len(requests)
-        items = [(r.id, r.priority, r.cost, r.sampling.max_tokens, r.delivered, encode(r)) for r in requests]
         head = (tenant, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits))
-        reply = await self._scripts.run("admit", *head, *(value for item in items for value in item))
-        raise_refusal(reply, len(requests))
-        pairs = zip(reply[1::2], reply[2::2], strict=True)
-        return [
-            structs.replace(request, attempt=attempt, deadline_ms=deadline)
-            for request, (attempt, deadline) in zip(requests, pairs, strict=True)
-        ]
+        store, apart = PromptStore(prompts), self._apart
+        later, tokens = len(requests), sum(request.cost for request in requests)
+        bound = binding(tenant, key)
+        admitted: list[GenerateRequest] = []
+        for piece in pieces(store.stored(request, apart=apart) for request in requests):
+            later, tokens = later - len(piece), tokens - sum(stored.request.cost for stored in piece)
+            bounds = (-1, 0) if admitted else (later, tokens)
+            reply = await self._scripts.run("admit", *head, *bounds, *bound, *items(piece))
+            if reply[0] == b"key":
+                raise bound_already(key, *reply[1:])
+            raise_refusal(reply, len(requests))
+            for stored, attempt, deadline in zip(piece, reply[1::2], reply[2::2], strict=True):
+                admitted.append(structs.replace(stored.request, attempt=attempt, deadline_ms=deadline))
+        return admitted
 
-    async def resubmit(self, request: GenerateRequest) -> bool:
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool:
         """Queues the attempt that AttemptLost or :meth:`resync` named, at the request's original place.
 
-        ``request.token_ids`` is the prompt and all tokens delivered so far. A record that Redis lost is admitted anew,
-        past the bounds. False: cancelled, ended, taken up by another gateway, or a later attempt exists.
+        ``request.token_ids`` ends with all tokens delivered so far. A record that Redis lost is admitted anew, past
+        the bounds. False: cancelled, ended, taken up by another gateway, or a later attempt exists.
         """
-        reply = await self._scripts.run(
-            "resubmit",
+        stored = PromptStore(prompts).stored(request, apart=self._apart)
+        arguments = (
             *(request.id, request.attempt, self._incarnation, request.tenant, request.priority, request.cost),
-            *(request.sampling.max_tokens, request.delivered, request.deadline_ms, encode(request)),
+            *(request.sampling.max_tokens, request.delivered, request.deadline_ms, stored.body, stored.name),
         )
+        reply = await self._scripts.run("resubmit", *arguments, b"")
+        if reply < 0:
+            reply = await self._scripts.run("resubmit", *arguments, stored.ids)
         return bool(reply)
 
     async def take_up(
-        self, request: GenerateRequest, *, timeout_s: float, tenant_limits: TenantLimits | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        tenant_limits: TenantLimits | None = None,
+        prompts: Prompts | None = None,
     ) -> GenerateRequest:
         """Moves a request to this gateway: its client came back with the same Idempotency-Key.
 
@@ -112,11 +165,14 @@ class GatewayQueue:
         gateway's stream gets ``finish="cancelled"``; a worker that ran it gets Cancel. Raises as :meth:`admit`.
         """
         assert request.delivered == 0
-        reply = await self._scripts.run(
-            "take_up",
+        stored = PromptStore(prompts).stored(request, apart=self._apart)
+        arguments = (
             *(request.id, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits)),
-            *(request.tenant, request.priority, request.cost, request.sampling.max_tokens, encode(request)),
+            *(request.tenant, request.priority, request.cost, request.sampling.max_tokens, stored.body, stored.name),
         )
+        reply = await self._scripts.run("take_up", *arguments, b"")
+        if reply[0] == b"prompt":
+            reply = await self._scripts.run("take_up", *arguments, stored.ids)
         raise_refusal(reply, 1)
         return structs.replace(request, attempt=reply[1], deadline_ms=reply[2], reply_to=self._incarnation)
 
@@ -136,8 +192,8 @@ class GatewayQueue:
         returned. ``delivered`` (tokens that the client got) lets the tenant be refunded for the rest.
         """
         known = delivered or {}
-        items: list[tuple[Argument, ...]] = [(request_id, known.get(request_id, -1)) for request_id in request_ids]
-        return sum(await self._scripts.run_chunks("cancel", (self._incarnation,), items))
+        each: list[tuple[Argument, ...]] = [(request_id, known.get(request_id, -1)) for request_id in request_ids]
+        return sum(await self._scripts.run_chunks("cancel", (self._incarnation,), each))
 
     async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[RequestState, int]]:
         """State and attempt of requests that this gateway waits for; repairs index entries that Redis lost.
@@ -152,40 +208,48 @@ class GatewayQueue:
         - ``moved``: it is another gateway's. If that took it up, "cancelled" is in the stream. In two surveys in a row
           without it: Redis lost the move to this gateway; :meth:`resync` with ``retake``, then resubmit.
         """
-        items: list[tuple[Argument, ...]] = [(request_id,) for request_id in attempts]
-        replies = await self._scripts.run_chunks("survey", (self._incarnation,), items)
+        each: list[tuple[Argument, ...]] = [(request_id,) for request_id in attempts]
+        replies = await self._scripts.run_chunks("survey", (self._incarnation,), each)
         flat = [value for reply in replies for value in reply]
         return {
             request_id: (cast(RequestState, state.decode()), attempt)
             for request_id, state, attempt in zip(attempts, flat[::2], flat[1::2], strict=True)
         }
 
-    async def claim_idempotency(
-        self, tenant: str, key: str, fingerprint: str, base_id: str, seed: int
-    ) -> IdempotencyRecord:
-        """Binds ``key`` to (``base_id``, ``seed``), or returns what it is bound to (then ``fresh`` is False).
-
-        Raises Conflict where the key was used with another body ``fingerprint``. This gateway becomes the owner.
-        """
-        suffix = f"{tenant}:{hashlib.sha256(key.encode()).hexdigest()}"
-        ttl_ms = milliseconds(self._limits.idempotency_s)
-        reply = await self._scripts.run("idempotency", suffix, fingerprint, base_id, seed, self._incarnation, ttl_ms)
-        fresh, known, base, drawn, owner = reply
-        if known.decode() != fingerprint:
-            raise Conflict("The Idempotency-Key was used with another body.", hint="Use a new key for a new request.")
-        return IdempotencyRecord(fresh=bool(fresh), base_id=base.decode(), seed=int(drawn), owner=owner.decode())
-
-    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[ResultEvent]]:
+    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
         """Events after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
 
         Passing an id back says that everything up to it is handled; it may then be trimmed. Events of one request come
         in order; an event of a request that the gateway does not know should be answered with :meth:`cancel`.
         Ends that the queue itself wrote (errors, cancelled) carry the ``index`` of the attempt's first token, whatever
-        was delivered since: do not look for gaps there.
+        was delivered since: do not look for gaps there. Events that cannot be read come as :class:`Unreadable`.
         """
         last_id, entries = await self._results.read(last_id, block_ms)
-        return last_id, [event for fields in entries for data in fields.values() for event in decode_results(data)]
+        results: list[Result] = []
+        for fields in entries:
+            for name, data in fields.items():
+                try:
+                    results += decode_results(data)
+                except UnreadableMessage as error:
+                    results.append(await self._unreadable(name.decode(errors="replace"), error, data))
+        return last_id, results
 
-    async def workers(self) -> list[WorkerInfo]:
-        """Workers whose lease is live."""
-        return [decode_worker(row[0]) for row in await self._scripts.run("workers")]
+    async def _unreadable(self, request_id: str, error: UnreadableMessage, data: bytes) -> Unreadable:
+        await self._quarantine.put("event", request_id, error, data)
+        return Unreadable(request_id, error.message)
+
+    async def look(self) -> list[WorkerInfo]:
+        """Workers whose lease is live; call it with each heartbeat. From now on requests are written as they and the
+        leading scheduler can read them. A worker whose record cannot be read counts as of the oldest version.
+        """
+        wire, flat = await self._scripts.run("audience")
+        workers, versions = [], [wire]
+        for worker_id, info in zip(flat[::2], flat[1::2], strict=True):
+            try:
+                workers.append(decode_worker(info))
+                versions.append(workers[-1].wire)
+            except UnreadableMessage as error:
+                await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
+                versions.append(OLDEST_WIRE)
+        self._apart = min(versions) >= APART
+        return workers

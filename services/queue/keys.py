@@ -122,5 +122,12 @@ class Keys:
     def targets(self) -> str:
         return f"{self.prefix}targets"
 
+    def prompt(self, name: str) -> str:
+        return f"{self.prefix}prompt:{name}"
+
+    @property
+    def unreadable(self) -> str:
+        return f"{self.prefix}unreadable"
+
     def dead_letter(self, request_id: str) -> str:
         return f"{self.prefix}dead:{request_id}"

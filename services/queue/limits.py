@@ -29,7 +29,7 @@ class QueueLimits:
     max_requests: int = 1024
     """Queued requests: admitted and not claimed."""
     max_tokens: int = 4_000_000
-    """Queued tokens. A request larger than this is admitted to an empty queue only."""
+    """Queued tokens; a request larger than this is never admitted."""
     quantum: int = 1024
     """Tokens that a tenant may start per round of deficit round-robin."""
     refund_quanta: int = 4
@@ -45,12 +45,20 @@ class QueueLimits:
     record_grace_s: float = 3600.0
     """A live record expires this long after its deadline unless a worker keeps renewing its lease."""
     idempotency_s: float = 3600.0
+    max_idempotency_keys: int = 10_000
+    """Bound keys of one tenant; over it the one that would end first is forgotten."""
     stream_entries: int = 16_384
     """Entries kept in a result stream or an inbox that nobody reads."""
+    stream_bytes: int = 32 * 1024 * 1024
+    """Memory of such a stream."""
     stream_s: float = 600.0
     """A stream and a worker's keys expire when nobody has written or renewed for this long."""
     max_dead_letters: int = 256
+    dead_letter_bytes: int = 32 * 1024 * 1024
+    """Memory of all dead letters, though the newest always stays."""
     dead_letter_s: float = 7 * 86_400.0
+    max_unreadable: int = 64
+    """Unreadable messages that are kept."""
 
     @classmethod
     def of(cls, settings: Settings) -> QueueLimits:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from redis.asyncio import Redis
 
-from services.errors import QueueUnavailable
+from services.errors import QueueUnavailable, UnreadableMessage
 from services.messages import GatewayLoad, WorkerLoad, decode_gateway_load, decode_worker_load, encode
 from services.queue.connect import command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import Scripts, milliseconds
 
+T = TypeVar("T")
 NOTES_PER_LEASE = 4
 MOST_PAUSE_S = 1.0
 
@@ -60,22 +63,31 @@ class Loads:
 class LoadReader:
     """The leader's view. All methods raise QueueUnavailable while Redis does not answer."""
 
-    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, limits: QueueLimits | None = None, *, quarantine: Quarantine | None = None
+    ) -> None:
         self._redis, self._keys = redis, keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._quarantine = quarantine or Quarantine()
 
     async def loads(self) -> Loads:
+        """A load that cannot be read counts as not told."""
         workers, gateways = await self._scripts.run("loads")
         return Loads(
-            workers={
-                worker.decode(): decode_worker_load(load) if load else None
-                for worker, load in zip(workers[::2], workers[1::2], strict=True)
-            },
-            gateways={
-                gateway.decode(): decode_gateway_load(load)
-                for gateway, load in zip(gateways[::2], gateways[1::2], strict=True)
-            },
+            workers=await self._read(workers, decode_worker_load),
+            gateways={name: load for name, load in (await self._read(gateways, decode_gateway_load)).items() if load},
         )
+
+    async def _read(self, flat: Sequence[bytes], decode: Callable[[bytes], T]) -> dict[str, T | None]:
+        found: dict[str, T | None] = {}
+        for name, load in zip(flat[::2], flat[1::2], strict=True):
+            member = name.decode(errors="replace")
+            try:
+                found[member] = decode(load) if load else None
+            except UnreadableMessage as error:
+                found[member] = None
+                await self._quarantine.put("load", member, error, load)
+        return found
 
     async def targets(self) -> bytes | None:
         """What a leader kept last; None: nothing, or Redis lost it."""

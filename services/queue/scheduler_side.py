@@ -13,11 +13,13 @@ import msgspec
 from msgspec import structs
 from redis.asyncio import Redis
 
-from services.errors import ErrorInfo, InternalError
+from services.errors import ErrorInfo, InternalError, UnreadableMessage
 from services.messages import Assign, GenerateRequest, WorkerInfo, decode_request, decode_worker, encode
 from services.queue.connect import MAX_BLOCK_MS, command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import HEAD_TOKENS, unpack_ids
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds
 
 
@@ -30,6 +32,10 @@ class WorkerState:
     outstanding_requests: int
     credit_tokens: int
     credit_requests: int
+    unproven: int = 0
+    """Requests without a token; counted while there are suspects."""
+    guarded: bool = False
+    """One of those is a suspect, which runs alone."""
 
     def has_credit(self, cost: int) -> bool:
         """Whether :meth:`SchedulerQueue.assign` would accept a request of ``cost`` tokens."""
@@ -37,6 +43,16 @@ class WorkerState:
         return self.outstanding_requests < self.credit_requests and (
             idle or self.outstanding_tokens + cost <= self.credit_tokens
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A request that the leader took out of the queue. ``head``: how its prompt begins, as far as that is of use.
+    ``suspect``: its last worker died before it had sent a token of it."""
+
+    request: GenerateRequest
+    head: Sequence[int]
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +102,18 @@ class QueueDepth:
 class SchedulerQueue:
     """A scheduler's view of the queue. All methods raise QueueUnavailable while Redis does not answer."""
 
-    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        limits: QueueLimits | None = None,
+        *,
+        quarantine: Quarantine | None = None,
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._quarantine = quarantine or Quarantine()
         self._token = ""
 
     async def campaign(self, token: str, ttl_s: float) -> int | None:
@@ -113,34 +137,39 @@ class SchedulerQueue:
         seconds = max(min(timeout_s, MAX_BLOCK_MS / 1000), 0.001)  # 0 would block forever
         return await command(self._redis, "BLPOP", self._keys.wake, seconds) is not None
 
-    async def claim(self, epoch: int, max_requests: int, max_tokens: int | None = None) -> list[GenerateRequest]:
+    async def claim(self, epoch: int, max_requests: int, max_tokens: int | None = None) -> list[Claim]:
         """Takes requests out of the queue in fair order, under a lease of the leader.
 
         Strict between priorities; deficit round-robin over tokens between tenants; deadline and then admission order
         within a tenant. ``max_tokens`` bounds their cost, but one request is always taken.
         """
         rows = await self._scripts.run("claim", epoch, max_requests, max_tokens or 0)
-        claimed: list[GenerateRequest] = []
-        for request_id, body, attempt, deadline_ms, reply_to in rows:
+        claims: list[Claim] = []
+        heads: dict[str, Sequence[int]] = {}
+        for request_id, body, attempt, deadline_ms, reply_to, head, suspect in rows:
             try:
                 request = decode_request(body)
-            except msgspec.MsgspecError as error:
-                await self._end_unreadable(epoch, request_id.decode(), error)
+            except UnreadableMessage as error:
+                await self._end_unreadable(epoch, request_id.decode(), error, body)
                 continue
-            claimed.append(
-                structs.replace(request, attempt=attempt, deadline_ms=deadline_ms, reply_to=reply_to.decode())
-            )
-        return claimed
+            if head:
+                heads[request.prompt] = unpack_ids(head)
+            known = heads.get(request.prompt, ()) if request.prompt else request.token_ids[:HEAD_TOKENS]
+            taken = structs.replace(request, attempt=attempt, deadline_ms=deadline_ms, reply_to=reply_to.decode())
+            claims.append(Claim(taken, known, suspect == b"1"))
+        return claims
 
-    async def _end_unreadable(self, epoch: int, request_id: str, error: msgspec.MsgspecError) -> None:
+    async def _end_unreadable(self, epoch: int, request_id: str, error: UnreadableMessage, body: bytes) -> None:
         """A gateway of another version wrote it: it ends here, or every leader would stumble over it."""
-        info = InternalError(f"The scheduler cannot read the request ({error}).", hint="Run one version everywhere.")
+        await self._quarantine.put("request", request_id, error, body)
+        info = InternalError(f"The scheduler cannot read the request: {error}", hint="Run one version everywhere.")
         await self._scripts.run("release", epoch, msgspec.msgpack.encode(info.info()), request_id)
 
     async def assign(self, epoch: int, pairs: Sequence[tuple[GenerateRequest, str]]) -> list[Assignment]:
         """Moves leases to workers and writes Assign into their inboxes, one answer per pair.
 
-        False: the worker's lease or credit is gone and the request is back at its place, or the request itself is gone
+        False: the worker's lease or credit is gone, or one that it has or this one is to run alone, and the request is
+        back at its place; or the request itself is gone
         (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
         """
         items: list[tuple[Argument, ...]] = [
@@ -159,17 +188,14 @@ class SchedulerQueue:
         return bool(await self._scripts.run("release", epoch, msgspec.msgpack.encode(error), request.id))
 
     async def workers(self) -> list[WorkerState]:
-        """Workers whose lease is live."""
-        return [
-            WorkerState(
-                info=decode_worker(info),
-                outstanding_tokens=tokens,
-                outstanding_requests=requests,
-                credit_tokens=credit_tokens,
-                credit_requests=credit_requests,
-            )
-            for info, tokens, requests, credit_tokens, credit_requests in await self._scripts.run("workers")
-        ]
+        """Workers whose lease is live. One whose record cannot be read gets nothing to do."""
+        states: list[WorkerState] = []
+        for worker_id, info, *counts in await self._scripts.run("workers"):
+            try:
+                states.append(_worker_state(decode_worker(info), *counts))
+            except UnreadableMessage as error:
+                await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
+        return states
 
     async def reap(self, epoch: int, max_items: int = 256) -> ReapReport:
         """Ends what expired and takes back what was lost, up to ``max_items`` of each kind.
@@ -204,3 +230,23 @@ class SchedulerQueue:
         stats = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")
         dead = await command(self._redis, "ZCARD", self._keys.dead)
         return QueueDepth(requests=int(stats[0] or 0), tokens=int(stats[1] or 0), dead_letters=int(dead))
+
+
+def _worker_state(
+    info: WorkerInfo,
+    outstanding_tokens: int,
+    outstanding_requests: int,
+    credit_tokens: int,
+    credit_requests: int,
+    unproven: int,
+    guarded: int,
+) -> WorkerState:
+    return WorkerState(
+        info=info,
+        outstanding_tokens=outstanding_tokens,
+        outstanding_requests=outstanding_requests,
+        credit_tokens=credit_tokens,
+        credit_requests=credit_requests,
+        unproven=unproven,
+        guarded=bool(guarded),
+    )

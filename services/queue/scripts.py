@@ -1,7 +1,8 @@
 """The Lua scripts: every change to the queue's state is one of them, so it happens whole or not at all.
 
 A script file starts with ``--@use`` and the libraries (other files) that are put in front of it. Every call passes
-the key prefix as its one key, the limits as the first argument, and runs by hash; a server without the text gets it.
+the key prefix as its one key, the limits as the first argument, and runs by hash; a server without the text gets it
+from whoever may load scripts.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from importlib import resources
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from services.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
     ExpertMeshError,
     FingerprintMismatch,
+    QueueUnavailable,
     StaleLeader,
     StaleTable,
     Unavailable,
+    VersionMismatch,
 )
 from services.queue.connect import queue_errors
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import HEAD_TOKENS, ID_BYTES
+from services.wire import OLDEST_WIRE, WIRE
 
 CHUNK = 500
 """Requests per call: the fields of one XADD must fit Lua's stack."""
@@ -63,7 +69,7 @@ class Scripts:
         self._limits = pack_limits(limits)
 
     async def run(self, name: str, *arguments: Argument) -> Any:
-        """The script's reply. Raises QueueUnavailable, StaleLeader, StaleTable or FingerprintMismatch."""
+        """The script's reply. Raises QueueUnavailable, or what its error says: see :func:`_typed`."""
         with queue_errors():
             try:
                 return await self._evaluate(self._scripts[name], (1, self._prefix, self._limits, *arguments))
@@ -76,7 +82,16 @@ class Scripts:
         try:
             return await self._redis.execute_command("EVALSHA", script.sha, *rest)  # type: ignore[no-untyped-call]
         except NoScriptError:
-            return await self._redis.execute_command("EVAL", script.text, *rest)  # type: ignore[no-untyped-call]
+            await self._load(script)
+            return await self._redis.execute_command("EVALSHA", script.sha, *rest)  # type: ignore[no-untyped-call]
+
+    async def _load(self, script: Script) -> None:
+        try:
+            await self._redis.execute_command("SCRIPT", "LOAD", script.text)  # type: ignore[no-untyped-call]
+        except NoPermissionError as error:
+            raise QueueUnavailable(
+                "The queue is unavailable: Redis has no scripts yet, and a scheduler loads them.", retry_after_s=1
+            ) from error
 
     async def run_chunks(self, name: str, head: tuple[Argument, ...], items: list[tuple[Argument, ...]]) -> list[Any]:
         """The replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them each."""
@@ -109,13 +124,22 @@ def pack_limits(limits: QueueLimits) -> bytes:
             "max_attempts": limits.max_attempts,
             "max_stuck": limits.max_stuck,
             "max_dead": limits.max_dead_letters,
+            "max_unreadable": limits.max_unreadable,
             "stream_entries": limits.stream_entries,
+            "stream_bytes": limits.stream_bytes,
+            "dead_bytes": limits.dead_letter_bytes,
+            "max_keys": limits.max_idempotency_keys,
+            "head_bytes": HEAD_TOKENS * ID_BYTES,
+            "wire": WIRE,
+            "oldest_wire": OLDEST_WIRE,
+            "release": version("expertmesh"),
             "lease_ms": milliseconds(limits.lease_s),
             "tombstone_ms": milliseconds(limits.tombstone_s),
             "lost_ms": milliseconds(limits.lost_s),
             "grace_ms": milliseconds(limits.record_grace_s),
             "stream_ms": milliseconds(limits.stream_s),
             "dead_ms": milliseconds(limits.dead_letter_s),
+            "idem_ms": milliseconds(limits.idempotency_s),
             **{name: _text(msgspec.msgpack.encode(error.info())) for name, error in errors.items()},
         }
     )
@@ -133,6 +157,13 @@ def _typed(text: str) -> ExpertMeshError | None:
         highest = text.split("STALETABLE", 1)[1].split()[0]
         return StaleTable(
             f"Epoch {highest} of the routing table is in use already.", hint="Make the table anew for the next epoch."
+        )
+    if "WIRE" in text:
+        release, versions = text.split("WIRE", 1)[1].split()[:2]
+        return VersionMismatch(
+            f"Live members of this namespace are of release {release} and read versions {versions} of its messages; "
+            f"release {version('expertmesh')} reads {OLDEST_WIRE}-{WIRE}.",
+            hint="Upgrade by way of a release that reads some of both, or stop those members first.",
         )
     if "FINGERPRINT" in text:
         served = text.split("FINGERPRINT", 1)[1].split()[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from services.errors import UnreadableMessage
 from services.messages import (
     ExpertInfo,
     SeatReport,
@@ -26,6 +27,7 @@ from services.messages import (
 )
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts
 from services.routing import RoutingTable, Seat, ShardGroup, decode_group, encode_group, encode_table
 
@@ -115,8 +117,10 @@ class SeatRegistry:
         limits: QueueLimits | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._quarantine = quarantine or Quarantine()
         self._clock = clock
         self._reading = asyncio.Lock()
         self._version = 0
@@ -124,7 +128,8 @@ class SeatRegistry:
         self._seats: dict[int, tuple[list[Any], SeatState]] = {}
 
     async def seats(self) -> list[SeatState]:
-        """All seats but those that left or were reaped, by number. One that did not change is the object that it was.
+        """All seats but those that left or were reaped, by number. One that did not change is the object that it was;
+        one whose record or report cannot be read is left out.
 
         Only changes travel, but for a reading of all seats every :data:`WHOLE_S`; until then the rows in flight and the
         load of a report may be those of before.
@@ -142,18 +147,35 @@ class SeatRegistry:
             self._seats = {number: self._seats[number] for number in numbers if number in self._seats}
         for row in rows:
             if row[0] not in self._seats or self._seats[row[0]][0] != row:
-                self._seats[row[0]] = row, _state(row)
+                await self._take(row)
         self._version = int(version)
         return [self._seats[number][1] for number in sorted(self._seats)]
 
+    async def _take(self, row: list[Any]) -> None:
+        number = row[0]
+        try:
+            self._seats[number] = row, _state(row)
+        except UnreadableMessage as error:
+            self._seats.pop(number, None)
+            await self._quarantine.put("seat", f"seat {number}", error, row[1])
+
     async def rows(self) -> dict[int, SeatRows]:
-        """Rows that the seats counted, by seat number."""
+        """Rows that the seats counted, by seat number; of those whose report can be read."""
         reply = await self._scripts.run("seat_rows")
-        return await asyncio.to_thread(_rows, reply)
+        rows, unreadable = await asyncio.to_thread(_rows, reply)
+        for number, error, data in unreadable:
+            await self._quarantine.put("seat", f"rows of seat {number}", error, data)
+        return rows
 
     async def groups(self) -> list[ShardGroup]:
-        """Those that seats were told to hold, once for each seat, by seat number."""
-        return [decode_group(group) for group in await self._scripts.run("seat_groups")]
+        """Those that seats were told to hold, once for each seat, by seat number; those that can be read."""
+        groups: list[ShardGroup] = []
+        for group in await self._scripts.run("seat_groups"):
+            try:
+                groups.append(decode_group(group))
+            except UnreadableMessage as error:
+                await self._quarantine.put("assignment", "a seat", error, group)
+        return groups
 
     async def reap(self, epoch: int, max_items: int = 256) -> SeatReap:
         """Removes seats and table readers whose lease expired; none during a hold (:meth:`SchedulerQueue.reap`)."""
@@ -207,6 +229,13 @@ def _state(row: list[Any]) -> SeatState:
     )
 
 
-def _rows(reply: list[Any]) -> dict[int, SeatRows]:
-    """Off the event loop: of thousands of seats they are megabytes."""
-    return {number: decode_seat_rows(rows) for number, rows in zip(reply[::2], reply[1::2], strict=True)}
+def _rows(reply: list[Any]) -> tuple[dict[int, SeatRows], list[tuple[int, UnreadableMessage, bytes]]]:
+    """Rows by seat number, and what cannot be read. Off the event loop: of thousands of seats they are megabytes."""
+    found: dict[int, SeatRows] = {}
+    unreadable: list[tuple[int, UnreadableMessage, bytes]] = []
+    for number, rows in zip(reply[::2], reply[1::2], strict=True):
+        try:
+            found[number] = decode_seat_rows(rows)
+        except UnreadableMessage as error:
+            unreadable.append((number, error, rows))
+    return found, unreadable

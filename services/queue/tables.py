@@ -5,11 +5,15 @@ In: :class:`RoutingTable`, whenever there is a newer one. Out: which epochs are 
 
 from __future__ import annotations
 
+import asyncio
+
 from redis.asyncio import Redis
 
+from services.errors import UnreadableMessage
 from services.queue.connect import MAX_BLOCK_MS, command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import Scripts, milliseconds
 from services.routing import RoutingTable, decode_table
 
@@ -17,21 +21,33 @@ from services.routing import RoutingTable, decode_table
 class TableReader:
     """A reader's view of the table. All methods raise QueueUnavailable while Redis does not answer."""
 
-    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, limits: QueueLimits | None = None, *, quarantine: Quarantine | None = None
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._quarantine = quarantine or Quarantine()
 
     async def read_table(self, known_epoch: int = 0, block_ms: int = 0) -> RoutingTable | None:
         """The published table if its epoch is above ``known_epoch``, waiting up to ``block_ms`` for one; else None.
 
         The known epoch is all that the reader brings, so nothing is missed between calls and connections. Without a
-        newer table the call moves some hundred bytes.
+        newer table the call moves some hundred bytes. One that cannot be read counts as none, until the next is there.
         """
         block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
         place = ("STREAMS", self._keys.table, f"{known_epoch}-0")
         reply = await command(self._redis, "XREAD", "COUNT", 1, *block, *place)
-        return decode_table(reply[0][1][-1][1][b"t"]) if reply else None
+        if not reply:
+            return None
+        name, fields = reply[0][1][-1]
+        data = fields.get(b"t", b"")
+        try:
+            return decode_table(data)
+        except UnreadableMessage as error:
+            await self._quarantine.put("table", f"epoch {name.decode()}", error, data)
+            await asyncio.sleep(min(block_ms, MAX_BLOCK_MS) / 1000)  # it would be there again at once
+            return None
 
     async def note_epoch(self, worker_id: str, epoch: int, lease_s: float) -> int:
         """Says that the worker uses no table below ``epoch``; the published epoch (0: none). Renews the worker's lease.

@@ -6,28 +6,55 @@ The worker's id is its incarnation. All methods raise QueueUnavailable while Red
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from redis.asyncio import Redis
 
-from services.errors import ErrorInfo
-from services.messages import InboxMessage, TokenEvent, WorkerInfo, decode_inbox, encode
+from services.errors import ErrorInfo, UnreadableMessage
+from services.messages import (
+    Assign,
+    GenerateRequest,
+    InboxMessage,
+    TokenEvent,
+    WorkerInfo,
+    decode_inbox,
+    decode_request,
+    encode,
+)
+from services.queue.connect import command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import unpack_ids, whole
+from services.queue.quarantine import Quarantine
 from services.queue.scripts import CHUNK, Argument, Scripts, milliseconds
 from services.queue.streams import FIRST_ID, StreamReader
 
 __all__ = ["FIRST_ID", "WorkerQueue"]
 
+PUBLISH_BYTES = 1 << 20
+"""Of events in one call, during which Redis serves nobody else."""
+
+log = logging.getLogger(__name__)
+
 
 class WorkerQueue:
     """One or more workers' view of the queue."""
 
-    def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        limits: QueueLimits | None = None,
+        *,
+        quarantine: Quarantine | None = None,
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
+        self._quarantine = quarantine or Quarantine()
         self._registrations: dict[str, tuple[Argument, ...]] = {}
         self._inboxes: dict[str, StreamReader] = {}
 
@@ -89,14 +116,42 @@ class WorkerQueue:
 
     async def read_inbox(self, worker_id: str, last_id: str, block_ms: int) -> tuple[str, list[InboxMessage]]:
         """Messages after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
+        Requests come with their prompts.
 
-        Passing an id back says that everything up to it is handled; it may then be trimmed.
+        Passing an id back says that everything up to it is handled; it may then be trimmed. What cannot be read, and a
+        request without its prompt, is left out: the worker never answers for it, so its lease expires and it is sent
+        again.
         """
         inbox = self._inboxes.get(worker_id)
         if inbox is None:
             inbox = self._inboxes[worker_id] = StreamReader(self._redis, self._keys.inbox(worker_id), trim_every=16)
         last_id, entries = await inbox.read(last_id, block_ms)
-        return last_id, [decode_inbox(fields[b"m"]) for fields in entries]
+        messages: list[InboxMessage] = []
+        prompts: dict[str, array[int]] = {}
+        for fields in entries:
+            data = fields.get(b"m", b"")
+            try:
+                message = decode_inbox(data)
+                if isinstance(message, Assign):
+                    message = Assign(await self._with_prompt(message.request, prompts))
+                messages.append(message)
+            except UnreadableMessage as error:
+                await self._quarantine.put("inbox", worker_id, error, data)
+        return last_id, messages
+
+    async def _with_prompt(self, request: GenerateRequest, prompts: dict[str, array[int]]) -> GenerateRequest:
+        """``request`` as the engine takes it. ``prompts`` are those read so far."""
+        if not request.prompt and len(request.token_ids) < request.prompt_len:  # it came by way of an earlier release
+            record = await command(self._redis, "HGET", self._keys.request(request.id), "body")
+            request = msgspec.structs.replace(request, prompt=decode_request(record or b"").prompt)
+        if not request.prompt:
+            return request
+        if request.prompt not in prompts:
+            ids = await command(self._redis, "GET", self._keys.prompt(request.prompt))
+            prompts[request.prompt] = unpack_ids(ids or b"")
+        if len(prompts[request.prompt]) != request.prompt_len:
+            raise UnreadableMessage(f"the prompt of {request.id} is not there")
+        return whole(request, prompts[request.prompt])
 
     async def publish(self, worker_id: str, events: Sequence[TokenEvent]) -> set[str]:
         """Writes a step's events into the result streams, one entry per gateway; the ids that were refused.
@@ -108,16 +163,26 @@ class WorkerQueue:
         groups: dict[tuple[str, int], list[TokenEvent]] = {}
         for event in events:
             groups.setdefault((event.request_id, event.attempt), []).append(event)
-        items: list[tuple[Argument, ...]] = [
-            (request_id, attempt, _generated(group[-1]), encode(group))
-            for (request_id, attempt), group in groups.items()
-        ]
         refused: set[str] = set()
-        for start in range(0, len(items), CHUNK):
-            part = items[start : start + CHUNK]
+        for part in _parts(groups):
             reply = await self._scripts.run("publish", worker_id, *(value for item in part for value in item))
             refused |= {str(part[index][0]) for index in reply}
         return refused
+
+
+def _parts(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[list[tuple[Argument, ...]]]:
+    """Events by request, so many at a time as one call may carry, but one request's at least."""
+    part: list[tuple[Argument, ...]] = []
+    size = 0
+    for (request_id, attempt), group in groups.items():
+        data = encode(group)
+        if part and (size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
+            yield part
+            part, size = [], 0
+        part.append((request_id, attempt, _generated(group[-1]), data))
+        size += len(data)
+    if part:
+        yield part
 
 
 def _generated(event: TokenEvent) -> int:

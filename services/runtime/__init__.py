@@ -7,6 +7,7 @@ from services.runtime.lifecycle import AGAIN, CRASHED, FORCED, RoleMain, run_pro
 from services.runtime.logs import bind_request_id, configure_logging
 from services.runtime.metrics_server import MetricsServer
 from services.runtime.parent import die_with_parent, watch_parent
+from services.runtime.terminal import printable
 
 __all__ = [
     "AGAIN",
@@ -22,6 +23,7 @@ __all__ = [
     "incarnation",
     "left_behind",
     "node_name",
+    "printable",
     "run_process",
     "run_role",
     "scrape_url",

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
 
 from services.config import SCHEDULER, Settings
 from services.fabric.placement import Hysteresis
@@ -17,15 +16,18 @@ from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadReader
+from services.queue.quarantine import Quarantine
 from services.queue.scheduler_side import SchedulerQueue
+from services.queue.script_keeper import ScriptKeeper
 from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
+from services.queue.tasks import end_tasks
 from services.runtime import MetricsServer, incarnation, run_role
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
-from services.scheduler.policy import DispatchPolicy
+from services.scheduler.policy import DispatchPolicy, PrefixMemory
 from services.scheduler.scaling import Autoscaler, ScalingOptions, Sources
 
 SWITCH_S = 0.0005
@@ -47,11 +49,10 @@ def _watched(settings: Settings) -> KubeReplicas | None:
 
 
 def _placement(
-    settings: Settings, redis: Redis, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
+    settings: Settings, reader: TableReader, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
 ) -> Callable[[], ExpertPlacement]:
     asked = settings.expert_groups
     groups = asked or max(1, settings.expert_workers)
-    reader = TableReader(redis, Keys(settings.namespace), QueueLimits.of(settings))
     hysteresis = Hysteresis(wait_s=settings.rebalance_after)
     return lambda: ExpertPlacement(
         seats,
@@ -80,28 +81,37 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     watched = _watched(settings)
     redis = connect(settings.redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
-    queue, seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
-    observer = Observer(SchedulerMetrics(registry), queue, watched)
-    sources = Sources(queue=queue, registry=seats, loads=LoadReader(redis, keys, limits), counts=watched)
+    metrics = SchedulerMetrics(registry)
+    quarantine = Quarantine.of(redis, settings, SCHEDULER, metrics.unreadable)
+    queue = SchedulerQueue(redis, keys, limits, quarantine=quarantine)
+    seats = SeatRegistry(redis, keys, limits, quarantine=quarantine)
+    observer = Observer(metrics, queue, watched)
+    loads = LoadReader(redis, keys, limits, quarantine=quarantine)
+    sources = Sources(queue=queue, registry=seats, loads=loads, counts=watched)
     token = incarnation()
     scheduler = Scheduler(
         queue,
-        DispatchPolicy(),
+        DispatchPolicy(PrefixMemory(scope=settings.prefix_cache_scope)),
         observer,
         token=token,
         lease_s=settings.lease,
-        placement=_placement(settings, redis, seats, observer, watched),
+        placement=_placement(
+            settings, TableReader(redis, keys, limits, quarantine=quarantine), seats, observer, watched
+        ),
         autoscaler=_autoscaler(settings, sources, observer),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
+    keeping: list[asyncio.Task[None]] = []
     try:
         port = await server.start()
         log.info("scheduler %s up, metrics on port %d", token, port)
         await check_access(redis, stop)
         if watched:
             watched.start()
+        keeping.append(asyncio.create_task(ScriptKeeper(redis).run()))
         await scheduler.run(stop)
     finally:
+        await end_tasks(keeping)
         if watched:
             watched.close()
         await server.close()

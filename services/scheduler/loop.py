@@ -248,21 +248,21 @@ class _Term:
             return self._intervals.tick
         # While the first in line waits for credit, it is looked at alone: no claims just to give them back.
         limit = 1 if self._head_waits else min(places, MAX_CLAIM)
-        requests = await self._queue.claim(self._epoch, limit, tokens)
-        if not requests:
+        claims = await self._queue.claim(self._epoch, limit, tokens)
+        if not claims:
             self._head_waits = False
             return self._intervals.tick
-        plan = self._policy.plan(requests, workers)
+        plan = self._policy.plan(claims, workers)
         refused = await self._assign(plan.choices)
         self._head_waits = bool(plan.waiting)
-        if plan.waiting:
-            await self._queue.release(self._epoch, plan.waiting)
+        if later := [*plan.waiting, *plan.deferred]:
+            await self._queue.release(self._epoch, later)
         for request in plan.hopeless:
             await self._fail(request, workers)
         if refused:
             return REFUSED_RETRY_S
         # Fewer than asked for: the queue is empty, or what is left needs credit, and either's end wakes us.
-        return 0.0 if len(requests) == limit and not plan.waiting else self._intervals.tick
+        return 0.0 if len(claims) == limit and not later else self._intervals.tick
 
     async def _assign(self, choices: Sequence[Choice]) -> int:
         """Number of choices that came to nothing; the queue has put their requests back."""
@@ -275,7 +275,7 @@ class _Term:
     async def _fail(self, request: GenerateRequest, workers: Sequence[WorkerState]) -> None:
         longest = max(worker.info.max_model_len for worker in workers)
         error = ContextLengthExceeded(
-            f"No worker holds more than {longest} tokens, but the prompt and max_tokens need {request.cost}.",
+            f"No worker holds more than {longest} tokens, but the prompt and max_tokens need {request.max_len}.",
             hint="Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )

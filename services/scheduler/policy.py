@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from services.messages import GenerateRequest
-from services.prefix import prefix_chain
-from services.queue.scheduler_side import WorkerState
+from services.prefix import PrefixScope, prefix_chain, prefix_root
+from services.queue.scheduler_side import Claim, WorkerState
+from services.wire import APART
 
 CHUNK_TOKENS = 64
 MAX_CHUNKS = 128
@@ -44,17 +45,26 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What becomes of claimed requests. ``hopeless`` are longer than any worker's context; ``waiting`` lack credit."""
+    """What becomes of claimed requests. ``hopeless`` are longer than any worker's context; ``waiting`` lack credit;
+    ``deferred`` are suspects that no worker can run alone yet."""
 
     choices: Sequence[Choice]
     hopeless: Sequence[GenerateRequest]
     waiting: Sequence[GenerateRequest]
+    deferred: Sequence[GenerateRequest] = ()
 
 
 class PrefixMemory:
-    """Bounded map from the name of a prefix to the workers that were last given it."""
+    """Bounded map from the name of a prefix to the workers that were last given it. ``scope``: who shares prefixes."""
 
-    def __init__(self, *, chunk_tokens: int = CHUNK_TOKENS, capacity: int = REMEMBERED_CHUNKS) -> None:
+    def __init__(
+        self,
+        *,
+        scope: PrefixScope = "tenant",
+        chunk_tokens: int = CHUNK_TOKENS,
+        capacity: int = REMEMBERED_CHUNKS,
+    ) -> None:
+        self._scope = scope
         self._chunk_tokens = chunk_tokens
         self._capacity = capacity
         self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
@@ -62,9 +72,10 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def chain(self, request: GenerateRequest) -> list[bytes]:
-        """Names of the prefixes of ``request``, shortest first."""
-        return list(islice(prefix_chain(request.token_ids, self._chunk_tokens), MAX_CHUNKS))
+    def chain(self, claim: Claim) -> list[bytes]:
+        """Names of the prefixes of ``claim``'s prompt, shortest first."""
+        root = prefix_root(self._scope, claim.request.tenant, claim.request.cache_salt)
+        return list(prefix_chain(claim.head[: MAX_CHUNKS * self._chunk_tokens], self._chunk_tokens, root))
 
     def held(self, chain: Sequence[bytes]) -> dict[str, int]:
         """Tokens of the prefix that each worker holds, for the workers that hold any; a gap ends a prefix."""
@@ -93,37 +104,59 @@ class DispatchPolicy:
     def __init__(self, memory: PrefixMemory | None = None) -> None:
         self._memory = memory or PrefixMemory()
 
-    def plan(self, requests: Sequence[GenerateRequest], workers: Iterable[WorkerState]) -> Plan:
-        """Choices for the longest head of ``requests`` that fits the workers' credit, in order.
+    def plan(self, claims: Sequence[Claim], workers: Iterable[WorkerState]) -> Plan:
+        """Choices for the longest head of ``claims`` that fits the workers' credit, in order.
 
         The first request that has to wait for credit ends the head: letting smaller ones behind it pass would starve
-        it and undo the fair order in which they were claimed.
+        it and undo the fair order in which they were claimed. Suspects are passed: each waits for a worker that is kept
+        for it, and gets nothing else, until that has no other request without a token.
         """
         states = {worker.info.id: worker for worker in workers}
         longest = max((worker.info.max_model_len for worker in states.values()), default=None)
         choices: list[Choice] = []
         hopeless: list[GenerateRequest] = []
-        for position, request in enumerate(requests):
-            if longest is not None and request.cost > longest:
+        deferred: list[GenerateRequest] = []
+        for position, claim in enumerate(claims):
+            request = claim.request
+            if longest is not None and request.max_len > longest:
                 hopeless.append(request)
                 continue
-            choice = self._choose(request, states.values())
-            if choice is None:
-                return Plan(choices=choices, hopeless=hopeless, waiting=requests[position:])
-            states[choice.worker_id] = _with(states[choice.worker_id], request.cost)
-            choices.append(choice)
-        return Plan(choices=choices, hopeless=hopeless, waiting=())
+            choice = self._choose(claim, states.values())
+            if choice is not None:
+                states[choice.worker_id] = _with(states[choice.worker_id], claim)
+                choices.append(choice)
+            elif claim.suspect:
+                deferred.append(request)
+                if kept := _kept_for(request, states.values()):
+                    states[kept.info.id] = replace(kept, guarded=True)
+            else:
+                waiting = [later.request for later in claims[position:]]
+                return Plan(choices=choices, hopeless=hopeless, waiting=waiting, deferred=deferred)
+        return Plan(choices=choices, hopeless=hopeless, waiting=(), deferred=deferred)
 
-    def _choose(self, request: GenerateRequest, workers: Iterable[WorkerState]) -> Choice | None:
-        cost = request.cost
-        able = [worker for worker in workers if worker.has_credit(cost) and cost <= worker.info.max_model_len]
+    def _choose(self, claim: Claim, workers: Iterable[WorkerState]) -> Choice | None:
+        request, cost = claim.request, claim.request.cost
+        able = [worker for worker in workers if _able(worker, request) and not (claim.suspect and worker.unproven)]
         if not able:
             return None
-        chain = self._memory.chain(request)
+        chain = self._memory.chain(claim)
         held = self._memory.held(chain)
         best = min(able, key=lambda w: (score(w, cost, held.get(w.info.id, 0)), w.outstanding_requests, w.info.id))
         self._memory.remember(chain, best.info.id)
         return Choice(request=request, worker_id=best.info.id, held_tokens=held.get(best.info.id, 0))
+
+
+def _able(worker: WorkerState, request: GenerateRequest) -> bool:
+    """Whether ``worker`` has credit and room for ``request``, reads it, and is not there for a suspect alone."""
+    reads = not request.prompt or worker.info.wire >= APART
+    fits = request.max_len <= worker.info.max_model_len and worker.has_credit(request.cost)
+    return reads and fits and not worker.guarded
+
+
+def _kept_for(request: GenerateRequest, workers: Iterable[WorkerState]) -> WorkerState | None:
+    """The worker that will be the first to run the suspect ``request`` alone."""
+    able = [worker for worker in workers if _able(worker, request)]
+    return min(able, key=lambda worker: (worker.unproven, worker.info.id), default=None)
 
 
 def score(worker: WorkerState, cost: int, held_tokens: int) -> float:
@@ -131,10 +164,12 @@ def score(worker: WorkerState, cost: int, held_tokens: int) -> float:
     return (worker.outstanding_tokens + cost - held_tokens) / worker.credit_tokens
 
 
-def _with(worker: WorkerState, cost: int) -> WorkerState:
+def _with(worker: WorkerState, claim: Claim) -> WorkerState:
     """``worker`` with one more request."""
     return replace(
         worker,
-        outstanding_tokens=worker.outstanding_tokens + cost,
+        outstanding_tokens=worker.outstanding_tokens + claim.request.cost,
         outstanding_requests=worker.outstanding_requests + 1,
+        unproven=worker.unproven + 1,
+        guarded=claim.suspect,
     )

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         KubernetesUnavailable: there is nothing but the API server to ask, and it does not tell.
     """
     parser = _parser()
-    given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "namespace"])
+    given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
     status = asyncio.run(_look(argparse.Namespace(**given), layer(given).settings))
     print(as_json(status) if given["json"] else as_text(status))
     return 0 if status.servable else 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
 
 from services.errors import QueueUnavailable
-from services.queue.connect import command
+from services.queue.connect import command, known_faults, queue_errors
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import QueueDepth, SchedulerQueue, WorkerState
@@ -48,6 +48,8 @@ class Queue:
     requests: int = 0
     tokens: int = 0
     dead_letters: int = 0
+    faults: str = ""
+    """Of the version of Redis."""
 
 
 class QueueReader:
@@ -77,7 +79,9 @@ class QueueReader:
         leader = await command(self._redis, "GET", self._keys.leader)
         gateways = await command(self._redis, "ZCOUNT", self._keys.gateways, now_ms, "+inf")
         table = await self._tables.read_table()
-        return self._queue_of(
+        with queue_errors():
+            info = await self._redis.info("server")
+        found = self._queue_of(
             (leader or b"").decode(errors="replace"),
             int(gateways),
             await self._queue.workers(),
@@ -85,6 +89,7 @@ class QueueReader:
             await self._seats.seats(),
             await self._queue.depth(),
         )
+        return replace(found, faults=known_faults(info))
 
     def _queue_of(
         self,

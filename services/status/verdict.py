@@ -48,6 +48,7 @@ def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = (
             f"Shard group {number} is none of the {len(queue.groups)} in use: its workers get nothing."
             for number in queue.surplus
         ]
+        troubles += [queue.faults] if queue.faults else []
     return Status(release=release, queue=queue, missing=tuple(missing), troubles=tuple(troubles), notes=tuple(notes))
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from services.runtime import printable
 from services.status.queue import Queue
 from services.status.release import Release
 from services.status.verdict import Status
@@ -27,7 +28,7 @@ def as_json(status: Status) -> str:
 
 
 def as_text(status: Status) -> str:
-    return "\n".join(_lines(status))
+    return "\n".join(map(printable, _lines(status)))  # last words of pods may be a client's
 
 
 def _lines(status: Status) -> Iterator[str]:

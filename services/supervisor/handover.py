@@ -30,8 +30,10 @@ class RunFolder:
 
     def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
         """Writes ``settings`` with ``changes`` for the process ``name`` and returns the file."""
-        content = yaml.safe_dump(settings.model_dump(mode="json") | dict(changes), allow_unicode=True)
-        return self._new_file(f"{name}.yaml", content)
+        values = settings.model_dump(mode="json") | dict(changes)
+        if settings.redis_url_file is not None:  # which the process reads itself, at each start
+            values["redis_url"] = None
+        return self._new_file(f"{name}.yaml", yaml.safe_dump(values, allow_unicode=True))
 
     def new_secret(self, name: str) -> Path:
         """A file with fresh random text."""

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds between frames (default: 1.0)"
     )
-    given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "namespace"])
+    given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
     if not 0.1 <= given["interval"] <= 3600:
         raise ConfigError("--interval is at least 0.1 and at most 3600 seconds.")
     settings = layer(given).settings

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.queue.scheduler_side import WorkerState
 from services.queue.seats import SeatState
 from services.routing import Seat
+from services.runtime import printable
 from services.top.readings import Reading, rate
 
 AWAY = "no metrics"
@@ -106,8 +107,8 @@ def _seat_line(state: SeatState, before: Reading | None, now: Reading) -> SeatLi
         rows_per_s=rate("experts_rows_total", info.id, before, now),
         busy=rate("experts_busy_seconds_total", info.id, before, now),
         in_flight=state.report.outstanding_rows if in_flight is None else int(in_flight),
-        place=f"{info.node or info.host}:{info.port}",
-        worker=info.id,
+        place=printable(f"{info.node or info.host}:{info.port}"),
+        worker=printable(info.id),
     )
 
 
@@ -120,7 +121,7 @@ def _gone(now: Reading) -> list[SeatLine]:
             seat=seat.number,
             group=seat.group,
             status="gone",
-            place=f"{seat.node or seat.host}:{seat.port}",
+            place=printable(f"{seat.node or seat.host}:{seat.port}"),
             worker=seat.worker,
         )
         for seat in gone
@@ -131,7 +132,7 @@ def _worker_line(state: WorkerState, before: Reading | None, now: Reading) -> Wo
     info, page = state.info, now.pages.get(state.info.id)
     numbers = page or {}
     return WorkerLine(
-        worker=info.id,
+        worker=printable(info.id),
         status="up" if page is not None else AWAY,
         running=_whole(numbers.get("requests_running")),
         waiting=_whole(numbers.get("requests_waiting")),
@@ -139,7 +140,7 @@ def _worker_line(state: WorkerState, before: Reading | None, now: Reading) -> Wo
         kv=numbers.get("kv_cache_usage_ratio"),
         waits=rate("exchange_wait_seconds_total", info.id, before, now),
         assigned=state.outstanding_requests,
-        place=info.host,
+        place=printable(info.host),
     )
 
 

@@ -130,7 +130,8 @@ async def test_what_waits_in_the_queue_outlives_redis(doubled: Release) -> None:
     stats = f"{{{doubled.namespace}.{NAME}}}:queue:stats"
 
     def waiting() -> int:
-        return int(kubectl("exec", redis, "--", "redis-cli", "HGET", stats, "requests").strip() or 0)
+        ask = f"REDISCLI_AUTH=$PASSWORD_OPERATOR exec redis-cli --user operator HGET '{stats}' requests"
+        return int(kubectl("exec", redis, "--", "sh", "-c", ask).strip() or 0)
 
     def disturb() -> None:
         kubectl("scale", f"deploy/{PREFIX}-attention", "--replicas=0")

@@ -12,7 +12,7 @@ from testkit.kube import TAG, Cluster, table, until
 from testkit.pocket_answers import MOST_TOKENS, recorded
 from testkit.release import NAME, PREFIX, PYTHON, Release
 
-KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-fabric", "-api-keys")}
+KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-redis-users", "-fabric", "-api-keys")}
 KINDS = (
     "deployments,statefulsets,pods,services,endpoints,configmaps,secrets,serviceaccounts,networkpolicies,pdb,jobs,pvc"
 )

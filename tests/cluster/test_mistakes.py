@@ -67,8 +67,8 @@ def test_a_model_that_is_not_there_is_named(cluster: Cluster, namespace: str, mi
 def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: str, missing: Callable[[], str]) -> None:
     release = _install(cluster, namespace, "redis.enabled=true")
     until(lambda: any(each["ready"] for each in _statuses(release, "redis")), 120, "Redis is ready")
-    wrong = {"stringData": {"redis-password": "another"}}
-    cluster.kubectl("-n", namespace, "patch", "secret", f"{PREFIX}-redis", "--patch", json.dumps(wrong))
+    wrong = {"stringData": dict.fromkeys(("gateway", "scheduler", "attention", "experts"), "another")}
+    cluster.kubectl("-n", namespace, "patch", "secret", f"{PREFIX}-redis-users", "--patch", json.dumps(wrong))
     cluster.kubectl("-n", namespace, "delete", "pods", "-l", "app.kubernetes.io/component!=redis", "--wait=false")
     for role in ("gateway", "scheduler", "attention", "experts"):
         until(

@@ -11,6 +11,8 @@ from testkit.chart import CHART, ROOT
 from testkit.kube import Cluster
 from testkit.release import NAME, PREFIX
 
+from services.queue.acl import RULES
+
 PROFILES = ("dev", "single-node", "multi-node")
 MODEL = "model.hostPath.path=/models"
 HAS_DISK = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0]"
@@ -34,7 +36,13 @@ OPTIONS = {
         *("redis.enabled=false", "redis.external.existingSecret=redis-url"),
         "redis.external.url=redis+sentinel://s0.db:26379\\,s1.db:26379/mymaster/0",
     ],
-    "secrets of others": [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")],
+    "secrets of others": [f"{name}.existingSecret=mine" for name in ("redis.auth", "redis.acl", "fabric", "auth")],
+    "one password for all": ["redis.acl.enabled=false"],
+    "users alone": ["redis.acl.defaultUser=false"],
+    "encrypted": [
+        *("redis.tls.enabled=true", "redis.tls.secretName=redis-tls", "redis.tls.plaintext=true"),
+        *("fabric.tls.enabled=true", "fabric.tls.secretName=fabric-tls", "fabric.lane=tcp"),
+    ],
     "no keys, no policies": ["auth.enabled=false", "networkPolicy.enabled=false", "metrics.podMonitor.enabled=true"],
     "autoscaled": [
         *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true", "metrics.prometheusRule.enabled=true"),
@@ -227,3 +235,9 @@ def test_a_secret_that_is_kept_is_found(bare_cluster: Cluster, namespace: str) -
     for key in ("redis-password", "other"):
         text = bare_cluster.helm("template", NAME, str(CHART), *words, "--set", f"redis.auth.key={key}")
         assert yaml.safe_load(text)["data"] == {key: base64.b64encode(b"kept").decode()}
+    users = ("-n", namespace, "create", "secret", "generic", f"{PREFIX}-redis-users", "--from-literal=gateway=kept")
+    bare_cluster.kubectl(*users)
+    words = (*words[:3], "--show-only", "templates/redis-users-secret.yaml")
+    data = yaml.safe_load(bare_cluster.helm("template", NAME, str(CHART), *words))["data"]
+    assert data.keys() == set(RULES)
+    assert data["gateway"] == base64.b64encode(b"kept").decode() != data["experts"]

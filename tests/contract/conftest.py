@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from redis.asyncio import Redis
 from testkit.expert_floor import Floor
-from testkit.redis_server import APPEND_ONLY, RedisServer, running_redis
+from testkit.redis_server import APPEND_ONLY, LOADS, NAMESPACE, RedisServer, running_redis
 
 from services.messages import (
     AttemptLost,
@@ -27,8 +27,10 @@ from services.queue.dead_letters import DeadLetters
 from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.prompts import unpack_ids, whole
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
+from services.wire import WIRE
 
 if TYPE_CHECKING:
     from testkit.gpu_workers import GpuPool
@@ -48,22 +50,35 @@ def _binaries() -> dict[str, str]:
 
 
 class Bench:
-    """One gateway ``g1``, one leading scheduler and any workers over one Redis, with shortcuts for tests."""
+    """One gateway ``g1``, one leading scheduler and any workers over one Redis, with shortcuts for tests. Each role is
+    the user that it would be; ``redis`` is the test's own connection, which may do anything."""
 
-    def __init__(self, redis: Redis, limits: QueueLimits, namespace: str = "test") -> None:
+    def __init__(self, redis: Redis, limits: QueueLimits, namespace: str = NAMESPACE) -> None:
         self.redis = redis
         self.limits = limits
         self.keys = Keys(namespace)
+        self._clients: dict[str, Redis] = {}
         self.gateway = self.new_gateway("g1")
-        self.scheduler = SchedulerQueue(redis, self.keys, limits)
-        self.worker = WorkerQueue(redis, self.keys, limits)
-        self.dead = DeadLetters(redis, self.keys, limits)
+        self.scheduler = SchedulerQueue(self.user("scheduler"), self.keys, limits)
+        self.worker = WorkerQueue(self.user("attention"), self.keys, limits)
+        self.dead = DeadLetters(self.user("scheduler"), self.keys, limits)
         self.epoch = 0
         self._ids = itertools.count()
         self._read: dict[str, str] = {}
 
+    def user(self, role: str) -> Redis:
+        """The role's connection."""
+        if role not in self._clients:
+            path, name = self.redis.connection_pool.connection_kwargs["path"], role + LOADS
+            self._clients[role] = connect(f"unix://{name}:{name}@{path}")
+        return self._clients[role]
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
     def new_gateway(self, incarnation: str) -> GatewayQueue:
-        return GatewayQueue(self.redis, self.keys, incarnation, self.limits)
+        return GatewayQueue(self.user("gateway"), self.keys, incarnation, self.limits)
 
     async def lead(self) -> None:
         epoch = await self.scheduler.campaign("leader", 60)
@@ -102,7 +117,13 @@ class Bench:
         return await self.gateway.admit(requests, timeout_s=timeout_s)
 
     async def claim(self, count: int = 100) -> list[GenerateRequest]:
-        return await self.scheduler.claim(self.epoch, count)
+        """Claimed requests, each with its prompt, as they were admitted."""
+        return [await self.whole(claim.request) for claim in await self.scheduler.claim(self.epoch, count)]
+
+    async def whole(self, request: GenerateRequest) -> GenerateRequest:
+        if not request.prompt:
+            return request
+        return whole(request, unpack_ids(await self.redis.get(self.keys.prompt(request.prompt))))
 
     async def depth(self) -> tuple[int, int]:
         """(requests, tokens) that wait in the queue."""
@@ -112,9 +133,10 @@ class Bench:
     async def run_on(self, worker_id: str, *requests: GenerateRequest) -> list[GenerateRequest]:
         """Admits ``requests`` and assigns them to a worker."""
         await self.admit(*requests)
-        claimed = await self.claim()
+        claimed = [claim.request for claim in await self.scheduler.claim(self.epoch, 100)]
+        found = [await self.whole(request) for request in claimed]
         assert all(await self.scheduler.assign(self.epoch, [(request, worker_id) for request in claimed]))
-        return claimed
+        return found
 
     async def events(self, incarnation: str = "g1") -> list[ResultEvent]:
         """What is new in a gateway's stream."""
@@ -147,6 +169,7 @@ class Bench:
             host="h",
             pid=1,
             version="0",
+            wire=WIRE,
         )
 
     @staticmethod
@@ -218,14 +241,19 @@ def queue_limits() -> QueueLimits:
 
 
 @pytest.fixture
-def new_bench(queue_limits: QueueLimits) -> Callable[[Redis], Awaitable[Bench]]:
-    async def make(client: Redis) -> Bench:
-        made = Bench(client, queue_limits)
-        await made.lead()
-        await made.gateway.heartbeat(60)
-        return made
+async def new_bench(queue_limits: QueueLimits) -> AsyncIterator[Callable[[Redis], Awaitable[Bench]]]:
+    benches: list[Bench] = []
 
-    return make
+    async def make(client: Redis) -> Bench:
+        benches.append(Bench(client, queue_limits))
+        await benches[-1].lead()
+        await benches[-1].gateway.heartbeat(60)
+        await benches[-1].gateway.look()
+        return benches[-1]
+
+    yield make
+    for made in benches:
+        await made.close()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ async def told(floor, monkeypatch: pytest.MonkeyPatch) -> Obituaries:
     await floor.publish()
     await floor.reader.enter("w", 60)
     await bench.run_on("w", bench.request("computed"), bench.request("waiting"))
-    return Obituaries(bench.redis, bench.keys, bench.limits)
+    return Obituaries(bench.user("workers"), bench.keys, bench.limits)
 
 
 async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: Obituaries) -> None:

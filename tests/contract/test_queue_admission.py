@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec import structs
 
 from services.errors import ConcurrencyLimited, Conflict, QueueFull, RateLimited
+from services.queue.gateway_side import IdempotencyKey, KeyBound
 from services.queue.limits import QueueLimits, TenantLimits
+from services.queue.pieces import PIECE_BYTES
 
 SMALL = QueueLimits(max_requests=4, max_tokens=100)
 
@@ -33,9 +36,11 @@ async def test_a_batch_that_does_not_fit_is_refused_whole(bench):
 
 
 @pytest.mark.parametrize("queue_limits", [SMALL])
-async def test_tokens_are_bounded_but_an_empty_queue_takes_one_large_request(bench):
-    await bench.admit(bench.request("large", max_tokens=500))
-    with pytest.raises(QueueFull, match="504 tokens"):
+async def test_tokens_are_bounded_whatever_waits(bench):
+    with pytest.raises(QueueFull, match="0 tokens"):
+        await bench.admit(bench.request("large", max_tokens=97))
+    await bench.admit(bench.request("fits", max_tokens=96))
+    with pytest.raises(QueueFull, match="100 tokens"):
         await bench.admit(bench.request())
 
 
@@ -128,20 +133,94 @@ async def test_retry_after_follows_the_speed_at_which_the_queue_drains(bench):
     assert 9 <= refusal.value.retry_after_s <= 12
 
 
+def key(name: str, fingerprint: str, base_id: str, seed: int) -> IdempotencyKey:
+    return IdempotencyKey(key=name, fingerprint=fingerprint, base_id=base_id, seed=seed)
+
+
+async def admit_keyed(bench, bound: IdempotencyKey, *, tenant: str = "t", gateway=None, limits=None):
+    gateway, name = (gateway, "g2") if gateway else (bench.gateway, "g1")
+    request = bench.request(f"{bound.base_id}-0", tenant=tenant, reply_to=name)
+    return await gateway.admit([request], timeout_s=60, key=bound, tenant_limits=limits)
+
+
 async def test_an_idempotency_key_is_bound_once(bench):
-    first = await bench.gateway.claim_idempotency("t", "key", "body", "base1", 11)
-    again = await bench.new_gateway("g2").claim_idempotency("t", "key", "body", "base2", 22)
-    assert (first.fresh, first.base_id, first.seed) == (True, "base1", 11)
-    assert (again.fresh, again.base_id, again.seed, again.owner) == (False, "base1", 11, "g1")
-    third = await bench.gateway.claim_idempotency("t", "key", "body", "base3", 33)
-    assert third.owner == "g2"
-    assert (await bench.gateway.claim_idempotency("other", "key", "body", "base4", 44)).fresh
+    await admit_keyed(bench, key("key", "body", "base1", 11))
+    g2 = bench.new_gateway("g2")
+    for gateway, owner in ((g2, "g1"), (bench.gateway, "g2")):
+        with pytest.raises(KeyBound) as bound:
+            await admit_keyed(bench, key("key", "body", "base2", 22), gateway=gateway if gateway is g2 else None)
+        assert (bound.value.base_id, bound.value.seed, bound.value.owner) == ("base1", 11, owner)
+    assert await bench.depth() == (1, 12)
+    await admit_keyed(bench, key("key", "body", "base4", 44), tenant="other")
     with pytest.raises(Conflict):
-        await bench.gateway.claim_idempotency("t", "key", "another body", "base5", 55)
+        await admit_keyed(bench, key("key", "another body", "base5", 55))
+    assert await bench.depth() == (2, 24)
+
+
+async def test_admitting_a_keyed_request_again_after_an_unknown_outcome_changes_nothing(bench):
+    first = await admit_keyed(bench, key("key", "body", "base1", 11))
+    assert await admit_keyed(bench, key("key", "body", "base1", 11)) == first
+    assert await bench.depth() == (1, 12)
+
+
+async def test_a_refused_request_binds_no_key(bench):
+    limits = TenantLimits(requests_per_minute=1, burst=1)
+    await admit_keyed(bench, key("first", "body", "base0", 1), limits=limits)
+    before = await bench.redis.dbsize()
+    for number in range(20):
+        with pytest.raises(RateLimited):
+            await admit_keyed(bench, key(f"key{number}", "body", f"base{number + 1}", 1), limits=limits)
+    assert await bench.redis.dbsize() == before
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_idempotency_keys=3)])
+async def test_a_tenant_keeps_its_newest_keys(bench):
+    for number in range(5):
+        await admit_keyed(bench, key(f"key{number}", "body", f"base{number}", number))
+        await asyncio.sleep(0.002)
+    await admit_keyed(bench, key("key1", "another body", "new", 1))  # forgotten
+    with pytest.raises(Conflict):
+        await admit_keyed(bench, key("key4", "another body", "newer", 1))
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(idempotency_s=0.05)])
 async def test_an_idempotency_key_is_forgotten(bench):
-    await bench.gateway.claim_idempotency("t", "key", "body", "base1", 11)
+    await admit_keyed(bench, key("key", "body", "base1", 11))
     await asyncio.sleep(0.08)
-    assert (await bench.gateway.claim_idempotency("t", "key", "other", "base2", 22)).fresh
+    await admit_keyed(bench, key("key", "other", "base2", 22))
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_tokens=10**9)])
+async def test_a_long_batch_is_admitted_in_bounded_calls_under_one_decision(bench, monkeypatch):
+    calls: list[int] = []
+    run = bench.gateway._scripts.run
+
+    async def noting(name, *arguments):
+        calls.append(sum(len(value) for value in arguments if isinstance(value, bytes)))
+        return await run(name, *arguments)
+
+    monkeypatch.setattr(bench.gateway._scripts, "run", noting)
+    prompts = [list(range(number, number + 60_000)) for number in range(8)]
+    batch = [
+        structs.replace(bench.request(), token_ids=prompts[number % 8], prompt_len=60_000) for number in range(320)
+    ]
+    batch.sort(key=lambda request: request.token_ids[0])
+    limits = TenantLimits(concurrency=320)
+    admitted = await bench.gateway.admit(batch, timeout_s=60, tenant_limits=limits)
+    assert [request.id for request in admitted] == [request.id for request in batch]
+    assert len(calls) >= 4
+    assert max(calls) <= PIECE_BYTES + 4 * 60_000
+    assert (await bench.depth())[0] == 320
+    stored = [await bench.redis.strlen(name) for name in await bench.redis.keys(bench.keys.prompt("*"))]
+    assert sorted(stored) == [240_000] * 8  # each once
+    one = [bench.request() for _ in range(1)]
+    with pytest.raises(ConcurrencyLimited):
+        await bench.gateway.admit(one, timeout_s=60, tenant_limits=limits)
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=250)])
+async def test_a_batch_of_several_calls_is_refused_whole(bench):
+    with pytest.raises(QueueFull):
+        await bench.admit(*(bench.request() for _ in range(251)))
+    assert await bench.depth() == (0, 0)
+    await bench.admit(*(bench.request() for _ in range(250)))

@@ -127,7 +127,7 @@ async def test_a_worker_without_lease_gets_nothing(bench):
     assert not any(await bench.scheduler.assign(bench.epoch, [(claimed[0], "nobody")]))
     assert await bench.order() == ["a"]
     assert await bench.scheduler.workers() == []
-    assert await bench.gateway.workers() == []
+    assert await bench.gateway.look() == []
 
 
 async def test_a_request_cancelled_while_claimed_is_not_assigned(bench):

@@ -147,8 +147,8 @@ async def test_a_claim_can_be_bounded_by_tokens_without_passing_a_priority_over(
         bench.request("big2", prompt=10, max_tokens=90, priority=1),
     )
     await bench.admit(bench.request("small", prompt=1, max_tokens=1, priority=2))
-    assert [r.id for r in await bench.scheduler.claim(bench.epoch, 10, max_tokens=150)] == ["big"]
-    assert [r.id for r in await bench.scheduler.claim(bench.epoch, 10, max_tokens=50)] == ["big2"]
+    assert [c.request.id for c in await bench.scheduler.claim(bench.epoch, 10, max_tokens=150)] == ["big"]
+    assert [c.request.id for c in await bench.scheduler.claim(bench.epoch, 10, max_tokens=50)] == ["big2"]
 
 
 async def test_cancelled_and_expired_requests_do_not_stand_in_the_way(bench):

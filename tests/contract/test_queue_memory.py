@@ -8,6 +8,7 @@ import pytest
 
 from services.messages import ExpertInfo
 from services.queue.expert_side import ExpertQueue
+from services.queue.gateway_side import IdempotencyKey
 from services.queue.limits import QueueLimits
 from services.queue.scripts import load_scripts
 from services.queue.seats import SeatRegistry
@@ -25,9 +26,10 @@ async def test_two_thousand_requests_leave_nothing_behind(bench):
         await bench.add_worker(f"w{i}", tokens=10**9, requests=10_000)
     for batch in range(20):
         requests = [bench.request(f"{batch}-{i}", tenant=f"t{i % 7}", priority=i % 3) for i in range(100)]
+        key = IdempotencyKey(key=f"key{batch}", fingerprint="f", base_id="b", seed=1)
+        await bench.gateway.admit([requests[0]], timeout_s=600, key=key)
         for tenant in range(7):
             await bench.admit(*(request for request in requests if request.tenant == f"t{tenant}"))
-        await bench.gateway.claim_idempotency("t", f"key{batch}", "f", "b", 1)
         await bench.gateway.cancel([request.id for request in requests[:30]])
         claimed = await bench.claim(1000)
         assert len(claimed) == 70
@@ -44,6 +46,7 @@ async def test_two_thousand_requests_leave_nothing_behind(bench):
     left = {key.decode().removeprefix(bench.keys.prefix) for key in await bench.redis.keys("*")}
     assert left <= {
         "drain", "gateways", "leader", "leader:epoch", "model", "queue:stats", "seq", "wake", "results:g1", "run_id",
+        "leader:wire", "wires", "wire:1-2",
     }  # fmt: skip
 
 

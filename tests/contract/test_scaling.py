@@ -41,13 +41,13 @@ class Stage:
         self.floor, self.bench = floor, floor.bench
         self.at = 100.0
         self.known = Known()
-        self.reader = LoadReader(floor.redis, floor.keys, floor.bench.limits)
+        self.reader = LoadReader(floor.bench.user("scheduler"), floor.keys, floor.bench.limits)
         self.decisions: list[Decision] = []
         self.came = 0
         self.busy_s = 0.0
 
     def leader(self, options: ScalingOptions = OPTIONS) -> Autoscaler:
-        registry = SeatRegistry(self.floor.redis, self.floor.keys, self.bench.limits, clock=lambda: self.at)
+        registry = SeatRegistry(self.bench.user("scheduler"), self.floor.keys, self.bench.limits, clock=lambda: self.at)
         sources = Sources(queue=self.bench.scheduler, registry=registry, loads=self.reader, counts=self.known)
         return Autoscaler(
             sources, options, groups=2, lease_s=60.0, on_decision=self.decisions.append, clock=lambda: self.at
@@ -60,13 +60,12 @@ class Stage:
             load = SeatLoad(up_s=self.at, busy_s=busy_s, waited_s=0.0)
             report = SeatReport(status="ready", group=group, digest="d", load=load)
             await self.floor.experts.heartbeat(worker, report)
-        for member, load in (
-            ("w", WorkerLoad(up_s=self.at, busy_s=self.at, lanes=2)),
-            ("g1", GatewayLoad(up_s=self.at, cpu_s=0.1, came=self.came, ended=0, ttft=NONE, tpot=NONE)),
+        for role, member, load in (
+            ("attention", "w", WorkerLoad(up_s=self.at, busy_s=self.at, lanes=2)),
+            ("gateway", "g1", GatewayLoad(up_s=self.at, cpu_s=0.1, came=self.came, ended=0, ttft=NONE, tpot=NONE)),
         ):
-            notes = LoadNotes(
-                self.floor.redis, self.floor.keys, member_id=member, lease_s=60.0, read=lambda load=load: load
-            )
+            redis, read = self.bench.user(role), lambda load=load: load
+            notes = LoadNotes(redis, self.floor.keys, member_id=member, lease_s=60.0, read=read)
             await notes.note()
 
     async def turns(self, leader: Autoscaler, count: int, *, busy: float = 0.1, tell: bool = True) -> dict[Target, int]:

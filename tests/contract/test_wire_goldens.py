@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 import pytest
 
 from services import messages, routing
-from services.errors import ErrorInfo
+from services.errors import ErrorInfo, UnreadableMessage
 
 REQUEST = messages.GenerateRequest(
     id="cmpl-1-0",
@@ -19,12 +21,19 @@ REQUEST = messages.GenerateRequest(
     tenant="anonymous",
     reply_to="gw-1",
 )
+SCORES = (struct.pack("<2f", -0.5, -2.25), struct.pack("<2i", 7, 70_000), struct.pack("<2f", -0.25, -1.5))
 EVENTS = [
     messages.TokenEvent(
         request_id="cmpl-1-0", attempt=2, index=1, token_id=8, logprob=messages.TokenLogprob(-0.5, [(8, -0.5)])
     ),
     messages.TokenEvent(
         request_id="cmpl-1-0", attempt=2, index=2, finish="error", error=ErrorInfo(code="internal_error", message="m")
+    ),
+    messages.TokenEvent(
+        request_id="cmpl-1-0",
+        attempt=2,
+        index=1,
+        scores=messages.PromptScores(start=1, width=1, logprobs=SCORES[0], top_ids=SCORES[1], top_logprobs=SCORES[2]),
     ),
     messages.AttemptLost(request_id="cmpl-1-0", attempt=3, reason="lease expired"),
 ]
@@ -45,15 +54,33 @@ def test_request_round_trips_and_keeps_its_bytes() -> None:
         "tenant": "anonymous",
         "reply_to": "gw-1",
     }
-    assert (REQUEST.cost, REQUEST.delivered) == (11, 1)
+    assert (REQUEST.max_len, REQUEST.cost, REQUEST.delivered) == (11, 11, 1)
+
+
+def test_what_this_release_adds_to_a_request_is_left_out_where_it_says_nothing() -> None:
+    """So an earlier release reads it, and this one reads what that wrote."""
+    named = msgspec.structs.replace(REQUEST, prompt="name", wire=2, cache_salt="s")
+    plain = msgspec.msgpack.decode(messages.encode(named), strict=False)
+    assert {name: plain.pop(name) for name in ("prompt", "wire", "cache_salt")} == {
+        "prompt": "name", "wire": 2, "cache_salt": "s",
+    }  # fmt: skip
+    assert messages.decode_request(msgspec.msgpack.encode(plain)) == REQUEST
+
+
+def test_scores_are_charged_like_a_share_of_tokens() -> None:
+    sampling = messages.SamplingParams(max_tokens=10, logprobs=3, prompt_logprobs=20)
+    scored = msgspec.structs.replace(REQUEST, prompt_len=1000, token_ids=[1] * 1000, sampling=sampling)
+    assert sampling.scores(1000) == 1000 * 21 + 10 * 4
+    assert (scored.max_len, scored.cost) == (1010, 1010 + -(-21_040 // 32))
 
 
 def test_events_round_trip_and_keep_their_layout() -> None:
     data = messages.encode(EVENTS)
     assert messages.decode_results(data) == EVENTS
     assert msgspec.msgpack.decode(data) == [
-        ["token", "cmpl-1-0", 2, 1, 8, None, [-0.5, [[8, -0.5]]], None, None, 0],
-        ["token", "cmpl-1-0", 2, 2, None, "error", None, None, {"code": "internal_error", "message": "m"}, 0],
+        ["token", "cmpl-1-0", 2, 1, 8, None, [-0.5, [[8, -0.5]]], None, None, 0, None],
+        ["token", "cmpl-1-0", 2, 2, None, "error", None, None, {"code": "internal_error", "message": "m"}, 0, None],
+        ["token", "cmpl-1-0", 2, 1, None, None, None, None, None, 0, [1, 1, SCORES[0], SCORES[1], SCORES[2]]],
         ["lost", "cmpl-1-0", 3, "lease expired"],
     ]
 
@@ -145,3 +172,25 @@ def test_rows_since_an_earlier_report() -> None:
     assert later.since(earlier) == {0: (2, 1), 3: (2,)}
     assert later.since(None) == later.rows
     assert messages.SeatRows(digest="e", rows={0: (1, 1)}).since(earlier) == {0: (1, 1)}
+
+
+def test_scores_of_a_prompt_one_by_one() -> None:
+    scores = messages.PromptScores(start=1, width=1, logprobs=SCORES[0], top_ids=SCORES[1], top_logprobs=SCORES[2])
+    assert (len(scores), scores.nbytes) == (2, 24)
+    assert list(scores.each()) == [
+        messages.TokenLogprob(-0.5, [(7, -0.25)]),
+        messages.TokenLogprob(-2.25, [(70_000, -1.5)]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x90\x90", b"\x91" * 100_000, msgspec.msgpack.encode([["new kind", 1]])]
+)
+def test_whatever_the_bytes_reading_raises_one_error(data: bytes) -> None:
+    for decode in (
+        messages.decode_request, messages.decode_results, messages.decode_inbox, messages.decode_worker,
+        messages.decode_expert, messages.decode_seat_report, messages.decode_seat_rows, messages.decode_worker_load,
+        messages.decode_gateway_load, routing.decode_table, routing.decode_group,
+    ):  # fmt: skip
+        with pytest.raises(UnreadableMessage):
+            decode(data)

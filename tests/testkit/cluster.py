@@ -102,6 +102,8 @@ class Cluster:
     ) -> None:
         """``special``: options that the process of that name gets besides the usual ones."""
         self.stage, self.shape, self._special = stage, shape, special
+        self.trees: dict[str, Path] = {}
+        """Folders with the source of members that are not run from this one, by name."""
         self._model = model
         self._secret = stage.folder / "fabric.secret"
         self._secret.write_text(secrets.token_hex(16))
@@ -122,8 +124,12 @@ class Cluster:
             member.proc = self._redis(member)
             return
         options = flags(**member.options, redis_url=self.redis_url, supervisor_pid=os.getpid())
-        command = [sys.executable, "-m", "services", member.role, *options]
+        command = [*self._source(name), sys.executable, "-m", "services", member.role, *options]
         member.proc = self.stage.start(name, member.place.command(command))
+
+    def _source(self, name: str) -> list[str]:
+        tree = self.trees.get(name)
+        return ["env", "-C", str(tree), f"PYTHONPATH={tree}:{tree / 'kernels'}"] if tree else []
 
     @property
     def redis_url(self) -> str:

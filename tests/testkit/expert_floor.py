@@ -31,13 +31,13 @@ class Floor:
     def __init__(self, bench: Any) -> None:
         self.bench, self.redis, self.keys = bench, bench.redis, bench.keys
         self.experts = self.new_experts()
-        self.registry = SeatRegistry(bench.redis, bench.keys, bench.limits)
-        self.reader = TableReader(bench.redis, bench.keys, bench.limits)
+        self.registry = SeatRegistry(bench.user("scheduler"), bench.keys, bench.limits)
+        self.reader = TableReader(bench.user("attention"), bench.keys, bench.limits)
         self.e = bench.epoch
 
     def new_experts(self) -> ExpertQueue:
         """A process of its own: it remembers nothing of the others."""
-        return ExpertQueue(self.redis, self.keys, self.bench.limits)
+        return ExpertQueue(self.bench.user("experts"), self.keys, self.bench.limits)
 
     async def join(self, *workers: str) -> list[int]:
         return [await self.experts.join(expert(worker), LEASE_S) for worker in workers]

@@ -18,6 +18,7 @@ async def check(bench: Any) -> None:
     assert names(await bench.redis.zrange(bench.keys.leases, 0, -1)) == live - by_state["queued"]
     assert names(await bench.redis.zrange(bench.keys.prefix + "claims", 0, -1)) == by_state["claimed"]
     await _check_credit(bench, records)
+    await _check_prompts(bench, [record for record in records.values() if record["state"] in LIVE])
     for kind, name in (("tenant:", "tenant"), ("owned:", "reply_to")):
         indexed = set()
         for key in await bench.redis.keys(bench.keys.prefix + kind + "*"):
@@ -62,6 +63,18 @@ async def _check_credit(bench: Any, records: dict[str, dict[str, str]]) -> None:
         assert names(await bench.redis.hkeys(bench.keys.held(state.info.id))) == set(mine)
         assert state.outstanding_requests == len(mine)
         assert state.outstanding_tokens == sum(int(record["cost"]) for record in mine.values())
+
+
+async def _check_prompts(bench: Any, live: list[dict[str, str]]) -> None:
+    """Each prompt is there as long as a record or a dead letter needs it, and counts those."""
+    redis, prefix = bench.redis, bench.keys.prefix
+    dead = [await redis.hget(key, "prompt") for key in await redis.keys(prefix + "dead:*")]
+    needed = Counter([record["prompt"] for record in live] + [name.decode() for name in dead])
+    del needed[""]
+    assert names(await redis.keys(prefix + "prompt:*")) == {f"{prefix}prompt:{name}" for name in needed}
+    refs = {name: int(await redis.get(f"{prefix}prompt_refs:{name}")) for name in needed}
+    assert refs == dict(needed)
+    assert len(await redis.keys(prefix + "prompt_refs:*")) == len(needed)
 
 
 def names(values: Iterable[bytes]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -12,7 +13,32 @@ from pathlib import Path
 
 import redis
 
+from services.queue.acl import RULES, permissions, user_line
+from services.queue.keys import Keys
+
 APPEND_ONLY = ("--appendonly", "yes", "--appendfsync", "always")
+NAMESPACE = "test"
+"""Where the users may be."""
+LOADS = "-loads"
+"""After a role's name: its user, who may load scripts, too. A test then needs no scheduler for that."""
+
+
+def version_of(binary: str) -> tuple[int, int]:
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+def write_users(folder: Path, binary: str) -> Path:
+    """An ACL file with everybody's users, each with its name as password, beside the default one without any."""
+    lines, version = ["user default on nopass ~* &* +@all"], version_of(binary)
+    for role in RULES:
+        rule = permissions(role, Keys(NAMESPACE), version)
+        lines += [user_line(role, rule, role), user_line(role + LOADS, f"{rule} +script|load", role + LOADS)]
+    file = folder / "users.acl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
 
 
 class RedisServer:
@@ -23,7 +49,9 @@ class RedisServer:
         self._folder = tempfile.mkdtemp(prefix="emq")
         self.socket = f"{self._folder}/s"
         self.url = f"unix://{self.socket}"
-        place = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder)
+        place: tuple[str, ...] = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder)
+        if "--requirepass" not in options:
+            place += ("--aclfile", str(write_users(Path(self._folder), binary)))
         self._command = [binary, *place, "--save", "", "--loglevel", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -79,7 +79,7 @@ class Watched:
 
 def _behind(found: dict[str, Any]) -> bool:
     """Whether the replica has not told yet that it has everything."""
-    return bool(found["slave0"]["offset"] < found["master_repl_offset"])
+    return "slave0" not in found or bool(found["slave0"]["offset"] < found["master_repl_offset"])
 
 
 def _await_answer(port: int, password: str) -> redis.Redis:

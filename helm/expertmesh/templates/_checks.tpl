@@ -5,7 +5,7 @@ concerns one value alone stands in its `# @schema`, what only a cluster knows in
 */}}
 {{- define "expertmesh.checks" -}}
 {{- $said := list -}}
-{{- range $part := list "redis" "model" "secrets" "groups" "seats" "scaling" "prometheus" "objects" -}}
+{{- range $part := list "redis" "tls" "model" "secrets" "groups" "seats" "scaling" "prometheus" "objects" -}}
 {{- range include (printf "expertmesh.checks.%s" $part) $ | splitList "\n" -}}
 {{- with trim . }}{{ $said = append $said . }}{{ end -}}
 {{- end -}}
@@ -24,8 +24,36 @@ redis.external.{{ $name }} is given, but redis.enabled=true runs a Redis of the 
 networkPolicy.{{ $name }} says where an external Redis is, but redis.enabled=true runs one of the chart's. Set redis.enabled=false with redis.external, or leave networkPolicy.{{ $name }} out.
 {{- end }}{{ end }}
 {{- else }}
+{{- if regexMatch "^[^/]*//[^/?]*:[^/?]*@|[?&](sentinel_)?password=" $redis.external.url }}
+redis.external.url carries a password, which would stand in the pods of every role. Put the whole URL into a Secret: kubectl create secret generic NAME --from-file=redis-url=FILE, then redis.external.existingSecret=NAME and redis.external.url without it.
+{{- end }}
+{{- if and $redis.external.keys (not $redis.external.existingSecret) }}
+redis.external.keys names entries of a Secret, but redis.external.existingSecret is empty. Give that, or leave redis.external.keys out.
+{{- end }}
 {{- if and $redis.external.caSecret $redis.external.url (not $redis.external.existingSecret) (not (hasPrefix "rediss" $redis.external.url)) }}
 redis.external.caSecret is {{ $redis.external.caSecret }}, but redis.external.url asks for no TLS. Begin that with rediss:// (rediss+sentinel:// for Sentinels), or leave redis.external.caSecret empty.
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a certificate comes from, of Redis and of the workers. */}}
+{{- define "expertmesh.checks.tls" -}}
+{{- range $name, $used := dict "redis" (include "expertmesh.redisTls" (dict "root" $)) "fabric" (include "expertmesh.fabricTls" (dict "root" $)) }}
+{{- $tls := (index $.Values $name).tls | default dict }}
+{{- if $used }}
+{{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) }}
+{{ $name }}.tls.certManager.enabled is true, but {{ $name }}.tls.certManager.issuerRef has no name. Give the issuer, as {name: mesh, kind: Issuer}.
+{{- else if not (or $tls.certManager.enabled $tls.secretName) }}
+{{ $name }}.tls.enabled is true, but nothing says where the certificate is. Give {{ $name }}.tls.secretName, or {{ $name }}.tls.certManager with enabled and an issuerRef.
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if (.Values.fabric.tls).enabled }}
+{{- if and (include "expertmesh.fabricTls" (dict "root" $)) (has .Values.fabric.lane (list "nccl" "gloo")) }}
+fabric.lane is {{ .Values.fabric.lane }}, which cannot be encrypted, but fabric.tls.enabled is true. Set fabric.lane to auto or tcp, or fabric.tls.enabled=false.
+{{- end }}
+{{- if eq .Values.attention.experts "mesh" }}
+fabric.tls.enabled is true, but attention.experts=mesh passes rows by NCCL or gloo, which cannot be encrypted. Choose another attention.experts, or set fabric.tls.enabled=false.
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -88,19 +88,49 @@ fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
 {{- $_ := set $own "fabric_secret_file" "/etc/expertmesh/fabric/secret" -}}
 {{- if eq $values.attention.experts "tcp" }}{{ $_ := set $own "fabric_lane" $values.fabric.lane }}{{ end -}}
 {{- end -}}
+{{- if include "expertmesh.fabricTls" . -}}
+{{- if or $seats (eq .role "experts") -}}
+{{- $_ := set $own "fabric_tls_cert" "/etc/expertmesh/fabric-tls/tls.crt" -}}
+{{- $_ := set $own "fabric_tls_key" "/etc/expertmesh/fabric-tls/tls.key" -}}
+{{- end -}}
+{{- if eq .role "attention" -}}
+{{- $_ := set $own "fabric_tls_ca" "/etc/expertmesh/fabric-tls/ca.crt" -}}
+{{- $_ := set $own "fabric_tls_name" (include "expertmesh.fabricName" .) -}}
+{{- end -}}
+{{- end -}}
 {{- include "expertmesh.layered" (list $values.config (ternary $values.experts.config dict $seats) $role.config $own) -}}
+{{- end -}}
+
+{{/* "true" where rows between workers are encrypted: those of expert workers and seats. */}}
+{{- define "expertmesh.fabricTls" -}}
+{{- if and (.root.Values.fabric.tls).enabled (has .root.Values.attention.experts (list "tcp" "seats")) }}true{{ end -}}
+{{- end -}}
+
+{{/* The name in their certificate: one for all, which none of them has as its address. */}}
+{{- define "expertmesh.fabricName" -}}
+{{- $of := ternary "experts" "attention" (eq .root.Values.attention.experts "tcp") -}}
+{{- (.root.Values.fabric.tls).serverName | default (printf "%s-%s.%s.svc" (include "expertmesh.fullname" .) $of .root.Release.Namespace) -}}
 {{- end -}}
 
 {{- define "expertmesh.redisEnv" -}}
 {{- $redis := .root.Values.redis -}}
-{{- if $redis.enabled }}
+{{- $ca := ternary "?ssl_ca_certs=/etc/expertmesh/redis-ca/ca.crt" "" (ne (include "expertmesh.redisTls" .) "") -}}
+{{- $place := printf "%s-redis:%s/0%s" (include "expertmesh.fullname" .) (include "expertmesh.redisPort" .) $ca -}}
+{{- $scheme := ternary "rediss" "redis" (ne $ca "") -}}
+{{- if include "expertmesh.redisAcl" . }}
+{{- $user := include "expertmesh.redisUser" . }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "expertmesh.redisUsersSecret" . | quote }}, key: {{ $user }}}}
+- name: EXPERTMESH_REDIS_URL
+  value: {{ $scheme }}://{{ $user }}:$(REDIS_PASSWORD)@{{ $place }}
+{{- else if $redis.enabled }}
 - name: REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ include "expertmesh.redisSecret" . | quote }}, key: {{ $redis.auth.key | quote }}}}
 - name: EXPERTMESH_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "expertmesh.fullname" . }}-redis:6379/0
+  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ $place }}
 {{- else if $redis.external.existingSecret }}
 - name: EXPERTMESH_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ $redis.external.existingSecret | quote }}, key: {{ $redis.external.key | quote }}}}
+  valueFrom: {secretKeyRef: {name: {{ $redis.external.existingSecret | quote }}, key: {{ get ($redis.external.keys | default dict) .role | default $redis.external.key | quote }}}}
 {{- else }}
 - name: EXPERTMESH_REDIS_URL
   value: {{ required "Give redis.external.url or redis.external.existingSecret, or set redis.enabled." $redis.external.url | quote }}

@@ -46,7 +46,7 @@ spec:
   volumes:
     - {{- include "expertmesh.modelVolume" . | nindent 6 }}
     - name: tmp
-      emptyDir: {}
+      emptyDir: {sizeLimit: {{ $values.tmpSize | default "2Gi" }}}
     {{- with $fetch.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

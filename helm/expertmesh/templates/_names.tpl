@@ -81,6 +81,15 @@ annotations:
 {{- define "expertmesh.redisSecret" -}}
 {{- .root.Values.redis.auth.existingSecret | default (printf "%s-redis" (include "expertmesh.fullname" .)) -}}
 {{- end -}}
+{{- define "expertmesh.redisUsersSecret" -}}
+{{- (.root.Values.redis.acl).existingSecret | default (printf "%s-redis-users" (include "expertmesh.fullname" .)) -}}
+{{- end -}}
+{{- define "expertmesh.redisTlsSecret" -}}
+{{- (.root.Values.redis.tls).secretName | default (printf "%s-redis-tls" (include "expertmesh.fullname" .)) -}}
+{{- end -}}
+{{- define "expertmesh.fabricTlsSecret" -}}
+{{- (.root.Values.fabric.tls).secretName | default (printf "%s-fabric-tls" (include "expertmesh.fullname" .)) -}}
+{{- end -}}
 {{- define "expertmesh.keysSecret" -}}
 {{- .root.Values.auth.existingSecret | default (printf "%s-api-keys" (include "expertmesh.fullname" .)) -}}
 {{- end -}}

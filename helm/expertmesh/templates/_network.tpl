@@ -9,7 +9,7 @@
 {{- define "expertmesh.egressToRedis" -}}
 {{- if .root.Values.redis.enabled }}
 - to: {{- include "expertmesh.peers" (dict "root" .root "roles" (list "redis")) | nindent 4 }}
-  ports: [{port: 6379}]
+  ports: {{ include "expertmesh.redisOwnPorts" . }}
 {{- else }}
 - ports: {{ include "expertmesh.redisPorts" . }}
   {{- with .root.Values.networkPolicy.redisTo }}

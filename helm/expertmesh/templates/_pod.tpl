@@ -8,7 +8,10 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $role := .values | default (index $values .role) -}}
 {{- $computes := has .role (list "attention" "experts") -}}
 {{- $hasModel := ne .role "scheduler" -}}
-{{- $ca := and (not $values.redis.enabled) $values.redis.external.caSecret -}}
+{{- $ca := ternary (include "expertmesh.redisTlsSecret" .) (ternary "" $values.redis.external.caSecret $values.redis.enabled) (ne (include "expertmesh.redisTls" .) "") -}}
+{{- $caKey := ternary "ca.crt" $values.redis.external.caKey $values.redis.enabled -}}
+{{- $encrypts := and $computes (include "expertmesh.fabricTls" .) -}}
+{{- $proves := or (eq .role "experts") (eq $values.attention.experts "seats") -}}
 {{- $apart := and $computes (ne $values.attention.experts "local") -}}
 {{- $ranks := and (eq .role "attention") (eq $values.attention.experts "mesh") -}}
 {{- $watches := and (eq .role "scheduler") (include "expertmesh.autoscaled" .) -}}
@@ -93,6 +96,9 @@ spec:
         {{- if $apart }}
         - {name: fabric, mountPath: /etc/expertmesh/fabric, readOnly: true}
         {{- end }}
+        {{- if $encrypts }}
+        - {name: fabric-tls, mountPath: /etc/expertmesh/fabric-tls, readOnly: true}
+        {{- end }}
         {{- if and (eq .role "gateway") $values.auth.enabled }}
         - {name: keys, mountPath: /etc/expertmesh/keys, readOnly: true}
         {{- end }}
@@ -109,7 +115,7 @@ spec:
     - name: config
       configMap: {name: {{ include "expertmesh.name" . | quote }}}
     - name: tmp
-      emptyDir: {}
+      emptyDir: {sizeLimit: {{ $values.tmpSize | default "2Gi" }}}
     {{- if and $hasModel (ne $values.model.source "bundled") }}
     - {{- include "expertmesh.modelVolume" . | nindent 6 }}
     {{- end }}
@@ -123,6 +129,13 @@ spec:
         secretName: {{ include "expertmesh.fabricSecret" . | quote }}
         defaultMode: 0440
         items: [{key: {{ $values.fabric.key | quote }}, path: secret}]
+    {{- end }}
+    {{- if $encrypts }}
+    - name: fabric-tls
+      secret:
+        secretName: {{ include "expertmesh.fabricTlsSecret" . | quote }}
+        defaultMode: 0440
+        items: [{key: ca.crt, path: ca.crt}{{ if $proves }}, {key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}{{ end }}]
     {{- end }}
     {{- if and (eq .role "gateway") $values.auth.enabled }}
     - name: keys
@@ -145,7 +158,7 @@ spec:
       secret:
         secretName: {{ $ca | quote }}
         defaultMode: 0440
-        items: [{key: {{ $values.redis.external.caKey | quote }}, path: ca.crt}]
+        items: [{key: {{ $caKey | quote }}, path: ca.crt}]
     {{- end }}
     {{- with $role.extraVolumes }}
     {{- toYaml . | nindent 4 }}

@@ -17,6 +17,14 @@ give an entry another name. `found` is the Secret, if there is one.
 {{- end -}}
 {{- end -}}
 
+{{/* A password for each user of Redis: a later release that knows one more draws that alone. Takes `root` and `found`. */}}
+{{- define "expertmesh.keptUsers" -}}
+{{- $data := (.found | default dict).data | default dict -}}
+{{- range include "expertmesh.redisUserNames" . | fromYamlArray }}
+{{ . }}: {{ get $data . | default (randAlphaNum 40 | b64enc) }}
+{{- end }}
+{{- end -}}
+
 {{/*
 The entries for API keys: the file of hashed keys, and a key in plain text for `helm test`. Under other names they are known by
 what they are. Without the plain one, which may have been taken away, none is made: its hash would not be in the file.

@@ -35,7 +35,7 @@ local function refuse_queue(requests, tokens)
     return { 'requests', drain_ms(excess * mean), queued }
   end
   excess = queued_tokens + tokens - C.max_tokens
-  if excess > 0 and queued > 0 then return { 'tokens', drain_ms(excess), queued_tokens } end
+  if excess > 0 then return { 'tokens', drain_ms(excess), queued_tokens } end
 end
 
 local function refuse_concurrency(tenant, requests, limit)

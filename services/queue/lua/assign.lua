@@ -1,4 +1,4 @@
---@use base queue life admission
+--@use base prompts suspects queue life admission
 -- Moves claimed requests to workers, within the workers' leases and credit.
 -- ARGV: limits, epoch, then per request id, attempt, worker, Assign message
 -- Returns per request the ms that it waited in the queue, or -1 if it was not assigned.
@@ -6,7 +6,7 @@
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 
--- The lease in ms that the worker gives, or nil if it is gone or has no credit for r.
+-- The lease in ms that the worker gives, or nil if it is gone, has no credit for r, or one of them is to run alone.
 local function credit(r, worker)
   local lease = tonumber(redis.call('ZSCORE', P .. 'workers', worker))
   if not lease or lease <= NOW then return nil end
@@ -16,6 +16,8 @@ local function credit(r, worker)
   local requests = redis.call('HLEN', P .. 'held:' .. worker)
   if requests >= tonumber(v[3]) then return nil end
   if requests > 0 and tonumber(v[4]) + r.cost > tonumber(v[2]) then return nil end
+  local open, alone = unproven(worker)
+  if alone or (r.suspect == '1' and open > 0) then return nil end
   return tonumber(v[1])
 end
 
@@ -31,7 +33,7 @@ for i = 3, #ARGV, 4 do
     redis.call('PEXPIRE', P .. 'held:' .. worker, C.stream_ms)
     redis.call('HINCRBY', P .. 'worker:' .. worker, 'outstanding_tokens', r.cost)
     redis.call('ZADD', P .. 'leases', NOW + lease_ms, r.id)
-    append(P .. 'inbox:' .. worker, 'm', ARGV[i + 3])
+    append_inbox(worker, ARGV[i + 3])
     note_assigned(r.cost)
   elseif ours then
     requeue(r)

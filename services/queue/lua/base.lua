@@ -7,7 +7,7 @@ local NOW = TIME[1] * 1000 + math.floor(TIME[2] / 1000)
 
 local FIELDS = {
   'state', 'attempt', 'failures', 'stuck', 'holder', 'seq', 'deadline', 'tenant', 'priority', 'cost', 'budget',
-  'delivered', 'streamed', 'reply_to', 'admitted', 'queued_at', 'cancelled',
+  'delivered', 'streamed', 'reply_to', 'admitted', 'queued_at', 'cancelled', 'prompt', 'suspect',
 }
 local NUMBERS = {
   'attempt', 'failures', 'stuck', 'deadline', 'priority', 'cost', 'budget', 'delivered', 'admitted', 'queued_at',
@@ -43,21 +43,35 @@ local function wake()
   end
 end
 
+-- Adds an entry to a stream that one process reads. Of a stream that takes more than C.stream_bytes the older half goes:
+-- its reader stands still, and will see by the indexes of what follows that he missed some.
 local function append(key, ...)
   redis.call('XADD', key, 'MAXLEN', '~', C.stream_entries, '*', ...)
+  if redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) > C.stream_bytes then -- all samples: entries differ much in size
+    redis.call('XTRIM', key, 'MAXLEN', math.floor(redis.call('XLEN', key) / 2))
+  end
   redis.call('PEXPIRE', key, C.stream_ms)
+end
+
+-- An entry of a gateway's results: by request its events. The field beside them names the version and holds no events.
+local function append_results(gateway, ...)
+  append(P .. 'results:' .. gateway, 'wire:' .. C.wire, '\144', ...)
+end
+
+local function append_inbox(worker, message)
+  append(P .. 'inbox:' .. worker, 'm', message, 'wire', C.wire)
 end
 
 -- [["lost", id, attempt, reason]], as services.messages encodes a list of one AttemptLost.
 local function send_lost(r, reason)
-  append(P .. 'results:' .. r.reply_to, r.id, cmsgpack.pack({ { 'lost', r.id, r.attempt, reason } }))
+  append_results(r.reply_to, r.id, cmsgpack.pack({ { 'lost', r.id, r.attempt, reason } }))
 end
 
 -- [["token", id, attempt, index, nil, finish, nil, nil, error, 0]]: a TokenEvent without a token. error is msgpack.
 local function send_end(r, finish, error)
   local null = '\192'
-  append(
-    P .. 'results:' .. r.reply_to,
+  append_results(
+    r.reply_to,
     r.id,
     '\145\154' .. cmsgpack.pack('token', r.id, r.attempt, r.delivered) .. null .. cmsgpack.pack(finish)
       .. null .. null .. (error or null) .. cmsgpack.pack(0)

@@ -1,7 +1,7 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Takes requests out of the queue for the leader: strict between priorities, deficit round-robin between tenants.
 -- ARGV: limits, epoch, most requests, most tokens (0: no bound)
--- Returns {{id, body, attempt, deadline, reply_to}, ...}.
+-- Returns {{id, body, attempt, deadline, reply_to, how the prompt begins ('': the body has it), '1' for a suspect}, ...}.
 -- Guarantees: a tenant is served while its deficit covers the head of its queue; then the deficit grows by one quantum
 -- and the next one's turn comes. Rounds in which nobody could be served are taken in one go, so the work is bounded by
 -- requests x tenants.
@@ -10,6 +10,14 @@ if fenced then return fenced end
 local most, most_tokens = tonumber(ARGV[3]), tonumber(ARGV[4])
 local answer, tokens, done = {}, 0, most <= 0
 local spare = 256 -- spare: members dropped in passing (expired, or their record is gone)
+
+-- Of a prompt that several requests share it is returned once.
+local begun = {}
+local function beginning(prompt)
+  if prompt == '' or begun[prompt] then return '' end
+  begun[prompt] = true
+  return redis.call('GETRANGE', P .. 'prompt:' .. prompt, 0, C.head_bytes - 1)
+end
 
 -- True if the head was claimed, false if it was dropped.
 local function take(head)
@@ -28,7 +36,8 @@ local function take(head)
   set(r, 'state', 'claimed', 'holder', ARGV[2])
   redis.call('ZADD', P .. 'claims', ARGV[2], r.id)
   redis.call('ZADD', P .. 'leases', NOW + C.lease_ms, r.id)
-  answer[#answer + 1] = { r.id, redis.call('HGET', P .. 'req:' .. r.id, 'body'), r.attempt, r.deadline, r.reply_to }
+  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body')
+  answer[#answer + 1] = { r.id, body, r.attempt, r.deadline, r.reply_to, beginning(r.prompt), r.suspect }
   tokens = tokens + r.cost
   return true
 end

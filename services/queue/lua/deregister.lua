@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Removes a worker that shuts down and gives back all that it held.
 -- ARGV: limits, worker, then per request that may be why it ends: id, attempt
 -- Returns {requeued, lost, dead}: what published nothing is queued as the same attempt; the rest becomes AttemptLost.

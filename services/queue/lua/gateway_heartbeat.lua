@@ -2,7 +2,7 @@
 -- Registers a gateway or renews its lease.
 -- ARGV: limits, incarnation, lease ms, model fingerprint or ''
 -- Returns OK, or the error FINGERPRINT, having changed nothing.
-local mismatch = claim_model(ARGV[4], ARGV[3])
+local mismatch = claim_model(ARGV[4], C.lease_ms)
 if mismatch then return mismatch end
 redis.call('ZADD', P .. 'gateways', NOW + tonumber(ARGV[3]), ARGV[2])
 if redis.call('EXISTS', P .. 'results:' .. ARGV[2]) == 1 then

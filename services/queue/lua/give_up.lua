@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Ends attempts that a worker cannot go on with, although it lives: experts that they need cannot be reached.
 -- ARGV: limits, worker, error (msgpack ErrorInfo), then per request id, attempt
 -- Returns {requeued, lost, failed}. Attempts that are not the worker's any more are left alone.

@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Takes back what a worker that drains has not begun to answer.
 -- ARGV: limits, worker
 -- Returns the ids that went back to their places, each as the same attempt.

@@ -1,4 +1,4 @@
--- Library (needs base, queue): the steps of a request's life that several scripts share.
+-- Library (needs base, prompts, suspects, queue): the steps of a request's life that several scripts share.
 
 -- Enters r among the requests of the gateway that it replies to. One without a lease gets it: its death must be seen.
 local function own(r)
@@ -16,21 +16,32 @@ local function move(r, reply_to)
   own(r)
 end
 
--- Writes a new record and queues it. r: id, tenant, priority, cost, budget, delivered, reply_to, attempt, deadline.
-local function create(r, body)
+-- Writes a new record and queues it. r: id, tenant, priority, cost, budget, delivered, reply_to, attempt, deadline, and
+-- the name of its prompt ('': the body has it), whose ids are stored where they are missing.
+local function create(r, body, ids)
   r.seq = string.format('%020.0f', redis.call('INCR', P .. 'seq'))
   set(r, 'body', body, 'failures', 0, 'seq', r.seq, 'deadline', r.deadline, 'tenant', r.tenant,
     'priority', r.priority, 'cost', r.cost, 'budget', r.budget, 'delivered', r.delivered,
-    'reply_to', r.reply_to, 'admitted', NOW)
+    'reply_to', r.reply_to, 'admitted', NOW, 'prompt', r.prompt, 'wire', C.wire)
+  take_prompt(r.prompt, ids, record_ms(r))
   redis.call('ZADD', P .. 'tenant:' .. r.tenant, NOW + record_ms(r), r.id)
   extend(P .. 'tenant:' .. r.tenant, record_ms(r))
   own(r)
   enqueue(r, 0)
 end
 
+-- Writes what r is to go on with; body, prompt and ids as for create.
+local function rewrite(r, body, delivered, prompt, ids)
+  local former = r.prompt
+  if prompt ~= former or not has_prompt(prompt) then take_prompt(prompt, ids, record_ms(r)) end
+  if prompt ~= former then give_prompt_back(former) end
+  r.prompt = prompt
+  set(r, 'body', body, 'delivered', delivered, 'prompt', prompt)
+end
+
 local function tell_worker(r)
   if redis.call('EXISTS', P .. 'worker:' .. r.holder) == 1 then
-    append(P .. 'inbox:' .. r.holder, 'm', cmsgpack.pack({ 'cancel', r.id, r.attempt }))
+    append_inbox(r.holder, cmsgpack.pack({ 'cancel', r.id, r.attempt }))
   end
 end
 
@@ -48,9 +59,11 @@ local function detach(r)
   end
 end
 
--- Ends a detached request: what remains is a tombstone that refuses late results.
+-- Ends a detached request: what remains is a tombstone that refuses late results. cancelled: 1 by its gateway.
 local function conclude(r, cancelled)
   local key = P .. 'req:' .. r.id
+  give_prompt_back(r.prompt)
+  clear(r.id)
   redis.call('ZREM', P .. 'tenant:' .. r.tenant, r.id)
   redis.call('SREM', P .. 'owned:' .. r.reply_to, r.id)
   redis.call('DEL', key)
@@ -59,13 +72,13 @@ local function conclude(r, cancelled)
   wake()
 end
 
--- Ends r at the wish of its gateway, or because that is gone. delivered: tokens that need no refund.
-local function cancel(r, delivered)
+-- Ends r at the wish of its gateway (by 1), or because that is gone (by 0). delivered: tokens that need no refund.
+local function cancel(r, by, delivered)
   if r.state == 'running' then tell_worker(r) end
   if r.state == 'claimed' then refund(r, r.cost) end
   if r.state == 'running' and delivered then refund(r, r.budget - delivered) end
   detach(r)
-  conclude(r, 1)
+  conclude(r, by)
 end
 
 -- Ends r with a typed error (msgpack) to its gateway.
@@ -88,16 +101,26 @@ local function settle_undone()
   for priority in pairs(undone) do settle(priority) end
 end
 
+-- Forgets a dead letter; whether there was one.
+local function unbury(id)
+  give_prompt_back(redis.call('HGET', P .. 'dead:' .. id, 'prompt') or '')
+  redis.call('ZREM', P .. 'dead', id)
+  return redis.call('DEL', P .. 'dead:' .. id) == 1
+end
+
 local function bury(r, reason)
   local key = P .. 'dead:' .. r.id
-  redis.call('HSET', key, 'body', redis.call('HGET', P .. 'req:' .. r.id, 'body'), 'reason', reason,
-    'attempt', r.attempt, 'failures', r.failures, 'worker', r.holder, 'when', NOW)
+  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body')
+  redis.call('HSET', key, 'body', body, 'reason', reason, 'attempt', r.attempt, 'failures', r.failures,
+    'worker', r.holder, 'when', NOW, 'prompt', r.prompt, 'wire', C.wire,
+    'bytes', #body + redis.call('STRLEN', P .. 'prompt:' .. r.prompt))
   redis.call('PEXPIRE', key, C.dead_ms)
+  take_prompt(r.prompt, '', C.dead_ms)
   redis.call('ZADD', P .. 'dead', NOW, r.id)
-  local excess = redis.call('ZCARD', P .. 'dead') - C.max_dead
-  if excess > 0 then
-    for _, id in ipairs(redis.call('ZRANGE', P .. 'dead', 0, excess - 1)) do redis.call('DEL', P .. 'dead:' .. id) end
-    redis.call('ZREMRANGEBYRANK', P .. 'dead', 0, excess - 1)
+  local dead, bytes = redis.call('ZREVRANGE', P .. 'dead', 0, -1), 0
+  for rank, id in ipairs(dead) do
+    bytes = bytes + (tonumber(redis.call('HGET', P .. 'dead:' .. id, 'bytes')) or 0)
+    if rank > C.max_dead or (rank > 1 and bytes > C.dead_bytes) then unbury(id) end
   end
 end
 
@@ -117,6 +140,11 @@ local function lose(r, reason, failures)
   r.attempt = r.attempt + 1
   r.failures = r.failures + failures
   r.stuck = (r.streamed == '' and r.stuck or 0) + failures
+  if r.streamed ~= '' then
+    r.suspect = clear(r.id)
+  elseif failures > 0 then
+    r.suspect = suspect(r)
+  end
   if failures > 0 and (r.failures >= C.max_attempts or r.stuck >= C.max_stuck) then
     bury(r, reason)
     send_end(r, 'error', C.exhausted)
@@ -124,8 +152,34 @@ local function lose(r, reason, failures)
     return 'dead'
   end
   set(r, 'state', 'lost', 'attempt', r.attempt, 'failures', r.failures, 'stuck', r.stuck,
-    'holder', '', 'streamed', '')
+    'holder', '', 'streamed', '', 'suspect', r.suspect)
   redis.call('ZADD', P .. 'leases', NOW + C.lost_ms, r.id)
   send_lost(r, reason)
   return 'lost'
+end
+
+-- Takes back up to most requests of a dead worker, and removes it when it holds none any more. A suspect that ran there
+-- alone is to blame; others are lost without a failure. Returns {lost, dead} and whether the worker was removed.
+local function bereave(worker, most)
+  local held, count = P .. 'held:' .. worker, { lost = 0, dead = 0 }
+  local blamed = redis.call('HGET', P .. 'worker:' .. worker, 'blamed')
+  if not blamed then
+    local _, alone = unproven(worker)
+    blamed = alone or ''
+    if redis.call('EXISTS', P .. 'worker:' .. worker) == 1 then
+      redis.call('HSET', P .. 'worker:' .. worker, 'blamed', blamed)
+    end
+  end
+  for _, id in ipairs(redis.call('HKEYS', held)) do
+    if most <= 0 then break end
+    most = most - 1
+    local r = load_record(id)
+    if r and r.state == 'running' and r.holder == worker then
+      local outcome = lose(r, 'worker lost', (blamed == '' or blamed == id) and 1 or 0)
+      count[outcome] = count[outcome] + 1
+    end
+    redis.call('HDEL', held, id)
+  end
+  local removed = redis.call('EXISTS', held) == 0
+  return count, removed and remove_worker(worker), most
 end

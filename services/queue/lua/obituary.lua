@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Takes back what members held whose processes have ended: requests now, as when a lease expires; seats, and readers of
 -- the table, at the scheduler's next look.
 -- ARGV: limits, then members: workers, seats, readers of the table
@@ -6,11 +6,8 @@
 local ended = 0
 for i = 2, #ARGV do
   local member = ARGV[i]
-  for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. member)) do
-    local r = load_record(id)
-    if r and r.state == 'running' and r.holder == member then lose(r, 'worker lost', 1) end
-  end
-  if remove_worker(member) then ended = ended + 1 end
+  local _, removed = bereave(member, math.huge)
+  if removed then ended = ended + 1 end
   for _, index in ipairs({ 'seats', 'table_readers' }) do
     if redis.call('ZSCORE', P .. index, member) then
       redis.call('ZADD', P .. index, NOW, member)

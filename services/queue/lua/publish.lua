@@ -1,4 +1,4 @@
---@use base queue life admission
+--@use base prompts suspects queue life admission
 -- Writes one engine step's events: one stream entry per gateway, with one field per request.
 -- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1), events (msgpack)
 -- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's.
@@ -12,13 +12,16 @@ for i = 3, #ARGV, 4 do
     entries[v[4]] = entry
     entry[#entry + 1] = id
     entry[#entry + 1] = ARGV[i + 3]
-    if v[5] == '' then redis.call('HSET', P .. 'req:' .. id, 'streamed', '1') end
+    if v[5] == '' then
+      redis.call('HSET', P .. 'req:' .. id, 'streamed', '1', 'suspect', '') -- first: a full server refuses this
+      clear(id)
+    end
     if ARGV[i + 2] ~= '-1' then ended[#ended + 1] = i end
   else
     refused[#refused + 1] = (i - 3) / 4
   end
 end
-for gateway, entry in pairs(entries) do append(P .. 'results:' .. gateway, unpack(entry)) end
+for gateway, entry in pairs(entries) do append_results(gateway, unpack(entry)) end
 for _, i in ipairs(ended) do
   local r = load_record(ARGV[i])
   detach(r)

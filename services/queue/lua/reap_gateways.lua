@@ -1,8 +1,9 @@
---@use base queue life reclaim
+--@use base prompts suspects queue life reclaim
 -- Cancels the requests of gateways whose lease expired.
 -- ARGV: limits, epoch, most requests
 -- Returns {gateways removed, requests cancelled, 1 if more is left}. On hold nothing happens.
--- Guarantees: the result stream ends with their 'cancelled', for a gateway that was slow rather than dead, and expires.
+-- Guarantees: the result stream ends with their 'cancelled' and expires. A gateway that was slow rather than dead takes
+-- that for a lost attempt (resync).
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 if on_hold() then return { 0, 0, 0 } end
@@ -14,7 +15,7 @@ for _, gateway in ipairs(redis.call('ZRANGEBYSCORE', P .. 'gateways', '-inf', NO
     local r = load_record(id)
     if r and r.state ~= 'done' and r.reply_to == gateway then
       send_end(r, 'cancelled')
-      cancel(r)
+      cancel(r, 0)
       cancelled = cancelled + 1
     end
     redis.call('SREM', owned, id)

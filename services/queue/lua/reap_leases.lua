@@ -1,4 +1,4 @@
---@use base queue life reclaim
+--@use base prompts suspects queue life reclaim
 -- Takes back requests whose lease expired: from workers that went silent about them, from a leader that forgot them,
 -- and from gateways that did not resubmit a lost attempt.
 -- ARGV: limits, epoch, most items

@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Ends queued requests whose deadline passed, and puts claims of older epochs back.
 -- ARGV: limits, epoch, most items of each kind
 -- Returns {expired, requeued, 1 if more is left}.

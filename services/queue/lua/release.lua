@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Puts claimed requests back at their places (error '': no error), or ends them with an error.
 -- ARGV: limits, epoch, error (msgpack ErrorInfo or ''), id ...
 -- Returns the number of requests that were still the leader's.

@@ -1,4 +1,4 @@
---@use base queue life
+--@use base prompts suspects queue life
 -- Ends an attempt of which the gateway misses events.
 -- ARGV: limits, id, attempt, reply_to, 1 to take it from another gateway
 -- Returns the attempt to resubmit as, or 0 if the request was cancelled or is another gateway's.

@@ -1,4 +1,4 @@
---@use base queue
+--@use base prompts queue
 -- Tells a gateway what Redis knows of requests, and repairs the indexes that make them progress.
 -- ARGV: limits, reply_to, id ...
 -- Returns state, attempt, state, attempt, ... (state missing or moved where the record is gone or another gateway's).

@@ -1,10 +1,12 @@
---@use base queue life admission
+--@use base prompts suspects queue life admission
 -- Moves a request to another gateway, whose client came back with the same Idempotency-Key.
--- ARGV: limits, id, reply_to, timeout ms, concurrency, interval ms, burst, tenant, priority, cost, budget, body
--- Returns {'ok', attempt, deadline} or {bound, wait in ms, count}.
+-- ARGV: limits, id, reply_to, timeout ms, concurrency, interval ms, burst, tenant, priority, cost, budget, body, prompt,
+-- its ids ('': it may be there)
+-- Returns {'ok', attempt, deadline}, {bound, wait in ms, count}, or {'prompt'} where that has to be sent, too.
 -- Guarantees: a request of which nothing was published keeps attempt and place; another starts from scratch as a later
 -- attempt; one that ended or is unknown is admitted under the limits. The former gateway hears 'cancelled'.
 local reply_to, deadline = ARGV[3], NOW + tonumber(ARGV[4])
+if lacks_prompt(ARGV[13], ARGV[14]) then return { 'prompt' } end
 local r = load_record(ARGV[2])
 if not r or r.state == 'done' then
   local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), { ARGV[5], ARGV[6], ARGV[7] })
@@ -13,8 +15,8 @@ if not r or r.state == 'done' then
   redis.call('DEL', P .. 'req:' .. ARGV[2])
   create({
     id = ARGV[2], attempt = attempt, reply_to = reply_to, tenant = ARGV[8], priority = ARGV[9],
-    cost = tonumber(ARGV[10]), budget = ARGV[11], delivered = 0, deadline = deadline,
-  }, ARGV[12])
+    cost = tonumber(ARGV[10]), budget = ARGV[11], delivered = 0, deadline = deadline, prompt = ARGV[13],
+  }, ARGV[12], ARGV[14])
   wake()
   return { 'ok', attempt, deadline }
 end
@@ -28,7 +30,8 @@ if not untouched then
 end
 detach(r)
 if r.deadline <= NOW then r.deadline = deadline end
-set(r, 'body', ARGV[12], 'delivered', 0, 'deadline', r.deadline)
+set(r, 'deadline', r.deadline)
+rewrite(r, ARGV[12], 0, ARGV[13], ARGV[14])
 enqueue(r, 0)
 wake()
 return { 'ok', r.attempt, r.deadline }

@@ -1,13 +1,16 @@
---@use base
+--@use base suspects
 -- Lists workers whose lease is live.
 -- ARGV: limits
--- Returns {{info, outstanding tokens, outstanding requests, credit tokens, credit requests}, ...}.
+-- Returns {{id, info, outstanding tokens, outstanding requests, credit tokens, credit requests, requests without a token
+-- (counted while there are suspects), 1 if one of those is a suspect}, ...}. One whose record is no record is left out.
 local answer = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', NOW, '+inf')) do
-  local v = redis.call('HMGET', P .. 'worker:' .. id, 'info', 'outstanding_tokens', 'credit_tokens', 'credit_requests')
+  local v = redis.pcall('HMGET', P .. 'worker:' .. id, 'info', 'outstanding_tokens', 'credit_tokens', 'credit_requests')
   if v[1] then
+    local open, alone = unproven(id)
     answer[#answer + 1] = {
-      v[1], tonumber(v[2]) or 0, redis.call('HLEN', P .. 'held:' .. id), tonumber(v[3]), tonumber(v[4]),
+      id, v[1], tonumber(v[2]) or 0, redis.call('HLEN', P .. 'held:' .. id), tonumber(v[3]) or 0, tonumber(v[4]) or 0,
+      open, alone and 1 or 0,
     }
   end
 end

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.scores import packed, prompt_scores
 
 from services.attention.batch import BatchManager
 from services.attention.blocks import BlockPool
@@ -29,6 +30,7 @@ def request(
     prompt_len: int | None = None,
     priority: int = 5,
     deadline_ms: int = FAR,
+    wire: int = 1,
     **sampling: object,
 ) -> GenerateRequest:
     return GenerateRequest(
@@ -41,6 +43,7 @@ def request(
         priority=priority,
         tenant="t",
         reply_to="g",
+        wire=wire,
     )
 
 
@@ -52,7 +55,7 @@ def next_token(tokens: list[int]) -> int:
 def expected(asked: GenerateRequest) -> list[int]:
     """What ``asked`` must generate, all attempts together."""
     tokens = list(asked.token_ids)
-    while len(tokens) < asked.cost:
+    while len(tokens) < asked.max_len:
         tokens.append(next_token(tokens))
         if tokens[-1] == EOS and not asked.sampling.ignore_eos:
             break
@@ -108,9 +111,10 @@ class Harness:
 
     def outcome(self, piece: Piece) -> Outcome:
         scores = [TokenLogprob(-float(position)) for position in piece.scored]
+        found = packed(piece.scored.start, scores) if scores else None
         if not piece.draws:
-            return Outcome(prompt_logprobs=scores)
-        return Outcome(token_id=next_token(piece.state.token_ids), prompt_logprobs=scores)
+            return Outcome(scores=found)
+        return Outcome(token_id=next_token(piece.state.token_ids), scores=found)
 
     def _slot(self, piece: Piece, position: int) -> int:
         return piece.state.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -151,6 +155,7 @@ prompts = st.lists(st.integers(1, 3), min_size=1, max_size=9)
     cache=st.booleans(),
     arrivals=st.lists(st.integers(0, 3), min_size=8, max_size=8),
     scored=st.integers(0, 7),
+    wire=st.sampled_from([1, 2]),
 )
 def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     asked: list[tuple[list[int], int, int]],
@@ -161,10 +166,18 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     cache: bool,
     arrivals: list[int],
     scored: int,
+    wire: int,
 ) -> None:
     run = Harness(blocks=blocks, budget=budget, seqs=seqs, chunked=chunked, cache=cache)
     requests = [
-        request(f"r{i}", tokens, max_tokens=max_tokens, priority=priority, prompt_logprobs=0 if i == scored else None)
+        request(
+            f"r{i}",
+            tokens,
+            max_tokens=max_tokens,
+            priority=priority,
+            wire=wire,
+            prompt_logprobs=0 if i == scored else None,
+        )
         for i, (tokens, max_tokens, priority) in enumerate(asked)
     ]
     for item, wait in zip(requests, arrivals, strict=False):
@@ -174,7 +187,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     run.run()
     for item in requests:
         (end,) = run.ends(item.id)
-        if item.cost > blocks * run.block_size:
+        if item.max_len > blocks * run.block_size:
             assert end.error is not None
             assert end.error.code == "context_length_exceeded"
             continue
@@ -183,9 +196,8 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
         assert run.tokens(item.id) == expected(item)
         assert end.finish == ("stop" if run.tokens(item.id)[-1:] == [EOS] else "length")
         if item.sampling.prompt_logprobs is not None:
-            first = next(e for e in run.events if e.request_id == item.id)
             wanted = [None, *(TokenLogprob(-float(p)) for p in range(1, item.prompt_len))]
-            assert first.prompt_logprobs == wanted
+            assert prompt_scores(e for e in run.events if e.request_id == item.id) == wanted
     assert run.pool.used == 0
     assert run.batch.held() == {}
     assert (run.batch.running, run.batch.waiting) == (0, 0)
@@ -335,11 +347,35 @@ def test_the_attempt_that_is_held_already_is_not_started_again() -> None:
     assert [event.index for event in run.events] == [0, 1, 2, 3]
 
 
-def test_prompt_scores_come_with_the_first_token_only() -> None:
+def test_prompt_scores_come_with_the_first_token_only_where_the_gateway_knows_no_better() -> None:
     run = Harness(blocks=16)
     run.batch.add(request("r", [1, 2, 3], max_tokens=3, ignore_eos=True, prompt_logprobs=0))
     run.run()
     assert [event.prompt_logprobs is None for event in run.events] == [False, True, True]
+    assert all(event.scores is None for event in run.events)
+
+
+def test_scores_of_a_prompt_come_piece_by_piece_before_its_first_token() -> None:
+    run = Harness(blocks=16, budget=3)
+    run.batch.add(request("r", [1, 2, 3, 1, 2, 3, 1], max_tokens=1, prompt_logprobs=0, wire=2))
+    run.run()
+    assert [(e.scores and (e.scores.start, len(e.scores)), e.finish) for e in run.events] == [
+        ((1, 3), None),
+        ((4, 3), None),
+        (None, "length"),
+    ]
+    assert prompt_scores(run.events) == [None, *(TokenLogprob(-float(p)) for p in range(1, 7))]
+
+
+@pytest.mark.parametrize("wire", [1, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_of_one_token_has_no_score(wire: int, max_tokens: int) -> None:
+    run = Harness(blocks=16)
+    run.batch.add(request("r", [1], max_tokens=max_tokens, prompt_logprobs=0, wire=wire))
+    run.run()
+    (event,) = run.events
+    assert event.finish is not None
+    assert event.prompt_logprobs == ([None] if wire == 1 else None)
 
 
 def test_decodes_come_first_and_a_long_prompt_is_cut_into_chunks() -> None:

@@ -30,7 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def admit(self, tokens: list[int]) -> None:
-        chain = list(prefix_chain(tokens, BLOCK_SIZE))[: (len(tokens) - 1) // BLOCK_SIZE]
+        chain = list(prefix_chain(tokens, BLOCK_SIZE, b""))[: (len(tokens) - 1) // BLOCK_SIZE]
         matched = self.pool.match(chain)
         expected = []
         for name in chain:
@@ -56,7 +56,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
         tokens, table = data.draw(st.sampled_from(self.tables))
-        for name, block in zip(prefix_chain(tokens, BLOCK_SIZE), table, strict=False):
+        for name, block in zip(prefix_chain(tokens, BLOCK_SIZE, b""), table, strict=False):
             self.pool.publish(block, name)
             if name not in self.content and block not in self.content.values():
                 self.content[name] = block
@@ -98,7 +98,7 @@ TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=
 
 def test_a_block_is_found_only_once_its_content_is_computed() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
-    chain = list(prefix_chain([1, 2], BLOCK_SIZE))
+    chain = list(prefix_chain([1, 2], BLOCK_SIZE, b""))
     (block,) = pool.take((), 1)
     assert pool.match(chain) == []
     pool.publish(block, chain[0])

@@ -7,8 +7,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from testkit.scores import prompt_scores
 from torch import Tensor
 
 from services.attention.engine import Engine
@@ -22,7 +24,13 @@ SHARED = [5, 9, 33, 7, 21, 60, 44, 13, 2, 90, 17]
 
 
 def ask(
-    name: str, prompt: list[int], *, attempt: int = 1, delivered: tuple[int, ...] = (), **sampling: Any
+    name: str,
+    prompt: list[int],
+    *,
+    attempt: int = 1,
+    delivered: tuple[int, ...] = (),
+    wire: int = 1,
+    **sampling: Any,
 ) -> GenerateRequest:
     """A request, greedy unless ``sampling`` says otherwise; ``delivered`` tokens came from earlier attempts."""
     return GenerateRequest(
@@ -35,6 +43,7 @@ def ask(
         priority=5,
         tenant="t",
         reply_to="g",
+        wire=wire,
     )
 
 
@@ -120,6 +129,40 @@ def test_a_full_prefix_hit_recomputes_the_last_token_and_changes_nothing(make_en
     assert [event.cached_tokens for event in second[:2]] == [4, 0]
 
 
+def _cached(engine: Engine[LocalHandle], name: str, prompt: list[int], *, tenant: str, salt: str = "") -> int:
+    """Tokens that the client is told were cached, of a request of ``tenant``."""
+    engine.add(msgspec.structs.replace(ask(name, prompt), tenant=tenant, cache_salt=salt))
+    return max(event.cached_tokens for event in run(engine)[name])
+
+
+def test_nobody_learns_what_another_tenant_asked(make_engine: MakeEngine, tiny: Any) -> None:
+    """The oracle of the review: 4 tokens are known, the next 4 are guessed, and usage tells how far the cache went."""
+    known, secret, wrong, end = SHARED[:4], SHARED[4:8], [50, 51, 52, 53], [8, 9]
+    everybody = make_engine(prefix_cache_scope="all")
+    _cached(everybody, "alice", known + secret + end, tenant="alice")
+    told = [_cached(everybody, str(guess), known + guess + end, tenant="bob") for guess in (wrong, secret)]
+    assert told == [4, 8], "or this test shows nothing"
+    engine = make_engine()
+    _cached(engine, "alice", known + secret + end, tenant="alice")
+    for tenant, guesses in (("bob", (wrong, secret)), ("eve", (secret, wrong))):
+        told = [_cached(engine, f"{tenant}-{guess}", known + guess + end, tenant=tenant) for guess in guesses]
+        assert told == [0, 4], "of what the tenant asked before, and right or wrong alike"
+    assert _cached(engine, "again", known + secret + end, tenant="alice") == 8
+    assert tokens(_answer(engine, "last", known + secret + end)) == tiny.greedy(known + secret + end, 8)
+
+
+def _answer(engine: Engine[LocalHandle], name: str, prompt: list[int]) -> list[TokenEvent]:
+    engine.add(msgspec.structs.replace(ask(name, prompt), tenant="bob"))
+    return run(engine)[name]
+
+
+@pytest.mark.parametrize("scope", ["tenant", "all"])
+def test_a_salt_shares_with_its_like_alone(make_engine: MakeEngine, scope: str) -> None:
+    engine = make_engine(prefix_cache_scope=scope)
+    told = [_cached(engine, str(n), SHARED, tenant="t", salt=salt) for n, salt in enumerate(["", "a", "b", "a", ""])]
+    assert told == [0, 0, 0, 8, 8]
+
+
 SAMPLED: dict[str, Any] = {"temperature": 1.3, "top_p": 0.95, "seed": 77, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -161,18 +204,19 @@ def test_a_resumed_attempt_draws_what_the_first_would_have(make_engine: MakeEngi
         assert again.logprob.logprob == pytest.approx(before.logprob.logprob, abs=1e-5)
 
 
+@pytest.mark.parametrize("wire", [1, 2])
 @pytest.mark.parametrize("budget", [5, 64])
-def test_prompt_scores_equal_the_oracles(make_engine: MakeEngine, tiny: Any, budget: int) -> None:
+def test_prompt_scores_equal_the_oracles(make_engine: MakeEngine, tiny: Any, budget: int, wire: int) -> None:
     engine = make_engine(max_num_batched_tokens=budget)
     engine.add(ask("warm", SHARED))
     run(engine)
-    engine.add(ask("r", SHARED, prompt_logprobs=2, logprobs=2, max_tokens=1))
-    (event,) = run(engine)["r"]
+    engine.add(ask("r", SHARED, prompt_logprobs=2, logprobs=2, max_tokens=1, wire=wire))
+    events = run(engine)["r"]
+    event, scores = events[-1], prompt_scores(events)
     logprobs_TV = tiny.reference.logits(SHARED).log_softmax(-1)
-    assert event.prompt_logprobs is not None
-    assert event.prompt_logprobs[0] is None
-    assert len(event.prompt_logprobs) == len(SHARED)
-    for position, score in enumerate(event.prompt_logprobs[1:], start=1):
+    assert scores[0] is None
+    assert len(scores) == len(SHARED)
+    for position, score in enumerate(scores[1:], start=1):
         assert score is not None
         want = logprobs_TV[position - 1]
         assert score.logprob == pytest.approx(float(want[SHARED[position]]), abs=1e-5)

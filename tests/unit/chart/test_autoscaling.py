@@ -148,7 +148,7 @@ def test_expert_workers_know_their_pods_name(rendered: Objects) -> None:
 
 def test_without_keda_replicas_are_fixed(render: Render) -> None:
     off, on = render(*ON[1:]), render(*ON)
-    secrets = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "fabric", "api-keys")}
+    secrets = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "redis-users", "fabric", "api-keys")}
     assert {key: each for key, each in on.items() if key not in secrets} == {
         key: each for key, each in off.items() if key not in secrets
     }

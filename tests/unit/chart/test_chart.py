@@ -155,7 +155,7 @@ def test_the_hash_in_the_key_file_is_that_of_the_key(render: Render) -> None:
 
 
 def test_of_given_secrets_none_is_made(render: Render) -> None:
-    given = [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")]
+    given = [f"{name}.existingSecret=mine" for name in ("redis.auth", "redis.acl", "fabric", "auth")]
     objects = render(*given)
     assert not [name for kind, name in objects if kind == "Secret"]
 

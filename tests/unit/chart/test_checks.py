@@ -11,6 +11,7 @@ from testkit.chart import CHART, Render
 OUTSIDE = ("redis.enabled=false", "redis.external.url=redis://redis.db/0")
 SCALED = ("autoscaling.enabled=true", "metrics.podMonitor.enabled=true")
 ASKED = (*SCALED, "autoscaling.prometheus.serverAddress=http://prometheus:9090")
+ENCRYPTED = ("fabric.tls.enabled=true", "fabric.tls.secretName=a")
 SECRET_KEYS = "autoscaling.prometheus.secretKeys"
 CLAIM = ("experts.resourceClaims[0].name=gpu", "experts.resourceClaims[0].resourceClaimTemplateName=one")
 
@@ -38,6 +39,16 @@ def refused(helm: Callable[..., Any]) -> Refused:
         (["redis.external.caSecret=a"], "redis.external.caSecret is given, but redis.enabled=true"),
         (["networkPolicy.redisPort=7000"], "networkPolicy.redisPort says where an external Redis is, but redis"),
         (["networkPolicy.redisTo[0].ipBlock.cidr=10.0.0.1/32"], "networkPolicy.redisTo says where an external"),
+        (
+            ["redis.enabled=false", "redis.external.url=redis://:hush@a/0"],
+            "redis.external.url carries a password, which would stand in the pods of every role. Put the whole URL",
+        ),
+        (["redis.enabled=false", "redis.external.url=rediss://u:hush@a"], "then redis.external.existingSecret=NAME"),
+        (
+            ["redis.enabled=false", "redis.external.url=redis+sentinel://a\\,b/m?sentinel_password=hush"],
+            "redis.external.url carries a password",
+        ),
+        ([*OUTSIDE, "redis.external.keys.gateway=a"], "redis.external.keys names entries of a Secret, but"),
         ([*OUTSIDE, "redis.external.caSecret=a"], "is a, but redis.external.url asks for no TLS. Begin that with"),
     ],
 )
@@ -47,6 +58,24 @@ def test_one_redis_is_meant(refused: Refused, settings: list[str], says: str) ->
 
 def test_the_password_of_a_url_is_not_shown(refused: Refused) -> None:
     assert "hush" not in refused("redis.external.url=redis://:hush@a")
+    assert "hush" not in refused("redis.enabled=false", "redis.external.url=redis://:hush@a")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["redis.tls.enabled=true"], "redis.tls.enabled is true, but nothing says where the certificate is"),
+        (
+            ["redis.tls.enabled=true", "redis.tls.certManager.enabled=true"],
+            "redis.tls.certManager.issuerRef has no name",
+        ),
+        (["fabric.tls.enabled=true"], "Give fabric.tls.secretName, or fabric.tls.certManager with enabled and"),
+        ([*ENCRYPTED, "fabric.lane=nccl"], "fabric.lane is nccl, which cannot be encrypted, but fabric.tls.enabled"),
+        ([*ENCRYPTED, "attention.experts=mesh"], "attention.experts=mesh passes rows by NCCL or gloo, which cannot"),
+    ],
+)
+def test_what_is_to_be_encrypted_can_be(refused: Refused, settings: list[str], says: str) -> None:
+    assert says in refused(*settings)
 
 
 @pytest.mark.parametrize(

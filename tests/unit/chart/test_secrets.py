@@ -14,6 +14,8 @@ import pytest
 import yaml
 from testkit.chart import CHART
 
+from services.queue.acl import RULES
+
 KEY = "em-" + "k" * 43
 FILE = yaml.safe_dump({"keys": [{"name": "team", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]})
 OTHER = yaml.safe_dump({"keys": []})
@@ -41,6 +43,18 @@ def kept(helm: Callable[..., Any], tmp_path: Path) -> Kept:
         return {name: base64.b64decode(value).decode() for name, value in entries.items()}
 
     return run
+
+
+def test_users_of_redis_keep_their_passwords_and_a_new_one_gets_its_own(kept: Kept) -> None:
+    users = '{{ include "expertmesh.keptUsers" (dict "root" $ "found" .Values.global.found) }}'
+    drawn = kept(users, {})
+    assert drawn.keys() == set(RULES)
+    assert len(set(drawn.values())) == len(RULES)
+    assert min(map(len, drawn.values())) == 40
+    assert kept(users, drawn) == drawn
+    later = kept(users, {name: password for name, password in drawn.items() if name != "operator"})
+    assert later.pop("operator") != drawn.pop("operator")
+    assert later == drawn
 
 
 def test_keys_are_drawn_once(kept: Kept) -> None:

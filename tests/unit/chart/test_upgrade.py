@@ -94,6 +94,11 @@ OF_LATER = (
     *(
         "test",
         "nodeLostSeconds",
+        "tmpSize",
+        "redis.acl",
+        "redis.tls",
+        "redis.external.keys",
+        "fabric.tls",
         "attention.seats",
         "model.pvc.prefetch.waitResources",
         "model.pvc.prefetch.serviceAccount",

@@ -68,7 +68,7 @@ def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another
         (["redis.external.url=redis://redis.db/0"], [6379]),
         (["redis.external.existingSecret=url"], [6379]),
         (["redis.external.existingSecret=url", "networkPolicy.redisPort=7000"], [7000]),
-        (["redis.external.url=redis+sentinel://u:p@a.db:26380\\,b.db/mymaster/0"], [26380, 26379, 6379]),
+        (["redis.external.url=redis+sentinel://u@a.db:26380\\,b.db/mymaster/0"], [26380, 26379, 6379]),
         (["redis.external.url=redis+sentinel://a.db\\,b.db/m", "networkPolicy.redisPort=7000"], [26379, 7000]),
     ],
 )

@@ -36,6 +36,11 @@ def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["alice", "bob"]
     assert rows[0].endswith("requests_per_minute=60.0  max_concurrency=2  priority=3")
+    assert rows[1].endswith("  priority=5")
+    _create(capsys, "carol", *at, "--priority", "0")
+    assert main(["keys", "list", *at]) == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith("  priority=0"), "who may pass all others by is seen"
+    assert main(["keys", "revoke", "carol", *at]) == 0
 
     digest = rows[1].split()[1]
     assert main(["keys", "revoke", "alice", *at]) == 0

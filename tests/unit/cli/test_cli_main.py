@@ -117,7 +117,7 @@ def test_config_tells_values_and_origins(
     assert main(["config"]) == 0
     table = capsys.readouterr().out
     assert "hunter2" not in table
-    (row,) = [line for line in table.splitlines() if line.startswith("redis_url")]
+    (row,) = [line for line in table.splitlines() if line.startswith("redis_url ")]
     assert row.split() == ["redis_url", "redis://:***@h/0", "EXPERTMESH_REDIS_URL"]
 
 

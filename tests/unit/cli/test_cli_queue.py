@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from services.cli import queue as queue_cli
 from services.cli.main import main
 from services.messages import GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
 from services.queue.dead_letters import DeadLetters
@@ -46,8 +47,8 @@ class Mesh:
         async with asyncio.timeout(10):
             while not (claimed := await self.scheduler.claim(self.epoch, 1)):
                 await asyncio.sleep(0.02)
-        assert all(await self.scheduler.assign(self.epoch, [(claimed[0], "w")]))
-        return claimed[0]
+        assert all(await self.scheduler.assign(self.epoch, [(claimed[0].request, "w")]))
+        return claimed[0].request
 
     async def lose(self, request_id: str) -> None:
         await self.redis.zadd(self.keys.leases, {request_id: 1})
@@ -108,6 +109,24 @@ async def test_list_show_and_drop(mesh: Mesh, capsys: pytest.CaptureFixture[str]
     assert (rows["tenant"], rows["prompt"], rows["last worker"]) == ("alice", "11 12", "w")
     assert await mesh.run("drop", "r1") == 0
     assert await mesh.letters.list() == []
+
+
+async def test_a_prompt_does_not_steer_the_terminal(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.kill("r1")
+    monkeypatch.setattr(queue_cli, "load_codec", lambda *_: _Steering())
+    monkeypatch.setattr(queue_cli, "read_tokenizer_config", lambda _: None)
+    assert await mesh.run("show", "r1", "--model", "any") == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == 10
+    assert "prompt       \\x1b[31mred\\ntenant  mallory" in out
+
+
+class _Steering:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "\x1b[31mred\ntenant  mallory" if token_ids else ""
 
 
 async def test_retry_follows_to_the_end(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:

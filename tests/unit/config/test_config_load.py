@@ -263,6 +263,34 @@ def test_a_refused_url_does_not_show_its_password() -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_the_url_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "url"
+    file.write_text("redis://u:hunter2@h:1/0\n")
+    layered = load_layered(["--redis-url-file", str(file)])
+    assert layered.settings.redis_url == "redis://u:hunter2@h:1/0"
+    assert layered.origin("redis_url") == str(file)
+    assert "hunter2" not in repr(layered.settings)
+    assert load_settings(["--redis-url-file", str(file)], role="scheduler").redis_url_file == file
+    monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://elsewhere")
+    assert load_settings(["--redis-url-file", str(file)]).redis_url == "redis://u:hunter2@h:1/0"
+    monkeypatch.setenv("EXPERTMESH_REDIS_URL_FILE", str(file))
+    with pytest.raises(ConfigError, match="EXPERTMESH_REDIS_URL and EXPERTMESH_REDIS_URL_FILE say twice"):
+        load_settings([])
+    monkeypatch.delenv("EXPERTMESH_REDIS_URL")
+    settings = load_settings(["--redis-url", "redis://mine"])
+    assert (settings.redis_url, settings.redis_url_file) == ("redis://mine", None)
+
+
+@pytest.mark.parametrize("text", [None, "", "hunter2", "http://u:hunter2@h", "redis+sentinel://u:hunter2@h:x/m"])
+def test_a_file_without_a_url_is_refused_and_not_shown(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "url"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=str(file)) as caught:
+        load_settings(["--redis-url-file", str(file)])
+    assert "hunter2" not in str(caught.value) + caught.value.message
+
+
 def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:
     assert Settings(model=tmp_path / "qwen").model_name == "qwen"
     assert Settings(model=tmp_path / "a" / ".." / "qwen").model_name == "qwen"

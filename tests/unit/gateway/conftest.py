@@ -22,17 +22,20 @@ from services.gateway.auth import Authenticator, KeyStore
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.exposition import Siblings
 from services.gateway.health import Readiness
+from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
+from services.gateway.offload import Offload
 from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
 from services.gateway.tokenizer import SpecialTokens, TextCodec
-from services.messages import AttemptLost, GenerateRequest, ResultEvent, TokenEvent, TokenLogprob, WorkerInfo
+from services.messages import AttemptLost, GenerateRequest, TokenEvent, TokenLogprob, WorkerInfo
 from services.metrics import GatewayMetrics
-from services.queue.gateway_side import IdempotencyRecord
+from services.queue.gateway_side import IdempotencyKey, KeyBound, Prompts, Result
 from services.queue.limits import TenantLimits
+from services.queue.prompts import whole
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TEMPLATE = (
@@ -95,9 +98,10 @@ class ScriptedQueue:
         self.records: dict[tuple[str, str], tuple[str, str, int]] = {}
         self.live_workers: list[WorkerInfo] = []
         self.left = False
+        self.gone = False  # whether another gateway has what this one asks about
         self._down = False
         self._changed = asyncio.Event()
-        self._events: list[ResultEvent] = []
+        self._events: list[Result] = []
         self._position = 0
 
     @property
@@ -109,7 +113,7 @@ class ScriptedQueue:
         self._down = value
         self._changed.set()
 
-    def emit(self, *events: ResultEvent) -> None:
+    def emit(self, *events: Result) -> None:
         self._events.extend(events)
         self._changed.set()
 
@@ -136,39 +140,57 @@ class ScriptedQueue:
         *,
         timeout_s: float,
         tenant_limits: TenantLimits | None = None,
+        key: IdempotencyKey | None = None,
+        prompts: Prompts | None = None,
     ) -> list[GenerateRequest]:
         self._check()
+        self._bind(requests[0].tenant, key)
         if self.refusal is not None:
             raise self.refusal
         granted = [msgspec.structs.replace(request, deadline_ms=int(timeout_s * 1000)) for request in requests]
-        self.admitted += granted
+        joined = [_joined(request, prompts) for request in granted]
+        self.admitted += joined
         self.limits.append(tenant_limits)
         if self.answer is not None:
-            for request in granted:
+            for request in joined:
                 self.emit(*self.answer(request))
         return granted
 
-    async def resubmit(self, request: GenerateRequest) -> bool:
+    def _bind(self, tenant: str, key: IdempotencyKey | None) -> None:
+        if key is None:
+            return
+        bound = self.records.get((tenant, key.key))
+        if bound is not None:
+            raise KeyBound(base_id=bound[1], seed=bound[2], owner="gw")
+        if self.refusal is None:
+            self.records[tenant, key.key] = (key.fingerprint, key.base_id, key.seed)
+
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool:
         self._check()
-        self.resubmitted.append(request)
+        self.resubmitted.append(_joined(request, prompts))
         return True
 
     async def take_up(
-        self, request: GenerateRequest, *, timeout_s: float, tenant_limits: TenantLimits | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        tenant_limits: TenantLimits | None = None,
+        prompts: Prompts | None = None,
     ) -> GenerateRequest:
         self._check()
         granted = msgspec.structs.replace(request, attempt=2, deadline_ms=int(timeout_s * 1000))
-        self.taken_up.append(granted)
+        self.taken_up.append(_joined(granted, prompts))
         self.limits.append(tenant_limits)
         if self.answer is not None:
-            self.emit(*self.answer(granted))
+            self.emit(*self.answer(self.taken_up[-1]))
         return granted
 
     async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None:
         self._check()
         self.retaken += [request_id] * retake
         self.resynced.append((request_id, attempt))
-        return attempt + 1
+        return None if self.gone else attempt + 1
 
     async def cancel(self, request_ids: Iterable[str], delivered: Mapping[str, int] | None = None) -> int:
         self._check()
@@ -181,15 +203,7 @@ class ScriptedQueue:
         self.surveys += 1
         return {key: self.survey_answer.get(key, ("running", attempt)) for key, attempt in attempts.items()}
 
-    async def claim_idempotency(
-        self, tenant: str, key: str, fingerprint: str, base_id: str, seed: int
-    ) -> IdempotencyRecord:
-        self._check()
-        fresh = (tenant, key) not in self.records
-        _, known_base, known_seed = self.records.setdefault((tenant, key), (fingerprint, base_id, seed))
-        return IdempotencyRecord(fresh=fresh, base_id=known_base, seed=known_seed, owner="gw")
-
-    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[ResultEvent]]:
+    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
         self._check()
         if self._position == len(self._events):
             self._changed.clear()
@@ -202,9 +216,14 @@ class ScriptedQueue:
         events, self._position = self._events[self._position :], len(self._events)
         return str(self._position), events
 
-    async def workers(self) -> list[WorkerInfo]:
+    async def look(self) -> list[WorkerInfo]:
         self._check()
         return self.live_workers
+
+
+def _joined(request: GenerateRequest, prompts: Prompts | None) -> GenerateRequest:
+    """``request`` with its prompt, as a worker gets it."""
+    return whole(request, (prompts or {})[request.prompt])
 
 
 class _Leader:
@@ -327,6 +346,9 @@ async def _running(
     max_body_bytes: int = 1 << 20,
     metrics_apart: bool = False,
     max_queued_requests: int = 1024,
+    max_queued_tokens: int = 4_000_000,
+    answer_bytes: int = 64 << 20,
+    keep_s: float = 3600.0,
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
     max_len: int = 256,
@@ -334,8 +356,11 @@ async def _running(
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
-    table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1))
-    follower = ResultFollower(queue, table, metrics, lease_s=lease_s, request_timeout_s=request_timeout_s)
+    offload, holdings = Offload(metrics), Holdings(answer_bytes)
+    table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), holdings)
+    follower = ResultFollower(
+        queue, table, metrics, lease_s=lease_s, own_lease_s=lease_s, request_timeout_s=request_timeout_s
+    )
     model = ServedModel(
         name="tiny",
         vocab_size=codec.tokenizer.get_vocab_size(),
@@ -353,6 +378,9 @@ async def _running(
         incarnation="gw",
         request_timeout_s=request_timeout_s,
         max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        keep_s=keep_s,
+        offload=offload,
     )
     leader, siblings = _Leader(), Siblings([])
     parts = Parts(
@@ -363,6 +391,7 @@ async def _running(
         siblings=siblings,
         registry=registry,
         metrics=metrics,
+        offload=offload,
         version="1.2.3",
         protected=store is not None,
         max_body_bytes=max_body_bytes,
@@ -400,5 +429,6 @@ async def _running(
     server.stop()
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    offload.close()
     await siblings.close()
     listener.close()

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.gateway.table import MOST_MISSED
+from services.queue.gateway_side import Unreadable
+
 BODY = {"prompt": "hello", "max_tokens": 90}
 
 
@@ -70,10 +73,7 @@ async def test_a_gap_is_fenced_and_resubmitted(gateway, script):
 async def test_a_gap_of_a_request_that_is_gone_ends_it(gateway, script):
     task, request = await ask(gateway)
 
-    async def gone(_request_id: str, _attempt: int, *, retake: bool = False) -> None:  # noqa: ARG001
-        return None
-
-    gateway.queue.resync = gone
+    gateway.queue.gone = True
     gateway.queue.emit(*script.events(request, [5], start=3, finish=None))
     assert (await task).status_code == 503
 
@@ -136,7 +136,7 @@ async def test_a_resubmission_that_redis_never_heard_is_repeated(gateway, script
     task, request = await ask(gateway)
     real, calls = gateway.queue.resubmit, []
 
-    async def unheard(again: Any) -> bool:
+    async def unheard(again: Any, _prompts: Any = None) -> bool:
         calls.append(again)
         gateway.queue.down = True
         gateway.queue._check()
@@ -174,9 +174,10 @@ async def test_a_request_that_moved_to_another_gateway_ends_here(start, script):
     task, request = await ask(gateway)
     gateway.queue.survey_answer = {request.id: ("moved", 2)}
     await down_and_up(gateway)
+    gateway.queue.gone = True
     gateway.queue.emit(*script.events(request, [5], finish="cancelled"))
     assert (await task).status_code == 503
-    assert gateway.queue.resynced == []
+    assert (gateway.queue.retaken, gateway.queue.resubmitted) == ([], [])
 
 
 async def test_a_request_that_redis_gave_back_to_its_former_gateway_is_taken_again(start, script):
@@ -194,13 +195,48 @@ async def test_a_request_that_redis_gave_back_to_its_former_gateway_is_taken_aga
     assert await text_of(task) == "over the dog"
 
 
-async def test_a_cancel_from_the_server_is_an_error_not_an_empty_answer(gateway, script):
+async def test_a_request_that_another_gateway_took_ends_with_an_error_not_an_empty_answer(gateway, script):
     task, request = await ask(gateway)
-    (event,) = script.events(request, [5], finish="cancelled")
-    gateway.queue.emit(event)
+    gateway.queue.gone = True
+    gateway.queue.emit(*script.events(request, [5], finish="cancelled"))
     answer = await task
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
+
+
+async def test_a_cancel_that_nobody_here_asked_for_is_a_lost_attempt(gateway, script):
+    """The gateway stood still for longer than its lease, and was taken for dead."""
+    task, request = await ask(gateway)
+    ids = gateway.ids("over the lazy dog")
+    (cancelled,) = script.events(request, [5], start=2, finish="cancelled")
+    gateway.queue.emit(*script.events(request, ids[:2], finish=None), cancelled)
+    again = (await gateway.queue.wait_for("resubmitted"))[0]
+    assert gateway.queue.resynced == [(request.id, 1)]
+    assert (again.attempt, again.token_ids) == (2, request.token_ids + ids[:2])
+    gateway.queue.emit(*script.events(again, ids[2:], start=2))
+    assert await text_of(task) == "over the lazy dog"
+
+
+async def test_events_that_cannot_be_read_begin_the_attempt_anew(gateway, script):
+    task, request = await ask(gateway)
+    ids = gateway.ids("over the dog")
+    gateway.queue.emit(*script.events(request, ids[:2], finish=None), Unreadable(request.id, "of another kind"))
+    again = (await gateway.queue.wait_for("resubmitted"))[0]
+    assert again.token_ids == request.token_ids + ids[:2]
+    gateway.queue.emit(*script.events(again, ids[2:], start=2))
+    assert await text_of(task) == "over the dog"
+
+
+async def test_an_answer_that_can_never_be_read_is_an_error(gateway):
+    task, request = await ask(gateway)
+    for count in range(1, MOST_MISSED + 1):
+        gateway.queue.emit(Unreadable(request.id, "of another kind"))
+        await gateway.queue.wait_for("resubmitted", count)
+    gateway.queue.emit(Unreadable(request.id, "of another kind"), Unreadable("nobody's", "either"))
+    answer = await task
+    assert answer.status_code == 500
+    assert "of another kind" in answer.json()["error"]["message"]
+    assert {request.id, "nobody's"} <= set(await gateway.queue.wait_for("cancelled", 2))
 
 
 async def test_silence_beyond_every_timeout_ends_the_request(start):

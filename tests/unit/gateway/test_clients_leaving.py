@@ -173,7 +173,7 @@ async def test_unusable_keys_are_refused(gateway, key):
 async def test_keys_of_two_tenants_are_apart(gateway):
     from services.gateway.idempotency import KeyedJobs, Ticket
 
-    keyed, tickets = KeyedJobs(gateway.queue), []
+    keyed, tickets = KeyedJobs(gateway.table.holdings, keep_s=60), []
 
     async def start(ticket: Ticket) -> Any:
         tickets.append(ticket)

@@ -425,3 +425,32 @@ def test_the_process_never_loads_a_model_library():
         "sys.exit(', '.join({'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)) or None)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+async def test_messages_become_control_tokens_on_request_alone(gateway, script):
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("ok"))
+    eos = gateway.codec.tokenizer.token_to_id("<|eos|>")
+    chat: dict[str, object] = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a<|eos|>b"}]}]}
+    for more, found in (({}, 0), ({"parse_special_tokens": False}, 0), ({"parse_special_tokens": True}, 1)):
+        ids = (await gateway.http.post("/tokenize", json=chat | more)).json()["tokens"]
+        assert ids.count(eos) == found
+        assert gateway.codec.decode(ids) == "<|bos|>[user]a<|eos|>b\n[assistant]"
+        await gateway.http.post("/v1/chat/completions", json=chat | more)
+        assert gateway.queue.admitted[-1].token_ids == ids
+    raw = {"prompt": "a<|eos|>b"}
+    assert (await gateway.http.post("/tokenize", json=raw)).json()["tokens"].count(eos) == 1
+    await gateway.http.post("/v1/completions", json=raw)
+    assert gateway.queue.admitted[-1].token_ids.count(eos) == 1
+
+
+async def test_a_cache_salt_goes_along_with_the_request(gateway, script):
+    gateway.queue.answer = lambda request: script.events(request, gateway.ids("ok"))
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    for path, needed in (("completions", "prompt"), ("chat/completions", "messages")):
+        for salt, sent in (({}, ""), ({"cache_salt": "s" * 256}, "s" * 256), ({"cache_salt": None}, "")):
+            answer = await gateway.http.post(f"/v1/{path}", json={needed: body[needed], "max_tokens": 2} | salt)
+            assert answer.status_code == 200
+            assert gateway.queue.admitted[-1].cache_salt == sent
+        for salt in ("", "s" * 257, 5):
+            refused = await gateway.http.post(f"/v1/{path}", json={needed: body[needed], "cache_salt": salt})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")

@@ -37,6 +37,7 @@ async def test_keys_of_a_file_with_limits_and_priority(start, script, tmp_path):
         tmp_path / "keys.yaml",
         entry("alice", "sk-a", requests_per_minute=60, burst=2, max_concurrency=3, priority=3),
         entry("bob", "sk-b"),
+        entry("carol", "sk-c", priority=0),
     )
     gateway = await start(store=FileKeys(path, print))
     gateway.queue.answer = lambda request: script.events(request, [5])
@@ -52,6 +53,13 @@ async def test_keys_of_a_file_with_limits_and_priority(start, script, tmp_path):
     assert gateway.queue.limits[0] == TenantLimits(concurrency=3, requests_per_minute=60, burst=2)
     urgent = await gateway.http.post("/v1/completions", json={**BODY, "priority": 2}, headers=bearer("sk-a"))
     assert (urgent.status_code, urgent.json()["error"]["param"]) == (400, "priority")
+    ungranted = await gateway.http.post("/v1/completions", json={**BODY, "priority": 4}, headers=bearer("sk-b"))
+    assert (ungranted.status_code, ungranted.json()["error"]["param"]) == (400, "priority")
+    assert "5 to 9" in ungranted.json()["error"]["message"]
+    for secret, asked in (("sk-b", 5), ("sk-b", 9), ("sk-a", 3), ("sk-c", 0)):
+        body = {**BODY, "priority": asked}
+        assert (await gateway.http.post("/v1/completions", json=body, headers=bearer(secret))).status_code == 200
+        assert gateway.queue.admitted[-1].priority == asked
     many = await gateway.http.post("/v1/completions", json={**BODY, "n": 4}, headers=bearer("sk-a"))
     assert (many.status_code, many.json()["error"]["param"]) == (400, "n"), "no wait would let 4 in where 3 may run"
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from services.errors import CheckpointError, InvalidRequest
 from services.gateway.chat_template import ChatTemplate, load_chat_template
-from services.gateway.detokenize import StopStrings, detokenizer
+from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.tokenizer import SpecialTokens, TextCodec, load_codec, read_tokenizer_config
 
 
@@ -99,7 +99,7 @@ def test_token_names(codec, byte_fallback):
     cuts=st.lists(st.integers(1, 4), min_size=30, max_size=30),
 )
 def test_stop_strings_cut_where_a_whole_search_would(text, stops, cuts):
-    found, out, position = StopStrings(stops), "", 0
+    found, out, position = StopSet(stops).finder(), "", 0
     met = False
     for size in cuts:
         shown, met = found.push(text[position : position + size])
@@ -121,7 +121,7 @@ def test_stop_strings_cut_where_a_whole_search_would(text, stops, cuts):
 
 
 def test_nothing_is_held_back_that_cannot_become_a_stop_string():
-    stops = StopStrings(["STOP"])
+    stops = StopSet(["STOP"]).finder()
     assert stops.push("text S") == ("text ", False)
     assert stops.push("o") == ("So", False)
     assert stops.push("STO") == ("", False)

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -122,6 +123,59 @@ def test_corrupt_file(folder: Path, junk: bytes) -> None:
     message = refused(folder)
     assert "damaged" in message
     assert "Download the file again" in message
+
+
+def sparse(path: Path, start: bytes, size: int) -> None:
+    """A file that looks large and takes a block of the disk."""
+    path.write_bytes(start)
+    with path.open("r+b") as stream:
+        stream.truncate(size)
+
+
+def test_no_more_is_read_of_a_header_than_a_header_can_have(folder: Path) -> None:
+    sparse(folder / WEIGHTS, (1 << 30).to_bytes(8, "little"), 1 << 31)
+    peak, message = traced(refused, folder)
+    assert "100,000,000 are the most" in message
+    assert peak < 10_000_000
+
+
+def test_no_more_is_read_of_an_index_than_an_index_can_have(sharded: Path) -> None:
+    sparse(sharded / INDEX, b"{", 1 << 30)
+    peak, message = traced(refused, sharded)
+    assert INDEX in message
+    assert peak < 10_000_000
+
+
+def traced(call: Callable[[Path], str], folder: Path) -> tuple[int, str]:
+    """The most bytes that Python held for ``call``, and its result."""
+    tracemalloc.start()
+    try:
+        message = call(folder)
+        return tracemalloc.get_traced_memory()[1], message
+    finally:
+        tracemalloc.stop()
+
+
+BAD_OFFSETS = {
+    "negative": [-8, 8],
+    "backwards": [16, 8],
+    "overlapping": [8, 24],
+    "behind a hole": [24, 32],
+    "outside": [16, 1 << 40],
+    "beyond all counting": [16, 1 << 70],
+    "of text": ["16", "32"],
+    "three": [16, 24, 32],
+}
+
+
+@pytest.mark.parametrize("offsets", BAD_OFFSETS.values(), ids=BAD_OFFSETS)
+def test_tensors_lie_one_behind_the_other_inside_the_file(folder: Path, offsets: list[object]) -> None:
+    places = {"a": [0, 16], "b": offsets}
+    header = json.dumps({n: {"dtype": "F32", "shape": [4], "data_offsets": at} for n, at in places.items()}).encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    message = refused(folder)
+    assert "damaged" in message
+    assert "config.json" not in message, "it is the file that is at fault"
 
 
 @pytest.mark.parametrize("instead", [Path.mkdir, lambda path: path.symlink_to("nowhere")], ids=["folder", "no target"])

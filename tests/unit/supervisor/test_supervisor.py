@@ -355,6 +355,14 @@ async def test_an_external_redis_is_used_as_it_is(home: Path, redis_url: str) ->
     assert {note["settings"]["redis_url"] for note in notes_in(home)} == {redis_url}
 
 
+async def test_the_file_with_its_url_is_handed_on_and_not_what_is_in_it(home: Path, redis_url: str) -> None:
+    file = home / "url"
+    file.write_text(redis_url)
+    assert await _run(_nothing, redis_url=redis_url, redis_url_file=file) == 0
+    for note in notes_in(home):
+        assert (note["settings"]["redis_url"], note["settings"]["redis_url_file"]) == (redis_url, str(file))
+
+
 async def test_redis_is_told_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
     async def during(_: str) -> None:
         await until(lambda: len(notes_in(home)) == 3)

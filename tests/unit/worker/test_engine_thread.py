@@ -11,7 +11,16 @@ import pytest
 from testkit.stepping import SteppingEngine, continuation
 
 from services.attention.engine_thread import Add, EngineThread, Stop
-from services.messages import GenerateRequest, SamplingParams, TokenEvent
+from services.messages import (
+    EVENT_BYTES,
+    SCORE_BYTES,
+    GenerateRequest,
+    PromptScores,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    event_bytes,
+)
 
 
 def request(name: str, *, max_tokens: int = 4, attempt: int = 1) -> GenerateRequest:
@@ -38,7 +47,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
 class Rig:
     """A thread with everything it reports."""
 
-    def __init__(self, buffer_tokens: int = 1000) -> None:
+    def __init__(self, buffer_tokens: int = 1000, buffer_bytes: int = 1 << 30) -> None:
         self.engine = SteppingEngine(step_s=0.0)
         self.announced = 0
         self.ended = threading.Event()
@@ -48,6 +57,7 @@ class Rig:
         self.thread = EngineThread(
             self.engine,
             buffer_tokens=buffer_tokens,
+            buffer_bytes=buffer_bytes,
             on_events=self._announce,
             on_end=self._end,
             after_step=self._after_step,
@@ -66,7 +76,7 @@ class Rig:
 
     def collect(self, limit: int = 1000) -> list[TokenEvent]:
         taken = self.thread.take(limit)
-        self.thread.published(len(taken))
+        self.thread.published(taken)
         self.events += taken
         return taken
 
@@ -204,3 +214,24 @@ def test_stopping_ends_the_thread_without_a_failure(rig: Rig) -> None:
     rig.thread.stop()
     assert rig.ended.is_set()
     assert rig.failure is None
+
+
+def test_the_engine_pauses_when_what_waits_takes_too_much_memory() -> None:
+    rig = Rig(buffer_bytes=10 * EVENT_BYTES)
+    rig.thread.send(Add(request("a", max_tokens=100)))
+    wait_for(lambda: rig.thread.unpublished == 10)
+    time.sleep(0.05)
+    assert rig.thread.unpublished == 10
+    rig.collect(4)
+    wait_for(lambda: rig.thread.unpublished == 10)
+    wait_for(lambda: rig.collect() is not None and rig.events[-1].finish)
+    assert [event.index for event in rig.events] == list(range(100))
+    rig.thread.stop()
+
+
+def test_log_probabilities_count_by_their_number() -> None:
+    top = [(number, -1.0) for number in range(20)]
+    plain = TokenEvent(request_id="r", attempt=1, index=0, token_id=1)
+    scored = TokenEvent(request_id="r", attempt=1, index=1, token_id=1, logprob=TokenLogprob(-1.0, top))
+    prompt = TokenEvent(request_id="r", attempt=1, index=0, scores=PromptScores(start=1, width=0, logprobs=bytes(4000)))
+    assert event_bytes([plain, scored, prompt]) == 3 * EVENT_BYTES + 20 * SCORE_BYTES + 4000

@@ -130,7 +130,8 @@ async def test_assignments_of_earlier_or_equal_attempts_are_ignored(server: Redi
         epoch = await queue.campaign("me", 10)
         assert epoch is not None
         await eventually(queue.workers)
-        [request] = await queue.claim(epoch, 1)
+        [claim] = await queue.claim(epoch, 1)
+        request = claim.request
         await queue.assign(epoch, [(request, worker.info.id)])
         await eventually(lambda: worker.engine.added)
         for attempt in (1, 0, 2):

@@ -1,0 +1,147 @@
+"""Control tokens: which they are, where they stand in a text, and how text is encoded in which none may stand.
+
+A tokenizer makes a control token wherever its string is found, whoever wrote it. So prompts come here in pieces: the
+control tokens that shall be in them as ids, everything else as text in which none is looked for.
+
+Control tokens are those that the checkpoint calls special, but for the one that stands for unknown characters. Other
+added tokens (``<think>``, ``<tool_call>``) are found in any text: clients send back assistants' turns that hold them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Encoding, Tokenizer, models
+
+from services.gateway.tokenizer import TextCodec
+
+_UNKNOWN = "\U0010fffd"  # of a plane for private use: in no vocabulary
+
+
+class Span(NamedTuple):
+    """The characters from ``start`` to before ``end``, which become the control token ``token_id``."""
+
+    start: int
+    end: int
+    token_id: int
+
+
+class ControlTokens:
+    """Those of one tokenizer. ``strings`` are what they look like, ``ids`` what they are."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        added = codec.tokenizer.get_added_tokens_decoder()
+        special = codec.special_ids - _unknown_ids(codec.tokenizer)
+        spellings = {token_id: _spelling(codec, added[token_id].content, special) for token_id in special}
+        # What the model makes of characters and can make of no others is text, whatever the checkpoint calls it.
+        self.ids = frozenset(token_id for token_id, ids in spellings.items() if ids != [])
+        self.strings = tuple(added[token_id].content for token_id in sorted(self.ids))
+        by_model = {token_id: ids for token_id, ids in spellings.items() if ids}
+        self._plain = _PlainText(codec, [token for i, token in sorted(added.items()) if i not in self.ids], by_model)
+        exact = not by_model and not any(added[token_id].normalized for token_id in self.ids)
+        self._finder = _scanner(added.values()) if exact else codec.tokenizer
+        self._found = {_known(self._finder, added[token_id].content): token_id for token_id in self.ids}
+
+    def among(self, token_ids: Iterable[int]) -> list[int]:
+        """The control tokens in ``token_ids``, in their order."""
+        controls = self.ids
+        return [token_id for token_id in token_ids if token_id in controls]
+
+    def spans(self, text: str) -> list[Span]:
+        """Where the tokenizer finds control tokens in ``text``, with the white space that they swallow."""
+        encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
+        found = [(index, self._found.get(token_id)) for index, token_id in enumerate(encoding.ids)]
+        return [Span(*_place(encoding, index), token_id) for index, token_id in found if token_id is not None]
+
+    def encode(self, pieces: Sequence[str | int]) -> list[int]:
+        """Token ids of texts and control tokens (given as ids) in turn; no text becomes a control token.
+
+        Where no text spells a control token, these are the ids of all of it as one text; but some tokenizers look for
+        control tokens in text to which they have added a space: here such a space comes after each control token, too.
+        """
+        return self._plain.encode(pieces)
+
+
+class _PlainText:
+    """The tokenizer without its control tokens, and with one for "here is a control token"."""
+
+    def __init__(self, codec: TextCodec, added: Sequence[AddedToken], by_model: dict[int, list[int]]) -> None:
+        """``by_model``: control tokens that the model makes of text by itself, and what to write in their place."""
+        tokenizer = codec.tokenizer
+        self._mark = f"{_UNKNOWN}{secrets.token_hex(16)}"  # in no text of anybody who cannot guess it
+        self._tokenizer = _like(tokenizer, Tokenizer(tokenizer.model))  # the two share the model: no memory to speak of
+        self._tokenizer.add_tokens([*_fillers(tokenizer, self._mark), AddedToken(self._mark, normalized=False), *added])
+        self._mark_id = self._tokenizer.token_to_id(self._mark)
+        moved = {_known(self._tokenizer, token.content): [_known(tokenizer, token.content)] for token in added}
+        self._instead = by_model | moved
+
+    def encode(self, pieces: Sequence[str | int]) -> list[int]:
+        text = "".join(self._mark if isinstance(piece, int) else piece for piece in pieces)
+        controls = (piece for piece in pieces if isinstance(piece, int))
+        token_ids: list[int] = []
+        for token_id in self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids:
+            if token_id == self._mark_id:
+                token_ids.append(next(controls))
+            elif token_id in self._instead:
+                token_ids.extend(self._instead[token_id])
+            else:
+                token_ids.append(token_id)
+        return token_ids
+
+
+def _unknown_ids(tokenizer: Tokenizer) -> set[int]:
+    """What stands for characters that the tokenizer does not know: any text may hold those."""
+    found = set(tokenizer.encode(_UNKNOWN, add_special_tokens=False).ids)
+    named = getattr(tokenizer.model, "unk_token", None)
+    return found | ({_known(tokenizer, named)} if named is not None else set())
+
+
+def _spelling(codec: TextCodec, string: str, special: Collection[int]) -> list[int] | None:
+    """Ids of ``string`` as mere text where the model makes a special token of it by itself; None where it does not.
+
+    Some models have merges that end in ``</s>``, or know it as a piece. Empty: there is no other way to write it.
+    """
+    tokenize, word = codec.tokenizer.model.tokenize, codec.in_alphabet(string)
+    if [token.id for token in tokenize(word)] != [codec.tokenizer.token_to_id(string)]:
+        return None
+    cuts = ([token.id for part in (word[:cut], word[cut:]) for token in tokenize(part)] for cut in range(1, len(word)))
+    return next((ids for ids in cuts if not set(ids).intersection(special)), [])
+
+
+def _like(tokenizer: Tokenizer, other: Tokenizer) -> Tokenizer:
+    """``other``, which shall treat text as ``tokenizer`` does."""
+    if tokenizer.normalizer is not None:
+        other.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        other.pre_tokenizer = tokenizer.pre_tokenizer
+    return other
+
+
+def _fillers(tokenizer: Tokenizer, mark: str) -> list[str]:
+    """Tokens to add first where the vocabulary leaves ids out, so that no token added later gets one that is in it."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    return [f"{mark}{missing}" for missing in range(1 + max(vocabulary.values(), default=-1) - len(vocabulary))]
+
+
+def _scanner(added: Iterable[AddedToken]) -> Tokenizer:
+    """Finds added tokens as any tokenizer does, and makes one unknown token of all that is between two of them."""
+    scanner = Tokenizer(models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
+    scanner.add_tokens(list(added))
+    return scanner
+
+
+def _place(encoding: Encoding, index: int) -> tuple[int, int]:
+    """The characters of a token that is one of the text's."""
+    place: tuple[int, int] | None = encoding.token_to_chars(index)
+    assert place is not None
+    return place
+
+
+def _known(tokenizer: Tokenizer, string: str) -> int:
+    """The id of a token that there is."""
+    token_id = tokenizer.token_to_id(string)
+    assert token_id is not None
+    return token_id

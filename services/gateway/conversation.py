@@ -1,0 +1,63 @@
+"""A conversation on its way through the chat template, and characters that stand for texts meanwhile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.errors import InvalidRequest
+
+_FIRST, _LAST = 0x100000, 0x10FFFC  # of a plane for private use: no text needs them
+STAND_IN = f"[{chr(_FIRST)}-{chr(_LAST)}]"
+"""Any of these characters, as an expression."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What the template gets. All of ``messages`` but the roles, and strings in ``options``, are the client's words."""
+
+    messages: Sequence[Mapping[str, str]]
+    add_generation_prompt: bool
+    options: Mapping[str, Any]
+
+    def texts(self) -> list[str]:
+        """Everything that the client wrote."""
+        said = (text for message in self.messages for name, text in message.items() if name != "role")
+        return [*said, *(value for value in self.options.values() if isinstance(value, str))]
+
+    def with_texts(self, said: Callable[[str], str], option: Callable[[str], str]) -> Conversation:
+        """The same conversation in other words: ``said`` changes those of messages, ``option`` those of options."""
+        return Conversation(
+            messages=[
+                {name: text if name == "role" else said(text) for name, text in message.items()}
+                for message in self.messages
+            ],
+            add_generation_prompt=self.add_generation_prompt,
+            options={name: option(value) if isinstance(value, str) else value for name, value in self.options.items()},
+        )
+
+
+class StandIns:
+    """Characters that stand for texts while a template is at work: it can neither see what is in them nor change it."""
+
+    def __init__(self, template: str) -> None:
+        """They are none of ``template``'s own."""
+        self._free = (char for char in map(chr, range(_FIRST, _LAST + 1)) if char not in template)
+        self._chars: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
+
+    def hide(self, text: str) -> str:
+        """The character for ``text``. Raises InvalidRequest when there are no more."""
+        char = self._chars.get(text)
+        if char is None:
+            char = next(self._free, None)
+            if char is None:
+                raise InvalidRequest("The messages have too many characters for private use.", param="messages")
+            self._chars[text], self._texts[char] = char, text
+        return char
+
+    def reveal(self, text: str) -> str:
+        """``text`` with what its characters stand for."""
+        return re.sub(STAND_IN, lambda found: self._texts.get(found[0], found[0]), text)

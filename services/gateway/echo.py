@@ -1,0 +1,85 @@
+"""A prompt that the answer repeats: its text, and its log-probabilities as they come. One for all choices of a prompt.
+
+Only one of the choices asks for the scores; the others show them too, and wait for them before they begin.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+
+from services.gateway.detokenize import detokenizer
+from services.gateway.records import Record, Scores
+from services.gateway.tokenizer import TextCodec
+from services.messages import PromptScores, TokenLogprob
+
+
+class Echo:
+    """``text`` is the prompt as the client wrote it; ``scored``: with log-probabilities, which are to come."""
+
+    def __init__(self, text: str, token_ids: array[int], codec: TextCodec, *, scored: bool) -> None:
+        self.text = text
+        self._ids = token_ids
+        self._codec = codec
+        self._scores = _begun() if scored else None
+        self._attempt = 0
+        self._offsets = array("q")
+        self._detokenizer = detokenizer(codec)
+        self._end = 0  # of the text of the tokens in _offsets
+        self._reading = threading.Lock()  # offsets are found by whoever shows them first, in whichever thread
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is there that is to be shown."""
+        return self._scores is None or len(self._scores) == len(self._ids)
+
+    @property
+    def records(self) -> int:
+        """Tokens that are shown with their log-probabilities."""
+        return 0 if self._scores is None else len(self._ids)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text) + 8 * self.records + (self._scores.nbytes if self._scores else 0)
+
+    def take(self, attempt: int, scores: PromptScores) -> bool:
+        """Scores of the next part, by the attempt that scores the prompt. Parts that are known are ignored; False
+        where one before it is missing."""
+        if self._scores is None or self.complete:
+            return True
+        if attempt != self._attempt:  # it begins anew
+            self._attempt = attempt
+            self._scores = _begun()
+        if scores.start > len(self._scores):
+            return False
+        if scores.start == len(self._scores):
+            self._scores.extend(scores)
+        return True
+
+    def take_all(self, scores: Sequence[TokenLogprob | None]) -> None:
+        """All scores at once, as workers of an earlier release send them."""
+        if self._scores is not None and not self.complete and len(scores) == len(self._ids):
+            self._scores = Scores()
+            for score in scores:
+                self._scores.add(score)
+
+    def record(self, index: int) -> Record:
+        with self._reading:
+            while len(self._offsets) <= index:
+                self._next_offset()
+        assert self._scores is not None
+        return Record(self._ids[index], self._scores.at(index), self._offsets[index])
+
+    def _next_offset(self) -> None:
+        token_id = self._ids[len(self._offsets)]
+        self._offsets.append(self._end)
+        shown = len(self._detokenizer.push(token_id))
+        self._end += shown or self._codec.special_length(token_id, self.text, self._end)
+
+
+def _begun() -> Scores:
+    """Of a prompt's first token there is no score."""
+    scores = Scores()
+    scores.add(None)
+    return scores

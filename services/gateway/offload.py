@@ -1,0 +1,158 @@
+"""A fair place for heavy work: threads beside the event loop, few at a time, tenants by turns.
+
+In: a callable and the tenant that it is done for. Out: its result, or a refusal where that tenant has too much waiting.
+Open streams go on meanwhile, and one tenant's megabytes delay another's by one piece, not by all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from services.errors import Overloaded, WorkLimited
+from services.metrics import GatewayMetrics
+
+T = TypeVar("T")
+
+_HOLDING = 1
+"""Threads of work that holds the interpreter's lock: more of them would only take it from the event loop."""
+_RELEASING = 2
+"""Threads of work that releases it, such as tokenizing: a long text leaves one to the others."""
+_WAITING_OF_ONE = 512
+_WAITING_OF_ALL = 4096
+_FIRST_GUESS_S = 0.05
+_NEWEST = 0.1  # weight of the newest piece in the mean duration
+
+
+class Offload:
+    """Runs pieces of work in threads; see the module. ``releases_lock`` names the kind, which has places of its own."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        *,
+        holding: int = _HOLDING,
+        releasing: int = _RELEASING,
+        waiting_of_one: int = _WAITING_OF_ONE,
+        waiting_of_all: int = _WAITING_OF_ALL,
+    ) -> None:
+        bounds = (waiting_of_one, waiting_of_all)
+        self._holding = _Lane("holds_lock", holding, bounds, metrics)
+        self._releasing = _Lane("releases_lock", releasing, bounds, metrics)
+
+    async def run(self, tenant: str, work: Callable[[], T], *, releases_lock: bool = False, owed: bool = False) -> T:
+        """What ``work`` returns or raises. Cancelling takes a waiting piece along; one that runs ends for nobody.
+
+        ``owed`` work belongs to a request that was admitted: it is never refused.
+
+        Raises:
+            WorkLimited: as many pieces of this tenant wait as may.
+            Overloaded: as many of all tenants do.
+        """
+        lane = self._releasing if releases_lock else self._holding
+        await lane.turn(tenant, refusable=not owed)
+        return await lane.run(work)
+
+    def close(self) -> None:
+        """Lets running pieces end; nothing new begins."""
+        self._holding.close()
+        self._releasing.close()
+
+
+class _Lane:
+    """``places`` threads, and who waits for one: tenants by turns, each tenant's pieces in their order."""
+
+    def __init__(self, kind: str, places: int, bounds: tuple[int, int], metrics: GatewayMetrics) -> None:
+        self._free = places
+        self._of_one, self._of_all = bounds
+        self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"offload-{kind}")
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # the next tenant's first
+        self._waiting = 0
+        self._mean_s = _FIRST_GUESS_S
+        self._gauge = metrics.offload_waiting.labels(kind)
+        self._wait = metrics.offload_wait.labels(kind)
+
+    async def turn(self, tenant: str, *, refusable: bool) -> None:
+        """Waits for a place and takes it; :meth:`run` gives it back."""
+        began = time.monotonic()
+        if self._free:  # then nobody waits
+            self._free -= 1
+        else:
+            await self._queue(tenant, refusable=refusable)
+        self._wait.observe(time.monotonic() - began)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        began = time.monotonic()
+        running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+        def over(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled():
+                done.exception()  # seen, though the client may be gone
+            self._mean_s += _NEWEST * (time.monotonic() - began - self._mean_s)
+            self._give_back()
+
+        running.add_done_callback(over)
+        return await asyncio.shield(running)  # a thread cannot be cancelled: its place is taken until it ends
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _queue(self, tenant: str, *, refusable: bool) -> None:
+        if refusable:
+            self._check(tenant)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(tenant, deque()).append(turn)
+        self._count(1)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(tenant, turn)
+            else:  # it had the place already
+                self._give_back()
+            raise
+
+    def _check(self, tenant: str) -> None:
+        of_one = len(self._queues.get(tenant, ()))
+        retry_after_s = max(1.0, of_one * len(self._queues) * self._mean_s)
+        if of_one >= self._of_one:
+            raise WorkLimited(
+                f"{of_one} large requests of this key wait to be read already.",
+                hint="Send fewer at a time.",
+                retry_after_s=retry_after_s,
+            )
+        if self._waiting >= self._of_all:
+            raise Overloaded(
+                f"{self._waiting} large requests wait to be read already.",
+                hint="Try again soon.",
+                retry_after_s=max(1.0, self._waiting * self._mean_s),
+            )
+
+    def _give_back(self) -> None:
+        """The place goes to the next tenant's oldest piece; that tenant goes to the end."""
+        while self._queues:
+            tenant, queue = next(iter(self._queues.items()))
+            turn = queue[0]
+            self._forget(tenant, turn)
+            if queue:
+                self._queues[tenant] = self._queues.pop(tenant)
+            if not turn.cancelled():  # else its client has just left
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        queue = self._queues.get(tenant, deque())
+        if turn in queue:
+            queue.remove(turn)
+            self._count(-1)
+        if not queue:
+            self._queues.pop(tenant, None)
+
+    def _count(self, change: int) -> None:
+        self._waiting += change
+        self._gauge.set(self._waiting)

@@ -1,0 +1,102 @@
+"""The header of a safetensors file: which tensors are in it and where, with every promise checked against its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from services.errors import CheckpointError
+from services.model.names import Shape
+
+DOWNLOAD_AGAIN = "Download the file again."
+MOST_BYTES = 100_000_000
+"""Of a header, as in the library itself: a file's first bytes must not make anybody read what else it has."""
+_LENGTH_BYTES = 8
+"""The file starts with its header's length, in this many bytes, little-endian."""
+_LFS_POINTER = b"version https://git-lfs"
+_METADATA = "__metadata__"
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Info(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_info = msgspec.json.Decoder(_Info)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor as a file's header describes it."""
+
+    file: Path
+    dtype: str
+    shape: Shape
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors in ``file`` by name.
+
+    Raises:
+        CheckpointError: it is damaged, or no safetensors file.
+        OSError: it cannot be read.
+    """
+    raw, size = _read(file)
+    try:
+        infos = {name: _info.decode(item) for name, item in _header.decode(raw).items() if name != _METADATA}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(file, f"its header does not read ({error})") from error
+    promised = _LENGTH_BYTES + len(raw) + _end(file, infos.items())
+    if size < promised:
+        raise _truncated(file, promised, size)
+    return {
+        name: TensorEntry(
+            file=file, dtype=info.dtype, shape=info.shape, nbytes=info.data_offsets[1] - info.data_offsets[0]
+        )
+        for name, info in infos.items()
+    }
+
+
+def _read(file: Path) -> tuple[bytes, int]:
+    """The header's bytes, and the size of the file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", hint="Run `git lfs pull`.")
+        stream.seek(0)
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES + length:
+            raise _truncated(file, _LENGTH_BYTES + length, size)
+        if length > MOST_BYTES:
+            raise _damaged(file, f"its header would have {length:,} bytes, and {MOST_BYTES:,} are the most")
+        return stream.read(length), size
+
+
+def _end(file: Path, infos: Iterable[tuple[str, _Info]]) -> int:
+    """Where the last tensor ends, in bytes from the end of the header; each begins where the one before it ends."""
+    end = 0
+    for (begin, after), name in sorted((info.data_offsets, name) for name, info in infos):
+        if not begin == end <= after:
+            raise _damaged(file, f'its header has "{name[:200]}" at {begin:,} to {after:,}, behind a tensor to {end:,}')
+        end = after
+    return end
+
+
+def _damaged(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{file} is no safetensors file, or damaged: {reason}.", hint=DOWNLOAD_AGAIN)
+
+
+def _truncated(file: Path, promised: int, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is truncated or damaged: its header promises {promised:,} bytes, the file has {size:,}.",
+        hint=DOWNLOAD_AGAIN,
+    )

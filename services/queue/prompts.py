@@ -1,0 +1,93 @@
+"""Prompts as Redis keeps them: each once, named by its content, beside the records of the requests that begin with it.
+
+In: whole requests of a gateway. Out: requests without their prompts, and the prompts as bytes (int32, little-endian:
+four bytes a token). An attention worker puts them together again; a scheduler needs only how a prompt begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from services.messages import GenerateRequest, encode
+
+ID_BYTES = 4
+HEAD_TOKENS = 8192
+"""So much of a prompt's beginning a scheduler gets to see."""
+_NAME_BYTES = 16
+
+
+def pack_ids(token_ids: Iterable[int]) -> bytes:
+    """Token ids as Redis keeps them."""
+    ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+    return ids.tobytes() if sys.byteorder == "little" else _swapped(ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> array[int]:
+    """Inverse of :func:`pack_ids`; bytes beyond whole ids are left out."""
+    ids = array("i", data[: len(data) // ID_BYTES * ID_BYTES])
+    return ids if sys.byteorder == "little" else _swapped(ids)
+
+
+def _swapped(ids: array[int]) -> array[int]:
+    swapped = array("i", ids)
+    swapped.byteswap()
+    return swapped
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A request as its record has it. ``name`` is '' where ``body`` holds the prompt itself."""
+
+    request: GenerateRequest
+    body: bytes
+    name: str
+    ids: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + len(self.ids)
+
+
+class PromptStore:
+    """Makes records of requests. ``prompts`` are those that requests name, by name; others hold theirs themselves.
+
+    A prompt that several requests share is packed once.
+    """
+
+    def __init__(self, prompts: Mapping[str, array[int]] | None = None) -> None:
+        self._prompts = prompts or {}
+        self._packed: dict[str, bytes] = {}
+
+    def stored(self, request: GenerateRequest, *, apart: bool) -> Stored:
+        """``request`` for its record; ``apart``: without its prompt."""
+        if not apart:
+            joined = whole(request, self._prompts[request.prompt]) if request.prompt else request
+            return Stored(request, encode(joined), "", b"")
+        if request.prompt:
+            return Stored(request, encode(request), request.prompt, self._ids(request.prompt))
+        ids = pack_ids(request.token_ids[: request.prompt_len])
+        name = prompt_name(request.tenant, ids)
+        short = structs.replace(request, token_ids=request.token_ids[request.prompt_len :], prompt=name)
+        return Stored(request, encode(short), name, ids)
+
+    def _ids(self, name: str) -> bytes:
+        if name not in self._packed:
+            self._packed[name] = pack_ids(self._prompts[name])
+        return self._packed[name]
+
+
+def prompt_name(tenant: str, ids: bytes) -> str:
+    """Name of the prompt ``ids`` of ``tenant``: requests of others never share it."""
+    digest = hashlib.blake2b(ids, digest_size=_NAME_BYTES, person=b"prompt", key=tenant.encode()[:64])
+    return digest.hexdigest()
+
+
+def whole(request: GenerateRequest, prompt: Sequence[int]) -> GenerateRequest:
+    """``request`` with its prompt in front of what follows it."""
+    return structs.replace(request, token_ids=[*prompt, *request.token_ids], prompt="")

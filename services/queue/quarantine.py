@@ -1,0 +1,95 @@
+"""What a process found in Redis and cannot read: counted, logged, and kept for an operator; its reader goes on.
+
+Mostly messages of a later release, written before it saw that an earlier one still reads them; else damage, or a
+process that should not be there.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+from prometheus_client import Counter
+from redis.asyncio import Redis
+
+from services.config import Settings
+from services.errors import QueueUnavailable, UnreadableMessage
+from services.queue.connect import command
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.scripts import Scripts
+
+Kind = Literal["event", "request", "inbox", "worker", "seat", "load", "table", "assignment"]
+_MOST_BYTES = 4096
+_MOST_KNOWN = 1024
+
+log = logging.getLogger(__name__)
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """One that could not be read. ``source`` is whom or what it is of, ``data`` its first bytes in base64."""
+
+    kind: Kind
+    source: str
+    reason: str
+    reader: str
+    data: str
+    size: int
+    when_ms: int = 0
+
+
+class Quarantine:
+    """Of one reader, which calls itself ``reader``. ``count`` is called for each that is found, with its kind. Without
+    ``scripts`` nothing is kept: for those who only look."""
+
+    def __init__(
+        self, scripts: Scripts | None = None, reader: str = "", count: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._scripts = scripts
+        self._reader = reader
+        self._count = count
+        self._known: OrderedDict[tuple[Kind, str], None] = OrderedDict()
+
+    @classmethod
+    def of(cls, redis: Redis, settings: Settings, reader: str, unreadable: Counter) -> Quarantine:
+        """What a role of ``settings`` reads goes into; ``unreadable`` counts it."""
+        scripts = Scripts(redis, Keys(settings.namespace), QueueLimits.of(settings))
+        return cls(scripts, reader, lambda kind: unreadable.labels(kind).inc())
+
+    async def put(self, kind: Kind, source: str, error: UnreadableMessage, data: bytes) -> None:
+        """Does nothing where the same kind of ``source`` is known already: records are read again and again."""
+        if (kind, source) in self._known:
+            return
+        self._known[kind, source] = None
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        self._count(kind)
+        log.error("%s (%s of %s); see `expertmesh queue unreadable`", error.message, kind, source[:256])
+        if self._scripts is None:
+            return
+        kept = Kept(
+            kind=kind,
+            source=source[:256],
+            reason=error.message[:512],
+            reader=self._reader,
+            data=base64.b64encode(data[:_MOST_BYTES]).decode(),
+            size=len(data),
+        )
+        try:
+            await self._scripts.run("quarantine", msgspec.json.encode(kept))
+        except QueueUnavailable as unavailable:
+            log.warning("not kept: %s", unavailable.message)
+
+
+async def quarantined(redis: Redis, keys: Keys) -> list[Kept]:
+    """The newest first. Raises QueueUnavailable."""
+    entries = await command(redis, "LRANGE", keys.unreadable, 0, -1)
+    return [_kept(*entry.split(b":", 1)) for entry in entries]
+
+
+def _kept(when_ms: bytes, entry: bytes) -> Kept:
+    return msgspec.structs.replace(msgspec.json.decode(entry, type=Kept), when_ms=int(when_ms))

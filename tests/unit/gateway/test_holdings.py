@@ -1,0 +1,118 @@
+"""Memory for answers: what is counted equals what there is, tenants have shares, the largest answer gives way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from services.errors import Overloaded
+from services.gateway.holdings import CHOICE_BYTES, JOB_BYTES, Holdings
+
+BODY = {"prompt": "hello", "max_tokens": 200}
+
+
+class FakeJob:
+    """What is asked of a job."""
+
+    choices = ()
+    prompt_bytes = 0
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+
+
+def hold(holdings: Holdings, tenant: str, size: int) -> Any:
+    job = FakeJob(tenant)
+    holdings.open(job)  # type: ignore[arg-type]
+    holdings.grow(job, size - JOB_BYTES)  # type: ignore[arg-type]
+    return job
+
+
+def test_a_job_counts_for_as_long_as_anybody_holds_it():
+    holdings = Holdings(1000_000)
+    job = hold(holdings, "a", 5000)
+    reader = [job]
+    del job
+    assert holdings.total == 5000
+    del reader
+    gc.collect()
+    assert holdings.total == 0
+
+
+def test_half_is_for_whoever_comes_and_the_rest_in_equal_shares():
+    holdings = Holdings(100_000)
+    greedy = hold(holdings, "greedy", 50_000)
+    holdings.check("greedy")
+    holdings.grow(greedy, 10)
+    holdings.check("honest")
+    holdings.check("greedy")  # alone, all is its share
+    modest = hold(holdings, "modest", 5_000)
+    with pytest.raises(Overloaded) as refused:
+        holdings.check("greedy")
+    assert refused.value.retry_after_s
+    holdings.check("modest")
+    holdings.check("another")
+    holdings.grow(modest, 44_990)
+    with pytest.raises(Overloaded):
+        holdings.check("another")
+
+
+def test_the_largest_of_the_largest_tenant_gives_way():
+    holdings = Holdings(100_000)
+    jobs = [hold(holdings, "a", 30_000), hold(holdings, "b", 20_000), hold(holdings, "b", 25_000)]
+    assert not holdings.full
+    holdings.grow(jobs[1], 30_000)
+    assert holdings.full
+    assert holdings.excess(jobs) is jobs[1]
+
+
+async def ask(gateway: Any, **options: Any) -> tuple[asyncio.Task[Any], Any]:
+    before = len(gateway.queue.admitted)
+    task = asyncio.create_task(gateway.http.post("/v1/completions", json={**BODY, **options}))
+    return task, (await gateway.queue.wait_for("admitted", before + 1))[before]
+
+
+async def test_what_is_counted_is_what_answers_take(start, script):
+    gateway = await start()
+    holdings = gateway.table.holdings
+    task, request = await ask(gateway, logprobs=3)
+    prompt = 4 * len(gateway.ids("hello"))
+    assert holdings.total == JOB_BYTES + CHOICE_BYTES + prompt
+    ids = gateway.ids("the quick brown fox")
+    gateway.queue.emit(*script.events(request, ids))
+    assert (await task).status_code == 200
+    del task
+    text = len("the quick brown fox")
+    expected = JOB_BYTES + CHOICE_BYTES + prompt + text + len(ids) * (4 + 8 + 12 + 3 * 8)
+    async with asyncio.timeout(5):
+        while holdings.total:
+            assert holdings.total in (0, expected)
+            await asyncio.sleep(0.01)
+            gc.collect()
+
+
+async def test_an_answer_too_much_ends_with_a_typed_error_and_others_go_on(start, script):
+    gateway = await start(answer_bytes=40_000)
+    small, modest = await ask(gateway)
+    large, greedy = await ask(gateway, n=3, logprobs=5)
+    choices = [request for request in gateway.queue.admitted if request.id.startswith(greedy.id.rsplit("-", 1)[0])]
+    for request in choices:
+        gateway.queue.emit(*script.events(request, [7] * 180, finish=None))
+    assert set(await gateway.queue.wait_for("cancelled", 3)) == {request.id for request in choices}
+    answer = await large
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "overloaded"
+    gateway.queue.emit(*script.events(modest, gateway.ids("fine")))
+    assert (await small).json()["choices"][0]["text"] == "fine"
+
+
+async def test_a_full_gateway_says_so_before_it_queues(start):
+    gateway = await start(answer_bytes=7_000)
+    first, _ = await ask(gateway)
+    answer = await gateway.http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert 1 <= int(answer.headers["retry-after"]) <= 120
+    first.cancel()

@@ -1,0 +1,178 @@
+"""Long answers in pieces: the same JSON, whatever the cuts; a prompt's scores come once, for all of its choices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from testkit.scores import packed
+
+from services.gateway import openai_format
+from services.messages import TokenEvent, TokenLogprob
+
+TEXT = "the quick brown fox — 你好! " * 12
+
+
+def scores(request: Any, first: int, last: int) -> TokenEvent:
+    """Of the prompt's tokens ``first`` to ``last``, as a worker sends them."""
+    width = request.sampling.prompt_logprobs
+    found = [
+        TokenLogprob(-position / 8, [(position % 50 + rank, -rank / 4) for rank in range(width)])
+        for position in range(first, last)
+    ]
+    return TokenEvent(request_id=request.id, attempt=request.attempt, index=0, scores=packed(first, found, width))
+
+
+def scored_answer(gateway: Any, script: Any, *, cut: int = 2) -> None:
+    """Prompts are scored in two parts, before their first token."""
+
+    def answer(request: Any) -> list[TokenEvent]:
+        parts = []
+        if request.sampling.prompt_logprobs is not None:
+            parts = [scores(request, 1, cut), scores(request, cut, request.prompt_len)]
+        plain = msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+        )
+        return [*parts, *script.events(plain, gateway.ids(" there"))]
+
+    gateway.queue.answer = answer
+
+
+async def test_a_prompt_is_scored_once_and_shown_by_each_of_its_choices(gateway, script):
+    scored_answer(gateway, script)
+    body = {"prompt": ["the quick brown fox", "hello world"], "n": 3, "echo": True, "logprobs": 2, "max_tokens": 5}
+    choices = (await gateway.http.post("/v1/completions", json=body)).json()["choices"]
+    asked = [request.sampling.prompt_logprobs for request in gateway.queue.admitted]
+    assert asked == [2, None, None, 2, None, None]
+    assert [choice["text"] for choice in choices] == ["the quick brown fox there"] * 3 + ["hello world there"] * 3
+    for first in (0, 3):
+        assert choices[first]["logprobs"] == choices[first + 1]["logprobs"] == choices[first + 2]["logprobs"]
+        logprobs = choices[first]["logprobs"]
+        assert logprobs["token_logprobs"][:3] == [None, -0.125, -0.25]
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert choices[first]["text"][offset:].startswith(token)
+        assert len(logprobs["top_logprobs"][1]) >= 2
+
+
+async def test_choices_wait_for_the_scores_of_their_prompt(gateway, script):
+    body = {"prompt": "the quick brown fox", "n": 2, "echo": True, "logprobs": 0, "max_tokens": 5}
+    task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
+    first, second = await gateway.queue.wait_for("admitted", 2)
+    gateway.queue.emit(*script.events(second, gateway.ids(" there")))
+    gateway.queue.emit(scores(first, 1, 3), scores(first, 1, 3))  # one part, doubled
+    plain = msgspec.structs.replace(first, sampling=second.sampling)
+    gateway.queue.emit(scores(first, 3, first.prompt_len), *script.events(plain, gateway.ids(" you")))
+    choices = (await task).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["the quick brown fox you", "the quick brown fox there"]
+    assert all(choice["logprobs"]["token_logprobs"][2] == -0.25 for choice in choices)
+
+
+async def test_scores_begin_anew_with_the_attempt(gateway, script):
+    body = {"prompt": "the quick brown fox", "echo": True, "logprobs": 0, "max_tokens": 5}
+    task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
+    (request,) = await gateway.queue.wait_for("admitted")
+    gateway.queue.emit(scores(request, 1, 3), script.lost(request, 2))
+    (again,) = await gateway.queue.wait_for("resubmitted")
+    assert again.sampling.prompt_logprobs == 0
+    gateway.queue.emit(scores(again, 1, 2), scores(again, 2, request.prompt_len), script.lost(again, 3))
+    once_more = (await gateway.queue.wait_for("resubmitted", 2))[1]
+    assert once_more.sampling.prompt_logprobs is None  # all are there
+    gateway.queue.emit(*script.events(once_more, gateway.ids(" there"), attempt=3))
+    choice = (await task).json()["choices"][0]
+    assert choice["text"] == "the quick brown fox there"
+    assert choice["logprobs"]["token_logprobs"][1:3] == [-0.125, -0.25]
+
+
+async def test_a_part_of_the_scores_that_is_missing_is_asked_for_again(gateway, script):
+    body = {"prompt": "the quick brown fox", "echo": True, "logprobs": 0, "max_tokens": 5}
+    task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
+    (request,) = await gateway.queue.wait_for("admitted")
+    plain = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None))
+    gateway.queue.emit(scores(request, 1, 2), *script.events(plain, gateway.ids(" there")))
+    (again,) = await gateway.queue.wait_for("resubmitted")
+    assert (again.attempt, again.sampling.prompt_logprobs) == (2, 0)
+    gateway.queue.emit(scores(again, 1, request.prompt_len), *script.events(plain, gateway.ids(" there"), attempt=2))
+    assert (await task).json()["choices"][0]["text"] == "the quick brown fox there"
+
+
+def emulate(gateway: Any, script: Any) -> None:
+    ids = gateway.ids(TEXT)
+    gateway.queue.answer = lambda request: script.events(request, ids)
+
+
+CASES = [
+    ("/v1/completions", {"prompt": "hello", "logprobs": 3, "return_token_ids": True, "echo": True}),
+    ("/v1/completions", {"prompt": ["hello", "the fox"], "n": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+async def test_a_whole_answer_is_the_same_in_small_pieces(start, script, monkeypatch, path, body):
+    gateway = await start(max_len=4096)
+    emulate(gateway, script)
+    wanted = await gateway.http.post(path, json={**body, "max_tokens": 900})
+    assert wanted.status_code == 200
+    monkeypatch.setattr(openai_format, "PIECE_RECORDS", 7)
+    monkeypatch.setattr(openai_format, "TAKE_BYTES", 64)
+    monkeypatch.setattr("services.gateway.stream.TAKE_BYTES", 64)
+    pieces = await gateway.http.post(path, json={**body, "max_tokens": 900})
+    assert pieces.headers["transfer-encoding"] == "chunked"
+    assert pieces.headers["content-type"] == "application/json"
+    one, other = wanted.json(), pieces.json()
+    assert other | {"id": one["id"], "created": one["created"]} == one
+
+
+async def events(gateway: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = (await gateway.http.post(path, json={**body, "max_tokens": 900, "stream": True})).text
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+
+
+def joined(found: list[dict[str, Any]], index: int) -> tuple[str, list[Any], list[Any], list[str]]:
+    """Text, log-probabilities, ids and finish reasons of a choice over all its events."""
+    mine = [choice for choice in found if choice["index"] == index]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in mine)
+    logprobs = [choice["logprobs"] for choice in mine if choice["logprobs"]]
+    tokens = [token for each in logprobs for token in each.get("tokens") or each.get("content") or []]
+    ids = [token for choice in mine for token in choice.get("token_ids", [])]
+    return text, tokens, ids, [choice["finish_reason"] for choice in mine if choice["finish_reason"]]
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+async def test_a_stream_is_the_same_in_small_events(start, script, monkeypatch, path, body):
+    gateway = await start(max_len=4096)
+    emulate(gateway, script)
+    wanted = await events(gateway, path, body)
+    monkeypatch.setattr(openai_format, "PIECE_RECORDS", 5)
+    monkeypatch.setattr(openai_format, "PIECE_BYTES", 10)
+    monkeypatch.setattr(openai_format, "TAKE_BYTES", 64)
+    monkeypatch.setattr("services.gateway.stream.TAKE_BYTES", 64)
+    small = await events(gateway, path, body)
+    assert len(small) > 3 * len(wanted)
+    for index in range(len(gateway.queue.admitted) // 2):
+        assert joined(small, index) == joined(wanted, index)
+        assert joined(small, index)[3] == ["length"]
+
+
+async def test_one_tenants_long_answer_leaves_the_loop_to_others(start, script):
+    """While megabytes of log-probabilities are encoded."""
+    gateway = await start(max_len=4096)
+    ids = gateway.ids("the quick brown fox " * 300)[:1500]
+    body = {"prompt": "hello", "n": 48, "logprobs": 20, "max_tokens": 2000}
+    long = asyncio.create_task(gateway.http.post("/v1/completions", json=body, timeout=120))
+    for request in await gateway.queue.wait_for("admitted", 48):
+        gateway.queue.emit(*script.events(request, ids))
+        await asyncio.sleep(0.01)
+    while len(gateway.table):
+        await asyncio.sleep(0.01)
+    answered = 0
+    while not long.done():
+        answered += (await gateway.http.get("/health", timeout=60)).status_code == 200
+        await asyncio.sleep(0.01)
+    assert len((await long).content) > 10_000_000
+    assert answered >= 10  # encoded in one go it lets one through at most

@@ -1,0 +1,84 @@
+"""A gateway's heartbeat goes on while its event loop is busy, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from services.errors import QueueUnavailable
+from services.gateway.pulse import Pulse
+
+
+class Beats:
+    """A session that counts; ``failures`` of its first beats raise."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.count = 0
+        self.closed = False
+        self._failures = failures
+
+    async def session(self, keep: Any) -> None:
+        try:
+            await keep(self.beat)
+        finally:
+            self.closed = True
+
+    async def beat(self) -> None:
+        self.count += 1
+        if self.count <= self._failures:
+            raise QueueUnavailable("Redis is away.")
+
+
+def wait_for(beats: Beats, count: int) -> None:
+    """Holds the event loop up meanwhile."""
+    until = time.monotonic() + 20
+    while beats.count < count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+async def test_it_beats_while_the_loop_is_held_up_and_ends_when_told():
+    beats = Beats()
+    pulse = Pulse(beats.session, lease_s=0.04)
+    pulse.start()
+    wait_for(beats, 5)
+    await pulse.stop()
+    assert beats.closed
+    told = beats.count
+    await asyncio.sleep(0.05)
+    assert beats.count == told
+
+
+async def test_a_redis_that_is_away_does_not_end_it():
+    beats = Beats(failures=3)
+    pulse = Pulse(beats.session, lease_s=0.04)
+    pulse.start()
+    wait_for(beats, 6)
+    await pulse.stop()
+
+
+async def test_a_loop_that_gives_no_sign_for_long_is_taken_for_dead():
+    now = [0.0]
+    beats = Beats()
+    pulse = Pulse(beats.session, lease_s=0.02, hung_s=10, clock=lambda: now[0])
+    pulse.start()
+    wait_for(beats, 3)
+    now[0] = 11.0
+    await asyncio.sleep(0.05)
+    told = beats.count
+    await asyncio.sleep(0.1)
+    assert beats.count == told
+    pulse.tick()
+    wait_for(beats, told + 1)
+    await pulse.stop()
+
+
+async def test_a_session_that_fails_is_told_and_holds_up_nobody(caplog):
+    async def session(_keep: Any) -> None:
+        raise OSError("no way to Redis")
+
+    pulse = Pulse(session, lease_s=0.02)
+    pulse.start()
+    await pulse.stop()
+    assert "nobody tells Redis" in caplog.text
