@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import struct
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 
 from abuse.kit.tokens import BABBLE, BURST, BURST_TOKENS, HOLD, POISON, Answers
 from services.attention.worker import AttentionWorker, WorkerOptions
-from services.messages import FinishReason, GenerateRequest, TokenEvent, TokenLogprob, WorkerInfo
+from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob, WorkerInfo
 from services.model.spec import load_spec
 from services.queue.clock import RedisClock
 from services.queue.connect import connect
@@ -27,9 +28,12 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.worker_side import WorkerQueue
 from services.runtime import incarnation
+from services.wire import WIRE
 
 _FUSE_S = 1.0
 _ALTERNATIVES = 20
+_CHUNK = 512
+"""Prompt tokens whose scores travel together, as with the real engine."""
 _CREDIT_TOKENS = 8_000_000
 
 
@@ -37,9 +41,16 @@ def token_scores(token: int, width: int) -> TokenLogprob:
     return TokenLogprob(-1.0, [((token + i) % 8000, -1.0 - i / 7) for i in range(width)])
 
 
-def prompt_scores(prompt: list[int], width: int) -> list[TokenLogprob | None]:
-    """As the real worker's first event has them: none for the first token."""
-    return [None, *(token_scores(token, width) for token in prompt[1:])]
+def prompt_scores(start: int, count: int, width: int) -> PromptScores:
+    """Of ``count`` tokens of a prompt from ``start`` on; all alike, for this process is not the one to be tried."""
+    alternatives = range(width)
+    return PromptScores(
+        start=start,
+        width=width,
+        logprobs=struct.pack("<f", -1.0) * count,
+        top_ids=struct.pack(f"<{width}i", *(300 + i for i in alternatives)) * count,
+        top_logprobs=struct.pack(f"<{width}f", *(-1.0 - i / 7 for i in alternatives)) * count,
+    )
 
 
 @dataclass(slots=True)
@@ -49,7 +60,6 @@ class _Sequence:
     unread: int
     index: int
     since: float
-    scored: bool = False
 
     @property
     def kind(self) -> int:
@@ -66,7 +76,6 @@ class StandInEngine:
     prefill: int
     _sequences: dict[str, _Sequence] = field(default_factory=dict)
     _events: list[TokenEvent] = field(default_factory=list)
-    _scores: dict[tuple[int, int], list[TokenLogprob | None]] = field(default_factory=dict)
     _due: float = 0.0
 
     @property
@@ -92,14 +101,23 @@ class StandInEngine:
         self._due = max(self._due + 1 / self.rate, time.monotonic())
         budget = self.prefill
         for sequence in list(self._sequences.values()):
-            if sequence.unread and budget:
-                read = min(budget, sequence.unread)
-                sequence.unread -= read
-                budget -= read
+            budget -= self._read(sequence, budget)
             self._advance(sequence)
         events, self._events = self._events, []
-        self._scores.clear()
         return events
+
+    def _read(self, sequence: _Sequence, budget: int) -> int:
+        """Reads so much of its prompt, scores included; how much it was."""
+        whole = len(sequence.request.token_ids) if sequence.unread else 0
+        first, count = whole - sequence.unread, min(budget, sequence.unread)
+        sequence.unread -= count
+        width = sequence.request.sampling.prompt_logprobs
+        if width is not None:
+            last = min(first + count, sequence.request.prompt_len)
+            for start in range(max(first, 1), last, _CHUNK):
+                scores = prompt_scores(start, min(_CHUNK, last - start), min(width, _ALTERNATIVES))
+                self._events.append(_event(sequence, scores=scores))
+        return count
 
     def _advance(self, sequence: _Sequence) -> None:
         if sequence.kind == POISON and time.monotonic() > sequence.since + _FUSE_S:
@@ -119,34 +137,17 @@ class StandInEngine:
         return self.answers.token(sequence.key, sequence.index)
 
     def _emit(self, sequence: _Sequence, token: int | None, finish: FinishReason | None) -> None:
-        request, sampling = sequence.request, sequence.request.sampling
-        scores = None
-        if not sequence.scored and sampling.prompt_logprobs is not None and finish != "cancelled":
-            scores = self._of_prompt(sequence, sampling.prompt_logprobs)
-        wanted = token is not None and sampling.logprobs is not None
-        self._events.append(
-            TokenEvent(
-                request_id=request.id,
-                attempt=request.attempt,
-                index=sequence.index,
-                token_id=token,
-                finish=finish,
-                logprob=token_scores(token, sampling.logprobs or 0) if wanted and token is not None else None,
-                prompt_logprobs=scores,
-            )
-        )
-        sequence.scored = True
+        wanted = sequence.request.sampling.logprobs
+        scores = None if token is None or wanted is None else token_scores(token, wanted)
+        self._events.append(_event(sequence, token_id=token, finish=finish, logprob=scores))
         sequence.index += token is not None
         if finish is not None:
-            del self._sequences[request.id]
+            del self._sequences[sequence.request.id]
 
-    def _of_prompt(self, sequence: _Sequence, width: int) -> list[TokenLogprob | None]:
-        """Made once for the choices of a prompt: this process is not the one to be tried."""
-        place = sequence.key, width
-        if place not in self._scores:
-            prompt = sequence.request.token_ids[: sequence.request.prompt_len]
-            self._scores[place] = prompt_scores(prompt, min(width, _ALTERNATIVES))
-        return self._scores[place]
+
+def _event(sequence: _Sequence, **content: Any) -> TokenEvent:
+    request = sequence.request
+    return TokenEvent(request_id=request.id, attempt=request.attempt, index=sequence.index, **content)
 
 
 async def main(config: dict[str, Any]) -> None:
@@ -166,6 +167,7 @@ async def main(config: dict[str, Any]) -> None:
             host="127.0.0.1",
             pid=os.getpid(),
             version="stand-in",
+            wire=WIRE,
         ),
         engine=StandInEngine(answers=Answers.of(model), rate=config["rate"], prefill=config["prefill"]),
         queue=WorkerQueue(redis, Keys("expertmesh"), QueueLimits(lease_s=config["lease_s"])),
