@@ -48,6 +48,10 @@ WRONG: dict[str, tuple[str, Filled]] = {
     "keys twice": ("/v1/completions", filled("{", '"prompt":[[]]', "}")),
     "unknown fields": ("/v1/completions", filled('{"prompt":"a","tools":[', '{"type":"function"}', "]}")),
     "escapes": ("/v1/completions", filled('{"max_tokens":1,"prompt":["', "\\\\u0000", '"]}')),
+    "a salt": (
+        "/v1/completions",
+        lambda size: b'{"n":128,"max_tokens":1,"prompt":"a","cache_salt":"' + b"s" * size + b'"}',
+    ),
     "a long number": ("/v1/completions", lambda size: b'{"max_tokens":' + b"9" * size + b',"prompt":"a"}'),
 }
 
@@ -67,6 +71,12 @@ async def _at_once(target: Target) -> None:
     """Eight kinds side by side, twice."""
     bodies = [(path, of_size(4_000_000)) for path, of_size in list(WRONG.values())[:8]]
     await asyncio.gather(*(target.post(path, body) for path, body in bodies * 2))
+
+
+async def _many_at_once(target: Target) -> None:
+    """200 of 4 MB, each whole and in order but too long: what waits to be read has a bound, too."""
+    body = filled('{"max_tokens":1,"prompt":[', "7", "]}")(4_190_000)
+    await asyncio.gather(*(target.post("/v1/completions", body, timeout_s=80) for _ in range(200)))
 
 
 async def _too_large(target: Target) -> None:
@@ -133,6 +143,7 @@ _TEXT = Bounds(peak=600, within=120)
 ATTACKS = [
     *map(_body, WRONG),
     Attack(name="bodies: 16 at once", finding="C1", run=_at_once, bounds=Bounds(peak=700, within=150)),
+    Attack(name="bodies: 200 at once", finding="own", run=_many_at_once, bounds=Bounds(peak=700, within=100)),
     Attack(name="bodies: 24 over the limit", finding="own", run=_too_large, bounds=Bounds(also=("reset", "cut off"))),
     Attack(name="body: a byte in each chunk", finding="own", run=_tiny_chunks, bounds=Bounds(within=120)),
     Attack(name="tokenize: 4 MB, 4 at once", finding="M7", run=_texts("/tokenize", '"prompt":', "word "), bounds=_TEXT),

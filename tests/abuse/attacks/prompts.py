@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from typing import Any
@@ -55,6 +56,19 @@ async def cancelled(target: Target) -> None:
         for sock in sockets:
             sock.close()
     await asyncio.sleep(2)
+
+
+async def left_in_redis(target: Target) -> None:
+    """100 prompts of 50,000 tokens, each another one, opened and left: what Redis keeps of them goes with them."""
+    door, sockets = target.door(), []
+    for number in range(100):
+        body = json.dumps({"prompt": [HOLD, *[5000 + number] * 50_000], "stream": True, "max_tokens": 4}).encode()
+        head = door.head("POST", "/v1/completions", {"Content-Length": str(len(body))})
+        sockets += await _many(door, head + body, 1)
+    await asyncio.sleep(3)
+    for sock in sockets:
+        sock.close()
+    await asyncio.sleep(4)
 
 
 async def thousands(target: Target) -> None:
@@ -128,6 +142,12 @@ ATTACKS = [
         alone=True,
     ),
     Attack(name="streams: 2,500 opened and left", finding="own", run=cancelled, bounds=Bounds(refusals=1000)),
+    Attack(
+        name="prompts: 100 long ones left",
+        finding="own",
+        run=left_in_redis,
+        bounds=Bounds(redis_kept=4, redis_peak=200, refusals=1000),
+    ),
     Attack(
         name="streams: 4,000 of one tenant",
         finding="own",
