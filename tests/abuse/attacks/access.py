@@ -120,7 +120,7 @@ async def _as_web_page(target: Target, url: str) -> None:
     tried: dict[str, dict[str, str]] = {
         "text/plain": {"Content-Type": "text/plain", "Origin": "https://evil.example"},
         "a form": {"Content-Type": "application/x-www-form-urlencoded"},
-        "another origin": {"Content-Type": "application/json", "Origin": "https://evil.example"},
+        "no type": {"Content-Type": "", "Origin": "https://evil.example"},
         "another host": {"Content-Type": "application/json", "Host": "evil.example"},
     }
     async with httpx.AsyncClient(timeout=20) as client:
@@ -128,6 +128,10 @@ async def _as_web_page(target: Target, url: str) -> None:
             answer = await client.post(f"{url}/v1/completions", content=body, headers=headers)
             target.found[name] = answer.status_code
             target.check(answer.status_code != 200, f"{name} is served without a key")
+        asks = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+        asks["Access-Control-Request-Headers"] = "content-type"  # a browser asks before it sends JSON from there
+        allowed = await client.options(f"{url}/v1/completions", headers=asks)
+        target.check("access-control-allow-origin" not in allowed.headers, "another origin may send JSON")
         read = await client.get(f"{url}/metrics", headers={"Host": "evil.example"})
         target.check(read.status_code != 200, "another host reads /metrics")
         good = await client.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})

@@ -38,6 +38,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _START_S = 90.0
+_WELL_S = 5.0
 _WORN_MIB = 250.0
 """A gateway that holds more is not given to the next attack."""
 
@@ -248,10 +249,13 @@ def well(stage: Stage) -> bool:
     """Whether another attack may have it: what the last one did must not be laid at the next one's door."""
     if len(stage.alive()) < len(stage.procs) or not stage.ready() or stage.rss_mib("gateway") > _WORN_MIB:
         return False
-    if stage.crowd is None:
-        return True
-    seen = stage.crowd.ask("report", since=time.monotonic() - 1, until=time.monotonic())
-    return bool(seen["started"] == stage.shape.streams and seen["longest"] < 1)
+    end = time.monotonic() + _WELL_S
+    while stage.crowd is not None and time.monotonic() < end:
+        seen = stage.crowd.ask("report", since=time.monotonic() - 1, until=time.monotonic())
+        if seen["started"] == stage.shape.streams and seen["longest"] < 1:  # short ones have just begun now and then
+            return True
+        time.sleep(0.2)
+    return stage.crowd is None
 
 
 class Stages:

@@ -108,10 +108,10 @@ class Door:
 async def push(sock: socket.socket, pieces: Iterable[bytes]) -> None:
     """Sends ``pieces`` as fast as they are taken; a peer that hangs up is left to who reads."""
     loop = asyncio.get_running_loop()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), sock.dup() as out:  # asyncio's loop confuses who sends and who reads on one
         for piece in pieces:
             for start in range(0, len(piece), _PIECE):
-                await loop.sock_sendall(sock, piece[start : start + _PIECE])
+                await loop.sock_sendall(out, piece[start : start + _PIECE])
 
 
 async def read_answer(sock: socket.socket) -> Answer:
