@@ -269,6 +269,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     busy_s: float
     stalled_s: dict[int, float] = {}
     lanes: int = 1
+    wire: int = OLDEST_WIRE
 
 
 LATENCY_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
@@ -291,6 +292,7 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ended: int
     ttft: tuple[int, ...]
     tpot: tuple[int, ...]
+    wire: int = OLDEST_WIRE
 
 
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

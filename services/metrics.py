@@ -98,6 +98,7 @@ class GatewayMetrics:
         )
         self.open_streams = gauge("gateway_requests_in_flight", "Sequences this gateway waits for.")
         self.queue_up = gauge("gateway_queue_up", "1 while Redis answers this gateway.")
+        self.answer_bytes = gauge("gateway_answer_bytes", "Memory of answers under way, unread and kept for a retry.")
         self.offload_waiting = gauge("gateway_offload_waiting", "Pieces of heavy work that wait for a thread.", "lane")
         self.offload_wait = latency("gateway_offload_wait_seconds", "For how long pieces of it waited.", "lane")
 

@@ -210,7 +210,7 @@ class AttentionRole:
 
         def load() -> WorkerLoad:
             up_s = time.monotonic() - began
-            return WorkerLoad(up_s=up_s, busy_s=steps.busy_s, stalled_s=stalled_s(), lanes=steps.lanes)
+            return WorkerLoad(up_s=up_s, busy_s=steps.busy_s, stalled_s=stalled_s(), lanes=steps.lanes, wire=WIRE)
 
         settings = self._settings
         return LoadNotes(self._redis, Keys(settings.namespace), member_id=self._id, lease_s=settings.lease, read=load)

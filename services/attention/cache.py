@@ -1,6 +1,6 @@
 """The paged KV cache: one key and one value tensor per layer, cut into blocks that the batch manager hands out.
 
-Legend: N blocks, B tokens per block, K key/value heads, H head dimension.
+Legend: N blocks, B tokens per block, K key/value heads, H head dimension, S slots, T rows of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from services.model.spec import ModelSpec
 class KVCache:
     """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0.
 
-    One block more is nobody's: rows of no sequence are written there, and it is never read.
+    One block more is nobody's: rows of no sequence are written there, and it is never read. Beside its keys and values
+    a slot keeps the id of its token, 8 bytes, for :mod:`services.attention.histories`.
 
     Raises (constructor):
         ConfigError: the device has no room for them.
@@ -36,6 +37,8 @@ class KVCache:
                 hint="Lower --kv-blocks or --kv-memory-gib.",
             ) from error
         self._num_blocks, self._block_size = num_blocks, block_size
+        self.token_ids_S = torch.zeros((num_blocks + 1) * block_size, dtype=torch.int64, device=device)
+        """Of each slot. What was never written is token 0."""
 
     @property
     def num_blocks(self) -> int:
@@ -54,6 +57,10 @@ class KVCache:
         """``(k_NBKH, v_NBKH)`` of one layer."""
         kv_2NBKH = self._layers[layer]
         return kv_2NBKH[0], kv_2NBKH[1]
+
+    def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
+        """Put a step's tokens into their slots, int64 both."""
+        self.token_ids_S.index_copy_(0, slots_T, token_ids_T)
 
     def clear(self, slots_T: Tensor) -> None:
         """Zero single slots, int64 on the device of the cache."""

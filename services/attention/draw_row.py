@@ -19,6 +19,8 @@ class DrawRow:
     stop_ids: frozenset[int] = frozenset()
     may_edit: bool = field(init=False)
     """Whether logits change before the temperature in any step."""
+    looks_back: bool = field(init=False)
+    """Whether they change by the tokens that came before."""
     samples: bool = field(init=False)
     """Whether it is drawn with a temperature."""
     filters: bool = field(init=False)
@@ -27,20 +29,16 @@ class DrawRow:
     """See :func:`services.attention.draw_keys.sequence_key`."""
     narrow_heads: int = field(init=False, default=0)
     """Heads of the vocabulary that were too narrow for its filters; see :mod:`services.attention.filters`."""
-    _penalises: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         self.samples = params.temperature > 0
         self.filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self.key = sequence_key(params.seed, params.choice)
-        self._penalises = (
-            params.repetition_penalty != 1
-            or params.presence_penalty != 0
-            or params.frequency_penalty != 0
-            or bool(params.logit_bias)
+        self.looks_back = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self.may_edit = self._penalises or (params.min_tokens > 0 and bool(self.stop_ids))
+        self.may_edit = self.looks_back or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.stop_ids))
 
     def generated(self, ahead: int) -> int:
         """Tokens generated once ``ahead`` more are known than ``token_ids`` has."""
@@ -48,7 +46,3 @@ class DrawRow:
 
     def bans_stop(self, ahead: int) -> bool:
         return self.generated(ahead) < self.params.min_tokens and bool(self.stop_ids)
-
-    def edits(self, ahead: int) -> bool:
-        """Whether logits change before the temperature in this step."""
-        return self._penalises or self.bans_stop(ahead)

@@ -1,51 +1,96 @@
-"""What changes a row's logits before the temperature: penalties, logit_bias, the ban of end tokens.
+"""What changes rows' logits before the temperature: penalties, logit_bias, the ban of end tokens.
 
-A token that is drawn but that the host does not know yet counts like the others: it is on the device.
-Legend: V vocabulary, 1 a single token or none.
+All rows of a step at once, with as much work on the host as there are rows: :mod:`services.attention.penalties` looks
+up on the device what came before; biases and bans stay there as long as the same rows ask for them.
+Legend: R rows of the step, V vocabulary, L tokens whose logits change, of all rows together.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.attention.draw_row import DrawRow
+from services.attention.histories import History
+from services.attention.penalties import Numbered, Penalties
 from services.model.transfer import upload
 
 
-def edit_row(logits_V: Tensor, row: DrawRow, after_1: Tensor) -> None:
-    """In place. ``after_1``: the token that follows those of ``row``, if one was drawn since; else empty."""
-    params, device, ahead = row.params, logits_V.device, len(after_1)
-    if params.repetition_penalty != 1:
-        seen = torch.cat((_token_tensor(row.token_ids, device), after_1))
-        values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if (params.presence_penalty or params.frequency_penalty) and row.generated(ahead):
-        seen, counts = _counted(row.token_ids[row.prompt_len :], after_1)
-        logits_V[seen] -= (params.presence_penalty + params.frequency_penalty * counts.double()).float()
-    if params.logit_bias:
-        biased = upload(np.array(list(params.logit_bias)), device)
-        logits_V[biased] += upload(np.array(list(params.logit_bias.values()), dtype=np.float32), device)
-    if row.bans_stop(ahead):
-        banned = [token for token in row.stop_ids if 0 <= token < logits_V.numel()]
-        logits_V[upload(np.array(banned, dtype=np.int64), device)] = -torch.inf
+class Edits:
+    """Over a vocabulary of ``vocab_size`` on ``device``."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._biases = _Standing(vocab_size, device, _biases)
+        self._bans = _Standing(vocab_size, device, lambda row: _bans(row, vocab_size))
+
+    def of(self, logits_RV: Tensor, rows: Sequence[DrawRow], history: History | None, ahead: int) -> Tensor:
+        """``logits_RV`` as ``rows`` edit them; the tensor itself where none does.
+
+        Args:
+            history: of the rows that look back, in their order; may be None where none does.
+            ahead: how many tokens more it has than ``rows`` know of.
+        """
+        asking = [(number, row) for number, row in enumerate(rows) if row.may_edit]
+        back = [each for each in asking if each[1].looks_back]
+        biases = self._biases.of([each for each in asking if each[1].params.logit_bias])
+        bans = self._bans.of([each for each in asking if each[1].bans_stop(ahead)])
+        if not back and biases is None and bans is None:
+            return logits_RV
+        edited_RV = logits_RV.clone(memory_format=torch.contiguous_format)
+        flat = edited_RV.view(-1)
+        if back:
+            assert history is not None
+            Penalties(edited_RV, back, history, ahead).apply()
+        if biases is not None:
+            at_L, bias_L = biases
+            flat.scatter_(0, at_L, flat.index_select(0, at_L).add_(bias_L))
+        if bans is not None:
+            at_L, never_L = bans
+            flat.scatter_(0, at_L, never_L)
+        return edited_RV
 
 
-def _counted(generated: Sequence[int], after_1: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens, and how often each occurs. That of ``after_1`` may be named twice, with the same count."""
-    ids, times = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
-    seen, counts = upload(ids, after_1.device), upload(times, after_1.device)
-    if not len(after_1):
-        return seen, counts
-    again = seen == after_1
-    once_more = 1 + (counts * again).sum(dim=0, keepdim=True)
-    return torch.cat((seen, after_1)), torch.cat((counts + again, once_more))
+class _Standing:
+    """Values for tokens of some rows, made and uploaded when other rows come to ask.
+
+    Args:
+        of_row: ids of tokens, no id twice, and their values.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        of_row: Callable[[DrawRow], tuple[NDArray[np.int64], NDArray[np.float32]]],
+    ) -> None:
+        self._vocab_size, self._device, self._of_row = vocab_size, device, of_row
+        self._asking: Sequence[Numbered] = []
+        self._made: dict[DrawRow, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._flat: tuple[Tensor, Tensor] | None = None
+
+    def of(self, asking: Sequence[Numbered]) -> tuple[Tensor, Tensor] | None:
+        """``(at_L, value_L)`` where ``at_L`` counts through the logits of all rows; None for nobody."""
+        if asking != self._asking:
+            self._made = {row: self._made.get(row) or self._of_row(row) for _, row in asking}
+            self._flat = self._uploaded(asking) if asking else None
+            self._asking = asking
+        return self._flat
+
+    def _uploaded(self, asking: Sequence[Numbered]) -> tuple[Tensor, Tensor]:
+        at_L = np.concatenate([self._made[row][0] + number * self._vocab_size for number, row in asking])
+        value_L = np.concatenate([self._made[row][1] for _, row in asking])
+        return upload(at_L, self._device), upload(value_L, self._device)
 
 
-def _token_tensor(token_ids: Sequence[int], device: torch.device) -> Tensor:
-    """One id or more as int64. By way of an array: numpy and torch take 0.1 us for each element of a list."""
-    return upload(np.frombuffer(array("q", token_ids), dtype=np.int64), device)
+def _biases(row: DrawRow) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    bias = row.params.logit_bias
+    return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+
+
+def _bans(row: DrawRow, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    banned = [token for token in row.stop_ids if 0 <= token < vocab_size]
+    return np.array(banned, dtype=np.int64), np.full(len(banned), -np.inf, dtype=np.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.messages import SamplingParams
 from services.model.transfer import upload
 
-HEADS = (256, 4096)
+HEADS = (256, 4096, 32_768)
 
 
 def heads(vocab_size: int) -> tuple[int, ...]:
@@ -44,7 +44,8 @@ def thresholds(
         widths: of each row's head, from :func:`width`.
     """
     device, vocab_size = scaled_SV.device, scaled_SV.shape[1]
-    floors_S = upload(np.array([_min_p_floor(row) for row in params], dtype=np.float32), device)
+    floor_of = {min_p: _min_p_floor(min_p) for min_p in {row.min_p for row in params}}
+    floors_S = upload(np.array([floor_of[row.min_p] for row in params], dtype=np.float32), device)
     decided_S: Tensor | None = None
     for wide in sorted(set(widths) - {0}):
         rows = [index for index, asked in enumerate(widths) if asked == wide]
@@ -57,16 +58,17 @@ def thresholds(
     return floors_S, decided_S
 
 
-def _min_p_floor(params: SamplingParams) -> float:
-    if params.min_p <= 0:
+def _min_p_floor(min_p: float) -> float:
+    if min_p <= 0:
         return -torch.inf
-    return float(torch.tensor(min(params.min_p, 1.0), dtype=torch.float32).log())
+    return float(torch.tensor(min(min_p, 1.0), dtype=torch.float32).log())
 
 
 def _rank_floor(scaled_SV: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
     """Thresholds from the ``width`` largest logits (-inf where these do not decide), and whether they decide."""
     vocab_size, device = scaled_SV.shape[1], scaled_SV.device
-    head_SK, ids_SK = scaled_SV.topk(width, dim=-1)
+    whole = width == vocab_size
+    head_SK, ids_SK = scaled_SV.sort(dim=-1, descending=True) if whole else scaled_SV.topk(width, dim=-1)
     top_k = [row.top_k if 0 < row.top_k < vocab_size else vocab_size for row in params]
     top_k_S = upload(np.array(top_k), device)
     top_p_S = upload(np.array([row.top_p for row in params], dtype=np.float64), device)

@@ -25,7 +25,7 @@ Climb = Generator[None, None, Tensor]
 
 def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_batches: Sequence[StepInputs]) -> Tensor:
     """``x_TD`` after the last layer, before the final norm, of all ``micro_batches`` in order. Writes the rows' keys
-    and values to ``kv``.
+    and values to ``kv``, and which tokens they are.
 
     A sequence lies in one micro-batch whole. As many handles are in flight as there are micro-batches.
 
@@ -46,6 +46,7 @@ def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_bat
 
 def _climb(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: StepInputs) -> Climb:
     plan = model.plan(inputs, kv.block_size)
+    kv.write_tokens(inputs.slots_T, inputs.token_ids_T)
     x_TD = model.embed(inputs.token_ids_T)
     kept = {} if inputs.paged is None else {"keep_T": inputs.paged.live}
     for layer, layer_spec in enumerate(model.spec.layers):

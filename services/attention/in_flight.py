@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from services.attention.histories import History
 from services.attention.logprobs import ScoreTable, TokenScores, joined
 from services.attention.plan import Outcome, Piece, StepPlan
 from services.attention.sampling import Drawn, Sampler, broken_logits
@@ -41,6 +42,7 @@ class Flight:
     number: int
     began: float
     inputs: StepInputs | None = None
+    history: History | None = None
     sizes: Sequence[tuple[int, int]] = ()
     """Of its sequences, where they matter for cutting it in two."""
     split: bool = False
@@ -84,8 +86,7 @@ class Flight:
         tokens_B = self.top.drawn.tokens_R
         if plan.decodes is self.plan.decodes:
             return tokens_B
-        drawing = (*self.plan.decodes, *(piece.state for piece in self.plan.prompts))
-        row_of = {state: row for row, state in enumerate(drawing)}
+        row_of = {state: row for row, state in enumerate(self.plan.drawing)}
         return tokens_B[upload(np.array([row_of[state] for state in plan.decodes]), tokens_B.device)]
 
 
@@ -110,13 +111,13 @@ class Top:
         x_TD: Tensor,
         model: DenseModel,
         sampler: Sampler,
-        ahead_B: Tensor | None,
+        history: History | None,
+        ahead: int,
     ) -> Top:
-        """Draw, without waiting for anything. ``ahead_B`` as :meth:`Sampler.draw` takes it."""
-        rows = [state.row for state in plan.decodes]
-        rows += [piece.state.row for piece in plan.prompts if piece.draws]
+        """Draw, without waiting for anything. ``history`` and ``ahead`` as :meth:`Sampler.draw` takes them."""
+        rows = [state.row for state in plan.drawing]
         x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD
-        drawn = sampler.draw(model.logits(x_RD[: len(rows)]), rows, ahead_B) if rows else None
+        drawn = sampler.draw(model.logits(x_RD[: len(rows)]), rows, history, ahead=ahead) if rows else None
         finite_T = download(x_TD.isfinite().all(dim=-1))
         return cls(plan=plan, inputs=inputs, drawn=drawn, scored_RD=x_RD[len(rows) :], finite_T=finite_T)
 

@@ -76,6 +76,11 @@ class StepPlan:
         return (*decodes, *self.prompts)
 
     @property
+    def drawing(self) -> list[SequenceState]:
+        """Whose logits are drawn from, in their order."""
+        return [*self.decodes, *(piece.state for piece in self.prompts if piece.draws)]
+
+    @property
     def sequences(self) -> int:
         return len(self.decodes) + len(self.prompts)
 

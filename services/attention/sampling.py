@@ -21,8 +21,9 @@ from torch import Tensor
 
 from services.attention.draw_keys import draw_keys
 from services.attention.draw_row import DrawRow
-from services.attention.edits import edit_row
+from services.attention.edits import Edits
 from services.attention.filters import heads, thresholds, width
+from services.attention.histories import History
 from services.attention.logprobs import TokenScores
 from services.attention.noise import GumbelNoise
 from services.attention.plan import Outcome
@@ -36,22 +37,25 @@ _BROKEN = -1
 
 
 class Sampler:
-    """Draws tokens over a vocabulary of ``vocab_size`` on ``device``. Holds no state of any request."""
+    """Draws tokens over a vocabulary of ``vocab_size`` on ``device``. No draw depends on those before it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._noise = GumbelNoise(vocab_size, device)
+        self._noise, self._edits = GumbelNoise(vocab_size, device), Edits(vocab_size, device)
         widths = heads(vocab_size)
         # To draw again is cheap where nothing was launched meanwhile; else a wide head at once costs less.
-        self._widths, self._every_width = widths if device.type == "cpu" else widths[-2:], widths
+        starts_wide = device.type != "cpu" and len(widths) > 2
+        self._widths, self._every_width = widths[1:] if starts_wide else widths, widths
 
-    def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow], after_R: Tensor | None = None) -> Drawn:
+    def draw(
+        self, logits_RV: Tensor, rows: Sequence[DrawRow], history: History | None = None, *, ahead: int = 0
+    ) -> Drawn:
         """One token per row of ``logits_RV`` (float32, left as it is); ties go to the lowest id. Does not wait.
 
         Args:
-            after_R: tokens that follow those of ``rows``, on the device, where the host does not know them yet.
+            history: what came before, of the rows that look back, in their order; None will do where none does.
+            ahead: how many tokens follow those that ``rows`` know: in ``history`` they are.
         """
-        ahead = 0 if after_R is None else 1
-        edited_RV = self._edit(logits_RV, rows, ahead, after_R)
+        edited_RV = self._edits.of(logits_RV, rows, history, ahead)
         best_R, tokens_R = edited_RV.max(dim=-1)  # NaN counts as the largest, and the first of equals wins
         sampled, decided_S = [index for index, row in enumerate(rows) if row.samples], None
         if sampled:
@@ -67,19 +71,8 @@ class Sampler:
             told_R=download(torch.where(best_R.isfinite(), tokens_R, _BROKEN)),
             asked=asked,
             scores=TokenScores(_pick(logits_RV, asked), _pick(tokens_R, asked), alternatives) if asked else None,
-            open=None if decided_S is None else _Open(self, logits_RV, sampled, download(decided_S)),
+            open=None if decided_S is None else _Open(self, logits_RV, history, sampled, download(decided_S)),
         )
-
-    def _edit(self, logits_RV: Tensor, rows: Sequence[DrawRow], ahead: int, after_R: Tensor | None) -> Tensor:
-        edited = [index for index, row in enumerate(rows) if row.may_edit and row.edits(ahead)]
-        if not edited:
-            return logits_RV
-        logits_RV = logits_RV.clone()
-        nothing = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
-        for index in edited:
-            after_1 = nothing if after_R is None else after_R[index : index + 1]
-            edit_row(logits_RV[index], rows[index], after_1)
-        return logits_RV
 
     def _sample(
         self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow], ahead: int
@@ -141,6 +134,7 @@ class _Open:
     sampler: Sampler
     logits_RV: Tensor
     """Must not change until then, though the next step is under way."""
+    history: History | None
     sampled: Sequence[int]
     decided_S: Tensor
 
@@ -149,7 +143,7 @@ class _Open:
         while (open_ := drawn.open) is not None and not all(decided := open_.decided_S.tolist()):
             for index, is_decided in zip(open_.sampled, decided, strict=True):
                 drawn.rows[index].narrow_heads += not is_decided
-            drawn = open_.sampler.draw(self.logits_RV, drawn.rows)
+            drawn = open_.sampler.draw(self.logits_RV, drawn.rows, self.history)
             Mark(self.logits_RV.device).wait()
         return drawn
 

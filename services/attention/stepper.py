@@ -23,6 +23,7 @@ from torch import Tensor
 from services.attention.batch import BatchManager
 from services.attention.cache import KVCache
 from services.attention.flatten import Flattener
+from services.attention.histories import Histories
 from services.attention.in_flight import Awaited, Flight, Top
 from services.attention.overlap import OverlapPolicy, StepTime
 from services.attention.plan import Outcome, StepPlan
@@ -82,7 +83,7 @@ class Stepper:
     ) -> None:
         self._batch, self._inputs, self._climb, self._settled = batch, inputs, climb, settled
         self._model, self._sampler, self._kv, self._overlap = model, sampler, kv, overlap
-        self._waited_s, self._lookahead = waited_s, lookahead
+        self._waited_s, self._lookahead, self._histories = waited_s, lookahead, Histories(kv)
         self._ahead: Flight | None = None
         self._mark: Callable[[torch.device], Awaited] = Mark
         self._launched, self._landed = 0, 0.0
@@ -110,7 +111,7 @@ class Stepper:
         """Tell the device to compute ``plan``. What fails is noted."""
         flight = self._new(plan)
         with flight.noting():
-            flight.inputs = self._inputs.of(plan)
+            flight.inputs, flight.history = self._inputs.of(plan), self._histories.of(plan)
             self._fly(flight)
         return flight
 
@@ -125,11 +126,11 @@ class Stepper:
         ahead, top = self._new(plan), flight.top
         with ahead.noting():
             tokens_B = flight.tokens_for(plan)
-            ahead.inputs = self._inputs.of(plan, tokens_B)
+            ahead.inputs, ahead.history = self._inputs.of(plan, tokens_B), self._histories.of(plan)
             with flight.noting():  # its exchanges have to end before others begin
                 self._settle(flight)
             if flight.error is None and flight.top is top:
-                self._fly(ahead, tokens_B)
+                self._fly(ahead, ahead=1)
         if ahead.top is None or ahead.error is not None:
             if ahead.error is not None and not isinstance(ahead.error, RequestError):
                 logger.warning("A step launched ahead failed, and is planned anew.", exc_info=ahead.error)
@@ -137,11 +138,11 @@ class Stepper:
             return None
         return ahead
 
-    def _fly(self, flight: Flight, ahead_B: Tensor | None = None) -> None:
+    def _fly(self, flight: Flight, *, ahead: int = 0) -> None:
         """Up through the layers and to the draws. Again is safe: KV slots are overwritten, draws are keyed.
 
         Args:
-            ahead_B: on the device, tokens that its sequences do not know yet.
+            ahead: how many tokens its inputs are further than its sequences know.
         """
         assert flight.inputs is not None
         waited_s = self._waited_s()
@@ -149,7 +150,9 @@ class Stepper:
         flight.split, flight.replayed, flight.sizes = climbed.split, climbed.replayed, climbed.sizes
         flight.waited_s += self._waited_s() - waited_s
         try:
-            flight.top = Top.of(flight.plan, flight.inputs, climbed.x_TD, self._model, self._sampler, ahead_B)
+            flight.top = Top.of(
+                flight.plan, flight.inputs, climbed.x_TD, self._model, self._sampler, flight.history, ahead
+            )
         except BaseException:
             self._settled()
             raise

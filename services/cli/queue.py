@@ -1,8 +1,10 @@
-"""`expertmesh queue`: the dead-letter list, for an operator. A retried request is followed to its end here."""
+"""`expertmesh queue`: the dead-letter list, for an operator, and what nobody could read. A retried request is followed
+to its end here."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,23 +21,33 @@ from services.queue.dead_letters import DeadLetter, DeadLetters
 from services.queue.gateway_side import FIRST_ID, GatewayQueue, Unreadable
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Kept, quarantined
 from services.runtime import printable
 
-_ACTIONS = ("list", "show", "retry", "drop")
+_ACTIONS = ("list", "show", "retry", "drop", "unreadable")
+_WITHOUT_ID = ("list", "unreadable")
 _BLOCK_MS = 1_000
+_SHOWN_BYTES = 256
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one action and returns the exit code."""
     parser = OptionParser("expertmesh queue", "Requests that failed on too many workers.")
-    parser.add_argument("action", choices=_ACTIONS, help="retry runs the request again and prints what came of it")
+    parser.add_argument(
+        "action",
+        choices=_ACTIONS,
+        help="retry runs the request again and prints what came of it; unreadable lists messages in Redis that a "
+        "process could not read",
+    )
     parser.add_argument("id", nargs="?", help="id of the request, as `list` shows it")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="most entries that `list` shows")
     given = parse_options(
         parser, argv, ["redis_url", "redis_url_file", "namespace", "model", "request_timeout", "lease"]
     )
-    if (given["action"] == "list") == bool(given["id"]):
-        raise ConfigError("`list` takes no id; all other actions need one.", hint="See `expertmesh queue --help`.")
+    if (given["action"] in _WITHOUT_ID) == bool(given["id"]):
+        raise ConfigError(
+            "`list` and `unreadable` take no id; all other actions need one.", hint="See `expertmesh queue --help`."
+        )
     return asyncio.run(_run(given, layer(given).settings))
 
 
@@ -51,6 +63,8 @@ async def _run(given: dict[str, Any], settings: Settings) -> int:
     try:
         if given["action"] == "list":
             _print_list(await letters.list(given["limit"]))
+        elif given["action"] == "unreadable":
+            _print_unreadable(await quarantined(redis, keys))
         elif given["action"] == "show":
             _print_letter(await letters.show(given["id"]), codec)
         elif given["action"] == "drop":
@@ -140,6 +154,16 @@ def _print_list(letters: Sequence[DeadLetter]) -> None:
         print("no dead letters")
 
 
+def _print_unreadable(found: Sequence[Kept]) -> None:
+    """Each with its first bytes, as Python writes them."""
+    for kept in found:
+        head = [_moment(kept.when_ms), f"{kept.kind} of {kept.source}", f"read by {kept.reader}"]
+        print(printable("  ".join([*head, kept.reason])))
+        print(f"    {base64.b64decode(kept.data)[:_SHOWN_BYTES]!r}")
+    if not found:
+        print("nothing was unreadable")
+
+
 def _print_letter(letter: DeadLetter, codec: TextCodec | None) -> None:
     request = letter.request
     rows = {
@@ -159,7 +183,11 @@ def _print_letter(letter: DeadLetter, codec: TextCodec | None) -> None:
 
 
 def _when(letter: DeadLetter) -> str:
-    return datetime.fromtimestamp(letter.when_ms / 1000, UTC).isoformat(timespec="seconds")
+    return _moment(letter.when_ms)
+
+
+def _moment(when_ms: int) -> str:
+    return datetime.fromtimestamp(when_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _text(token_ids: Sequence[int], codec: TextCodec | None) -> str:

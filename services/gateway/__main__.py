@@ -113,7 +113,9 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     pulse = Pulse(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
-    table = JobTable(metrics, latencies, Holdings(settings.answer_memory << 20))
+    holdings = Holdings(settings.answer_memory << 20)
+    metrics.answer_bytes.set_function(lambda: holdings.total)
+    table = JobTable(metrics, latencies, holdings)
     follower = ResultFollower(
         queue,
         table,

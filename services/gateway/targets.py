@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from services.messages import LATENCY_BUCKETS, GatewayLoad, latency_bucket
+from services.wire import WIRE
 
 
 class LatencyTargets:
@@ -39,4 +40,5 @@ class LatencyTargets:
             ended=self._ended,
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),
+            wire=WIRE,
         )

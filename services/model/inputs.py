@@ -29,6 +29,10 @@ class PagedKV(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
+        """Keep which token each slot is of."""
+        ...
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """``(k_NBKH, v_NBKH)`` of one layer, contiguous, in the model's dtype and on its device."""
         ...

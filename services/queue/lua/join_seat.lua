@@ -25,7 +25,7 @@ if redis.call('HSETNX', key, 'status', ARGV[7]) == 1 then
   redis.call('HSET', key, 'report', ARGV[8])
   if ARGV[9] ~= '' then redis.call('HSET', key, 'digest', ARGV[9], 'assignment', ARGV[10]) end
 end
-redis.call('HSET', key, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5])
+redis.call('HSET', key, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5], 'wire', C.wire)
 redis.call('PEXPIRE', key, C.stream_ms)
 changed(worker)
 wake()

@@ -15,6 +15,6 @@ end
 local _, newest = epochs_in_use()
 local highest = math.max(current, newest or 0)
 if epoch <= highest then return redis.error_reply('STALETABLE ' .. string.format('%.0f', highest)) end
-redis.call('XADD', P .. 'table', 'MAXLEN', 1, ARGV[3] .. '-0', 't', ARGV[4])
+redis.call('XADD', P .. 'table', 'MAXLEN', 1, ARGV[3] .. '-0', 't', ARGV[4], 'wire', C.wire)
 redis.call('SET', P .. 'table_epoch', ARGV[3])
 return redis.status_reply('OK')

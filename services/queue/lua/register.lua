@@ -7,7 +7,7 @@ local mismatch = claim_model(ARGV[5], lease_ms)
 if mismatch then return mismatch end
 redis.call('ZADD', P .. 'workers', NOW + lease_ms, ARGV[2])
 redis.call('HSET', worker, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5],
-  'credit_tokens', ARGV[6], 'credit_requests', ARGV[7])
+  'credit_tokens', ARGV[6], 'credit_requests', ARGV[7], 'wire', C.wire)
 redis.call('HSETNX', worker, 'outstanding_tokens', 0)
 redis.call('PEXPIRE', worker, C.stream_ms)
 wake()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from testkit.decode_bench import call_again
+from testkit.edited import WatchedEdits
 from torch import Tensor
 
 from services.attention import filters
@@ -305,6 +307,70 @@ def test_a_filter_that_was_decided_too_early_draws_again(
     assert plot.play(engine) == wanted
     assert abandoned
     assert engine.stats().steps_ahead == sum(plan is not None for plan in launched) - len(abandoned)
+
+
+EDITING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5, "temperature": 0.5, "top_p": 0.9},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5, "prompt_logprobs": 1},
+    {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "temperature": 1.0, "min_tokens": 6, "ignore_eos": False},
+    {"presence_penalty": -1.0, "temperature": 1.2, "logit_bias": {3: 2.0, 50: -3.0}},
+    {},
+]
+
+
+class Witnesses:
+    """What happened to engines whose edits were watched."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def play(self, plot: Plot, engine: Engine[Any]) -> Story:
+        watched, abandon = WatchedEdits(engine, VOCAB), engine._batch.abandon
+        engine._batch.abandon = lambda plan: (self.seen.update(["abandoned"]), abandon(plan))[1]  # type: ignore[method-assign]
+        story, stats = plot.play(engine), engine.stats()
+        assert not watched.wrong, watched.wrong[0]
+        self.seen.update(
+            draws=watched.draws, ahead=watched.ahead, preempted=stats.preemptions, shared=stats.prefix_hit_tokens
+        )
+        return story
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    blocks=st.sampled_from([16, 20, 200]),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    budget=st.sampled_from([4, 64]),
+    unsure=st.booleans(),
+)
+def test_logits_are_edited_by_all_tokens_before_the_draw(
+    engine_of: MakeEngine, tiny: Any, seed: int, blocks: int, block_size: int, budget: int, unsure: bool
+) -> None:
+    plot, witnesses = Plot(seed, EDITING), Witnesses()
+    options = {
+        "kv_blocks": blocks if block_size > 3 else 60,
+        "block_size": block_size,
+        "max_num_batched_tokens": budget,
+    }
+    told = witnesses.play(plot, engine_of(False, **options))
+    link = Unsure(tiny.link(), seed) if unsure else tiny.link()
+    assert witnesses.play(plot, engine_of(True, link=link, **options)) == told
+    assert witnesses.play(plot, engine_of(True, capture=call_again, **options)) == told
+
+
+def test_edits_were_watched_in_all_that_may_happen(
+    engine_of: MakeEngine, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps ahead, steps run again and given up, draws repeated, sequences preempted, prefixes shared."""
+    monkeypatch.setattr(filters, "HEADS", (8,))
+    witnesses, failed = Witnesses(), 0
+    for seed in range(16):
+        link = Unsure(tiny.link(), seed)
+        witnesses.play(Plot(seed, EDITING), engine_of(True, link=link, kv_blocks=61, block_size=1))
+        failed += link.failed
+    seen = witnesses.seen
+    assert min(seen["draws"], seen["ahead"], seen["shared"]) > 50, seen
+    assert min(failed, seen["abandoned"], seen["preempted"]) > 3, seen
 
 
 class Ending(LocalLink):

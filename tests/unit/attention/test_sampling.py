@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.histories import history_of
 
 from services.attention.draw_keys import draw_key
 from services.attention.draw_row import DrawRow
@@ -33,7 +34,7 @@ def row(
 
 
 def drawn(sampler: Sampler, logits_RV: torch.Tensor, rows: list[DrawRow]) -> list[Outcome]:
-    return sampler.draw(logits_RV, rows).redrawn().outcomes()
+    return sampler.draw(logits_RV, rows, history_of(rows)).redrawn().outcomes()
 
 
 def floors(scaled_SV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -129,7 +130,7 @@ def test_a_token_that_only_the_device_knows_counts_like_the_others(
     for known in ((1, 2, 3, 3), (1, 2, 3, 3, 5), (1, 2)):
         whole = [row((*known, last), stop=stop, **each) for each in params]
         short = [row(known, stop=stop, **each) for each in params]
-        ahead = Sampler(V, CPU).draw(logits_RV, short, torch.full((len(params),), last))
+        ahead = Sampler(V, CPU).draw(logits_RV, short, history_of(whole), ahead=1)
         assert ahead.outcomes() == drawn(Sampler(V, CPU), logits_RV, whole)
 
 
@@ -154,15 +155,16 @@ def test_a_draw_does_not_depend_on_the_batch(vocab_size: int) -> None:
     assert together == alone == backwards[::-1]
 
 
-@pytest.mark.parametrize("vocab_size", [300, 3000, 20_000])
+@pytest.mark.parametrize("vocab_size", [300, 3000, 20_000, 140_000])
 def test_wide_filters_equal_a_full_sort(vocab_size: int) -> None:
     """Rows that the head of the vocabulary does not decide."""
-    scaled_SV = random_logits(5, vocab_size=vocab_size) / 3
+    scaled_SV = random_logits(6, vocab_size=vocab_size) / 3
     scaled_SV -= scaled_SV.amax(-1, keepdim=True)
     params = [
         SamplingParams(max_tokens=1, top_p=0.999),
         SamplingParams(max_tokens=1, top_k=280),
         SamplingParams(max_tokens=1, top_k=280, top_p=0.95),
+        SamplingParams(max_tokens=1, top_k=5000, top_p=0.99),
         SamplingParams(max_tokens=1, top_k=vocab_size, min_p=0.01),
         SamplingParams(max_tokens=1, top_k=vocab_size),
     ]

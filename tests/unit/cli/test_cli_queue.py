@@ -12,12 +12,15 @@ from redis.asyncio import Redis
 
 from services.cli import queue as queue_cli
 from services.cli.main import main
+from services.errors import UnreadableMessage
 from services.messages import GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
 from services.queue.dead_letters import DeadLetters
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
 from services.queue.scheduler_side import SchedulerQueue
+from services.queue.scripts import Scripts
 from services.queue.worker_side import WorkerQueue
 
 
@@ -168,7 +171,7 @@ async def test_a_retry_that_fails_again_says_so(mesh: Mesh, capsys: pytest.Captu
         (["show", "none"], 1, "none"),
         (["retry", "none"], 1, "none"),
         (["show"], 2, "all other actions need one"),
-        (["list", "r1"], 2, "`list` takes no id"),
+        (["list", "r1"], 2, "`list` and `unreadable` take no id"),
         (["lst"], 2, "invalid choice: 'lst'"),
     ],
 )
@@ -184,3 +187,16 @@ def test_without_redis_it_says_what_to_do(tmp_path: Path, capsys: pytest.Capture
     assert "--redis-url" in capsys.readouterr().err
     assert main(["queue", "list", "--redis-url", f"unix://{tmp_path}/none.sock"]) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+async def test_what_could_not_be_read_is_listed(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await mesh.run("unreadable") == 0
+    assert capsys.readouterr().out == "nothing was unreadable\n"
+    quarantine = Quarantine(Scripts(mesh.redis, mesh.keys, QueueLimits()), "gateway")
+    await quarantine.put(
+        "event", "r1\x1b[2J", UnreadableMessage("a list of events of 3 bytes: \x1b[31mno"), b"\xc1\x1b["
+    )
+    assert await mesh.run("unreadable") == 0
+    first, data = capsys.readouterr().out.splitlines()
+    assert "event of r1\\x1b[2J  read by gateway  a list of events of 3 bytes: \\x1b[31mno" in first
+    assert data == r"    b'\xc1\x1b['"
