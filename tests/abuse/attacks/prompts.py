@@ -137,7 +137,7 @@ ATTACKS = [
         name="Idempotency-Keys: 3,000 past the rate",
         finding="H4",
         run=keys_past_the_rate,
-        bounds=Bounds(redis_kept=0.5),
+        bounds=Bounds(redis_kept=1.0),
         shape=Shape(keys=_RATED),
         alone=True,
     ),

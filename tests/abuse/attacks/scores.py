@@ -97,13 +97,14 @@ async def attached(target: Target) -> None:
 
 
 async def stop_strings(target: Target) -> None:
-    """64 stop strings of 1,024 characters that the answer almost spells, for 128 choices."""
+    """Stop strings that the answer almost spells, for 128 choices: as many and as long as may be, and more."""
     token = target.tokens_of("a")[0]
-    stops = ["a" * (1023 - i) + "b" * (i + 1) for i in range(64)]
-    body = {"prompt": [BABBLE, token], "n": 128, "stop": stops, "max_tokens": 100, "ignore_eos": True}
-    await target.post("/v1/completions", body)
-    mixed = ["a" * (500 + 8 * i) + "b" for i in range(64)]
-    burst = {"prompt": [BURST, 300], "n": 64, "stop": mixed, "max_tokens": 320, "ignore_eos": True}
+    for count, length in ((64, 1023), (16, 240), (4, 1000)):
+        stops = ["a" * (length - i) + "b" * (i + 1) for i in range(count)]
+        body = {"prompt": [BABBLE, token], "n": 128, "stop": stops, "max_tokens": 60, "ignore_eos": True}
+        await target.post("/v1/completions", body)
+    stops = ["a" * (170 + 8 * i) + "b" for i in range(16)]
+    burst = {"prompt": [BURST, 300], "n": 64, "stop": stops, "max_tokens": 320, "ignore_eos": True}
     await target.post("/v1/completions", burst)
 
 
