@@ -44,7 +44,7 @@ class Book:
     def lines(self) -> list[str]:
         """The table, and beneath it which bounds broke."""
         known = before()
-        rows = [("", "attack", "bound", "seen", "before")]
+        rows: list[tuple[str, ...]] = [("", "attack", "bound", "seen", "before")]
         rows += [_row(record, known.get(record.name, "")) for record in self.records]
         lines = as_markdown(rows)
         lines += [f"  {r.name}: {what}" for r in self.records for what in r.broken]

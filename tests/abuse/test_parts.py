@@ -92,11 +92,12 @@ def test_penalties_of_a_long_context_do_not_hold_up_the_batch(tmp_path: Path, no
     while engine.has_work:
         engine.step()
     seen, broken = {}, []
-    for name, sampling in {
+    asked: dict[str, dict[str, Any]] = {
         "repetition": {"repetition_penalty": 1.2},
         "presence and frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
         "biases": {"logit_bias": dict.fromkeys(range(4, 300), 1.0)},
-    }.items():
+    }
+    for name, sampling in asked.items():
         short, long = _costs(engine, _SHORT, **sampling), _costs(engine, _LONG, **sampling)
         seen[name] = f"{short:.1f} -> {long:.1f} ms"
         if long > 3 * max(short, 0) + 5:
@@ -197,9 +198,9 @@ def test_a_sparse_header_of_weights_is_refused_unread(tmp_path: Path, note: Note
 
 def test_fetching_into_a_used_folder_leaves_nothing_of_what_was_there(tmp_path: Path, note: Note) -> None:
     first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "folder"
-    for source, names in ((first, ("config.json", "chat_template.jinja")), (second, ("config.json",))):
+    for source, kept in ((first, ("config.json", "chat_template.jinja")), (second, ("config.json",))):
         source.mkdir()
-        for name in names:
+        for name in kept:
             (source / name).write_text(source.name)
 
     def fetch(source: Path) -> int:

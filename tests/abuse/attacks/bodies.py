@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from abuse.attack import Attack, Bounds, Target
 
@@ -102,7 +102,7 @@ async def _tiny_chunks(target: Target) -> None:
         target.answers.note(await target.door().send(head, [*[piece] * 400, end], timeout_s=60))
 
 
-def _texts(path: str, fields: str, text: str, size: int = 4_000_000) -> Callable[[Target], object]:
+def _texts(path: str, fields: str, text: str, size: int = 4_000_000) -> Callable[[Target], Awaitable[None]]:
     async def run(target: Target) -> None:
         encoded = json.dumps(text)[1:-1]
         body = b'{%s "%s"}' % (fields.encode(), (encoded * (size // len(encoded.encode()))).encode())

@@ -121,11 +121,11 @@ class Connections:
 
         async def one() -> None:
             async with places:
-                sock = socket.socket()
-                sock.setblocking(False)
-                self._open.append(sock)
                 loop = asyncio.get_running_loop()
                 try:
+                    sock = socket.socket()
+                    self._open.append(sock)
+                    sock.setblocking(False)
                     async with asyncio.timeout(10):
                         await loop.sock_connect(sock, ("127.0.0.1", self._target.stage.port))
                         for piece in pieces:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from typing import Any
 
 from abuse.attack import Attack, Bounds, Target
+from abuse.attacks.heads import Connections
 from abuse.kit.stage import Shape
 from abuse.kit.tokens import HOLD
-from abuse.kit.wire import Door
 
 _RATED = (("mallory", (("requests_per_minute", 1), ("burst", 1))),)
 
@@ -45,62 +44,38 @@ async def keys_past_the_rate(target: Target) -> None:
     target.found["refused"] = target.answers.kinds["429 rate_limited"]
 
 
+def _held(target: Target, prompt: list[int]) -> bytes:
+    """A request for a stream that gets no token."""
+    body = json.dumps({"prompt": [HOLD, *prompt], "stream": True, "max_tokens": 50}).encode()
+    return target.door().head("POST", "/v1/completions", {"Content-Length": str(len(body))}) + body
+
+
 async def cancelled(target: Target) -> None:
     """2,000 streams opened, and left all at once; 500 in the middle of their body."""
-    door = target.door()
-    body = b'{"prompt":[%d,7],"stream":true,"max_tokens":50}' % HOLD
-    head = door.head("POST", "/v1/completions", {"Content-Length": str(len(body))})
+    asked = _held(target, [7])
     for _ in range(2):
-        sockets = await _many(door, head + body, 1000)
-        sockets += await _many(door, head + body[:20], 250)
-        for sock in sockets:
-            sock.close()
+        async with Connections(target) as connections:
+            await connections.add(1000, [asked])
+            await connections.add(250, [asked[:-20]])
     await asyncio.sleep(2)
 
 
 async def left_in_redis(target: Target) -> None:
     """100 prompts of 50,000 tokens, each another one, opened and left: what Redis keeps of them goes with them."""
-    door, sockets = target.door(), []
-    for number in range(100):
-        body = json.dumps({"prompt": [HOLD, *[5000 + number] * 50_000], "stream": True, "max_tokens": 4}).encode()
-        head = door.head("POST", "/v1/completions", {"Content-Length": str(len(body))})
-        sockets += await _many(door, head + body, 1)
-    await asyncio.sleep(3)
-    for sock in sockets:
-        sock.close()
+    async with Connections(target) as connections:
+        for number in range(100):
+            await connections.add(1, [_held(target, [5000 + number] * 50_000)])
+        await asyncio.sleep(3)
     await asyncio.sleep(4)
 
 
 async def thousands(target: Target) -> None:
     """4,000 streams of one tenant that get no token."""
-    door = target.door()
-    body = b'{"prompt":[%d,7],"stream":true,"max_tokens":50}' % HOLD
-    head = door.head("POST", "/v1/completions", {"Content-Length": str(len(body))})
-    sockets = await _many(door, head + body, 4000)
-    await asyncio.sleep(5)
-    target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
-    for sock in sockets:
-        sock.close()
+    async with Connections(target) as connections:
+        await connections.add(4000, [_held(target, [7])])
+        await asyncio.sleep(5)
+        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
     await asyncio.sleep(2)
-
-
-async def _many(door: Door, said: bytes, count: int) -> list[socket.socket]:
-    """So many connections on which ``said`` was sent."""
-    places, loop = asyncio.Semaphore(64), asyncio.get_running_loop()
-
-    async def one() -> socket.socket:
-        async with places:
-            sock = socket.socket()
-            sock.setblocking(False)
-            try:
-                async with asyncio.timeout(10):
-                    await loop.sock_connect(sock, (door.host, door.port))
-                    await loop.sock_sendall(sock, said)
-            except (OSError, TimeoutError):
-                sock.close()
-            return sock
-
-    return list(await asyncio.gather(*(one() for _ in range(count))))
 
 
 async def urgent(target: Target) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from services.runtime import die_with_parent
 
 TESTS = Path(__file__).parents[2]
 TICK_S = 0.02
+MOST_FILES = 12_000
 
 
 def share_paths() -> None:
@@ -26,6 +28,15 @@ def share_paths() -> None:
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     wanted = [str(TESTS), str(TESTS.parent), str(TESTS.parent / "examples/pocket-moe")]
     os.environ["PYTHONPATH"] = os.pathsep.join([path for path in wanted if path not in known] + [p for p in known if p])
+
+
+def raise_descriptors() -> None:
+    """As many as this process may have, for it and its children; says so where those are too few for all attacks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    if wanted < MOST_FILES:
+        print(f"{wanted} descriptors are the most here (ulimit -Hn), so fewer connections are opened", flush=True)
 
 
 class Child:

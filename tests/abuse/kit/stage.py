@@ -25,7 +25,7 @@ from testkit.pocket_answers import POCKET
 from testkit.servers import Bench, Proc, flags, free_port, wait_until
 
 from abuse.kit.cage import MIB, Cage, Precedence, cage, precedence
-from abuse.kit.child import Child, share_paths
+from abuse.kit.child import Child, raise_descriptors, share_paths
 from services.gateway.auth import digest
 from services.queue.embedded import find_redis_server
 
@@ -153,8 +153,9 @@ class Stage:
             if child is not None:
                 child.close()
         self.bench.close()
-        for each in (*self.cages.values(), self.cpu):
+        for each in self.cages.values():
             each.close()
+        self.cpu.close()
 
     def limits(self) -> dict[str, str]:
         """How they are held, for a report."""
@@ -226,6 +227,7 @@ def long_context_model(folder: Path, context: int) -> Path:
 def on_stage(shape: Shape, folder: Path | None = None) -> Iterator[Stage]:
     """A deployment of that shape for the length of the block; logs are printed when it fails."""
     share_paths()
+    raise_descriptors()
     with contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-abuse-")))
