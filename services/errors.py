@@ -23,8 +23,10 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- SecretMismatch      the peer does not know this cluster's secret
     |   |-- SeatLost            the connection broke, or the peer fell silent
     |   |-- SeatLeaving         the expert worker is draining
+    |   |-- SeatFull            the expert worker has as many connections as it takes
     |   |-- LaneFailed          no lane beside a connection could be made; rows go inside it
     |   |-- CallFailed          the expert worker could not compute a call
+    |   |-- WeightsMismatch     weights that another worker gave are not those of the checkpoint
     |   |-- BadAnswer           the answer has another shape, or NaN where another replica has none
     |   `-- MeshBroken          a rank of co-located experts died or fell behind: all ranks start again
     `-- RequestError            one request fails; nothing else does
@@ -181,12 +183,24 @@ class SeatLeaving(FabricError):
     code = "seat_leaving"
 
 
+class SeatFull(FabricError):
+    """An expert worker has as many connections as it takes."""
+
+    code = "seat_full"
+
+
 class LaneFailed(FabricError):
     code = "lane_failed"
 
 
 class CallFailed(FabricError):
     code = "call_failed"
+
+
+class WeightsMismatch(FabricError):
+    """Weights that another worker gave are not those of the checkpoint."""
+
+    code = "weights_mismatch"
 
 
 class BadAnswer(FabricError):

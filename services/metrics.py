@@ -34,6 +34,7 @@ _TOKEN_TIME_BUCKETS_S = (
 )
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_REFUSED_PEERS = "Connections between workers refused, or ended for what the other side is or sent, by reason."
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of pages in the text format."""
 UPSTREAM_UP = _PREFIX + "metrics_upstream_up"
@@ -204,6 +205,7 @@ class WorkerMetrics:
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")
+        self.refused_peers = counter("refused_peers_total", _REFUSED_PEERS, "reason")
         self.mesh_messages = counter("mesh_messages_total", "Messages to other ranks, by scope: node, across.", "scope")
         self.mesh_bytes = counter("mesh_bytes_total", "Bytes to other ranks, by scope: node, across.", "scope")
         self.mesh_turns = counter("mesh_turns_total", "Steps of all ranks together, those without own rows too.")
@@ -236,3 +238,4 @@ class ExpertMetrics:
             "joined_steps_total", "Steps by shared memory that ran with another worker's as one."
         )
         self.busy = counter("busy_seconds_total", "Time spent computing.")
+        self.refused_peers = counter("refused_peers_total", _REFUSED_PEERS, "reason")

@@ -22,7 +22,14 @@ from services.attention.capacity import credit
 from services.attention.colocated import Colocated, Departure, LockStepEngine
 from services.attention.engine import Engine
 from services.attention.engine_thread import BUFFER_BYTES
-from services.attention.observer import ExpertObserver, MeshObserver, SharingObserver, StallObserver, StepObserver
+from services.attention.observer import (
+    ExpertObserver,
+    MeshObserver,
+    RefusalObserver,
+    SharingObserver,
+    StallObserver,
+    StepObserver,
+)
 from services.attention.remote import TableFollower
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
@@ -198,10 +205,12 @@ class AttentionRole:
         watched: list[Callable[[], None]] = [ExpertObserver(metrics, link.expert_rows, by_layer=by_layer).refresh]
         if isinstance(link, TcpLink | SymmLink):
             watched.append(StallObserver(metrics, link.stalled_s).refresh)
+            watched.append(RefusalObserver(metrics, link.faults).refresh)
         if isinstance(link, SymmLink):
             watched.append(SharingObserver(metrics, link).refresh)
         if mesh:
             watched.append(MeshObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
+            watched.append(RefusalObserver(metrics, mesh.faults.totals).refresh)
         return watched
 
     def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:

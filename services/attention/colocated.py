@@ -18,6 +18,7 @@ import torch
 from services.attention.engine import Engine, EngineStats
 from services.config import Settings
 from services.errors import MeshBroken, MeshLeft
+from services.fabric.faults import Faults
 from services.fabric.mesh_build import MeshShape, mesh_link
 from services.fabric.mesh_join import Facts, Joined, Meeting, join
 from services.fabric.mesh_steps import LockStep, Rows, StoreBell, linger
@@ -46,6 +47,7 @@ class Colocated:
         self.steps: LockStep[Any]
         self.bell: StoreBell
         self.traffic: Traffic
+        self.faults = Faults()
         self._control: GlooWire
 
     def connect(self, worker: str, progress: Progress) -> LockStep[Any]:
@@ -57,7 +59,7 @@ class Colocated:
         """
         placement = self._placement()
         shard = self._share(placement, progress)
-        joined = join(self._meeting(), self._facts(worker))
+        joined = join(self._meeting(), self._facts(worker), self.faults)
         shape = self._shape(joined.nodes)
         near = shape.neighbours(self._settings.rank)
         self._control = control = GlooWire(joined.group(), near=near, timeout_s=self._settings.mesh_timeout)

@@ -181,6 +181,19 @@ class StallObserver:
             self._seen[group] = seconds
 
 
+class RefusalObserver:
+    """Other workers that were refused. ``read`` gives the totals by reason."""
+
+    def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[str, int]]) -> None:
+        self._metrics, self._read = metrics, read
+        self._seen: dict[str, int] = {}
+
+    def refresh(self) -> None:
+        for reason, count in self._read().items():
+            self._metrics.refused_peers.labels(reason).inc(count - self._seen.get(reason, 0))
+            self._seen[reason] = count
+
+
 class SharingLink(Protocol):
     """See :class:`services.fabric.symm_link.SymmLink`."""
 

@@ -16,7 +16,7 @@ from services.fabric.tcp_call import Rider
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_wire import NAMES
-from services.fabric.tls import client_context
+from services.fabric.tls import client_tls
 from services.model.spec import ModelSpec
 from services.routing import RoutingTable, even_groups
 from services.runtime import node_name
@@ -107,7 +107,7 @@ def _tcp_link(
         secret=read_secret(settings.fabric_secret_file),
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_patience,
-        tls=client_context(settings.fabric_tls_ca),
+        tls=client_tls(settings.fabric_tls_ca, settings.fabric_tls_name),
         reduced=settings.fabric_sums,
         lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
         rider=rider,

@@ -20,6 +20,8 @@ import msgspec
 from services.cli.sources import Source, open_source
 from services.config import OptionParser
 from services.errors import CheckpointError, ConfigError
+from services.model.digests import FILE as DIGESTS
+from services.model.digests import write_digests
 from services.runtime import configure_logging
 
 MARK = ".expertmesh-fetched"
@@ -56,10 +58,13 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     identity = _identity(source, digests)
     if _mark_of(folder) == identity:
         log.info("%s is there already", source)
+        if not (folder / DIGESTS).exists():
+            _digest_experts(folder)
         return
     log.info("fetching %s", source)
     try:
         _fill(folder, source, digests)
+        _digest_experts(folder)
         _replace(folder / MARK, identity.encode())
     except OSError as error:
         raise CheckpointError(
@@ -75,7 +80,8 @@ def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     before, coming = _record_of(folder), origin.files()
     _refuse_strangers(folder, {*before.files, *coming}, origin)
-    (folder / MARK).unlink(missing_ok=True)
+    for of_before in (MARK, DIGESTS):
+        (folder / of_before).unlink(missing_ok=True)
     for name in before.files if before.revision != origin.revision else set(before.files).difference(coming):
         log.info("removing %s of %s", name, before.revision)
         (folder / name).unlink(missing_ok=True)
@@ -83,6 +89,14 @@ def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
     origin.bring(folder)
     check(folder, digests)
     _warn_of_unchecked(coming, digests)
+
+
+def _digest_experts(folder: Path) -> None:
+    """For workers that join. The folder is whole without: they read their weights from it then."""
+    try:
+        write_digests(folder)
+    except (CheckpointError, OSError) as error:
+        log.warning("no digests of experts' weights: %s", error)
 
 
 class _Record(msgspec.Struct, frozen=True):

@@ -81,6 +81,7 @@ COMMANDS = {
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),
     "ask": Command("stream one completion from a running server", _from("services.cli.ask")),
     "fetch": Command("bring a checkpoint into a folder and check it", _from("services.cli.fetch")),
+    "digests": Command("write by what workers check weights that others give them", _from("services.cli.digests")),
     "demo-model": Command("write a small checkpoint to try things with", _from("services.cli.demo_model")),
     "demo": Command("serve that checkpoint and stream a completion from it", _demo),
     "version": Command("print the version", _version),

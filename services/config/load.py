@@ -229,6 +229,11 @@ def require(settings: Settings, role: Role) -> None:
             f"The {_TITLES[role]} needs the secret that {others} share.",
             hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
         )
+    if role == ATTENTION and settings.fabric_tls_name is not None and settings.fabric_tls_ca is None:
+        raise ConfigError(
+            "--fabric-tls-name names whose certificate to expect, but connections are not encrypted.",
+            hint="Give --fabric-tls-ca, too.",
+        )
     encrypted = settings.fabric_tls_ca if role == ATTENTION else settings.fabric_tls_cert
     if apart and encrypted and settings.fabric_lane in ("nccl", "gloo"):
         raise ConfigError(

@@ -93,7 +93,7 @@ class ExpertsRole:
             timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
         )
         log.info("expert worker %s on %s", name, device)
-        observer = ExpertsObserver(self._metrics, worker, by_layer=settings.layer_series)
+        observer = ExpertsObserver(self._metrics, worker, loader.faults, by_layer=settings.layer_series)
         observing = asyncio.create_task(_observe(observer))
         try:
             await worker.run(stop)

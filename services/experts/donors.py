@@ -1,4 +1,7 @@
-"""Weights for a worker that joins, from one that holds them: over a lane between GPUs that beats a disk."""
+"""Weights for a worker that joins, from one that holds them: over a lane between GPUs that beats a disk.
+
+Whoever gives them is not believed: they are held against digests that lie beside the checkpoint (docs/adr/0017).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from services.errors import ExpertMeshError
+from services.errors import ExpertMeshError, WeightsMismatch
+from services.experts.verify import Verifier
 from services.fabric.nccl_weights import Shapes, fetch
 from services.fabric.tcp_connect import Facts
+from services.model.digests import Digests
 from services.model.experts import ExpertWeights
 from services.model.progress import NoProgress, Progress
 from services.model.spec import ModelSpec
@@ -26,9 +31,13 @@ Tables = Callable[[], RoutingTable | None]
 class Donors:
     """``facts.hello`` is the worker that joins."""
 
-    def __init__(self, tables: Tables, facts: Facts, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tables: Tables, facts: Facts, spec: ModelSpec, dtype: torch.dtype, digests: Callable[[], Digests | None]
+    ) -> None:
+        """``digests``: the checkpoint's, as this worker finds them. Without them nobody's weights are taken."""
         assert facts.lanes is not None
         self._tables, self._facts, self._spec, self._dtype = tables, facts, spec, dtype
+        self._digests = digests
 
     def weights(
         self, group: ShardGroup, stopped: Callable[[], bool] = lambda: False, progress: Progress | None = None
@@ -38,13 +47,15 @@ class Donors:
         Args:
             stopped: asked between two tensors; once it says so, the result is None.
         """
-        table, shapes, progress = self._tables(), self._shapes(group), progress or NoProgress()
-        for seat in [] if table is None else _holders(table, group, self._facts.hello.worker):
-            progress.begin(f"expert weights from seat {seat.number}", self._nbytes(shapes))
+        table = self._tables()
+        seats = [] if table is None else _holders(table, group, self._facts.hello.worker)
+        if not seats or (digests := self._digests()) is None:
+            return None
+        for seat in seats:
             try:
-                found = fetch(seat, self._facts, group.experts, shapes, self._dtype, stopped, progress.advance)
+                found = self._verified(seat, group, digests, stopped, progress or NoProgress())
             except (ExpertMeshError, OSError) as error:
-                log.info("no weights of group %d from seat %d: %s", group.number, seat.number, error)
+                self._note(group, seat, error)
                 continue
             log.info("weights of group %d came from seat %d", group.number, seat.number)
             return {
@@ -54,6 +65,27 @@ class Donors:
                 for layer, tensors in found.items()
             }
         return None
+
+    def _verified(
+        self, seat: Seat, group: ShardGroup, digests: Digests, stopped: Callable[[], bool], progress: Progress
+    ) -> dict[int, dict[str, Tensor]]:
+        """Raises WeightsMismatch: the seat gives others than the checkpoint's; or as :func:`fetch`."""
+        shapes = self._shapes(group)
+        progress.begin(f"expert weights from seat {seat.number}", self._nbytes(shapes))
+        with Verifier(digests, group.experts) as verifier:
+
+            def take(layer: int, name: str, tensor: Tensor) -> None:
+                verifier.take(layer, name, tensor)
+                progress.advance(tensor.nbytes)
+
+            found = fetch(seat, self._facts, group.experts, shapes, self._dtype, stopped, take)
+            verifier.finish()
+        return found
+
+    def _note(self, group: ShardGroup, seat: Seat, error: Exception) -> None:
+        self._facts.faults.ended_by(error)
+        level = logging.ERROR if isinstance(error, WeightsMismatch) else logging.INFO
+        log.log(level, "no weights of group %d from seat %d (%s): %s", group.number, seat.number, seat.worker, error)
 
     def _nbytes(self, shapes: Shapes) -> int:
         return sum(math.prod(shape) for layer in shapes.values() for shape in layer.values()) * self._dtype.itemsize

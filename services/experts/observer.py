@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from services.experts.serving import TcpServing
 from services.experts.worker import ExpertWorker
+from services.fabric.faults import Faults
 from services.metrics import ALL_LAYERS, ExpertMetrics
 
 
 class ExpertsObserver:
     """Brings the series up to date. A group that is loaded anew counts from zero."""
 
-    def __init__(self, metrics: ExpertMetrics, worker: ExpertWorker, *, by_layer: bool = False) -> None:
+    def __init__(self, metrics: ExpertMetrics, worker: ExpertWorker, faults: Faults, *, by_layer: bool = False) -> None:
         self._metrics = metrics
+        self._faults, self._refused = faults, dict[str, int]()
         self._by_layer = by_layer
         self._worker = worker
         self._serving: object = None
@@ -26,6 +28,9 @@ class ExpertsObserver:
             metrics.status.clear()
             metrics.status.labels(worker.status).set(1)
             self._status = worker.status
+        for reason, count in self._faults.totals().items():
+            metrics.refused_peers.labels(reason).inc(count - self._refused.get(reason, 0))
+            self._refused[reason] = count
         serving = worker.serving
         metrics.rows_in_flight.set(serving.rows_in_flight if serving else 0)
         if isinstance(serving, TcpServing):

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from services.config import Settings
 from services.experts.donors import Donors, Tables, given
 from services.fabric.counters import beside
+from services.fabric.faults import Faults
 from services.fabric.nccl_setup import Lanes, lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.symm_host import WAIT_S, Limits, SymmHost
@@ -24,7 +26,8 @@ from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_peer import Timing as ConnectionTiming
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_wire import MAX_BYTES, NAMES
-from services.fabric.tls import server_context
+from services.fabric.tls import server_tls
+from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
 from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
@@ -129,9 +132,10 @@ class Loader:
         self._dtype, self._device, self._version = dtype, device, version
         self._model = settings.model
         self._secret = read_secret(settings.fabric_secret_file)
-        self._tls = server_context(settings.fabric_tls_cert, settings.fabric_tls_key)
+        self._tls = server_tls(settings.fabric_tls_cert, settings.fabric_tls_key)
         self._lanes = lanes_for(settings.fabric_lane, device)
         self._tables = tables
+        self.faults = Faults()
         self._beside = beside_attention
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
@@ -162,6 +166,7 @@ class Loader:
             lanes=self._lanes,
             weights=given(weights),
             symm=symm,
+            faults=self.faults,
         )
         server.start()
         return TcpServing(group, server, symm, self._spec.top_k, self._lanes)
@@ -192,9 +197,18 @@ class Loader:
         if self._lanes is None or self._tls is not None:
             return None
         timing = ConnectionTiming()
-        facts = Facts(hello=self._hello(-1), secret=self._secret, timing=timing, max_bytes=MAX_BYTES, lanes=self._lanes)
+        facts = Facts(
+            hello=self._hello(-1),
+            secret=self._secret,
+            timing=timing,
+            max_bytes=MAX_BYTES,
+            lanes=self._lanes,
+            faults=self.faults,
+        )
+        digests = partial(read_digests, self._model, self._spec, NAMES[self._dtype])
         with loading_progress(log) as progress:
-            return Donors(self._tables, facts, self._spec, self._dtype).weights(group, stopped.is_set, progress)
+            donors = Donors(self._tables, facts, self._spec, self._dtype, digests)
+            return donors.weights(group, stopped.is_set, progress)
 
     def _read(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights]:
         with loading_progress(log) as progress:

@@ -17,20 +17,35 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from services.errors import ConfigError, FabricError, FingerprintMismatch, MeshBroken, PortInUse, SecretMismatch
+from services.errors import (
+    ConfigError,
+    FabricError,
+    FingerprintMismatch,
+    MeshBroken,
+    PortInUse,
+    ProtocolMismatch,
+    SecretMismatch,
+)
+from services.fabric.faults import Faults
 from services.fabric.mesh_gate import LOOPBACK, Gate, Tunnel
 from services.fabric.mesh_steps import StoreBell, ring_out
 from services.fabric.mesh_wire import Group, gloo_group, guarded
 
+WIRE = 1
 LOOK_S = 0.5
 NOTE_S = 15.0
 SPOILED = "spoiled"
+_ALIKE = "Give all ranks the same version and options."
 
 log = logging.getLogger(__name__)
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself. All but ``worker`` and ``node`` have to be the same everywhere."""
+    """What a rank says of itself. All but ``worker`` and ``node`` have to be the same everywhere.
+
+    Every release reads it: new fields have a default. ``wire``: version of what ranks send each other once they have
+    met; ranks start together, so there is but one.
+    """
 
     worker: str
     node: str
@@ -39,6 +54,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     exchange: str
     """How experts are shared and rows exchanged, as text."""
+    wire: int = WIRE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,23 +100,26 @@ class Joined:
         return StoreBell(self._store, waits, keeper=meeting.rank == 0, on_ring=on_ring)
 
 
-def join(meeting: Meeting, facts: Facts) -> Joined:
+def join(meeting: Meeting, facts: Facts, faults: Faults | None = None) -> Joined:
     """Waits until all ranks are there, however long that takes.
+
+    Args:
+        faults: counts whom rank 0 does not let in.
 
     Raises:
         ConfigError: rank 0's address cannot be listened on.
         FingerprintMismatch, ConfigError: another rank has another checkpoint, version or options; says which.
-        SecretMismatch: rank 0 has another secret.
-        MeshBroken: a rank came twice, or rank 0 went: start again.
+        SecretMismatch, ProtocolMismatch: rank 0 has another secret, or speaks no version that this release does.
+        MeshBroken: a rank came twice or says what cannot be read, or rank 0 went: start again.
     """
     mine = msgspec.json.encode(facts).decode()
-    found = _store(meeting)
+    found = _store(meeting, facts.package, faults)
     while not _claimed(found.store, meeting.rank, mine):
         found.door.close()
-        found = _store(meeting)
+        found = _store(meeting, facts.package, faults)
     with guarded("meeting the other ranks"):
         _wait_for_all(found.store, meeting.ranks)
-        told = [msgspec.json.decode(found.store.get(_key(rank)), type=Facts) for rank in range(meeting.ranks)]
+        told = [_told(rank, found.store.get(_key(rank))) for rank in range(meeting.ranks)]
     for rank, other in enumerate(told):
         _compare(rank, other, facts)
     return Joined(meeting, found, told)
@@ -115,22 +134,24 @@ class _Found:
     door: Gate | Tunnel
 
 
-def _store(meeting: Meeting) -> _Found:
+def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) -> _Found:
     """Rank 0 keeps it; the others wait until it is there.
 
     Raises:
-        SecretMismatch: rank 0 has another secret.
+        SecretMismatch, ProtocolMismatch: as :func:`join` says.
     """
     if meeting.rank == 0:
         outside, inside = _listener(meeting), socket.create_server((LOOPBACK, 0))
         port: int = inside.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
-        return _Found(store, port, Gate(outside, secret=meeting.secret, port=port, name="rank 0"))
+        gate = Gate(outside, secret=meeting.secret, port=port, name="rank 0", package=package, faults=faults)
+        return _Found(store, port, gate)
     noted = time.monotonic()
     while True:
         try:
-            return _through(Tunnel(meeting.address, meeting.port, secret=meeting.secret, name=f"rank {meeting.rank}"))
-        except SecretMismatch:
+            name = f"rank {meeting.rank}"
+            return _through(Tunnel(meeting.address, meeting.port, secret=meeting.secret, name=name, package=package))
+        except (SecretMismatch, ProtocolMismatch):
             raise
         except (RuntimeError, OSError, FabricError):  # nobody listens there yet
             if time.monotonic() - noted > NOTE_S:
@@ -183,7 +204,8 @@ def _wait_for_all(store: TCPStore, ranks: int) -> None:
     noted = time.monotonic()
     while missing := [rank for rank in range(ranks) if not store.check([_key(rank)])]:
         if store.check([SPOILED]):
-            raise MeshBroken(f"Rank {store.get(SPOILED).decode()} came twice.", hint="All ranks start again.")
+            twice = store.get(SPOILED).decode(errors="replace")
+            raise MeshBroken(f"Rank {twice} came twice.", hint="All ranks start again.")
         if time.monotonic() - noted > NOTE_S:
             log.info("waiting for rank %s", ", ".join(map(str, missing)))
             noted = time.monotonic()
@@ -196,12 +218,19 @@ def _compare(rank: int, other: Facts, mine: Facts) -> None:
             f"Rank {rank} serves another checkpoint: {other.fingerprint} there, {mine.fingerprint} here.",
             hint="Give all ranks the same --model.",
         )
-    for name in ("package", "dtype", "exchange"):
+    for name in ("package", "wire", "dtype", "exchange"):
         if getattr(other, name) != getattr(mine, name):
             raise ConfigError(
                 f"Rank {rank} differs in its {name}: {getattr(other, name)} there, {getattr(mine, name)} here.",
-                hint="Give all ranks the same version and options.",
+                hint=_ALIKE,
             )
+
+
+def _told(rank: int, data: bytes) -> Facts:
+    try:
+        return msgspec.json.decode(data, type=Facts)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MeshBroken(f"Rank {rank} says of itself what cannot be read: {error}.", hint=_ALIKE) from error
 
 
 def _key(rank: int) -> str:

@@ -23,11 +23,10 @@ from services.fabric.nccl_lane import ATTENTION, EXPERTS, Lane, Launches
 from services.fabric.nccl_store import PairStore
 from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_peer import Peer, soon
-from services.fabric.tcp_wire import Frame, Kind, LaneNote, bytes_of, message_of
+from services.fabric.tcp_wire import ECHO_BYTES, Frame, Kind, LaneNote, bytes_of, message_of
 
 log = logging.getLogger(__name__)
 
-_ECHO_BYTES = 1 << 12
 _UNHANG_S = 0.2
 """Whoever waits for an entry of a store ends sooner once that is closed."""
 OPENING_S = 30.0
@@ -95,6 +94,7 @@ class Lanes:
         """
         until = soon(self._opening_s)
         opening = self.approach(peer, lambda: None)
+        assert opening is not None, "not asked to be alone"
         try:
             while not opening.take(frame := _next_frame(peer, until)):
                 if frame.kind == Kind.LEAVING:
@@ -108,18 +108,19 @@ class Lanes:
         """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.heed`."""
         return Opening(self, peer, EXPERTS, self._opening_s)
 
-    def approach(self, peer: Peer, adopted: Callable[[], None]) -> Opening:
-        """The attention side's part, in the background. Raises LaneFailed as :meth:`refuse_if_many_hang`."""
-        self.refuse_if_many_hang()
-        opening = Opening(self, peer, ATTENTION, self._opening_s, adopted)
-        with self._gate:
-            self._approaching = [other for other in self._approaching if other.under_way] + [opening]
-        return opening
+    def approach(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> Opening | None:
+        """The attention side's part, in the background; None where it is to be ``alone`` and another one is under way.
 
-    def opening(self) -> bool:
-        """Whether a lane is being opened that began with :meth:`approach` and is not given up."""
+        Raises LaneFailed as :meth:`refuse_if_many_hang`.
+        """
+        self.refuse_if_many_hang()
         with self._gate:
-            return any(opening.under_way for opening in self._approaching)
+            under_way = [other for other in self._approaching if other.under_way]
+            if alone and under_way:
+                return None
+            opening = Opening(self, peer, ATTENTION, self._opening_s, adopted)
+            self._approaching = [*under_way, opening]
+        return opening
 
     def wait_ended(self, seconds: float = ENDING_S) -> bool:
         """Before the process exits: whether the lanes that were ended are gone."""
@@ -257,13 +258,11 @@ class Attempt:
     """The attention side's, beside calls that go in frames meanwhile. For the thread that receives.
 
     Args:
-        adopted: called when rows may go by the lane, by another thread.
+        opening: what came of :meth:`Lanes.approach`.
     """
 
-    def __init__(self, lanes: Lanes, peer: Peer, adopted: Callable[[], None]) -> None:
-        """Raises LaneFailed: too many hang already."""
-        self._peer = peer
-        self._opening = lanes.approach(peer, adopted)
+    def __init__(self, peer: Peer, opening: Opening) -> None:
+        self._peer, self._opening = peer, opening
 
     def over(self, frame: Frame) -> bool:
         """Whether rows go by the lane. Asked with each frame: they come at least as often as signs of life.
@@ -296,7 +295,7 @@ def _next_frame(peer: Peer, until: float) -> Frame:
 
 
 def _prove(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
-    sent = torch.frombuffer(bytearray(os.urandom(_ECHO_BYTES)), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(os.urandom(ECHO_BYTES)), dtype=torch.uint8)
     shipment = lane.pack(sent)
     lane.post(shipment, broken, first=True)
     with lane.reading():
@@ -307,7 +306,7 @@ def _prove(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
 
 def _echo(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
     with lane.reading():
-        came = lane.receive(torch.empty(_ECHO_BYTES, dtype=torch.uint8, device=lane.device), until, broken, first=True)
+        came = lane.receive(torch.empty(ECHO_BYTES, dtype=torch.uint8, device=lane.device), until, broken, first=True)
         shipment = lane.pack(came)
     lane.post(shipment, broken, first=True)
     lane.finish(until, broken)

@@ -11,8 +11,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from services.errors import SeatLost
+from services.errors import SeatLost, WireError
 
+_MOST_ENTRIES = 1 << 10
 Tell = Callable[[str, bytes], None]
 
 
@@ -32,8 +33,14 @@ class PairStore(Store):
         self._closed = False
 
     def put(self, key: str, value: bytes) -> None:
-        """``key`` with its prefix; other stores' keys are kept and never asked for."""
+        """``key`` with its prefix; other stores' keys are kept and never asked for.
+
+        Raises:
+            WireError: nobody has so many.
+        """
         with self._changed:
+            if len(self._entries) >= _MOST_ENTRIES:
+                raise WireError(f"The other end of a lane told {_MOST_ENTRIES} entries of its stores.")
             self._entries[key] = value
             self._changed.notify_all()
 

@@ -14,13 +14,17 @@ from torch import Tensor
 
 from services.errors import CallFailed, LaneFailed, WireError
 from services.fabric.tcp_connect import Facts, connect, prove
-from services.fabric.tcp_peer import Peer
+from services.fabric.tcp_peer import Peer, soon
 from services.fabric.tcp_wire import Failed, Fetch, Frame, Kind, Weights, message_of
 from services.routing import Seat
 
 LayerTensors = Mapping[str, Tensor]
 """A layer's tensors by name, expert by expert in the order of the group."""
 Shapes = Mapping[int, Mapping[str, tuple[int, ...]]]
+Take = Callable[[int, str, Tensor], None]
+"""``(layer, name, tensor)``: told of each that has come."""
+_TENSOR_S = 20.0
+"""Longest wait for the next one: who gives signs of life and no weights must not keep a worker from joining."""
 _WORDS, _WIDTH = 1 << 24, 1 << 11
 _MASK = (1 << 64) - 1
 
@@ -72,12 +76,12 @@ def fetch(
     shapes: Shapes,
     dtype: torch.dtype,
     stopped: Callable[[], bool] = lambda: False,
-    advance: Callable[[int], None] = lambda _nbytes: None,
+    take: Take = lambda _layer, _name, _tensor: None,
 ) -> dict[int, dict[str, Tensor]]:
     """Layer -> name -> tensor, on the lane's device, from the worker in ``seat``. Waits for all of them.
 
     Args:
-        advance: told the bytes of each tensor that is there.
+        take: may raise, which ends it. The checksums here are the giver's: they tell damage on the way, no more.
 
     Raises:
         OSError, ExpertMeshError: there is no lane, the seat went away or holds something else, a checksum is wrong,
@@ -92,7 +96,7 @@ def fetch(
         facts.lanes.join(peer)
         for layer, ids in wanted.items():
             peer.send(Kind.FETCH, Fetch(layer=layer), [torch.tensor(ids, dtype=torch.int32)])
-        return _receive_all(peer, shapes, dtype, facts.lanes.device, stopped, advance)
+        return _receive_all(peer, shapes, dtype, facts.lanes.device, stopped, take)
     finally:
         peer.close()
 
@@ -103,14 +107,14 @@ def _receive_all(
     dtype: torch.dtype,
     device: torch.device,
     stopped: Callable[[], bool],
-    advance: Callable[[int], None],
+    take: Take,
 ) -> dict[int, dict[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
-    left = sum(map(len, shapes.values()))
+    left, until = sum(map(len, shapes.values())), soon(_TENSOR_S)
     while left:
         if stopped():
             raise CallFailed("The loading was stopped.")
-        frame = peer.receive()
+        frame = peer.receive(until)
         if frame.kind == Kind.FAILED:
             raise CallFailed(f"{peer.name} gives no weights: {message_of(frame, Failed).message}")
         if frame.kind != Kind.WEIGHTS:
@@ -119,8 +123,8 @@ def _receive_all(
         if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
             raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
         found[message.layer][message.name] = tensor = _receive_one(peer, message, dtype, device)
-        advance(tensor.nbytes)
-        left -= 1
+        take(message.layer, message.name, tensor)
+        left, until = left - 1, soon(_TENSOR_S)
     return found
 
 

@@ -208,8 +208,9 @@ class SymmHost:
         try:
             with beside(self._device) if self._aside else nullcontext():
                 answer = self._prepared(guest, offer.ticket)
-        except (ExpertMeshError, RuntimeError) as error:
-            log.warning("Rows of %s stay on tcp: %s", peer.name, error)
+        except Exception as error:  # the thread's boundary: its rows go as without shared memory
+            known = isinstance(error, ExpertMeshError | RuntimeError)
+            log.warning("Rows of %s stay on tcp: %s", peer.name, error, exc_info=None if known else error)
             answer = Taken(problem=str(error)[:1000])
         with self._gate:
             gone = guest.gone

@@ -12,7 +12,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from moe_kernels.exchange_layout import Layout
-from services.errors import ExpertMeshError
+from services.errors import ExpertMeshError, FabricError
 from services.fabric.symm_memory import Mapping, PeerMemory, Region
 from services.fabric.symm_wire import Offer, Step, Stop, Taken
 from services.fabric.tcp_peer import Peer
@@ -156,7 +156,7 @@ class SymmLane:
     def _map(self, shared: SharedSeat, taken: Taken) -> None:
         try:
             inbox = self._memory.open(taken.ticket)
-        except ExpertMeshError as error:
+        except FabricError as error:
             self._stay_on_tcp(shared.link, error)
             return
         with self._changed:

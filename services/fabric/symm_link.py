@@ -266,6 +266,10 @@ class SymmLink:
         """As :meth:`TcpLink.stalled_s`, of rows over tcp: the host does not see what a device waits for."""
         return self.tcp.stalled_s()
 
+    def faults(self) -> dict[str, int]:
+        """As :meth:`TcpLink.faults`."""
+        return self.tcp.faults()
+
     def shared(self) -> Mapping[int, int]:
         """Group -> number of the seat that the last step used by shared memory."""
         return {group: seat.link.seat.number for group, seat in self._step.seats.items()}

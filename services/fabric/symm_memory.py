@@ -16,12 +16,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.errors import ConfigError, FabricError, WireError
+from services.errors import ConfigError, FabricError
 from services.fabric.fd_post import FdPost, fetch_fd
+from services.fabric.tcp_wire import decoded
 
 log = logging.getLogger(__name__)
 
 NONCE_BYTES = 32
+_MOST_BYTES = 1 << 46
+"""An address has no more bits."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -30,8 +33,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kind: str
     post: str
     key: bytes
-    size: Annotated[int, msgspec.Meta(gt=0)]
-    nonce_at: int
+    size: Annotated[int, msgspec.Meta(gt=0, le=_MOST_BYTES)]
+    nonce_at: Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     device: str = ""
     process: int = 0
@@ -116,9 +119,15 @@ class HostMemory:
         facts = decode_ticket(ticket, self.kind)
         fd = fetch_fd(facts.post, facts.key)
         try:
-            if os.fstat(fd).st_size != facts.size or os.pread(fd, NONCE_BYTES, facts.nonce_at) != facts.nonce:
+            if (
+                facts.nonce_at + NONCE_BYTES > facts.size
+                or os.fstat(fd).st_size != facts.size
+                or os.pread(fd, NONCE_BYTES, facts.nonce_at) != facts.nonce
+            ):
                 raise wrong_memory(facts)
             tensor = _mapped(fd, facts.size)
+        except (OSError, RuntimeError) as error:  # what came from the post is no memory
+            raise wrong_memory(facts) from error
         finally:
             os.close(fd)
         held = [tensor]
@@ -130,10 +139,7 @@ class HostMemory:
 
 def decode_ticket(ticket: bytes, kind: str) -> Ticket:
     """Raises WireError where it is none, FabricError where it is for another kind of memory."""
-    try:
-        facts = msgspec.msgpack.decode(ticket, type=Ticket)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"This is no ticket to memory: {error}.") from error
+    facts = decoded(ticket, Ticket, "a ticket to memory")
     if facts.kind != kind:
         raise FabricError(f"The peer's memory is of the kind {facts.kind!r}, not {kind!r}: rows go over tcp.")
     return facts

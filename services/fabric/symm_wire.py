@@ -9,6 +9,8 @@ import msgspec
 from services.fabric.tcp_wire import Message
 
 MOST_ROWS = 1 << 16
+MOST_EXCHANGES = 1 << 62
+"""Numbers of exchanges, as those of nanoseconds, fit into a word of 64 bits."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -43,10 +45,10 @@ class Step(Message, frozen=True, kw_only=True):
 
     epoch: int
     step: int
-    base: Annotated[int, msgspec.Meta(ge=0)]
+    base: Annotated[int, msgspec.Meta(ge=0, le=MOST_EXCHANGES)]
     bucket: Positive
     micro_batches: Positive
-    deadline_s: float = 0.0
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     whole: bool = False
 
 

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from services.errors import ExpertMeshError, ProtocolMismatch, SeatLeaving, WireError
+from services.errors import SeatLeaving, SeatLost, WireError
+from services.fabric.faults import Faults
 from services.fabric.nccl_setup import Lanes
 from services.fabric.tcp_handshake import Hello, greet
 from services.fabric.tcp_peer import Peer, Timing, soon
 from services.fabric.tcp_stream import Stream
-from services.fabric.tcp_wire import HEADER_BYTES, Echo, Kind, Limits, bytes_of, message_of
+from services.fabric.tcp_versions import SPOKEN, Versions
+from services.fabric.tcp_wire import ECHO_BYTES, HEADER_BYTES, Echo, Kind, Limits, bytes_of, message_of
+from services.fabric.tls import ClientTls
 from services.routing import Seat
-
-_ECHO_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What an attention worker needs to connect to any seat."""
+    """What an attention worker needs to connect to any seat. ``spoken``: versions of the protocol."""
 
     hello: Hello
     secret: bytes
     timing: Timing
     max_bytes: int
-    tls: ssl.SSLContext | None = None
+    tls: ClientTls | None = None
     lanes: Lanes | None = None
+    spoken: Versions = SPOKEN
+    faults: Faults = field(default_factory=Faults)
 
 
 def seat_name(seat: Seat) -> str:
@@ -42,24 +44,25 @@ def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
 
     Raises:
         OSError: nobody listens there, or TLS fails.
-        ProtocolMismatch: another worker or seat is at this address.
+        SeatLost: another worker or seat is at this address.
         ExpertMeshError: see :func:`services.fabric.tcp_handshake.greet`.
     """
     until = soon(facts.timing.handshake_s)
     sock = socket.create_connection((seat.host, seat.port), facts.timing.handshake_s)
     if facts.tls is not None:
-        sock = facts.tls.wrap_socket(sock, server_hostname=seat.host)
+        sock = facts.tls.wrap(sock, seat.host)
     stream = Stream(sock, silence_s=facts.timing.silence_s, name=seat_name(seat))
     try:
         hello = facts.hello if facts.lanes is None else facts.lanes.offered(facts.hello)
-        theirs = greet(stream, facts.secret, hello, until)
+        agreed = greet(stream, facts.secret, hello, until, spoken=facts.spoken)
+        theirs = agreed.theirs
         if (theirs.seat, theirs.worker) != (seat.number, seat.worker):
-            raise ProtocolMismatch(f"{stream.name} is seat {theirs.seat} of worker {theirs.worker!r} by now.")
-    except ExpertMeshError:
+            raise SeatLost(f"{stream.name} is seat {theirs.seat} of worker {theirs.worker!r} by now.")
+    except BaseException:
         stream.close()
         raise
-    limits = Limits(header=HEADER_BYTES, payload=max(facts.max_bytes, _ECHO_BYTES))
-    return Peer(stream, limits, alive_s=facts.timing.alive_s, patient=True), theirs
+    limits = Limits(header=HEADER_BYTES, payload=max(facts.max_bytes, ECHO_BYTES))
+    return Peer(stream, limits, alive_s=facts.timing.alive_s, patient=True, version=agreed.version), theirs
 
 
 def prove(peer: Peer, seconds: float) -> None:
@@ -71,7 +74,7 @@ def prove(peer: Peer, seconds: float) -> None:
         SeatLost: nothing came back in time.
     """
     until = soon(seconds)
-    sent = torch.frombuffer(bytearray(os.urandom(_ECHO_BYTES)), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(os.urandom(ECHO_BYTES)), dtype=torch.uint8)
     crc = zlib.crc32(bytes_of(sent))
     peer.send(Kind.ECHO, Echo(crc=crc), [sent])
     while (frame := peer.receive(until)).kind != Kind.ECHO:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Hashable, Sequence
@@ -31,7 +30,9 @@ from services.fabric.tcp_part import Part, Seats
 from services.fabric.tcp_peer import Timing, soon
 from services.fabric.tcp_rows import split, sum_pairs, sum_rows
 from services.fabric.tcp_seat import SeatLink
+from services.fabric.tcp_versions import SPOKEN, Versions
 from services.fabric.tcp_wire import DTYPES, MAX_BYTES, Dispatch
+from services.fabric.tls import ClientTls
 from services.routing import RoutingTable, Seat
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,10 @@ class TcpLink:
         call_s: an answer that takes longer is asked for elsewhere.
         unavailable_s: how long a dispatch waits for a replica where there is none.
         quarantine_s: how long a seat that answered wrongly, or not in time, takes no calls.
-        tls: a client's context, if connections are to be encrypted.
+        tls: if connections are to be encrypted.
         lanes: offered to seats, unless connections are encrypted: a lane is not.
         rider: what else uses the connections.
+        spoken: versions of the protocol.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class TcpLink:
         quarantine_s: float = 10.0,
         max_bytes: int = MAX_BYTES,
         timing: Timing | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ClientTls | None = None,
         lanes: Lanes | None = None,
         rider: Rider | None = None,
+        spoken: Versions = SPOKEN,
     ) -> None:
         check_facts(hello, secret)
         self._facts = Facts(
@@ -88,6 +91,7 @@ class TcpLink:
             max_bytes=max_bytes,
             tls=tls,
             lanes=lanes if tls is None else None,
+            spoken=spoken,
         )
         self._rider = rider
         self._reduced = reduced
@@ -222,6 +226,10 @@ class TcpLink:
     def stalled_s(self) -> dict[int, float]:
         """Seconds that :meth:`combine` has waited, by shard group; where it waited for several, each has its part."""
         return self._stalls.totals()
+
+    def faults(self) -> dict[str, int]:
+        """Connections that were refused or ended for what the other side is or sent, by reason."""
+        return self._facts.faults.totals()
 
     def close(self) -> None:
         """End all connections; a combine that waits raises ExpertUnavailable."""

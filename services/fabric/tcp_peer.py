@@ -50,14 +50,16 @@ class Peer:
 
     Args:
         patient: the other side may stop reading on purpose; wait for it as long as it lives.
+        version: of all frames, as the handshake agreed on it.
     """
 
-    def __init__(self, stream: Stream, limits: Limits, *, alive_s: float, patient: bool) -> None:
+    def __init__(self, stream: Stream, limits: Limits, *, alive_s: float, patient: bool, version: int) -> None:
         self.name = stream.name
         self._stream = stream
         self._limits = limits
         self._alive_s = alive_s
         self._patient = patient
+        self._version = version
         self._lane: Lane | None = None
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -88,7 +90,7 @@ class Peer:
             shipment = self._lane.pack(rows)
         elif rows is not None:
             tensors = [*tensors, rows.cpu()]
-        outgoing = _Outgoing(frame_parts(kind, message, tensors), on_sent, shipment)
+        outgoing = _Outgoing(frame_parts(kind, message, tensors, version=self._version), on_sent, shipment)
         with self._gate:
             if not self._ended:
                 self._outgoing.put(outgoing)
@@ -98,7 +100,7 @@ class Peer:
 
     def receive(self, until: float | None = None) -> Frame:
         """The next frame, signs of life included. Raises as :func:`read_frame`."""
-        return read_frame(self._stream, self._limits, until)
+        return read_frame(self._stream, self._limits, until, version=self._version)
 
     def receive_rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """``[rows, hidden]`` that the last frame announced on the lane.
@@ -192,7 +194,7 @@ class Peer:
         try:
             return self._outgoing.get(timeout=self._alive_s)
         except queue.Empty:
-            return _Outgoing(frame_parts(Kind.ALIVE))
+            return _Outgoing(frame_parts(Kind.ALIVE, version=self._version))
 
     def _abandon_queued(self) -> None:
         with self._gate:

@@ -165,6 +165,7 @@ class SeatLink:
                 self._converse()
             except Exception as error:  # the thread's boundary: whatever it was, it connects again
                 no_lane = isinstance(error, LaneFailed)
+                self._facts.faults.ended_by(error)
                 if not isinstance(error, ExpertMeshError | OSError):
                     log.exception("The connection to %s failed.", self.name)
                 self._tell(self._typed(error))
@@ -242,11 +243,14 @@ class SeatLink:
         lanes, since = connection.lane_from
         with self._changed:
             ending = self._leaving or self._retire_by is not None or self._stop.is_set()
-        if ending or soon(0) < since or (since and lanes.opening()):
+        if ending or soon(0) < since:
             return
-        connection.lane_from = None
         with self._lane_may_fail(connection):
-            connection.attempt = Attempt(lanes, connection.peer, self._note_usable)
+            opening = lanes.approach(connection.peer, self._note_usable, alone=since > 0)
+            if opening is None:
+                return
+            connection.attempt = Attempt(connection.peer, opening)
+        connection.lane_from = None
 
     def _carried(self, rows: int) -> bool:
         return self._rider is not None and self._rider.carries(self, rows)

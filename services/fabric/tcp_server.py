@@ -7,8 +7,6 @@ sends. No call waits for another attention worker (ExpertFlow, section 3.2).
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
 import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -16,7 +14,8 @@ from functools import partial
 import msgspec
 from torch import Tensor
 
-from services.errors import CallFailed, ExpertMeshError, FabricError, SeatLeaving, SeatLost, WireError
+from services.errors import CallFailed, FabricError, SeatLeaving, WireError
+from services.fabric.faults import Faults
 from services.fabric.nccl_setup import Lanes, Opening
 from services.fabric.nccl_weights import LayerTensors, give
 from services.fabric.symm_host import SymmHost
@@ -24,9 +23,12 @@ from services.fabric.tcp_compute import Compute, ComputeLoop, Counts
 from services.fabric.tcp_handshake import Hello, Refused, admit, check_facts, refusal
 from services.fabric.tcp_inbox import Call, Inbox
 from services.fabric.tcp_peer import Peer, Timing, soon
-from services.fabric.tcp_stream import Stream, listen, shut_socket
+from services.fabric.tcp_reception import Arrival, Reception
+from services.fabric.tcp_stream import Stream, listen
+from services.fabric.tcp_versions import SPOKEN, Versions
 from services.fabric.tcp_wire import (
     DTYPES,
+    ECHO_BYTES,
     HEADER_BYTES,
     MAX_BYTES,
     NAMES,
@@ -40,10 +42,9 @@ from services.fabric.tcp_wire import (
     message_of,
     unpack_dispatch,
 )
+from services.fabric.tls import ServerTls
 
 log = logging.getLogger(__name__)
-
-_RETRY_S = 0.1
 
 
 class ExpertServer:
@@ -57,10 +58,13 @@ class ExpertServer:
         inbox_rows: rows accepted and not yet answered, over all connections.
         join_rows: most rows that one computation takes of several calls.
         max_bytes: largest payload accepted.
-        tls: a server's context, if connections are to be encrypted.
+        max_connections: of those that have proven themselves; the others are bounded apart.
+        tls: if connections are to be encrypted.
         lanes: offered to attention workers, unless connections are encrypted: a lane is not.
         weights: layer -> ids of the experts held here and their tensors, for workers that join; none are given away.
         symm: serves attention workers of this node by shared memory.
+        spoken: versions of the protocol.
+        faults: counts who was refused, and why.
     """
 
     def __init__(
@@ -77,10 +81,12 @@ class ExpertServer:
         max_bytes: int = MAX_BYTES,
         max_connections: int = 256,
         timing: Timing | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTls | None = None,
         lanes: Lanes | None = None,
         weights: Mapping[int, tuple[tuple[int, ...], LayerTensors]] | None = None,
         symm: SymmHost | None = None,
+        spoken: Versions = SPOKEN,
+        faults: Faults | None = None,
     ) -> None:
         check_facts(hello, secret)
         self._hello = msgspec.structs.replace(hello, max_rows=inbox_rows, max_bytes=max_bytes)
@@ -93,20 +99,22 @@ class ExpertServer:
         self._timing = timing or Timing()
         self._tls = tls
         self._symm = symm
+        self._spoken = spoken
         self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
-        self._max_connections = max_connections
         self._inbox = Inbox(inbox_rows, join_rows)
         self._loop = ComputeLoop(compute, self._inbox)
         self._gate = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
         self._peers: set[Peer] = set()
         self._leaving = False
-        self._closing = threading.Event()
         self.failure: BaseException | None = None
         """What ended one of its threads. It answers nobody any more: calls in flight go to replicas at once."""
         self._listener = listen(host, port)
+        self.faults = faults or Faults()
+        self._reception = Reception(
+            self._listener, self._converse, who="attention worker", faults=self.faults, most=max_connections
+        )
         self._threads = [
-            threading.Thread(target=self._guard, args=(self._accept,), name="experts accept", daemon=True),
+            threading.Thread(target=self._guard, args=(self._reception.run,), name="experts accept", daemon=True),
             threading.Thread(target=self._guard, args=(self._loop.run,), name="experts compute", daemon=True),
         ]
 
@@ -137,7 +145,7 @@ class ExpertServer:
         with self._gate:
             self._leaving = True
             peers = list(self._peers)
-        shut_socket(self._listener)
+        self._reception.stop()
         for peer in peers:
             peer.send(Kind.LEAVING)
         finished = self._inbox.wait_idle(seconds) and (self._symm is None or self._symm.wait_idle(seconds))
@@ -151,7 +159,7 @@ class ExpertServer:
         for thread in [*self._threads, *self._end_connections()]:
             if thread.ident is not None:
                 thread.join(self._timing.handshake_s)
-        self._listener.close()
+        self._reception.close()
         if self._symm is not None:
             self._symm.close()
 
@@ -159,15 +167,11 @@ class ExpertServer:
         """Returns the threads that end by this."""
         with self._gate:
             self._leaving = True
-            connections, peers = dict(self._connections), list(self._peers)
-        shut_socket(self._listener)
-        self._closing.set()
+            peers = list(self._peers)
         self._inbox.close()
         for peer in peers:
             peer.shut()
-        for sock in connections:
-            shut_socket(sock)
-        return list(connections.values())
+        return self._reception.end()
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -177,50 +181,17 @@ class ExpertServer:
             log.critical("Seat %d serves no more.", self._hello.seat, exc_info=error)
             self._end_connections()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, address = self._listener.accept()
-            except OSError as error:
-                if self._leaving:
-                    return
-                log.warning("Accepting a connection failed: %s", error)
-                self._closing.wait(_RETRY_S)  # no file descriptors left, say
-                continue
-            with self._gate:
-                if self._leaving or len(self._connections) >= self._max_connections:
-                    sock.close()
-                    continue
-                name = f"attention worker at {address[0]}:{address[1]}"
-                thread = threading.Thread(target=self._serve, args=(sock, name), name=name, daemon=True)
-                self._connections[sock] = thread
-            thread.start()
-
-    def _serve(self, sock: socket.socket, name: str) -> None:
-        try:
-            self._converse(sock, name)
-        except SeatLost as error:
-            log.info("%s", error)
-        except (ExpertMeshError, OSError) as error:
-            log.warning("Connection of %s ended: %s", name, error)
-        finally:
-            sock.close()
-            with self._gate:
-                del self._connections[sock]
-
-    def _converse(self, sock: socket.socket, name: str) -> None:
+    def _converse(self, arrival: Arrival) -> None:
         until = soon(self._timing.handshake_s)
         if self._tls is not None:
-            sock.settimeout(self._timing.handshake_s)
-            sock = self._tls.wrap_socket(sock, server_side=True)
-        stream = Stream(sock, silence_s=self._timing.silence_s, name=name)
-        try:
-            theirs = admit(stream, self._secret, self._hello, until, leaving=self._leaving)
-            lanes = self._lanes if self._lanes is not None and self._lanes.agreed(theirs, name) else None
-        except ExpertMeshError:
-            stream.close()
-            raise
-        peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, patient=False)
+            arrival.sock.settimeout(self._timing.handshake_s)
+            arrival.sock = encrypted = self._tls.wrap(arrival.sock)
+            encrypted.do_handshake()
+        stream = Stream(arrival.sock, silence_s=self._timing.silence_s, name=arrival.name)
+        proven = partial(self._prove, arrival)
+        agreed = admit(stream, self._secret, self._hello, until, spoken=self._spoken, proven=proven)
+        lanes = self._lanes if self._lanes is not None and self._lanes.agreed(agreed.theirs, arrival.name) else None
+        peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, patient=False, version=agreed.version)
         try:
             self._follow(peer, lanes)
         finally:
@@ -229,6 +200,11 @@ class ExpertServer:
             if self._symm is not None:
                 self._symm.lost(peer)
             peer.close()
+
+    def _prove(self, arrival: Arrival) -> None:
+        if self._leaving:
+            raise SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica.")
+        self._reception.prove(arrival)
 
     def _follow(self, peer: Peer, lanes: Lanes | None) -> None:
         opening: Opening | None = None
@@ -248,7 +224,7 @@ class ExpertServer:
         if frame.kind == Kind.DISPATCH:
             self._dispatch(peer, frame)
         elif frame.kind == Kind.ECHO:
-            peer.send(Kind.ECHO, message_of(frame, Echo), [frame.payload])
+            peer.send(Kind.ECHO, _checked_echo(frame, peer.name), [frame.payload])
         elif frame.kind == Kind.FETCH:
             give(peer, frame, self._weights)
         elif frame.kind == Kind.LANE and lanes is not None:
@@ -267,11 +243,15 @@ class ExpertServer:
         hidden, dtype = self._hello.hidden, DTYPES[self._hello.dtype]
         came_RD = peer.receive_rows(facts.rows, hidden, dtype) if facts.lane else None
         x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, hidden, dtype, came_RD)
+        if not facts.reduced and len(x_RD) > 1 and x_RD.nbytes * facts.slots > self._limits.payload:
+            raise WireError(f"{peer.name} asks for more than {self._limits.payload} bytes of answers.")
         if self._leaving:
             _fail(peer, facts.call, SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica."))
             return
-        if strangers := set(ids_RK.flatten().tolist()) - {-1} - self._experts.get(facts.layer, frozenset()):
-            problem = f"Seat {self._hello.seat} does not hold experts {sorted(strangers)[:8]} of layer {facts.layer}."
+        held = self._experts.get(facts.layer)
+        if held is None or (strangers := set(ids_RK.flatten().tolist()) - {-1} - held):
+            which = "any expert" if held is None else f"experts {sorted(strangers)[:8]}"
+            problem = f"Seat {self._hello.seat} does not hold {which} of layer {facts.layer}."
             _fail(peer, facts.call, CallFailed(problem, hint="Is the routing table older than the worker?"))
             return
         call = Call(
@@ -293,6 +273,13 @@ class ExpertServer:
             return
         answer = Answer(call=facts.call, rows=len(result), dtype=NAMES[result.dtype], lane=facts.lane)
         peer.send(Kind.ANSWER, answer, rows=result, on_sent=release, by_lane=facts.lane)
+
+
+def _checked_echo(frame: Frame, name: str) -> Echo:
+    """What waits to be sent has no other bound than that of answers, which are asked for with rows."""
+    if len(frame.payload) > ECHO_BYTES:
+        raise WireError(f"{name} wants {len(frame.payload)} bytes back; at most {ECHO_BYTES} are.")
+    return message_of(frame, Echo)
 
 
 def _fail(peer: Peer, call: int, error: FabricError) -> None:

@@ -1,14 +1,17 @@
 """Frames between attention workers and expert workers: a fixed header, a msgpack header, raw tensor bytes.
 
-    magic 4s | protocol u16 | kind u16 | header length u32 | payload length u64     (network order, 20 bytes)
+    magic 4s | version u16 | kind u16 | header length u32 | payload length u64     (network order, 20 bytes)
 
 Lengths are held against a maximum before anything is allocated for them. Messages are msgpack arrays: new fields go
-last and have a default. Legend: R rows of a call, D hidden size, K slots per row, P pairs.
+last and have a default; any other change is a new version (:mod:`services.fabric.tcp_versions`).
+
+Legend: R rows of a call, D hidden size, K slots per row, P pairs.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,10 +21,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.errors import ProtocolMismatch, WireError
+from services.errors import ProtocolMismatch, SeatLost, WireError
 from services.fabric.tcp_stream import Stream
+from services.fabric.tcp_versions import HANDSHAKE
 
-PROTOCOL = 1
 MAGIC = b"EMXF"
 FIXED = struct.Struct("!4sHHIQ")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,6 +32,8 @@ HEADER_BYTES, MAX_BYTES = 4096, 64 << 20
 """Largest msgpack header and, unless configured, largest payload."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_SLOTS = 1 << 10
+ECHO_BYTES = 1 << 12
+"""That go there and back to prove a connection, or a lane."""
 
 
 class Kind(IntEnum):
@@ -140,22 +145,29 @@ class Frame:
     payload: Tensor
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 def message_of(frame: Frame, message: type[M]) -> M:
     """Raises WireError where the header is none such."""
+    return decoded(frame.header, message, f"the header of a {frame.kind.name} frame")
+
+
+def decoded(data: bytes, struct: type[M], what: str) -> M:
+    """Raises WireError where ``data`` is no ``struct``, whatever else it is."""
     try:
-        return msgspec.msgpack.decode(frame.header, type=message)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"A {frame.kind.name} frame has a malformed header: {error}.") from error
+        return msgspec.msgpack.decode(data, type=struct)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"A peer sent {what} that cannot be read: {error}.") from error
 
 
-def frame_parts(kind: Kind, message: Message | None = None, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
+def frame_parts(
+    kind: Kind, message: Message | None = None, tensors: Sequence[Tensor] = (), *, version: int = HANDSHAKE
+) -> list[memoryview]:
     """A frame as the buffers to send, tensors uncopied: they must not change until they are sent."""
     header = b"" if message is None else msgspec.msgpack.encode(message)
     payload = [bytes_of(tensor) for tensor in tensors]
-    fixed = FIXED.pack(MAGIC, PROTOCOL, kind, len(header), sum(map(len, payload)))
+    fixed = FIXED.pack(MAGIC, version, kind, len(header), sum(map(len, payload)))
     return [memoryview(fixed + header), *payload]
 
 
@@ -164,17 +176,19 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def read_frame(stream: Stream, limits: Limits, until: float | None = None) -> Frame:
+def read_frame(stream: Stream, limits: Limits, until: float | None = None, *, version: int = HANDSHAKE) -> Frame:
     """The next frame.
 
     Raises:
         WireError: these are no bytes of a frame, its kind is unknown or it is larger than ``limits``.
-        ProtocolMismatch: a frame of another protocol version.
-        SeatLost: see :meth:`Stream.recv_into`.
+        ProtocolMismatch: a frame of another version than the connection's.
+        SeatLost: see :meth:`Stream.recv_into`; or it is past ``until``, though bytes still come.
     """
+    if until is not None and time.monotonic() >= until:
+        raise SeatLost(f"{stream.name} took too long.")
     fixed = bytearray(FIXED.size)
     stream.recv_into(memoryview(fixed), until)
-    kind, header_bytes, payload_bytes = _checked(fixed, limits, stream.name)
+    kind, header_bytes, payload_bytes = _checked(fixed, limits, stream.name, version)
     header = bytearray(header_bytes)
     stream.recv_into(memoryview(header), until)
     payload = torch.empty(payload_bytes, dtype=torch.uint8)
@@ -182,16 +196,15 @@ def read_frame(stream: Stream, limits: Limits, until: float | None = None) -> Fr
     return Frame(kind, bytes(header), payload)
 
 
-def _checked(fixed: bytearray, limits: Limits, name: str) -> tuple[Kind, int, int]:
-    magic, version, kind, header_bytes, payload_bytes = FIXED.unpack(fixed)
+def _checked(fixed: bytearray, limits: Limits, name: str, version: int) -> tuple[Kind, int, int]:
+    magic, sent, kind, header_bytes, payload_bytes = FIXED.unpack(fixed)
     if magic != MAGIC:
         raise WireError(
             f"{name} does not speak the fabric's protocol.", hint="Check the address and TLS on both sides."
         )
-    if version != PROTOCOL:
+    if sent != version:
         raise ProtocolMismatch(
-            f"{name} speaks version {version} of the fabric's protocol, not {PROTOCOL}.",
-            hint="Run the same version of expertmesh on attention and expert workers.",
+            f"{name} sent a frame of version {sent} of the fabric's protocol where version {version} belongs."
         )
     if kind not in _KINDS:
         raise WireError(f"{name} sent a frame of the unknown kind {kind}.")
@@ -214,7 +227,7 @@ def unpack_dispatch(
     Raises:
         WireError: the payload's length is not what the call's facts make it.
     """
-    if call.rows < 0 or not 1 <= call.slots <= MAX_SLOTS:
+    if call.rows < 1 or not 1 <= call.slots <= MAX_SLOTS:
         raise WireError(f"A call has {call.rows} rows of {call.slots} slots.")
     pairs = call.rows * call.slots
     ends = [pairs * 4, pairs * (8 if call.reduced else 4)]

@@ -1,48 +1,128 @@
-"""Encrypted connections between attention and expert workers: files in PEM in, contexts out."""
+"""Encrypted connections between attention and expert workers: files in PEM in, sockets out.
+
+Certificates are renewed while workers run: files that changed are read again for the next connection.
+"""
 
 from __future__ import annotations
 
+import logging
+import socket
 import ssl
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.errors import ConfigError
 
+log = logging.getLogger(__name__)
 
-def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """An expert worker's; None, for plain connections, where neither file is given.
+
+class ServerTls:
+    """An expert worker's end.
 
     Raises:
-        ConfigError: one of the two is missing, or they cannot be read or do not belong together.
+        ConfigError: the files cannot be read or do not belong together.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._latest = _Latest([cert, key], lambda: _server_context(cert, key))
+
+    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+        """Its handshake is the caller's to do: the socket can be shut meanwhile."""
+        return self._latest.context().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+
+class ClientTls:
+    """An attention worker's end: trusts what ``ca`` signed, for ``name`` or else for the address in the routing table.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no certificate.
+    """
+
+    def __init__(self, ca: Path, name: str | None = None) -> None:
+        self._latest = _Latest([ca], lambda: _client_context(ca))
+        self._name = name
+
+    def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
+        """After the handshake. Raises OSError: also where the other end has no certificate for that name."""
+        return self._latest.context().wrap_socket(sock, server_hostname=self._name or host)
+
+
+def server_tls(cert: Path | None, key: Path | None) -> ServerTls | None:
+    """None, for plain connections, where neither file is given.
+
+    Raises:
+        ConfigError: one of the two is missing; or as :class:`ServerTls`.
     """
     if cert is None and key is None:
         return None
     if cert is None or key is None:
         raise ConfigError("A certificate without its key is no use, nor a key without its certificate.", hint=_BOTH)
+    return ServerTls(cert, key)
+
+
+def client_tls(ca: Path | None, name: str | None = None) -> ClientTls | None:
+    """None for None. Raises ConfigError as :class:`ClientTls`."""
+    return None if ca is None else ClientTls(ca, name)
+
+
+_BOTH = "Give both --fabric-tls-cert and --fabric-tls-key."
+_Stamp = tuple[int, int, int] | None
+
+
+class _Latest:
+    """The context of ``files`` as they are now; while those do not fit together, the one before. Thread-safe."""
+
+    def __init__(self, files: Sequence[Path], make: Callable[[], ssl.SSLContext]) -> None:
+        self._files, self._make = list(files), make
+        self._gate = threading.Lock()
+        self._seen = self._stamps()
+        self._context = make()
+
+    def context(self) -> ssl.SSLContext:
+        with self._gate:
+            if (seen := self._stamps()) != self._seen:
+                self._seen = seen
+                self._renew()
+            return self._context
+
+    def _renew(self) -> None:
+        names = " and ".join(map(str, self._files))
+        try:
+            self._context = self._make()
+        except ConfigError as error:
+            log.warning("%s changed; what was read before stays in use: %s", names, error)
+        else:
+            log.info("%s changed and was read again", names)
+
+    def _stamps(self) -> list[_Stamp]:
+        return [_stamp(file) for file in self._files]
+
+
+def _stamp(file: Path) -> _Stamp:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _server_context(cert: Path, key: Path) -> ssl.SSLContext:
     context = _tls13(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, password="")  # without one OpenSSL would ask a terminal
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"Cannot use {cert} with {key}: {error}.", hint="Both are PEM files.") from error
     return context
 
 
-def client_context(ca: Path | None) -> ssl.SSLContext | None:
-    """An attention worker's: trusts what ``ca`` signed, for the address in the routing table; None for None.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no certificate.
-    """
-    if ca is None:
-        return None
+def _client_context(ca: Path) -> ssl.SSLContext:
     context = _tls13(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"Cannot use --fabric-tls-ca {ca}: {error}.", hint="It is a PEM file.") from error
     return context
-
-
-_BOTH = "Give both --fabric-tls-cert and --fabric-tls-key."
 
 
 def _tls13(protocol: int) -> ssl.SSLContext:

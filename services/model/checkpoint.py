@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry, read_header
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
 from services.model.spec import INDEX, ModelSpec, read_index, unreadable
+
+if TYPE_CHECKING:  # whoever looks at files alone needs no torch
+    from torch import Tensor
 
 _SINGLE = "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
@@ -54,6 +54,8 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """The tensor called ``name``, mapped from its file, in the dtype it has there. Do not write to it."""
+        from safetensors import SafetensorError, safe_open
+
         entry = self._entries[name]
         try:
             if entry.file not in self._open_files:
@@ -62,6 +64,9 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=DOWNLOAD_AGAIN) from error
         return tensor
+
+    def entry(self, name: str) -> TensorEntry:
+        return self._entries[name]
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Size of these tensors on disk."""

@@ -35,11 +35,12 @@ _info = msgspec.json.Decoder(_Info)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor as a file's header describes it."""
+    """One tensor as a file's header describes it. It begins at byte ``begin`` of the file."""
 
     file: Path
     dtype: str
     shape: Shape
+    begin: int
     nbytes: int
 
 
@@ -60,7 +61,11 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise _truncated(file, promised, size)
     return {
         name: TensorEntry(
-            file=file, dtype=info.dtype, shape=info.shape, nbytes=info.data_offsets[1] - info.data_offsets[0]
+            file=file,
+            dtype=info.dtype,
+            shape=info.shape,
+            begin=_LENGTH_BYTES + len(raw) + info.data_offsets[0],
+            nbytes=info.data_offsets[1] - info.data_offsets[0],
         )
         for name, info in infos.items()
     }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
-from testkit.pocket_answers import answers_while, serve_pocket
+from testkit.pocket_answers import POCKET, answers_while, serve_pocket
 from testkit.servers import Server, bench, wait_until
+
+from services.model.digests import write_digests
 
 pytestmark = pytest.mark.alone
 
@@ -24,11 +27,13 @@ def listed(server: Server) -> float:
 def test_no_token_changes_while_expert_workers_die_and_leave(
     tmp_path: Path, lane: str, shared: str, groups: int
 ) -> None:
-    """Two replicas of each group."""
-    workers = 2 * groups
+    """Two replicas of each group. Where there is a lane, who joins takes weights from the other one, verified."""
+    workers, folder = 2 * groups, shutil.copytree(POCKET / "model", tmp_path / "model")
+    write_digests(folder)
     with bench(tmp_path) as stage:
         server = serve_pocket(
             stage,
+            folder,
             expert_workers=workers,
             expert_groups=groups,
             fabric_lane=lane,

@@ -18,10 +18,10 @@ END = 0
 MOST_TOKENS = 48
 
 
-def serve_pocket(stage: Bench, **options: object) -> Server:
-    """``expertmesh serve`` of the model until /ready, with leases that end soon."""
+def serve_pocket(stage: Bench, folder: Path = POCKET / "model", **options: object) -> Server:
+    """``expertmesh serve`` of the model, or of a copy in ``folder``, until /ready, with leases that end soon."""
     common = {"served_model_name": "pocket", "dtype": "float32", "threads": 1, "lease": 2}
-    return stage.serve(POCKET / "model", **common, **options)
+    return stage.serve(folder, **common, **options)
 
 
 def recorded() -> list[dict[str, Any]]:

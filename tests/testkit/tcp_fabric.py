@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from services.fabric.tcp_handshake import Hello
 from services.fabric.tcp_link import TcpLink
 from services.fabric.tcp_peer import Timing
 from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp_stream import Stream
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 
@@ -162,6 +164,19 @@ def served(
     finally:
         for server in servers:
             server.close()
+
+
+@contextmanager
+def pair() -> Iterator[tuple[Stream, Stream]]:
+    """Two ends of a connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(listener.getsockname())
+    far, _ = listener.accept()
+    streams = Stream(near, silence_s=10, name="near"), Stream(far, silence_s=10, name="far")
+    yield streams
+    for stream in streams:
+        stream.close()
+    listener.close()
 
 
 def send(link: TcpLink, x_TD: Tensor, expert: int = 0) -> Tensor:

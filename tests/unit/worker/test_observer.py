@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.attention.observer import ExpertObserver, SharingObserver, StepObserver
-from services.metrics import TOP_EXPERTS, WorkerMetrics
+from services.attention.observer import ExpertObserver, RefusalObserver, SharingObserver, StepObserver
+from services.errors import ProtocolMismatch, SeatLost, WireError
+from services.experts.observer import ExpertsObserver
+from services.fabric.faults import Faults
+from services.metrics import TOP_EXPERTS, ExpertMetrics, WorkerMetrics
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,32 @@ def test_steps_through_shared_memory_are_counted_once(registry: CollectorRegistr
     observer.refresh()
     names = ("shared_seats", "shared_steps_total", "repeated_steps_total")
     assert [registry.get_sample_value(f"expertmesh_{name}") for name in names] == [3, 7, 1]
+
+
+class Idle:
+    """An expert worker that does nothing yet."""
+
+    seat, status, serving = 0, "waiting", None
+
+
+def test_refused_peers_are_counted_by_reason_on_either_side(registry: CollectorRegistry) -> None:
+    at_attention, at_experts = Faults(), Faults()
+    watched = [
+        RefusalObserver(WorkerMetrics(registry), at_attention.totals),
+        ExpertsObserver(ExpertMetrics(registry), Idle(), at_experts),  # type: ignore[arg-type]
+    ]
+
+    def counted(role: str, reason: str) -> float | None:
+        for observer in watched:
+            observer.refresh()
+        return registry.get_sample_value(f"expertmesh_{role}refused_peers_total", {"reason": reason})
+
+    at_attention.ended_by(ProtocolMismatch("It speaks version 9."))
+    at_experts.ended_by(SeatLost("It closed the connection."))
+    assert counted("", "protocol_mismatch") == 1
+    for _ in range(2):
+        at_experts.ended_by(WireError("It sent what it liked."))
+        at_experts.ended_by(KeyError("whatever it liked"))
+    assert (counted("experts_", "wire_error"), counted("experts_", "error")) == (2, 2)
+    assert (counted("experts_", "wire_error"), counted("", "protocol_mismatch")) == (2, 1), "once each"
+    assert counted("experts_", "seat_lost") is None, "connections end so every day"

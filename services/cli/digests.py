@@ -1,0 +1,30 @@
+"""`expertmesh digests`: writes beside a checkpoint what workers hold weights against that others give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.config import OptionParser
+from services.errors import CheckpointError
+from services.model.digests import write_digests
+from services.runtime import configure_logging
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 once the file is written.
+
+    Raises:
+        CheckpointError: see :func:`services.model.digests.write_digests`.
+    """
+    parser = OptionParser(
+        "expertmesh digests", "Write the digests by which expert workers check weights that others give them."
+    )
+    parser.add_argument("folder", type=Path, help="a checkpoint")
+    folder = parser.parse_args(argv).folder
+    configure_logging("digests")
+    try:
+        write_digests(folder)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write the digests of {folder}: {error}.", hint="Is it writable?") from error
+    return 0

@@ -1,0 +1,146 @@
+"""SHA-256 digests of a checkpoint's experts, in a file beside it: others' weights are held against them.
+
+Written by whoever fills the folder, read by workers that join. Torch-free. A digest is of the bytes of an expert's
+matrix as they are stored: of ``gate_up``, the gate's rows and then those of the up projection, and of ``down``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from services.errors import CheckpointError
+from services.model.checkpoint import Checkpoint
+from services.model.header import TensorEntry
+from services.model.names import TensorNames
+from services.model.spec import ModelSpec, load_spec
+
+FILE = ".expertmesh-digests"
+_FORMAT = 1
+_CHUNK = 4 << 20
+_MOST_THREADS = 16
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_HOLDS = {"float32": ("float32", "bfloat16", "float16")}
+"""Types that a wider one holds every value of: what is served in it can be told from the digest of what is stored."""
+_HOW = "Workers that join read the disk and take no weights from others; `expertmesh digests FOLDER` writes it."
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+log = logging.getLogger(__name__)
+
+
+class LayerDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """By expert."""
+
+    gate_up: tuple[Digest, ...]
+    down: tuple[Digest, ...]
+
+
+class Digests(msgspec.Struct, frozen=True, kw_only=True):
+    """``fingerprint``: the checkpoint's; ``dtype``: in which its experts are stored."""
+
+    format: int
+    fingerprint: str
+    dtype: str
+    layers: dict[int, LayerDigests]
+
+    def of(self, layer: int, name: str, expert: int) -> bytes:
+        """``name``: ``gate_up`` or ``down``."""
+        digests: tuple[bytes, ...] = getattr(self.layers[layer], name)
+        return digests[expert]
+
+
+def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None:
+    """Those of the experts of ``spec``, served in ``dtype``; None, and a word in the log, where there are none."""
+    file = model_dir / FILE
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Digests)
+    except FileNotFoundError:
+        log.info("There is no %s. %s", file, _HOW)
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("%s cannot be read: %s. %s", file, error, _HOW)
+        return None
+    if not _fits(found, spec, dtype):
+        log.warning("%s is not of these experts, or not for %s. %s", file, dtype, _HOW)
+        return None
+    return found
+
+
+def write_digests(model_dir: Path) -> None:
+    """Reads all experts' weights.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged, has no experts, or stores them in several types.
+        OSError: the file cannot be written.
+    """
+    spec = load_spec(model_dir)
+    with Checkpoint(model_dir, spec) as checkpoint:
+        digests = _digests(checkpoint, spec)
+    draft = model_dir / f"{FILE}.draft"
+    draft.write_bytes(msgspec.json.encode(digests))
+    os.replace(draft, model_dir / FILE)
+    log.info("%s: digests of %d experts in each of %d layers", model_dir / FILE, spec.num_experts, len(digests.layers))
+
+
+def hashing_threads() -> int:
+    """As many as there are cores, up to what a disk or a lane has bytes for: hashing releases Python's lock."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _fits(found: Digests, spec: ModelSpec, dtype: str) -> bool:
+    if (found.format, found.fingerprint) != (_FORMAT, spec.fingerprint):
+        return False
+    if found.dtype not in _HOLDS.get(dtype, (dtype,)):
+        return False
+    counts = {len(by_expert) for layer in found.layers.values() for by_expert in (layer.gate_up, layer.down)}
+    return tuple(sorted(found.layers)) == spec.moe_layers and counts == {spec.num_experts}
+
+
+def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
+    matrices = {layer: list(_matrices(checkpoint, spec, layer)) for layer in spec.moe_layers}
+    types = {entry.dtype for layer in matrices.values() for pair in layer for entries in pair for entry in entries}
+    if len(types) != 1:
+        stored = f"stores experts in {', '.join(sorted(types))}" if types else "has no experts"
+        raise CheckpointError(f"The checkpoint {stored}: there are no digests of that.")
+    with ThreadPoolExecutor(hashing_threads()) as pool:
+        hashing = {layer: pool.map(_digest, chain.from_iterable(pairs)) for layer, pairs in matrices.items()}
+        layers = {layer: _of_layer(list(digests)) for layer, digests in hashing.items()}
+    return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=_DTYPES[types.pop()], layers=layers)
+
+
+def _matrices(
+    checkpoint: Checkpoint, spec: ModelSpec, layer: int
+) -> Iterator[tuple[list[TensorEntry], list[TensorEntry]]]:
+    """By expert, where the parts of ``gate_up`` and ``down`` are."""
+    names = TensorNames(spec.family)
+    for expert in range(spec.num_experts):
+        ffn = names.expert(layer, expert)
+        yield [checkpoint.entry(ffn.gate), checkpoint.entry(ffn.up)], [checkpoint.entry(ffn.down)]
+
+
+def _of_layer(digests: list[bytes]) -> LayerDigests:
+    """``gate_up`` and ``down`` by turns."""
+    return LayerDigests(gate_up=tuple(digests[::2]), down=tuple(digests[1::2]))
+
+
+def _digest(entries: Iterable[TensorEntry]) -> bytes:
+    digest = hashlib.sha256()
+    for entry in entries:
+        with entry.file.open("rb", buffering=0) as data:
+            data.seek(entry.begin)
+            left = entry.nbytes
+            while left:
+                if not (chunk := data.read(min(left, _CHUNK))):
+                    raise CheckpointError(f"{entry.file} has become shorter while it was read.")
+                digest.update(chunk)
+                left -= len(chunk)
+    return digest.digest()

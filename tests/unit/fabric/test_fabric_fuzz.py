@@ -1,0 +1,425 @@
+"""Bytes of whoever means harm, before and after it has proven itself: one typed error, its own connection, no more.
+
+To seats, to attention workers from a seat that is not what it seems, to the ranks' gate, to both ends of shared memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from testkit.fabric_frames import FRAMES, NONCE, TICKET, mutated, nearly_frames, nearly_messages
+from testkit.servers import free_port, wait_until
+from testkit.symm_fabric import serve_shared
+from testkit.tcp_fabric import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
+
+from services.errors import ExpertMeshError, FabricError, WireError
+from services.fabric import symm_wire, tcp_handshake, tcp_seat, tcp_wire
+from services.fabric.faults import Faults
+from services.fabric.mesh_gate import Gate, Tunnel
+from services.fabric.mesh_join import Facts
+from services.fabric.mesh_join import _told as told_by_rank
+from services.fabric.symm_memory import HostMemory, Ticket, decode_ticket
+from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp_peer import Timing
+from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp_stream import Stream
+from services.fabric.tcp_wire import Kind, Limits, frame_parts, read_frame
+from services.routing import Seat
+
+PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
+ONES = torch.ones(3, 4)
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+MESSAGES = [
+    hello(),
+    NONCE,
+    tcp_handshake.Proof(hello=b"h", proof=b"p"),
+    tcp_handshake.Refused(code="c", message="m"),
+    tcp_wire.Dispatch(call=1, epoch=2, step=3, layer=4, micro_batch=5, rows=1, slots=2, reduced=True),
+    tcp_wire.Answer(call=1, rows=1, dtype="float32"),
+    tcp_wire.Failed(call=1, code="c", message="m"),
+    tcp_wire.Echo(crc=1),
+    tcp_wire.LaneNote(key="k", value=b"v"),
+    tcp_wire.Fetch(layer=1),
+    tcp_wire.Weights(layer=1, name="n", shape=(1, 2), checksum=3),
+    symm_wire.Offer(ticket=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
+    symm_wire.Taken(ticket=b"t"),
+    symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5),
+    symm_wire.Stop(),
+    TICKET,
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_dies() -> Iterator[None]:
+    """By an error that nobody expected."""
+    died, before = list[object](), threading.excepthook
+    threading.excepthook = lambda args: died.append(args.exc_value)
+    yield
+    threading.excepthook = before
+    assert died == []
+
+
+@FUZZ
+@given(st.sampled_from(MESSAGES).flatmap(lambda message: st.tuples(st.just(type(message)), nearly_messages(message))))
+def test_what_cannot_be_decoded_is_one_kind_of_error(case: tuple[type[msgspec.Struct], bytes]) -> None:
+    kind, data = case
+    with suppress(WireError):
+        assert isinstance(tcp_wire.decoded(data, kind, "something"), kind)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x91\xa1\xff", b"\xdc\x00\x20" + b"\x91" * 4000, b"\xdd\xff\xff\xff\xff", b"\x91\xdb\xff\xff\xff\xff", b""],
+    ids=["no utf-8", "too deep", "an endless array", "an endless string", "nothing"],
+)
+def test_what_no_decoder_may_choke_on(data: bytes) -> None:
+    for message in MESSAGES:
+        if not isinstance(message, symm_wire.Stop):
+            with pytest.raises(WireError):
+                tcp_wire.decoded(data, type(message), "something")
+
+
+# seats
+
+
+@pytest.fixture(scope="module")
+def seat() -> Iterator[ExpertServer]:
+    """With everything that frames may be about."""
+    weights = {0: ((0, 2), {"down": torch.ones(2, 3)})}
+    running = serve_shared(scaled, lane="gloo", weights=weights, timing=PATIENT, experts={0: range(8)})
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def bystander(seat: ExpertServer) -> Iterator[TcpLink]:
+    """An honest attention worker: whatever others send, its connection stays and it is answered."""
+    with linked(table_of(seat_of(seat, 0)), timing=PATIENT) as link:
+        yield link
+        assert torch.equal(send(link, ONES), ONES)
+        assert seat.failure is None
+        assert [one.connections for one in link._seats.links.values()] == [1]
+
+
+def sent(seat: ExpertServer, data: bytes, *, proven: bool) -> None:
+    """Sends ``data``, and waits for the other side to be done with it and close."""
+    stream = Stream(socket.create_connection(seat.address), silence_s=30, name="seat")
+    try:
+        if proven:
+            tcp_handshake.greet(stream, SECRET, hello(), time.monotonic() + 30)
+        with suppress(FabricError):
+            stream.send([memoryview(data)])
+        with suppress(OSError):
+            stream._sock.shutdown(socket.SHUT_WR)
+        with suppress(FabricError):
+            while True:
+                stream.recv_into(memoryview(bytearray(1)), time.monotonic() + 30)
+    finally:
+        stream.close()
+
+
+def counted(seat: ExpertServer, wire_errors: int) -> None:
+    """The connection is closed first."""
+    wait_until(lambda: seat.faults.totals().get("wire_error", 0) == wire_errors, 20, f"{wire_errors} are counted")
+
+
+@FUZZ
+@given(data=nearly_frames(), proven=st.booleans())
+def test_a_seat_outlives_whatever_is_sent(seat: ExpertServer, bystander: TcpLink, data: bytes, proven: bool) -> None:
+    sent(seat, data, proven=proven)
+    assert torch.equal(send(bystander, ONES), ONES)
+    assert seat.failure is None
+    assert seat.faults.totals().get("error", 0) == 0, "an error that is not in the tree"
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_each_damaged_frame_is_counted(seat: ExpertServer, bystander: TcpLink, proven: bool) -> None:
+    header = b"\x99\xa1\xff"
+    for kind in (99, Kind.HELLO, *((Kind.DISPATCH, Kind.ECHO, Kind.SYMM_STEP) if proven else ())):
+        before = seat.faults.totals().get("wire_error", 0)
+        sent(seat, tcp_wire.FIXED.pack(b"EMXF", 1, kind, len(header), 0) + header, proven=proven)
+        counted(seat, before + 1)
+    assert torch.equal(send(bystander, ONES), ONES)
+
+
+def test_calls_that_would_fill_a_seats_memory_are_refused(seat: ExpertServer, bystander: TcpLink) -> None:
+    """Rows of nothing, whose queue has no end; layers that it does not have, each of which would be counted; a row for
+    each of a thousand slots, together more than anybody takes."""
+    rows, slots = 8192, 1024
+    nothing = tcp_wire.Dispatch(call=1, epoch=0, step=0, layer=0, micro_batch=0, rows=0, slots=1, reduced=False)
+    many = msgspec.structs.replace(nothing, rows=rows, slots=slots)
+    wide = [torch.zeros(rows, slots, dtype=torch.int32), torch.zeros(rows, 4)]
+    for call, tensors in ((nothing, []), (many, wide)):
+        before = seat.faults.totals().get("wire_error", 0)
+        sent(seat, b"".join(frame_parts(Kind.DISPATCH, call, tensors)), proven=True)
+        counted(seat, before + 1)
+    strange = msgspec.structs.replace(nothing, rows=1, layer=7)
+    absent = [torch.full((1, 1), -1, dtype=torch.int32), torch.zeros(1, 4)]
+    sent(seat, b"".join(frame_parts(Kind.DISPATCH, strange, absent)), proven=True)
+    assert 7 not in seat.counts.layer_rows
+    assert torch.equal(send(bystander, ONES), ONES)
+
+
+# attention workers
+
+
+class Impostor:
+    """Takes the part of a seat, knows the secret, and says what it is told to, once for each connection."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.said: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def seat(self) -> Seat:
+        port = self._listener.getsockname()[1]
+        return Seat(number=1, worker="experts-1", group=0, host="127.0.0.1", port=port)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                try:
+                    stage, data = self.said.get_nowait()
+                except queue.Empty:
+                    sock.close()
+                    continue
+                with suppress(ExpertMeshError, OSError):
+                    self._play(Stream(sock, silence_s=30, name="attention"), stage, data)
+                sock.close()
+                self.done.put(None)
+
+    @staticmethod
+    def _play(stream: Stream, stage: str, data: bytes) -> None:
+        """Up to ``stage`` as a seat should, then ``data``, and then it waits for the other side to end."""
+        until, limits = time.monotonic() + 30, Limits(4096, 1 << 16)
+        if stage == "proof":
+            read_frame(stream, limits, until)
+            stream.send(frame_parts(Kind.CHALLENGE, NONCE))
+            read_frame(stream, limits, until)
+        elif stage in ("echo", "open"):
+            tcp_handshake.admit(stream, SECRET, hello(seat=1), until)
+            echo = read_frame(stream, limits, until)
+            if stage == "open":
+                stream.send(frame_parts(Kind.ECHO, tcp_wire.message_of(echo, tcp_wire.Echo), [echo.payload]))
+        stream.send([memoryview(data)])
+        stream._sock.shutdown(socket.SHUT_WR)
+        while True:
+            stream.recv_into(memoryview(bytearray(1)), until)
+
+
+@contextmanager
+def deceived() -> Iterator[tuple[TcpLink, Impostor]]:
+    """An attention worker with an honest seat and one that is not."""
+    honest, impostor = serve(double, timing=PATIENT), Impostor()
+    table = table_of(seat_of(honest, 0), impostor.seat)
+    try:
+        with linked(table, timing=PATIENT, ready=False) as link:
+            wait_until(lambda: 0 in link.usable(), 30, "the honest seat is there")
+            yield link, impostor
+    finally:
+        impostor.close()
+        honest.close()
+
+
+def test_an_attention_worker_outlives_whatever_a_seat_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp_seat, "_MOST_BACKOFF_S", 0.05)
+    with deceived() as (link, impostor), caplog.at_level(logging.ERROR):
+
+        @FUZZ
+        @given(st.sampled_from(["hello", "proof", "echo", "open"]), nearly_frames())
+        def tell(stage: str, data: bytes) -> None:
+            impostor.said.put((stage, data))
+            impostor.done.get(timeout=60)
+            assert torch.equal(send(link, ONES), 2 * ONES)
+
+        tell()
+        assert link.faults().get("error", 0) == 0, "an error that is not in the tree"
+        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+        assert not any(one.ended for one in link._seats.links.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "data", "reason"),
+    [
+        ("hello", b"HTTP/1.1 400 Bad Request\r\n\r\n", "wire_error"),
+        ("proof", FRAMES[3], "secret_mismatch"),
+        ("echo", tcp_wire.FIXED.pack(b"EMXF", 1, Kind.ECHO, 2, 0) + b"\x91\xc1", "wire_error"),
+        ("open", tcp_wire.FIXED.pack(b"EMXF", 1, 99, 0, 0), "wire_error"),
+        ("open", tcp_wire.FIXED.pack(b"EMXF", 2, Kind.ALIVE, 0, 0), "protocol_mismatch"),
+        ("open", tcp_wire.FIXED.pack(b"EMXF", 1, Kind.FAILED, 3, 0) + b"\x93\xa1\xff", "wire_error"),
+        ("open", FRAMES[16], "wire_error"),
+    ],
+)
+def test_a_seat_that_does_not_keep_to_the_protocol_is_counted_and_tried_again(
+    stage: str, data: bytes, reason: str
+) -> None:
+    with deceived() as (link, impostor):
+        impostor.said.put((stage, data))
+        impostor.done.get(timeout=60)
+        wait_until(lambda: link.faults() == {reason: 1}, 30, "it is counted")
+        assert torch.equal(send(link, ONES), 2 * ONES)
+        impostor.said.put((stage, data))
+        impostor.done.get(timeout=60)
+
+
+def test_a_seat_that_never_stops_talking_is_not_listened_to_for_ever() -> None:
+    """Instead of the echo that would prove the connection."""
+
+    def talk(stream: Stream) -> None:
+        with suppress(ExpertMeshError):
+            tcp_handshake.admit(stream, SECRET, hello(seat=1), time.monotonic() + 30)
+            chatter = b"".join(frame_parts(Kind.ALIVE)) * 100
+            while True:
+                stream.send([memoryview(chatter)])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        seat = Seat(number=1, worker="experts-1", group=0, host="127.0.0.1", port=listener.getsockname()[1])
+        timing = Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0)
+        with linked(table_of(seat), timing=timing, ready=False) as link:
+            sock, _ = listener.accept()
+            threading.Thread(target=talk, args=(Stream(sock, silence_s=30, name="link"),), daemon=True).start()
+            (only,) = link._seats.links.values()
+            wait_until(lambda: only.problem is not None, 30, "it was given up")
+            assert "took too long" in only.problem.message
+
+
+# shared memory
+
+
+def test_tickets_to_memory_are_refused_by_type_whatever_they_say() -> None:
+    memory = HostMemory()
+    region = memory.share(4096)
+    honest = msgspec.msgpack.decode(region.ticket, type=Ticket)
+    numbers = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(0, 8192))
+    changes = st.fixed_dictionaries(
+        {},
+        optional={
+            "kind": st.sampled_from(["host", "cuda", ""]),
+            "post": st.one_of(st.just(honest.post), st.text(max_size=200), st.just("\0" * 150)),
+            "key": st.one_of(st.just(honest.key), st.binary(max_size=64)),
+            "size": numbers,
+            "nonce_at": numbers,
+            "nonce": st.binary(max_size=40),
+        },
+    )
+
+    @FUZZ
+    @given(st.one_of(changes.map(lambda change: (change, None)), mutated(region.ticket).map(lambda raw: ({}, raw))))
+    def opened(case: tuple[dict[str, object], bytes | None]) -> None:
+        change, raw = case
+        data = raw if raw is not None else msgspec.msgpack.encode(msgspec.structs.replace(honest, **change))
+        with suppress(FabricError):
+            memory.open(data).close()
+
+    opened()
+    memory.open(region.ticket).close()
+    region.close()
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"base": 1 << 63},
+        {"base": -1},
+        {"deadline_s": float("nan")},
+        {"deadline_s": float("inf")},
+        {"deadline_s": -1.0},
+        {"bucket": 0},
+    ],
+)
+def test_a_step_that_no_kernel_could_be_told_is_refused_as_it_comes(change: dict[str, float]) -> None:
+    step = symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1)
+    with pytest.raises(WireError):
+        tcp_wire.decoded(msgspec.msgpack.encode(msgspec.structs.replace(step, **change)), symm_wire.Step, "a step")
+
+
+# the ranks' gate
+
+
+def test_the_ranks_gate_outlives_whatever_is_sent() -> None:
+    faults = Faults()
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        listener = socket.create_server(("127.0.0.1", 0))
+        gate = Gate(listener, secret=SECRET, port=store.getsockname()[1], name="rank 0", faults=faults)
+        address = listener.getsockname()
+
+        @FUZZ
+        @given(nearly_frames())
+        def told(data: bytes) -> None:
+            with socket.create_connection(address, timeout=30) as sock, suppress(OSError):
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+
+        told()
+        assert "error" not in faults.totals(), "an error that is not in the tree"
+        assert faults.totals()["wire_error"] >= 1
+        tunnel = Tunnel("127.0.0.1", address[1], secret=SECRET, name="rank 1")
+        with socket.create_connection(("127.0.0.1", tunnel.port), timeout=30) as near:
+            store.accept()[0].close()  # the knock that the tunnel tried it with
+            far, _ = store.accept()
+            near.sendall(b"rows")
+            assert far.recv(4) == b"rows"
+            far.close()
+        tunnel.close()
+        gate.close()
+
+
+def test_a_rank_outlives_whatever_the_gate_says() -> None:
+    port = free_port()
+
+    @FUZZ
+    @given(nearly_frames())
+    def knocked(data: bytes) -> None:
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            answering = threading.Thread(target=answer, args=(listener, data), daemon=True)
+            answering.start()
+            with pytest.raises((ExpertMeshError, OSError)):
+                Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1")
+            answering.join(30)
+
+    def answer(listener: socket.socket, data: bytes) -> None:
+        with suppress(OSError):
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+
+    knocked()
+
+
+@FUZZ
+@given(st.one_of(st.binary(max_size=200), mutated(msgspec.json.encode(
+    Facts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
+))))  # fmt: skip
+def test_what_a_rank_says_of_itself_is_read_or_refused(data: bytes) -> None:
+    with suppress(FabricError):
+        told_by_rank(1, data)
+
+
+def test_a_ticket_of_another_kind_keeps_rows_on_tcp() -> None:
+    with pytest.raises(FabricError, match="of the kind 'cuda', not 'host'"):
+        decode_ticket(msgspec.msgpack.encode(msgspec.structs.replace(TICKET, kind="cuda")), "host")

@@ -1,0 +1,182 @@
+"""Connections that prove nothing keep nobody out, and cost little: at a seat, the ranks' gate, the post for memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from errno import EAGAIN
+from pathlib import Path
+
+import pytest
+import torch
+from testkit.certificates import Authority
+from testkit.servers import free_port, wait_until
+from testkit.tcp_fabric import SECRET, linked, seat_of, send, serve, table_of
+
+from services.fabric import mesh_gate
+from services.fabric.fd_post import FdPost, fetch_fd
+from services.fabric.mesh_gate import Tunnel
+from services.fabric.mesh_join import Meeting, _store
+from services.fabric.tcp_handshake import Nonce
+from services.fabric.tcp_peer import Timing
+from services.fabric.tcp_reception import MOST_UNPROVEN
+from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp_wire import Kind, frame_parts
+from services.fabric.tls import client_tls, server_tls
+
+PATIENT = Timing(handshake_s=60.0, alive_s=0.5, silence_s=30.0)
+"""Nobody is shown out for being late while a test runs."""
+STRANGERS = 300
+ONES = torch.ones(3, 4)
+
+
+@contextmanager
+def idle(address: tuple[str, int], count: int = STRANGERS) -> Iterator[list[socket.socket]]:
+    """Connections that say nothing."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
+
+
+def unproven(server: ExpertServer) -> int:
+    return len(server._reception._unproven)
+
+
+def threads(server: ExpertServer) -> int:
+    return len(server._reception._threads)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_idle_strangers_keep_no_attention_worker_out(encrypted: bool, tmp_path: Path) -> None:
+    files = Authority(tmp_path).certificate("DNS:localhost,IP:127.0.0.1") if encrypted else (None, None)
+    tls = client_tls(tmp_path / "ca.crt") if encrypted else None
+    server = serve(timing=PATIENT, tls=server_tls(*files), max_connections=1)
+    try:
+        with idle(server.address):
+            wait_until(lambda: unproven(server) == MOST_UNPROVEN, 30, "the room for strangers is full")
+            with linked(table_of(seat_of(server, 0)), timing=PATIENT, tls=tls) as link:
+                assert torch.equal(send(link, ONES), 2 * ONES)
+                with idle(server.address):
+                    wait_until(lambda: server.faults.totals()["crowded"] >= 2 * STRANGERS - MOST_UNPROVEN, 30, "more")
+                    assert threads(server) <= MOST_UNPROVEN + 1
+                    assert torch.equal(send(link, ONES), 2 * ONES)
+                assert [seat.connections for seat in link._seats.links.values()] == [1], "who has proven itself stays"
+    finally:
+        server.close()
+
+
+def dripped(sock: socket.socket, data: bytes) -> int:
+    """How many of these bytes, sent one by one, the other side waits for."""
+    for taken, byte in enumerate(data):
+        sock.sendall(bytes([byte]))
+        try:
+            if not sock.recv(1):
+                return taken
+        except TimeoutError:
+            continue
+        except OSError:
+            return taken
+    return len(data)
+
+
+def test_a_stranger_who_drips_bytes_is_shown_out_when_a_handshake_must_be_over() -> None:
+    server = serve(timing=Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0))
+    try:
+        began = time.monotonic()
+        with socket.create_connection(server.address, timeout=0.1) as dripping:
+            taken = dripped(dripping, b"".join(frame_parts(Kind.HELLO, Nonce(nonce=b"n" * 32))))
+        assert 5 <= taken < 20, "a byte each tenth of a second, for a second"
+        assert time.monotonic() - began < 20
+        wait_until(lambda: threads(server) == 0, 10, "nothing is left of it")
+    finally:
+        server.close()
+
+
+def test_connections_that_have_proven_themselves_have_a_bound_of_their_own() -> None:
+    server = serve(timing=PATIENT, max_connections=1)
+    table = table_of(seat_of(server, 0))
+    try:
+        with linked(table, timing=PATIENT, ready=False) as second:
+            with linked(table, timing=PATIENT, ready=False) as first:
+                wait_until(lambda: len(first.usable()) + len(second.usable()) == 1, 20, "one of them is in")
+                late = second if first.usable() else first
+                (seat,) = late._seats.links.values()
+                wait_until(lambda: seat.problem is not None, 20, "the other one is not")
+                assert seat.problem.code == "seat_full"
+                assert server.faults.totals()["seat_full"] >= 1
+            wait_until(lambda: len(second.usable()) == 1, 20, "there is room once the first is gone")
+    finally:
+        server.close()
+
+
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(timing=PATIENT)
+    try:
+        with caplog.at_level(logging.INFO):
+            for _ in range(40):
+                with socket.create_connection(server.address, timeout=30) as noisy:
+                    noisy.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 100)
+                    while noisy.recv(4096):
+                        pass
+            wait_until(lambda: server.faults.totals()["wire_error"] == 40, 20, "all are counted")
+        told = [record for record in caplog.records if "does not speak" in record.getMessage()]
+        assert 1 <= len(told) <= 6, "one in ten seconds"
+    finally:
+        server.close()
+
+
+def test_strangers_keep_no_rank_from_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 60.0)
+    port = free_port()
+    meeting = Meeting(
+        rank=0, ranks=2, address="127.0.0.1", port=port, host="127.0.0.1", timeout_s=5, secret=SECRET
+    )  # fmt: skip
+    found = _store(meeting)
+    try:
+        with idle(("127.0.0.1", port)):
+            Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1").close()
+    finally:
+        found.door.close()
+
+
+def test_neighbours_who_ask_for_nothing_keep_nobody_from_memory() -> None:
+    post = FdPost()
+    file = os.memfd_create("test")
+    key = post.hang(file)
+    try:
+        with ExitStack() as stack:
+            for _ in range(100):
+                neighbour = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                neighbour.settimeout(30)
+                wait_until(lambda: neighbour.connect_ex(f"\0{post.name}") != EAGAIN, 30, "there is room in the line")  # noqa: B023
+            began = time.monotonic()
+            os.close(fetch_fd(post.name, key))
+            assert time.monotonic() - began < 4, "one of them alone may take five seconds"
+    finally:
+        post.close()
+        os.close(file)
+
+
+def test_a_machine_without_threads_to_spare_does_not_end_the_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(timing=PATIENT)
+    start = threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name.startswith("attention worker"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", scarce)
+            with socket.create_connection(server.address, timeout=30) as refused:
+                assert refused.recv(1) == b""
+        assert server.failure is None
+        with linked(table_of(seat_of(server, 0)), timing=PATIENT) as link:
+            assert torch.equal(send(link, ONES), 2 * ONES)
+    finally:
+        server.close()

@@ -1,0 +1,163 @@
+"""Certificates: whose name they must carry, and that renewed ones are used without a restart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from testkit.certificates import Authority
+from testkit.checkpoints import save_checkpoint
+from testkit.servers import wait_until
+from testkit.tcp_fabric import FAST, SECRET, linked, seat_of, send, serve, table_of
+
+from services.attention.remote_link import remote_link
+from services.config import Settings
+from services.errors import ConfigError
+from services.experts.serving import Loader
+from services.fabric.tcp_server import ExpertServer
+from services.fabric.tls import ClientTls, ServerTls, client_tls, server_tls
+from services.model.spec import load_spec
+from services.routing import RoutingTable, Seat, even_groups
+
+NAME = "mesh-experts.models.svc"
+"""As a headless service has one, whatever address a pod gets."""
+CPU = torch.device("cpu")
+ONES = torch.ones(3, 4)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "tls")
+
+
+@pytest.fixture
+def server(authority: Authority) -> Iterator[ExpertServer]:
+    running = serve(tls=ServerTls(*authority.certificate(f"DNS:{NAME}")), timing=FAST)
+    yield running
+    running.close()
+
+
+def answered(server: ExpertServer, tls: ClientTls | None) -> bool:
+    with linked(table_of(seat_of(server, 0)), tls=tls) as link:
+        return torch.equal(send(link, ONES), 2 * ONES)
+
+
+def refused(server: ExpertServer, tls: ClientTls | None) -> str:
+    """Why an attention worker does not use the seat."""
+    with linked(table_of(seat_of(server, 0)), tls=tls, ready=False) as link:
+        (seat,) = link._seats.links.values()
+        wait_until(lambda: seat.problem is not None, 20, "it is refused")
+        assert link.faults().get("tls", 0) >= 1
+        assert not link.usable()
+        return seat.problem.message
+
+
+def test_a_certificate_may_carry_a_name_that_is_not_the_address(server: ExpertServer, authority: Authority) -> None:
+    assert answered(server, client_tls(authority.file, NAME))
+    assert "IP address mismatch" in refused(server, client_tls(authority.file))
+    assert "Hostname mismatch" in refused(server, client_tls(authority.file, "another.models.svc"))
+
+
+def test_the_name_alone_is_not_enough(server: ExpertServer, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path / "elsewhere", "a stranger")
+    assert "certificate verify failed" in refused(server, client_tls(stranger.file, NAME))
+
+
+def test_a_renewed_certificate_is_used_by_the_next_connection(server: ExpertServer, authority: Authority) -> None:
+    with linked(table_of(seat_of(server, 0)), tls=client_tls(authority.file, NAME)) as before:
+        authority.certificate("DNS:renewed")
+        assert answered(server, client_tls(authority.file, "renewed"))
+        assert "Hostname mismatch" in refused(server, client_tls(authority.file, NAME))
+        assert torch.equal(send(before, ONES), 2 * ONES)
+        assert [seat.connections for seat in before._seats.links.values()] == [1], "what was there goes on"
+
+
+def test_a_renewed_authority_is_trusted_by_the_next_connection(server: ExpertServer, authority: Authority) -> None:
+    tls = ClientTls(authority.file, NAME)
+    assert answered(server, tls)
+    renewed = Authority(authority.file.parent, "the next authority")
+    renewed.certificate(f"DNS:{NAME}")
+    assert answered(server, tls)
+
+
+def test_a_secret_of_kubernetes_changes_by_a_link(tmp_path: Path, authority: Authority) -> None:
+    """Folders by number, and a link to the one in force, which is swapped."""
+    for number, name in enumerate((NAME, "renewed")):
+        authority.certificate(f"DNS:{name}")
+        shutil.copytree(authority.file.parent, tmp_path / f"..{number}")
+    (tmp_path / "..data").symlink_to("..0")
+    for file in ("tls.crt", "tls.key"):
+        (tmp_path / file).symlink_to(f"..data/{file}")
+    server = serve(tls=ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key"), timing=FAST)
+    try:
+        assert answered(server, client_tls(authority.file, NAME))
+        (tmp_path / "..tmp").symlink_to("..1")
+        os.replace(tmp_path / "..tmp", tmp_path / "..data")
+        assert answered(server, client_tls(authority.file, "renewed"))
+    finally:
+        server.close()
+
+
+def test_files_that_do_not_fit_together_yet_change_nothing(
+    server: ExpertServer, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = authority.file.with_name("tls.crt"), authority.file.with_name("tls.key")
+    renewed = authority.certificate("DNS:renewed", "next")
+    os.replace(renewed[0], cert)
+    for _ in range(2):
+        assert answered(server, client_tls(authority.file, NAME))
+    told = [record for record in caplog.records if "stays in use" in record.getMessage()]
+    assert len(told) == 1
+    os.replace(renewed[1], key)
+    assert answered(server, client_tls(authority.file, "renewed"))
+
+
+def test_files_that_are_gone_for_a_while_change_nothing(server: ExpertServer, authority: Authority) -> None:
+    cert = authority.file.with_name("tls.crt")
+    hidden = cert.rename(cert.with_name("hidden"))
+    assert answered(server, client_tls(authority.file, NAME))
+    hidden.rename(cert)
+    assert answered(server, client_tls(authority.file, NAME))
+
+
+def test_a_key_that_asks_for_a_password_is_refused_and_not_waited_for(authority: Authority) -> None:
+    cert, key = authority.certificate(f"DNS:{NAME}")
+    locked = key.with_name("locked.key")
+    words = ["pkcs8", "-topk8", "-in", key, "-out", locked, "-passout", "pass:secret"]
+    subprocess.run(["openssl", *words], check=True, capture_output=True)
+    with pytest.raises(ConfigError, match=r"locked\.key"):
+        server_tls(cert, locked)
+
+
+def test_the_settings_of_both_roles_meet(tmp_path: Path, authority: Authority) -> None:
+    """As the command line gives them; the seat's address is in nobody's certificate."""
+    folder = save_checkpoint(tmp_path / "model", "qwen3_moe")
+    (secret := tmp_path / "secret").write_bytes(SECRET)
+    spec, facts = load_spec(folder), {"fabric_secret_file": secret, "fabric_lane": "tcp"}
+    cert, key = authority.certificate(f"DNS:{NAME}")
+    (group,) = even_groups(list(spec.moe_layers), spec.num_experts, 1)
+    seat_settings = Settings(model=folder, fabric_tls_cert=cert, fabric_tls_key=key, **facts)
+    loader = Loader(seat_settings, spec, worker="experts-0", dtype=torch.float32, device=CPU, version="0")
+    serving = loader(group, 0, threading.Event())
+    seats = (Seat(number=0, worker="experts-0", group=0, host="127.0.0.1", port=serving.port),)
+    table = RoutingTable(
+        epoch=1, fingerprint=spec.fingerprint, num_experts=spec.num_experts, groups=(group,), seats=seats
+    )
+    try:
+        for name, ready in ((NAME, True), (None, False)):
+            settings = Settings(experts="tcp", fabric_tls_ca=authority.file, fabric_tls_name=name, **facts)
+            link = remote_link(settings, spec, torch.float32, CPU, "attention-0")
+            link.apply(table)
+            try:
+                wait_until(lambda: link.wait_ready(0.1) or link.faults(), 30, "it is used or refused")  # noqa: B023
+                assert (link.ready(), link.faults().keys()) == (ready, {"tls"} - ({"tls"} if ready else set()))
+            finally:
+                link.close()
+    finally:
+        serving.drain(0.0)

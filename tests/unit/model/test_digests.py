@@ -1,0 +1,140 @@
+"""Digests beside a checkpoint: of what is served, of this checkpoint alone, written without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from testkit.checkpoints import save_checkpoint
+from testkit.tiny_models import CONFIGS, save_model
+
+from services.cli.fetch import MARK, fetch
+from services.errors import CheckpointError
+from services.fabric.tcp_wire import bytes_of
+from services.model.digests import FILE, read_digests, write_digests
+from services.model.spec import load_spec
+from services.model.weights import load_experts
+
+BLOCKED = "import sys; sys.modules.update(dict.fromkeys(('torch', 'safetensors', 'numpy')));"
+RUN = "from services.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+    write_digests(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-mixed-layers", "qwen2", "mixtral", "olmoe"])
+def test_digests_are_of_each_experts_matrices_as_they_are_served(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, CONFIGS[name], shard_size="20KB")
+    write_digests(tmp_path)
+    spec = load_spec(tmp_path)
+    digests = read_digests(tmp_path, spec, "float32")
+    assert digests is not None
+    loaded = load_experts(tmp_path, spec, dtype=torch.float32, device=torch.device("cpu"))
+    assert tuple(loaded) == spec.moe_layers == tuple(digests.layers)
+    for layer, held in loaded.items():
+        for expert in held.expert_ids:
+            for part, matrices in (("gate_up", held.w_gate_up_E2FD), ("down", held.w_down_EDF)):
+                served = hashlib.sha256(bytes_of(matrices[expert])).digest()
+                assert digests.of(layer, part, expert) == served
+
+
+def test_digests_of_another_type_or_checkpoint_are_none(model: Path, tmp_path: Path) -> None:
+    spec = load_spec(model)
+    assert read_digests(model, spec, "float32") is not None
+    for narrower in ("bfloat16", "float16"):
+        assert read_digests(model, spec, narrower) is None
+    other = save_checkpoint(tmp_path, "mixtral")
+    (other / FILE).write_bytes((model / FILE).read_bytes())
+    assert read_digests(other, load_spec(other), "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "served"), [("bfloat16", ["bfloat16", "float32"]), ("float16", ["float16", "float32"])]
+)
+def test_digests_are_for_the_type_that_is_stored_and_a_wider_one(
+    tmp_path: Path, stored: str, served: list[str]
+) -> None:
+    save_model(tmp_path, CONFIGS["qwen3"]).to(getattr(torch, stored)).save_pretrained(tmp_path)
+    write_digests(tmp_path)
+    spec = load_spec(tmp_path)
+    fit = [dtype for dtype in ("bfloat16", "float16", "float32") if read_digests(tmp_path, spec, dtype) is not None]
+    assert fit == served
+
+
+def changed(known: dict[str, Any]) -> list[bytes]:
+    short = known | {"layers": {layer: {"gate_up": [], "down": []} for layer in known["layers"]}}
+    fewer = known | {"layers": dict(list(known["layers"].items())[1:])}
+    return [
+        b"",
+        b"\xff",
+        b"[" * 5000,
+        b"{}",
+        *(json.dumps(one).encode() for one in (short, fewer, known | {"format": 2})),
+    ]
+
+
+def test_a_file_that_is_not_whole_is_none(model: Path) -> None:
+    file, spec = model / FILE, load_spec(model)
+    whole = file.read_bytes()
+    try:
+        for data in [*changed(json.loads(whole)), whole[:-20]]:
+            file.write_bytes(data)
+            assert read_digests(model, spec, "float32") is None
+        file.unlink()
+        assert read_digests(model, spec, "float32") is None
+    finally:
+        file.write_bytes(whole)
+    assert read_digests(model, spec, "float32") is not None
+
+
+def test_a_model_without_experts_or_a_damaged_one_has_none(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=list(range(8)))
+    with pytest.raises(CheckpointError, match="has no experts"):
+        write_digests(folder)
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="truncated"):
+        write_digests(folder)
+    assert not (folder / FILE).exists()
+
+
+def test_the_command_needs_no_torch(model: Path) -> None:
+    before = (model / FILE).read_bytes()
+    (model / FILE).unlink()
+    words = [sys.executable, "-c", BLOCKED + RUN, "digests", str(model)]
+    assert subprocess.run(words, check=False).returncode == 0
+    assert (model / FILE).read_bytes() == before
+
+
+def test_fetch_writes_them_before_the_folder_is_whole(model: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", BLOCKED + RUN, "fetch", str(tmp_path / "to"), "--source", str(model)]
+    assert subprocess.run(words, check=False).returncode == 0
+    assert (tmp_path / "to" / FILE).read_bytes() == (model / FILE).read_bytes()
+
+
+def test_a_folder_that_was_fetched_before_gets_them_too(model: Path, tmp_path: Path) -> None:
+    fetch(str(model), tmp_path, {})
+    (tmp_path / FILE).unlink()
+    fetch(str(model), tmp_path, {})
+    assert (tmp_path / FILE).read_bytes() == (model / FILE).read_bytes()
+
+
+def test_those_of_another_source_do_not_stay(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    to, other = tmp_path / "to", tmp_path / "other"
+    fetch(str(model), to, {})
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    fetch(str(other), to, {})
+    assert (to / MARK).read_text() == str(other)
+    assert not (to / FILE).exists()
+    assert "no digests of experts' weights" in caplog.text
