@@ -3,6 +3,8 @@
 # make gpu-test  the links between GPUs, on a machine with 2 or 4 of them
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
+# make abuse  what people who mean harm would send, each as a test under the chart's memory limits; make abuse-soak: all of it for
+#             10 minutes beside honest streams; make abuse-crowds: thousands who do nothing; make abuse-pauses: each role stopped
 # make chart  write what follows from the chart's values: schema, table, manifests/
 # make images, make images-cuda   build the chart's images, by docker or BUILD='buildah bud'; TAG=... names another version
 # make cluster-test   prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
@@ -21,6 +23,8 @@ CHAOS_MINUTES ?= 10
 CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
+ABUSE_OUT ?= .cache/abuse
+ABUSE_ARGS ?=
 FLEET_ARGS ?=
 KUBE_PLOTS ?= .cache/cluster
 KUBE_TOOL ?= ../shared/tools/kube/kube
@@ -31,7 +35,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test gpu-test lint types imports check bench-cpu chaos fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test gpu-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
   constraints locks clean
 
 env: $(STAMP)
@@ -49,7 +53,7 @@ run: env
 	@$(BIN)/expertmesh demo $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT))
 
 test: env
-	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow --ignore=tests/cluster
+	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow --ignore=tests/cluster --ignore=tests/abuse
 	$(BIN)/pytest -q -n 2 --durations=15 --dist loadfile -m 'not alone' tests/flow
 	$(BIN)/pytest -q --durations=15 -m alone tests/flow
 
@@ -76,6 +80,14 @@ bench-cpu: env
 chaos: env
 	PYTHONPATH=tests:examples/pocket-moe $(BIN)/python -m chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) \
 	  --json $(CHAOS_OUT)/chaos.json --svg $(CHAOS_OUT)/chaos.svg $(CHAOS_ARGS)
+
+# As root the memory limits are cgroups, sockets included; without, RLIMIT_DATA. ABUSE_ARGS='-k heads': some of them.
+abuse: env
+	ABUSE_OUT=$(ABUSE_OUT) $(BIN)/pytest -q --durations=10 -p no:cacheprovider -m abuse tests/abuse $(ABUSE_ARGS)
+
+# ABUSE_ARGS='--minutes 2': see --help.
+abuse-soak abuse-crowds abuse-pauses: abuse-%: env
+	PYTHONPATH=tests:examples/pocket-moe $(BIN)/python -m abuse.$* --json $(ABUSE_OUT)/$*.json $(ABUSE_ARGS)
 
 # Alone on its machine: it plays 2,000 workers as well. FLEET_ARGS='--experts 500': see --help.
 fleet: env

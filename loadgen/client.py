@@ -24,6 +24,8 @@ class StreamResult:
     completion_tokens: int = 0
     status: int = 0
     error: str | None = None
+    retry_after: float | None = None
+    """Seconds, as the server asked."""
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
@@ -60,6 +62,8 @@ async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict
         result.status = response.status
         if response.status != 200:
             result.error = (await response.text())[:500]
+            after = response.headers.get("Retry-After", "")
+            result.retry_after = float(after) if after.isdecimal() else None
             return result
         pending = b""
         async for data in response.content.iter_any():

@@ -1,0 +1,1 @@
+"""The deployment under attack, those who use it honestly, and those who watch it."""
