@@ -8,24 +8,22 @@ one field's value whole however long it grows, and nothing there has a deadline 
 from __future__ import annotations
 
 import asyncio
-import select
 from typing import Any, cast
 
 import httptools
 from starlette.types import ASGIApp
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from services.errors import HeadTooLarge, InvalidRequest, RequestError, RequestTimedOut
 from services.gateway.connections import Connections, Wait
-from services.gateway.errors_http import error_response
+from services.gateway.raw_http import Exit, declared_length, raw_answer, unread
+from services.gateway.tally import Tally
 
 _HEAD_PIECE = 4096
 """A head is parsed in pieces of so many bytes, which is how exactly its size is known."""
 _BODY_PIECE = 64 * 1024
-_READING = (Wait.HEAD, Wait.BODY, Wait.REST, Wait.IDLE)
-"""At most one of them at a time: which part of which request is to come."""
 
 
 class _Refused(Exception):
@@ -52,14 +50,12 @@ class Connection(HttpToolsProtocol):
         if spare:
             self.app = probes
         self._inner: asyncio.Transport = None  # type: ignore[assignment] # until connection_made
-        self._reads: Wait | None = None  # None: nothing, or what it sends ahead of an answer
+        self._reads: Wait | None = None  # HEAD, BODY, REST or IDLE; None: what is sent ahead of an answer
         self._serving: RequestResponseCycle | None = None
         self._deaf = False  # what comes is thrown away
         self._leaving = False
         self._refusal: tuple[str, RequestError | None] | None = None
-        self._head_bytes = self._head_fields = 0
-        self._wire_bytes = self._body_bytes = 0  # of the body as sent, and as meant
-        self._ahead_bytes = self._thrown_away = 0
+        self.tally = Tally(house.bounds)
         self._rests_since = 0.0
         self._turns = 0  # changes of what it reads
 
@@ -68,7 +64,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner = cast(asyncio.Transport, transport)  # uvloop's is none by its type
         self._inner.set_write_buffer_limits(high=self._bounds.write_buffer)
-        super().connection_made(_Exit(self, self._inner))
+        super().connection_made(Exit(self._inner, self.leave))
         self._house.enter(self, spare=self._spare)
         self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
 
@@ -88,8 +84,7 @@ class Connection(HttpToolsProtocol):
             size = _BODY_PIECE if self._reads in (Wait.BODY, Wait.REST) else _HEAD_PIECE
             self._feed(rest[:size])
             rest = rest[size:]
-        self._thrown_away += len(rest)
-        if self._thrown_away > self._bounds.rest_bytes:
+        if self.tally.throw_away(len(rest)):
             self._inner.abort()
 
     def eof_received(self) -> None:
@@ -106,7 +101,7 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """The server ends."""
         if self._leaving:
-            self._inner.abort()
+            self._close()
         else:
             super().shutdown()
 
@@ -115,12 +110,7 @@ class Connection(HttpToolsProtocol):
     @property
     def unread(self) -> bool:
         """Whether bytes wait in its socket: to close it now would break a request that a client has sent."""
-        socket = self._inner.get_extra_info("socket")
-        if socket is None:
-            return False
-        waiting = select.poll()
-        waiting.register(socket.fileno(), select.POLLIN)
-        return bool(waiting.poll(0))
+        return unread(self._inner)
 
     @property
     def paused(self) -> bool:
@@ -175,13 +165,12 @@ class Connection(HttpToolsProtocol):
             self._close()
             raise _Refused
         super().on_message_begin()
-        self._head_bytes = self._head_fields = 0
+        self.tally.begin_head()
         if self._reads is not Wait.HEAD:
             self._read(Wait.HEAD, self._bounds.head_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_fields += 1
-        if self._head_fields > self._bounds.head_fields:
+        if self.tally.field():
             self._stop("head_fields", HeadTooLarge(f"The request has over {self._bounds.head_fields} header fields."))
         if self._reads is Wait.HEAD:  # else a trailer, which nobody reads
             super().on_header(name, value)
@@ -192,8 +181,8 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if len(self.pipeline) > self._bounds.ahead_requests:
             self._stop("ahead", None)
-        self._wire_bytes = self._body_bytes = 0
-        length = _declared(self.headers)
+        self.tally.begin_body()
+        length = declared_length(self.headers)
         if self.pipeline:
             self.flow.resume_reading()  # else nobody would see this peer leave; what it sends ahead is bounded
         else:
@@ -204,7 +193,7 @@ class Connection(HttpToolsProtocol):
         self._read(Wait.BODY, self._bounds.body_s + allowed / self._bounds.least_rate)
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
+        self.tally.content(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -245,7 +234,7 @@ class Connection(HttpToolsProtocol):
 
     def _rest(self) -> None:
         """Until the next request: nothing of the last one is kept, for there may be thousands that rest."""
-        self._ahead_bytes = 0
+        self.tally.rest()
         self._house.forget_head(self)
         self.url, self.headers = b"", []
         self.scope = self.cycle.scope = {}  # type: ignore[typeddict-item]
@@ -267,22 +256,17 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, reads: Wait | None, size: int) -> None:
         """``size`` more bytes of the same part of the same request."""
-        bounds = self._bounds
+        tally = self.tally
         if self.pipeline or (reads is None and not self._leaving):
-            self._ahead_bytes += size
-            if self._ahead_bytes > bounds.ahead_bytes:
+            if tally.ahead(size):
                 self._refuse("ahead", None)
         elif reads is Wait.HEAD:
-            self._head_bytes += size
-            whole = self._house.hold_head(self, self._head_bytes)
-            if self._head_bytes > bounds.head_bytes or not whole:
-                self._refuse("head_bytes", HeadTooLarge(f"The request's head exceeds {bounds.head_bytes} bytes."))
-        else:
-            self._wire_bytes += size
-            if self._wire_bytes - self._body_bytes > bounds.framing_bytes + self._body_bytes:
-                self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
-            elif reads is not Wait.BODY and self._wire_bytes > bounds.rest_bytes:
-                self._refuse("rest_bytes", None)
+            if tally.head(size) or not self._house.hold_head(self, tally.head_bytes):
+                self._refuse("head_bytes", HeadTooLarge(f"The head exceeds {self._bounds.head_bytes} bytes."))
+        elif tally.framing(size):
+            self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
+        elif reads is not Wait.BODY and tally.unwanted():
+            self._refuse("rest_bytes", None)
 
     def _stop(self, reason: str, error: RequestError | None) -> None:
         """Refuses from within the parser."""
@@ -302,12 +286,13 @@ class Connection(HttpToolsProtocol):
         self._deaf = True
         cycle, receiving = self.cycle, self._reads in (Wait.BODY, Wait.REST)
         self._read(None)
-        if self._served and not receiving:
+        if cycle is not None and not cycle.response_complete and not receiving:
             cycle.keep_alive = False
         elif error is None or self.pipeline or self._leaving or (receiving and cycle.response_started):
             self._inner.abort()
         else:
-            self._answer(error)
+            self._inner.write(raw_answer(error, self.server_state.default_headers))
+            self._inner.write_eof()
             if cycle is not None:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -317,16 +302,6 @@ class Connection(HttpToolsProtocol):
             if silent:
                 self._close()
 
-    @property
-    def _served(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _answer(self, error: RequestError) -> None:
-        answer = error_response(error, {"connection": "close"})
-        fields = (b"%b: %b\r\n" % field for field in [*self.server_state.default_headers, *answer.raw_headers])
-        self._inner.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], b"".join(fields), bytes(answer.body)))
-        self._inner.write_eof()
-
     def _patience_s(self) -> float:
         """How long the peer may take to read what was written."""
         waiting, bounds = self._inner.get_write_buffer_size(), self._bounds
@@ -335,48 +310,3 @@ class Connection(HttpToolsProtocol):
     def _close(self) -> None:
         self._deaf = True
         self._inner.close()
-
-
-def _declared(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """Length of the body; None where its chunks say it."""
-    for name, value in headers:
-        if name == b"transfer-encoding":
-            return None
-        if name == b"content-length":
-            return int(value)  # the parser has refused what is no number
-    return 0
-
-
-class _Exit(asyncio.Transport):
-    """The transport as uvicorn sees it: a close that waits for the peer, within bounds (:meth:`Connection.leave`)."""
-
-    def __init__(self, connection: Connection, inner: asyncio.Transport) -> None:
-        super().__init__()
-        self._connection = connection
-        self._inner = inner
-        self._closed = False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        if not self._closed:
-            self._inner.write(data)
-
-    def close(self) -> None:
-        self._closed = True
-        self._connection.leave()
-
-    def abort(self) -> None:
-        self._closed = True
-        self._inner.abort()
-
-    def is_closing(self) -> bool:
-        return self._closed or self._inner.is_closing()
-
-    def pause_reading(self) -> None:
-        self._inner.pause_reading()
-
-    def resume_reading(self) -> None:
-        if not self._inner.is_closing():
-            self._inner.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._inner.get_extra_info(name, default)

@@ -109,7 +109,7 @@ def held(gateway: Any) -> int:
     total = 0
     for connection in gateway.server._open():
         cycle = connection.cycle
-        total += connection._head_bytes + (len(cycle.body) if cycle is not None else 0)
+        total += connection.tally.head_bytes + (len(cycle.body) if cycle is not None else 0)
         total += len(connection.url or b"") if hasattr(connection, "url") else 0
         total += sum(len(name) + len(value) for name, value in connection.headers or ())
     return total
@@ -168,7 +168,7 @@ async def test_what_follows_a_body_is_no_part_of_the_head(start, connect):
     await peer.send(head("Transfer-Encoding: chunked"), size + b"\r\n" + GOOD + b"\r\n0\r\nx-trailer: 1\r\n\r\n")
     await gateway.queue.wait_for("admitted")
     [connection] = gateway.server._open()
-    assert connection._head_fields == 4
+    assert connection.tally.head_fields == 4
     assert [name for name, _ in connection.headers] == [b"host", b"content-type", b"transfer-encoding"]
 
 
