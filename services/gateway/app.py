@@ -26,7 +26,7 @@ from services.gateway.health import Readiness
 from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
-from services.gateway.middleware import RequestContext, SameMachine
+from services.gateway.middleware import ByTurns, RequestContext, SameMachine
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.parse import Parser
@@ -35,6 +35,7 @@ from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from services.gateway.stream import EventResponse, WholeResponse
 from services.gateway.tokenize import TokenizerRoutes
+from services.gateway.turns import Turns
 from services.metrics import CONTENT_TYPE, GatewayMetrics
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
@@ -85,7 +86,8 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_operations(app, parts)
     if not parts.metrics_apart:
         _add_metrics(app, parts)
-    inner = SameMachine(app) if parts.same_machine else app
+    paced = ByTurns(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
+    inner = SameMachine(paced) if parts.same_machine else paced
     return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
 

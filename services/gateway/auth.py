@@ -114,9 +114,12 @@ def _unusable(path: Path, error: Exception) -> ConfigError:
 
 
 class KeyStore(Protocol):
-    """Finds the key with a given SHA-256, or None. ``usable`` says whether there is anything to find keys in."""
+    """Finds the key with a given SHA-256, or None. ``recall`` does so without asking anybody: from what it knows, which
+    may be out of date. ``usable`` says whether there is anything to find keys in."""
 
     async def find(self, sha256: str) -> ApiKey | None: ...
+
+    def recall(self, sha256: str) -> ApiKey | None: ...
 
     async def usable(self) -> bool: ...
 
@@ -131,14 +134,27 @@ class Authenticator:
         """Raises Unauthorized where keys are on and the header does not carry a known one."""
         if self._store is None:
             return Caller()
-        scheme, _, secret = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not secret.strip():
+        secret = _bearer(authorization)
+        if not secret:
             raise Unauthorized("An API key is required.", hint="Send the header 'Authorization: Bearer KEY'.")
-        sha256 = digest(secret.strip())
+        sha256 = digest(secret)
         key = await self._store.find(sha256)
         if key is None or not hmac.compare_digest(key.sha256, sha256):
             raise Unauthorized("The API key is not known.", hint="Check it, or ask the operator for one.")
         return caller_of(key)
+
+    def recall(self, authorization: str | None) -> str:
+        """The tenant as far as it can be told at once: that of a key that was seen before, or of nobody. Good for whose
+        turn it is, for nothing else."""
+        secret = _bearer(authorization) if self._store else ""
+        key = self._store.recall(digest(secret)) if self._store and secret else None
+        return key.name if key else ""
+
+
+def _bearer(authorization: str | None) -> str:
+    """The secret of an ``Authorization`` header; empty where it has none."""
+    scheme, _, secret = (authorization or "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""
 
 
 def keys_required(auth: str, host: str) -> bool:

@@ -53,6 +53,9 @@ class FileKeys:
         await self.usable()
         return self._keys.get(sha256)
 
+    def recall(self, sha256: str) -> ApiKey | None:
+        return self._keys.get(sha256)
+
     async def usable(self) -> bool:
         """Whether the file is there; its keys are those of now."""
         stamp = self._look()
@@ -139,6 +142,10 @@ class RedisKeys:
         key = None if raw is None else self._decode(raw, sha256)
         self._remember(sha256, key, self._clock() + _REMEMBERED_S)
         return key
+
+    def recall(self, sha256: str) -> ApiKey | None:
+        known = self._known.get(sha256)
+        return known and known[1]
 
     def _remember(self, sha256: str, key: ApiKey | None, until: float) -> None:
         self._unknown.pop(sha256, None)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.errors import Forbidden, InternalError, Overloaded, RequestError, WrongContentType
 from services.gateway.auth import is_loopback
 from services.gateway.errors_http import error_response
+from services.gateway.turns import Turns
 from services.metrics import GatewayMetrics
 from services.runtime import bind_request_id
 
@@ -90,6 +91,21 @@ class RequestContext:
             log.log(level, "request", extra=extra | {"ms": round(seconds * 1e3, 1)})
 
 
+class ByTurns:
+    """Lets requests begin at a pace, tenants in rotation; who asks how the server is does not wait. ``tenant_of`` tells
+    from the ``Authorization`` header whose turn it is."""
+
+    def __init__(self, app: ASGIApp, turns: Turns, tenant_of: Callable[[str | None], str]) -> None:
+        self._app = app
+        self._turns = turns
+        self._tenant_of = tenant_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_probe(scope):
+            await self._turns.take(self._tenant_of(Headers(scope=scope).get("authorization")))
+        await self._app(scope, receive, send)
+
+
 class SameMachine:
     """For a gateway without keys that only this machine reaches: asks for what no web page that is open here can send.
 
@@ -128,6 +144,10 @@ def _media_type(headers: Headers) -> str:
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
+def _is_probe(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") and scope["path"] in _QUIET
+
+
 class ProbesOnly:
     """For connections beyond the bound: says how the gateway is, and that it is full."""
 
@@ -135,7 +155,7 @@ class ProbesOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and scope["path"] in _QUIET):
+        if scope["type"] != "http" or _is_probe(scope):
             await self._app(scope, receive, send)
         else:
             error = Overloaded("This server has as many connections as it can hold.", retry_after_s=_FULL_RETRY_S)

@@ -68,7 +68,8 @@ class ResultFollower:
         self._survey_due = clock()
         self._poked_at = clock()
         self._doubts: set[tuple[str, RequestState]] = set()  # what the last survey saw and the stream may explain
-        self._unsent: dict[str, int] = {}  # cancels that Redis has not heard
+        self._gathered: dict[str, int] = {}  # cancels that go with the next turn of the loop
+        self._unsent: dict[str, int] = {}  # those that Redis has not heard
         self._tasks: set[asyncio.Task[None]] = set()
         self._cancelling: set[asyncio.Task[None]] = set()
 
@@ -97,9 +98,14 @@ class ResultFollower:
         self.cancel(self._table.fail(job, error))
 
     def cancel(self, requests: Cancels) -> None:
-        """Cancels upstream without waiting; repeated until Redis has heard it. Values are delivered tokens."""
-        if requests:
-            task = self._spawn(self._cancel(dict(requests)))
+        """Cancels upstream without waiting; repeated until Redis has heard it. Values are delivered tokens. What comes
+        in one turn of the loop, as of a thousand clients that leave, goes in one call."""
+        if not requests:
+            return
+        begun = bool(self._gathered)
+        self._gathered |= requests
+        if not begun:
+            task = self._spawn(self._cancel())
             self._cancelling.add(task)
             task.add_done_callback(self._cancelling.discard)
 
@@ -221,7 +227,8 @@ class ResultFollower:
         else:
             await self._resubmit(choice, attempt)
 
-    async def _cancel(self, requests: dict[str, int]) -> None:
+    async def _cancel(self) -> None:
+        requests, self._gathered = self._gathered, {}
         try:
             await self._queue.cancel(requests, requests)
         except QueueUnavailable:

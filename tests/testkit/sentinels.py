@@ -16,6 +16,7 @@ import redis
 from testkit.servers import free_port
 
 PASSWORD, SENTINEL_PASSWORD, NAME = "of-redis", "of-sentinel", "mymaster"
+_DOWN_AFTER_MS = 1000
 
 
 class Watched:
@@ -38,7 +39,7 @@ class Watched:
         rules = {
             f"sentinel monitor {NAME} 127.0.0.1": f"{self.primary} 1",
             f"sentinel auth-pass {NAME}": PASSWORD,
-            f"sentinel down-after-milliseconds {NAME}": "1000",
+            f"sentinel down-after-milliseconds {NAME}": str(_DOWN_AFTER_MS),
             f"sentinel failover-timeout {NAME}": "10000",
             "requirepass": SENTINEL_PASSWORD,
             "port": str(self.sentinel),
@@ -53,15 +54,26 @@ class Watched:
                 time.sleep(0.1)
 
     def kill_primary(self) -> None:
-        """Kill -9, once the replica has all that anybody was told is written."""
+        """Kill -9, once the replica has all that anybody was told is written.
+
+        A pause of writes holds the Sentinel's PUBLISH back, and what it asks behind that on the same connection: it
+        would call the primary down meanwhile, and make one of the replica however much that has.
+        """
         with redis.Redis(port=self.primary, password=PASSWORD) as client:
-            client.client_pause(60_000, all=False)  # writes alone
-            deadline = time.monotonic() + 30
+            self._judge_after(600_000)
+            client.client_pause(90_000, all=False)  # writes alone
+            deadline = time.monotonic() + 60
             while _behind(client.info("replication")):
                 assert time.monotonic() < deadline, "the replica does not catch up"
                 time.sleep(0.05)
         self._processes[0].kill()
         self._processes[0].wait()
+        self._judge_after(_DOWN_AFTER_MS)
+
+    def _judge_after(self, milliseconds: int) -> None:
+        """So long the Sentinel waits for an answer until it calls a server down."""
+        with redis.Redis(port=self.sentinel, password=SENTINEL_PASSWORD) as sentinel:
+            sentinel.execute_command("SENTINEL", "SET", NAME, "down-after-milliseconds", milliseconds)
 
     def close(self) -> None:
         for process in self._processes:
