@@ -24,18 +24,22 @@ from services.gateway.tokenizer import load_codec, read_tokenizer_config
 SETTLE_S = 1.5
 _NICENESS = 10
 """Whoever attacks has machines of his own: what his work costs here must not look like the gateway's."""
-LEAST_PROBES_PER_S = 2.0
+_LEAST_PROBES_PER_S = 2.0
+_MOST_LAG = 0.1
+"""The share of a run that a helper may itself have been late, which it takes off what it measures."""
 _SERVED = ("200", "400", "401", "404", "405", "408", "409", "411", "413", "414", "415", "429", "431", "503")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Seconds and MiB. ``gap``: between two tokens of any honest stream. ``peak``: the gateway's resident memory at its
-    highest, ``kept``: what it may have more at the end than at the start; ``redis_kept``: the same of Redis'
-    ``used_memory``. ``within``: the attack itself is over. ``also``: kinds of answers, besides errors with a type,
-    that are in order."""
+    """Seconds and MiB. ``gap``: between two tokens of any honest stream; ``first``: from an honest request to its
+    first token. ``peak``: the gateway's resident memory at its highest, ``kept``: what it may have more at the end than
+    at the start; ``redis_kept``: the same of Redis' ``used_memory``. ``within``: the attack itself is over. ``also``:
+    kinds of answers, besides errors with a type, that are in order. ``served``: so many of its requests at least get
+    what they asked for, or it was not this attack that was withstood."""
 
     gap: float = 1.0
+    first: float = 1.0
     health: float = 1.0
     ping: float = 0.5
     peak: float = 500.0
@@ -44,6 +48,7 @@ class Bounds:
     redis_kept: float = 16.0
     within: float = 60.0
     also: tuple[str, ...] = ()
+    served: int = 0
     refusals: int = 0
     """How many requests of honest clients may be asked to come again."""
 
@@ -127,6 +132,7 @@ def execute(attack: Attack, stage: Stage) -> Record:
         f"{role} was killed for want of memory" for role, n in kills.items() if stage.cages[role].kills() > n
     ]
     record.broken += [*_judge_answers(attack.bounds, target.answers), *judge(attack.bounds, seen)]
+    record.broken += blind(seen, seconds + SETTLE_S, crowd=stage.crowd is not None)
     return record
 
 
@@ -163,7 +169,23 @@ def _judge_answers(bounds: Bounds, answers: Answers) -> list[str]:
     def fine(kind: str) -> bool:
         return kind.startswith(_SERVED) or kind in bounds.also
 
-    return [f"answered {count} times: {kind}" for kind, count in answers.kinds.items() if not fine(kind)]
+    broken = [f"answered {count} times: {kind}" for kind, count in answers.kinds.items() if not fine(kind)]
+    if (served := answers.kinds["200"]) < bounds.served:
+        broken.append(f"{served} of its requests were served, not {bounds.served}")
+    return broken
+
+
+def blind(seen: dict[str, Any], seconds: float, *, crowd: bool) -> list[str]:
+    """What keeps a run of so many ``seconds`` from showing anything: helpers that were late themselves, probes that
+    were not sent, honest clients (if there is a ``crowd``) that got nothing."""
+    honest = seen.get("honest", {})
+    late = {"who watches": seen["own_lag"], "honest clients": honest.get("own_lag", 0.0)}
+    broken = [f"{who} were late by {lag:.1f} s themselves" for who, lag in late.items() if lag > _MOST_LAG * seconds]
+    if seen["probes"] < _LEAST_PROBES_PER_S * seconds:
+        broken.append(f"only {seen['probes']} probes in {seconds:.1f} s")
+    if crowd and not honest.get("tokens"):
+        broken.append("no honest stream got a token")
+    return broken
 
 
 def judge(bounds: Bounds, seen: dict[str, Any]) -> list[str]:
@@ -171,6 +193,7 @@ def judge(bounds: Bounds, seen: dict[str, Any]) -> list[str]:
     honest = seen.get("honest", {})
     measured = {
         "gap": ("an honest stream waited", honest.get("longest"), "s"),
+        "first": ("an honest request waited for its first token", honest.get("first"), "s"),
         "health": ("/health took", seen["health"], "s"),
         "ping": ("Redis took for PING", seen["ping"], "s"),
         "peak": ("the gateway had", seen["rss_peak"], "MiB"),

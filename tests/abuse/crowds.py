@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How many of a crowd are there: streams that the gateway serves, descriptors that it has at the most."""
+
+    streams: int
+    files: int
+
+    def missed(self, there: dict[str, Any], before: dict[str, Any], files: float) -> list[str]:
+        """What there is less of than nearly all."""
+        found = {"streams": there.get("streams", 0) - before.get("streams", 0), "descriptors": files - before["files"]}
+        wanted = {"streams": self.streams, "descriptors": self.files}
+        return [
+            f"{found[name]:g} {name} more, not {wanted[name]}" for name in found if found[name] < 0.98 * wanted[name]
+        ]
+
+
+def expected(options: argparse.Namespace) -> list[Expected]:
+    """Of each of :func:`crowds`."""
+    single = [Expected(options.idle, options.idle), Expected(0, options.half_open), Expected(0, options.unread)]
+    return [*single, Expected(options.idle, options.idle + options.half_open + options.unread)]
+
+
 def crowds(options: argparse.Namespace) -> dict[str, list[Join]]:
     """By name; the last one is all of them."""
 
@@ -62,7 +85,7 @@ def crowds(options: argparse.Namespace) -> dict[str, list[Join]]:
         await come(await stack.enter_async_context(Connections(target)), options.half_open, [_HALF])
 
     async def stopped(target: Target, stack: contextlib.AsyncExitStack) -> None:
-        body = {"prompt": [BURST, 9], "n": 2, "logprobs": 5, "max_tokens": 320}
+        body = {"prompt": [BURST, 9], "n": 2, "logprobs": 5, "max_tokens": 320, "stream": True, "ignore_eos": True}
         for _ in range(0, options.unread, 20):  # by and by: what is to be seen is that they stay
             await unread(target, stack, 20, body)
             await asyncio.sleep(0.3)
@@ -115,8 +138,8 @@ def room() -> tuple[tuple[str, object], ...]:
 
 def run(stage: Stage, options: argparse.Namespace) -> list[dict[str, Any]]:
     assert stage.watch is not None
-    found, bounds = [], Bounds(peak=900, kept=900, refusals=10**6, redis_kept=100)
-    for name, joins in crowds(options).items():
+    found, bounds = [], Bounds(peak=800, kept=400, redis_kept=100)
+    for (name, joins), wanted in zip(crowds(options).items(), expected(options), strict=True):
         since, before = stage.watch.ask("mark"), now(stage)
         figures = asyncio.run(gather(stage, joins, options.hold))
         seen = look(stage, since)
@@ -128,6 +151,7 @@ def run(stage: Stage, options: argparse.Namespace) -> list[dict[str, Any]]:
             "ping": seen["ping"],
         }
         figures |= {"probes": seen["probes"], "gap": seen["honest"]["longest"], "broken": judge(bounds, seen)}
+        figures["broken"] += wanted.missed(figures["there"], before, seen["files"])
         figures["broken"] += [f"{role} ended" for role in stage.procs if role not in stage.alive()]
         print(
             f"{name}: {figures['there']}, /health {seen['health']:.2f} s; {figures['broken'] or 'no harm'}", flush=True

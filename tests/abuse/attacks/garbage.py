@@ -107,6 +107,7 @@ async def requests(target: Target) -> None:
         finally:
             os.kill(scheduler, signal.SIGCONT)
         await asyncio.gather(*asking)
+        target.check(bool(mine), "no record was there to change")
         target.found["records changed"] = len(mine)
     await _still_served(target)
 
@@ -122,6 +123,25 @@ async def loads(target: Target) -> None:
     await _still_served(target)
 
 
+async def agreed(target: Target) -> None:
+    """What all have agreed in at their start, changed under them: the model, and who reads which versions."""
+    model, wires, ranges = (f"expertmesh:{name}" for name in ("model", "wires", "wire:9-9"))
+    async with target.store() as store:
+        for wrong in ({model: "x"}, {wires: "x"}, {ranges: "tomorrow"}):
+            kept = {key: await store.dump(key) for key in (model, wires)}
+            for key, value in wrong.items():
+                await store.set(key, value)
+            if ranges in wrong:
+                await store.sadd(wires, "9-9")
+            await asyncio.sleep(4)  # all have told of themselves by now
+            await store.delete(*wrong, ranges)
+            for key, dumped in kept.items():
+                if dumped is not None:
+                    await store.restore(key, 0, dumped, replace=True)
+        await asyncio.sleep(2)
+    await _still_served(target)
+
+
 _LIVE = Bounds(within=40)
 _ENDED = Bounds(within=40, also=("500 internal_error",))
 ATTACKS = [
@@ -130,4 +150,5 @@ ATTACKS = [
     Attack(name="garbage: workers' records", finding="M6", run=workers, bounds=_LIVE),
     Attack(name="garbage: requests' records", finding="M6", run=requests, bounds=_ENDED),
     Attack(name="garbage: loads", finding="M6", run=loads, bounds=_LIVE),
+    Attack(name="garbage: what all agree in", finding="own", run=agreed, bounds=_LIVE, alone=True),
 ]

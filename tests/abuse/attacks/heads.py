@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from abuse.attack import Attack, Bounds, Target
 from abuse.kit.stage import ATTACKER, Shape
+from abuse.kit.tokens import HOLD
 from abuse.kit.wire import push, read_answer
 
 MUCH = 52_000_000
@@ -28,8 +30,8 @@ def _pieces(piece: bytes, size: int) -> Iterator[bytes]:
     return itertools.repeat(piece, size // len(piece))
 
 
-async def send_raw(target: Target, pieces: Iterable[bytes], *, wait_s: float = CLOSED_S, is_head: bool = False) -> None:
-    """On one connection: everything, also after an answer. If it ``is_head``, the server has to answer or hang up."""
+async def send_raw(target: Target, pieces: Iterable[bytes], *, wait_s: float = CLOSED_S, ends: bool = False) -> None:
+    """On one connection: everything, also after an answer. If it ``ends``, the server has to answer or hang up."""
     async with target.door(None).socket() as sock:
         sending = asyncio.create_task(push(sock, pieces))
         try:
@@ -38,8 +40,7 @@ async def send_raw(target: Target, pieces: Iterable[bytes], *, wait_s: float = C
                 await sending
                 await _until_closed(sock)
         except TimeoutError:
-            closed = not is_head or bool(target.answers.kinds)
-            target.check(closed, f"neither answered nor closed after {wait_s:g} s")
+            target.check(bool(target.answers.kinds) or not ends, f"neither answered nor closed after {wait_s:g} s")
         except OSError:
             target.answers.kinds["reset"] += 1
         finally:
@@ -59,7 +60,7 @@ def raw(name: str, pieces: Callable[[bytes], Iterable[bytes]], *, keyed: bool = 
     async def run(target: Target) -> None:
         key = target.stage.secrets[ATTACKER].encode() if keyed else b""
         head = _REQUEST + (b"Authorization: Bearer " + key + b"\r\n" if keyed else b"")
-        await send_raw(target, pieces(head), is_head=not keyed, wait_s=CLOSED_S if not keyed else 6)
+        await send_raw(target, pieces(head), ends=True, wait_s=CLOSED_S if not keyed else 6)
 
     return Attack(name=name, finding="C2", run=run, bounds=Bounds(peak=300, kept=100, also=_HUNG_UP))
 
@@ -196,6 +197,23 @@ async def full_heads(target: Target) -> None:
         await asyncio.sleep(3)
 
 
+async def sent_ahead(target: Target) -> None:
+    """400 connections whose first request waits, with four more and their bodies behind it in one go."""
+    first = json.dumps({"prompt": [HOLD, 7], "stream": True, "max_tokens": 5}).encode()
+    waits = target.door().head("POST", "/v1/completions", {"Content-Length": str(len(first))}) + first
+    ahead = target.door().head("POST", "/v1/completions", {"Content-Length": "61000"}) + b" " * 61_000
+    async with Connections(target) as connections:
+        for _ in range(4):
+            await connections.add(100, [waits])
+        await asyncio.sleep(2)
+        before = target.stage.rss_mib("gateway")
+        await connections.say(ahead * 4)
+        await asyncio.sleep(3)
+        grown = target.stage.rss_mib("gateway") - before
+        target.found["MiB more then"] = round(grown)
+        target.check(grown < 60, f"the gateway took {grown:.0f} MiB of what was sent ahead")
+
+
 async def held_bodies(target: Target) -> None:
     """300 bodies of 4 MB but for the last byte: each within the limit, together more than the gateway has."""
     head = target.door().head("POST", "/v1/completions", {"Content-Length": "4190000"})
@@ -262,6 +280,7 @@ ATTACKS = [
         shape=Shape(nofile=300, short=False),
         alone=True,
     ),
+    Attack(name="requests: bodies sent ahead", finding="own", run=sent_ahead, bounds=_MANY),
     Attack(name="connections: other protocols", finding="own", run=other_protocols, bounds=_MANY),
-    Attack(name="pages: 3,000 at once", finding="own", run=pages, bounds=_MANY),
+    Attack(name="pages: 3,000 at once", finding="own", run=pages, bounds=Bounds(peak=400, served=1000, within=90)),
 ]

@@ -74,6 +74,8 @@ async def thousands(target: Target) -> None:
     async with Connections(target) as connections:
         await connections.add(4000, [_held(target, [7])])
         await asyncio.sleep(5)
+        left = connections.left()
+        target.check(left >= 3900, f"only {left} of 4,000 streams are open")
         target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
     await asyncio.sleep(2)
 
@@ -106,8 +108,16 @@ _BIG = Bounds(peak=600, within=100)
 ATTACKS = [
     Attack(name="prompts: 5 x 100,000 tokens, n=128", finding="H3", run=_copies(5, 100_000, 128), bounds=_BIG),
     Attack(name="prompts: 100,000 tokens, n=128", finding="H3", run=_copies(1, 100_000, 128), bounds=_BIG),
-    Attack(name="prompts: 30,000 tokens, n=128", finding="H3", run=_copies(1, 30_000, 128), bounds=_BIG),
-    Attack(name="prompts: 30 x 1,024 small ones", finding="own", run=small_prompts, bounds=Bounds(refusals=1000)),
+    # Others' first tokens wait for its prompts on the one worker: that is the device's time, see docs/security.md.
+    Attack(
+        name="prompts: 30,000 tokens, n=128",
+        finding="H3",
+        run=_copies(1, 30_000, 128),
+        bounds=Bounds(peak=600, within=100, first=20, served=1),
+    ),
+    Attack(
+        name="prompts: 30 x 1,024 small ones", finding="own", run=small_prompts, bounds=Bounds(refusals=1000, served=1)
+    ),
     Attack(
         name="Idempotency-Keys: 3,000 past the rate",
         finding="H4",
@@ -128,7 +138,7 @@ ATTACKS = [
         finding="own",
         run=thousands,
         bounds=Bounds(refusals=1000, within=90),
-        shape=Shape(short=False),
+        shape=Shape(short=False, seats=8192, gateway=(("max_queued_requests", 6000),)),
     ),
     Attack(
         name="priority: a flood at 0",

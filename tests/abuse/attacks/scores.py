@@ -108,6 +108,23 @@ async def stop_strings(target: Target) -> None:
     await target.post("/v1/completions", burst)
 
 
+async def spaces(target: Target) -> None:
+    """The longest run of spaces that is a token, again and again, for stop strings that begin with more and more."""
+    token = max((ids[0] for n in range(1, 129) if len(ids := target.tokens_of(" " * n)) == 1), default=300)
+    stops = [" " * length + "x" for length in range(1, 65)]
+    body = {"prompt": [BABBLE, token], "n": 128, "stop": stops, "max_tokens": 100, "ignore_eos": True}
+    await asyncio.gather(*(target.post("/v1/completions", body | {"seed": number}) for number in range(3)))
+
+
+async def echoes(target: Target) -> None:
+    """720,000 tokens of text, echoed, whole and under keys."""
+    word = target.tokens_of(" information")[0]
+    body = {"prompt": [[word] * 40_000 for _ in range(18)], "echo": True, "max_tokens": 1}
+    for number in range(4):
+        headers = {"Idempotency-Key": f"echo-{number}-{id(target)}"}
+        await target.post("/v1/completions", body | {"seed": number}, headers=headers)
+
+
 async def biases(target: Target) -> None:
     """1,024 biases for each of 128 choices, 16 times: what is kept for each choice adds up."""
     bias = {str(token): 1.0 for token in range(1024)}
@@ -120,20 +137,32 @@ async def biases(target: Target) -> None:
     await asyncio.gather(*(leave(number) for number in range(16)))
 
 
-_WIDE = Bounds(peak=600, within=90)
+def _wide(served: int) -> Bounds:
+    return Bounds(peak=600, within=90, served=served)
+
+
+_KEPT = Bounds(peak=600, kept=150, within=90, served=4)
 ATTACKS = [
-    Attack(name="scores: n=128, echo, 20 each", finding="H2", run=echoed, bounds=_WIDE),
-    Attack(name="scores: the same, streamed", finding="H2", run=echoed_stream, bounds=_WIDE),
-    Attack(name="scores: of 128 prompts", finding="H2", run=echoed_prompts, bounds=_WIDE),
-    Attack(name="scores: of 32,000 tokens", finding="H2", run=echoed_long, bounds=_WIDE),
-    Attack(name="scores: one choice, 60,000 tokens", finding="H2", run=echoed_once, bounds=_WIDE),
-    Attack(name="scores: 40 requests at once", finding="H2", run=echoed_often, bounds=_WIDE),
-    Attack(name="scores: chat, 128 choices", finding="H2", run=chat_choices, bounds=_WIDE),
-    Attack(name="scores: as fast as can be", finding="own", run=fast_choices, bounds=_WIDE),
-    Attack(name="kept: 12 answers with scores", finding="H5", run=keyed, bounds=Bounds(peak=600, kept=150, within=90)),
-    Attack(name="kept: 48 long answers", finding="H5", run=keyed_long, bounds=Bounds(peak=600, kept=150, within=90)),
-    Attack(name="kept: 2,000 clients for one key", finding="own", run=attached, bounds=_WIDE),
-    Attack(name="stop strings: almost met", finding="own", run=stop_strings, bounds=_WIDE),
+    Attack(name="scores: n=128, echo, 20 each", finding="H2", run=echoed, bounds=_wide(1)),
+    Attack(name="scores: the same, streamed", finding="H2", run=echoed_stream, bounds=_wide(1)),
+    Attack(name="scores: of 128 prompts", finding="H2", run=echoed_prompts, bounds=_wide(1)),
+    Attack(name="scores: of 32,000 tokens", finding="H2", run=echoed_long, bounds=_wide(0)),
+    Attack(name="scores: one choice, 60,000 tokens", finding="H2", run=echoed_once, bounds=_wide(2)),
+    Attack(name="scores: 40 requests at once", finding="H2", run=echoed_often, bounds=_wide(10)),
+    Attack(name="scores: chat, 128 choices", finding="H2", run=chat_choices, bounds=_wide(2)),
+    Attack(name="scores: as fast as can be", finding="own", run=fast_choices, bounds=_wide(2)),
+    Attack(name="kept: 12 answers with scores", finding="H5", run=keyed, bounds=_KEPT),
+    Attack(name="kept: 48 long answers", finding="H5", run=keyed_long, bounds=_KEPT),
+    Attack(name="kept: 2,000 clients for one key", finding="own", run=attached, bounds=_wide(1)),
+    Attack(name="stop strings: almost met", finding="own", run=stop_strings, bounds=_wide(3)),
+    Attack(name="stop strings: of spaces", finding="own", run=spaces, bounds=_wide(1)),
+    # Others' first tokens wait for its prompts on the one worker.
+    Attack(
+        name="echoes: 720,000 tokens",
+        finding="own",
+        run=echoes,
+        bounds=Bounds(peak=600, kept=150, within=90, first=20),
+    ),
     Attack(
         name="biases: 16 times 128 choices",
         finding="own",
