@@ -125,7 +125,7 @@ async def loads(target: Target) -> None:
 
 async def agreed(target: Target) -> None:
     """What all have agreed in at their start, changed under them: the model, and who reads which versions."""
-    model, wires, ranges = (f"expertmesh:{name}" for name in ("model", "wires", "wire:9-9"))
+    model, wires, ranges = (f"{KEYS.prefix}{name}" for name in ("model", "wires", "wire:9-9"))
     async with target.store() as store:
         for wrong in ({model: "x"}, {wires: "x"}, {ranges: "tomorrow"}):
             kept = {key: await store.dump(key) for key in (model, wires)}
@@ -137,7 +137,7 @@ async def agreed(target: Target) -> None:
             await store.delete(*wrong, ranges)
             for key, dumped in kept.items():
                 if dumped is not None:
-                    await store.restore(key, 0, dumped, replace=True)
+                    await store.restore(key, 5000, dumped, replace=True)
         await asyncio.sleep(2)
     await _still_served(target)
 
