@@ -108,14 +108,6 @@ async def stop_strings(target: Target) -> None:
     await target.post("/v1/completions", burst)
 
 
-async def spaces(target: Target) -> None:
-    """The longest run of spaces that is a token, again and again, for stop strings that begin with more and more."""
-    token = max((ids[0] for n in range(1, 129) if len(ids := target.tokens_of(" " * n)) == 1), default=300)
-    stops = [" " * length + "x" for length in range(1, 65)]
-    body = {"prompt": [BABBLE, token], "n": 128, "stop": stops, "max_tokens": 100, "ignore_eos": True}
-    await asyncio.gather(*(target.post("/v1/completions", body | {"seed": number}) for number in range(3)))
-
-
 async def echoes(target: Target) -> None:
     """720,000 tokens of text, echoed, whole and under keys."""
     word = target.tokens_of(" information")[0]
@@ -155,7 +147,6 @@ ATTACKS = [
     Attack(name="kept: 48 long answers", finding="H5", run=keyed_long, bounds=_KEPT),
     Attack(name="kept: 2,000 clients for one key", finding="own", run=attached, bounds=_wide(1)),
     Attack(name="stop strings: almost met", finding="own", run=stop_strings, bounds=_wide(3)),
-    Attack(name="stop strings: of spaces", finding="own", run=spaces, bounds=_wide(1)),
     # Others' first tokens wait for its prompts on the one worker.
     Attack(
         name="echoes: 720,000 tokens",
