@@ -104,7 +104,8 @@ class GatewayQueue:
         that names none holds its own.
 
         An id that Redis already knows is left as it is and counts as admitted. Many or long requests take several
-        calls: where one after the first raises QueueUnavailable, cancel them all or repeat.
+        calls, of which the first reserves what is to come: where a later one raises QueueUnavailable, cancel them all
+        or repeat.
 
         Raises:
             QueueFull, RateLimited, ConcurrencyLimited: with ``retry_after_s`` in 1..120.
@@ -125,8 +126,7 @@ class GatewayQueue:
         admitted: list[GenerateRequest] = []
         for piece in pieces(store.stored(request, apart=apart) for request in requests):
             later, tokens = later - len(piece), tokens - sum(stored.request.cost for stored in piece)
-            bounds = (-1, 0) if admitted else (later, tokens)
-            reply = await self._scripts.run("admit", *head, *bounds, *bound, *items(piece))
+            reply = await self._scripts.run("admit", *head, later, tokens, requests[0].id, *bound, *items(piece))
             if reply[0] == b"key":
                 raise bound_already(key, *reply[1:])
             raise_refusal(reply, len(requests))

@@ -9,7 +9,7 @@ local reply_to, deadline = ARGV[3], NOW + tonumber(ARGV[4])
 if lacks_prompt(ARGV[13], ARGV[14]) then return { 'prompt' } end
 local r = load_record(ARGV[2])
 if not r or r.state == 'done' then
-  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), { ARGV[5], ARGV[6], ARGV[7] })
+  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), { ARGV[5], ARGV[6], ARGV[7] }, '')
   if refusal then return refusal end
   local attempt = r and r.attempt + 1 or 1
   redis.call('DEL', P .. 'req:' .. ARGV[2])
