@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.messages import Cancel, TokenEvent
+from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
 from services.queue.gateway_side import FIRST_ID
 from services.queue.limits import QueueLimits
@@ -142,3 +142,34 @@ async def test_the_scheduler_is_woken(bench):
     assert not await bench.scheduler.wait_for_work(0.01)  # its own release is no news
     await bench.add_worker("w")
     assert await bench.scheduler.wait_for_work(0.01)
+
+
+async def measured(bench) -> int:
+    """How often scripts measured a stream."""
+    stats = await bench.redis.info("commandstats")
+    return sum(each["calls"] for name, each in stats.items() if name.startswith("cmdstat_memory"))
+
+
+async def test_a_stream_is_measured_at_each_64th_entry_and_each_large_one(bench):
+    """To measure a long one takes as long as many writes."""
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a", max_tokens=1000))
+    before = await measured(bench)
+    for index in range(130):
+        await bench.worker.publish("w", [bench.token(request, index)])
+    assert await measured(bench) - before == 2
+    part = PromptScores(start=1, width=0, logprobs=bytes(70_000))
+    large = TokenEvent(request_id="a", attempt=1, index=130, scores=part)
+    await bench.worker.publish("w", [large])
+    assert await measured(bench) - before == 3
+
+
+async def test_the_ends_of_a_dead_gateways_requests_are_one_entry(bench):
+    await bench.add_worker("w")
+    await bench.run_on("w", *(bench.request() for _ in range(5)))
+    await bench.admit(*(bench.request() for _ in range(20)))
+    await bench.expire_lease(bench.keys.gateways, "g1")
+    assert (await bench.scheduler.reap(bench.epoch)).cancelled == 25
+    assert sorted(bench.ends(await bench.events())) == sorted((f"r{i}", "cancelled") for i in range(25))
+    assert await bench.redis.xlen(bench.keys.results("g1")) == 1
+    assert await bench.outstanding("w") == (0, 0)
