@@ -171,18 +171,29 @@ class WorkerQueue:
 
 
 def _parts(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """Events by request, so many at a time as one call may carry, but one request's at least."""
+    """Events by request, so many at a time as one call may carry, but one event at least. A request's stay in order."""
     part: list[tuple[Argument, ...]] = []
     size = 0
     for (request_id, attempt), group in groups.items():
-        data = encode(group)
-        if part and (size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
-            yield part
-            part, size = [], 0
-        part.append((request_id, attempt, _generated(group), data))
-        size += len(data)
+        for events, data in _cut(group):
+            if part and (size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
+                yield part
+                part, size = [], 0
+            part.append((request_id, attempt, _generated(events), data))
+            size += len(data)
     if part:
         yield part
+
+
+def _cut(events: Sequence[TokenEvent]) -> Iterator[tuple[Sequence[TokenEvent], bytes]]:
+    """One request's, encoded, in as many runs as it takes: scores of a backlog have tens of MiB."""
+    data = encode(events)
+    if len(data) <= PUBLISH_BYTES or len(events) == 1:
+        yield events, data
+        return
+    half = len(events) // 2
+    yield from _cut(events[:half])
+    yield from _cut(events[half:])
 
 
 def _generated(events: Sequence[TokenEvent]) -> int:

@@ -11,6 +11,7 @@ from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
 from services.queue.gateway_side import FIRST_ID
 from services.queue.limits import QueueLimits
+from services.queue.worker_side import PUBLISH_BYTES
 
 
 async def test_a_step_is_one_entry_per_gateway(bench):
@@ -173,3 +174,29 @@ async def test_the_ends_of_a_dead_gateways_requests_are_one_entry(bench):
     assert sorted(bench.ends(await bench.events())) == sorted((f"r{i}", "cancelled") for i in range(25))
     assert await bench.redis.xlen(bench.keys.results("g1")) == 1
     assert await bench.outstanding("w") == (0, 0)
+
+
+async def test_one_requests_backlog_of_scores_takes_several_entries_and_stays_in_order(bench):
+    """As one it would push out what others have in the stream, and Redis would serve nobody meanwhile."""
+    await bench.add_worker("w")
+    request, other = await bench.run_on("w", bench.request("a"), bench.request("b"))
+    await bench.worker.publish("w", [bench.token(other, 0)])
+    parts = [PromptScores(start=1 + 50_000 * number, width=0, logprobs=bytes(200_000)) for number in range(30)]
+    backlog = [TokenEvent(request_id="a", attempt=1, index=0, scores=part) for part in parts]
+    await bench.worker.publish("w", [*backlog, bench.token(request, 0, finish="stop")])
+    entries = await bench.redis.xrange(bench.keys.results("g1"))
+    assert max(sum(map(len, fields.values())) for _, fields in entries) <= PUBLISH_BYTES + 1024
+    events = await bench.events()
+    assert [event.request_id for event in events] == ["b"] + ["a"] * 31
+    assert [event.scores for event in events[1:-1]] == parts
+    assert bench.ends(events) == [("a", "stop")]
+
+
+async def test_the_rest_of_a_backlog_is_refused_once_its_attempt_is_over(bench):
+    await bench.add_worker("w")
+    await bench.run_on("w", bench.request("a"))
+    scores = PromptScores(start=1, width=0, logprobs=bytes(800_000))
+    event = TokenEvent(request_id="a", attempt=1, index=0, scores=scores)
+    await bench.gateway.cancel(["a"])
+    assert await bench.worker.publish("w", [event] * 3) == {"a"}
+    assert await bench.events() == []
