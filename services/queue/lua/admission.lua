@@ -84,16 +84,16 @@ local function refuse_rate(tenant, more, interval_ms, burst, most)
   redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
 end
 
--- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. Its rate is charged with all
--- but the first of them, which was charged when they came.
+-- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. charge: {with how many its rate
+-- is charged, of how many that came together}; the first of those was charged when they came.
 -- limits: concurrency (-1: none), ms between requests (0: no rate), burst. batch: of which they are ('': of none).
-local function refuse(tenant, requests, tokens, limits, batch)
+local function refuse(tenant, requests, tokens, limits, batch, charge)
   local concurrency, interval_ms, burst = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
   local to_come = reserved(batch, tenant)
   local refusal = refuse_queue(requests, tokens, to_come)
   if not refusal and concurrency >= 0 then refusal = refuse_concurrency(tenant, requests, concurrency, to_come) end
-  if not refusal and interval_ms > 0 and requests > 1 then
-    refusal = refuse_rate(tenant, requests - 1, interval_ms, burst, requests)
+  if not refusal and interval_ms > 0 and charge[1] > 0 then
+    refusal = refuse_rate(tenant, charge[1], interval_ms, burst, charge[2])
   end
   if refusal then refusal[2] = math.ceil(refusal[2]) end
   return refusal

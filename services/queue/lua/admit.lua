@@ -25,8 +25,8 @@ for i = 15, #ARGV, 8 do
 end
 if #fresh == 0 then return answer end
 if first then
-  local limits = { ARGV[5], ARGV[6], ARGV[7] }
-  local refusal = refuse(tenant, #fresh + later, tokens + later_tokens, limits, batch)
+  local limits, count = { ARGV[5], ARGV[6], ARGV[7] }, #fresh + later
+  local refusal = refuse(tenant, count, tokens + later_tokens, limits, batch, { count - 1, count })
   if refusal then return refusal end
 end
 if later > 0 or not first then reserve(batch, later, later_tokens, tenant) end
