@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from services.errors import ErrorInfo, UnreadableMessage
 from services.messages import (
     Assign,
+    Cancel,
     GenerateRequest,
     InboxMessage,
     TokenEvent,
@@ -120,24 +121,35 @@ class WorkerQueue:
 
         Passing an id back says that everything up to it is handled; it may then be trimmed. What cannot be read, and a
         request without its prompt, is left out: the worker never answers for it, so its lease expires and it is sent
-        again.
+        again. A prompt goes with the end of its request, so that is no damage where the request ended meanwhile.
         """
         inbox = self._inboxes.get(worker_id)
         if inbox is None:
             inbox = self._inboxes[worker_id] = StreamReader(self._redis, self._keys.inbox(worker_id), trim_every=16)
         last_id, entries = await inbox.read(last_id, block_ms)
-        messages: list[InboxMessage] = []
         prompts: dict[str, array[int]] = {}
-        for fields in entries:
-            data = fields.get(b"m", b"")
-            try:
-                message = decode_inbox(data)
-                if isinstance(message, Assign):
-                    message = Assign(await self._with_prompt(message.request, prompts))
-                messages.append(message)
-            except UnreadableMessage as error:
-                await self._quarantine.put("inbox", worker_id, error, data)
-        return last_id, messages
+        messages = [await self._message(worker_id, fields.get(b"m", b""), prompts) for fields in entries]
+        return last_id, [message for message in messages if message is not None]
+
+    async def _message(self, worker_id: str, data: bytes, prompts: dict[str, array[int]]) -> InboxMessage | None:
+        try:
+            message = decode_inbox(data)
+        except UnreadableMessage as error:
+            await self._quarantine.put("inbox", worker_id, error, data)
+            return None
+        if isinstance(message, Cancel):
+            return message
+        try:
+            return Assign(await self._with_prompt(message.request, prompts))
+        except UnreadableMessage as error:
+            if await self._runs(worker_id, message.request):
+                await self._quarantine.put("inbox", message.request.id, error, data)
+            return None
+
+    async def _runs(self, worker_id: str, request: GenerateRequest) -> bool:
+        """Whether the worker is still to run that attempt."""
+        record = await command(self._redis, "HMGET", self._keys.request(request.id), "state", "holder", "attempt")
+        return list(record) == [b"running", worker_id.encode(), str(request.attempt).encode()]
 
     async def _with_prompt(self, request: GenerateRequest, prompts: dict[str, array[int]]) -> GenerateRequest:
         """``request`` as the engine takes it. ``prompts`` are those read so far."""

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from services.errors import VersionMismatch
-from services.messages import ExpertInfo, SeatReport
+from services.messages import Cancel, ExpertInfo, SeatReport
 from services.queue import scripts
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue, Unreadable
@@ -233,3 +233,18 @@ async def test_the_quarantine_is_bounded(bench):
     assert len(kept) == bench.limits.max_unreadable
     assert kept[0].source == "r79"
     assert all(len(each.data) < 6_000 and each.size == 100_000 for each in kept)
+
+
+async def test_a_prompt_that_went_with_its_request_is_no_damage_and_hides_none(bench):
+    """The client left between the assignment and the reading of it."""
+    await bench.add_worker("w")
+    lengths = {"left": 4, "damaged": 5, "damaged too": 6}
+    await bench.run_on("w", *(bench.request(name, prompt=length) for name, length in lengths.items()))
+    await bench.gateway.cancel(["left"])
+    await bench.redis.delete(*await bench.redis.keys(bench.keys.prompt("*")))
+    counted = Counted(bench, "attention worker")
+    worker = WorkerQueue(bench.user("attention"), bench.keys, bench.limits, quarantine=counted.quarantine)
+    _, messages = await worker.read_inbox("w", "0-0", 0)
+    assert messages == [Cancel("left", 1)]
+    assert counted.kinds == ["inbox", "inbox"]
+    assert {kept.source for kept in await quarantined(bench.redis, bench.keys)} == {"damaged", "damaged too"}
