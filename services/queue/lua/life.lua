@@ -110,7 +110,7 @@ end
 
 local function bury(r, reason)
   local key = P .. 'dead:' .. r.id
-  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body')
+  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body') or ''
   redis.call('HSET', key, 'body', body, 'reason', reason, 'attempt', r.attempt, 'failures', r.failures,
     'worker', r.holder, 'when', NOW, 'prompt', r.prompt, 'wire', C.wire,
     'bytes', #body + redis.call('STRLEN', P .. 'prompt:' .. r.prompt))
