@@ -170,3 +170,27 @@ async def test_an_attempt_of_which_scores_were_sent_is_lost_and_not_queued_again
     assert await bench.worker.hand_back("w") == set()
     await bench.worker.deregister("w")
     assert await bench.state("a") == "lost"
+
+
+async def test_a_worker_is_looked_at_once_for_all_that_it_is_to_get(bench):
+    await bench.add_worker("w1")
+    await bench.run_on("w1", bench.request("suspect"))
+    await lose_worker(bench, "w1")
+    (suspect,) = await claim(bench)
+    await bench.add_worker("w2")
+    await bench.admit(*(bench.request() for _ in range(20)))
+    claims = await claim(bench)
+
+    async def looks() -> int:
+        return (await bench.redis.info("commandstats"))["cmdstat_hkeys"]["calls"]
+
+    before = await looks()
+    given = await give(bench, [*claims[:10], suspect, *claims[10:]], "w2")
+    assert await looks() - before == 1
+    assert given == [item.request.id for item in claims]  # it would not have been alone
+    (suspect,) = await claim(bench)
+    for item in claims:
+        await bench.worker.publish("w2", [bench.token(item.request, 0)])
+    await bench.admit(bench.request("later"))
+    (later,) = await claim(bench)
+    assert await give(bench, [suspect, later], "w2") == ["suspect"]
