@@ -194,3 +194,25 @@ async def test_a_worker_is_looked_at_once_for_all_that_it_is_to_get(bench):
     await bench.admit(bench.request("later"))
     (later,) = await claim(bench)
     assert await give(bench, [suspect, later], "w2") == ["suspect"]
+
+
+async def test_a_worker_that_was_taken_for_dead_and_lives_dies_anew(bench):
+    """Taking it back was cut short, so what was found to blame is on its record yet."""
+    await bench.add_worker("w1")
+    await bench.run_on("w1", bench.request("suspect"))
+    await lose_worker(bench, "w1")
+    (suspect,) = await claim(bench)
+    await bench.add_worker("w2")
+    await bench.admit(bench.request("beside"))
+    (beside,) = await claim(bench)
+    assert await give(bench, [beside], "w2") == ["beside"]
+    await bench.worker.publish("w2", [bench.token(beside.request, 0)])
+    assert await give(bench, [suspect], "w2") == ["suspect"]
+    await bench.expire_lease(bench.keys.workers, "w2")
+    await bench.scheduler.reap(bench.epoch, 1)
+    taken = bench.lost(await bench.events())
+    assert len(taken) == 1  # of two; the other is the worker's still
+    held = {"suspect": 2, "beside": 1}
+    del held[taken[0][0]]
+    assert await bench.worker.heartbeat("w2", held) == set()
+    assert not await bench.redis.hexists(bench.keys.worker("w2"), "blamed")
