@@ -284,9 +284,12 @@ class Intake:
             return await self._queue.admit(
                 requests, timeout_s=self._timeout_s, tenant_limits=limits, key=ticket.key, prompts=prompts
             )
+        count, timeout_s = len(requests), self._timeout_s
         return [
-            await self._queue.take_up(request, timeout_s=self._timeout_s, tenant_limits=limits, prompts=prompts)
-            for request in requests
+            await self._queue.take_up(
+                request, timeout_s=timeout_s, tenant_limits=limits, prompts=prompts, place=place, of=count
+            )
+            for place, request in enumerate(requests)
         ]
 
 

@@ -38,6 +38,8 @@ class Queue(Protocol):
         timeout_s: float,
         tenant_limits: TenantLimits | None = None,
         prompts: Prompts | None = None,
+        place: int = 0,
+        of: int = 1,
     ) -> GenerateRequest: ...
 
     async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None: ...

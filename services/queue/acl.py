@@ -85,7 +85,7 @@ _ATTENTION = Rule(
     scripts=_words(
         "register worker_heartbeat hand_back give_up deregister publish note_epoch forget_reader quarantine"
     ),
-    commands=_words("xread xtrim set time hget get"),
+    commands=_words("xread xtrim set time hget hmget get"),
     owns=_REQUESTS | _MEMBERS | _words("workers dead dead: load: table_readers table_epochs"),
     reads=_words("table table_epoch"),
 )

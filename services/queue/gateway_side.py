@@ -104,7 +104,8 @@ class GatewayQueue:
         that names none holds its own.
 
         An id that Redis already knows is left as it is and counts as admitted. Many or long requests take several
-        calls: where one after the first raises QueueUnavailable, cancel them all or repeat.
+        calls, of which the first reserves what is to come: where a later one raises QueueUnavailable, cancel them all
+        or repeat.
 
         Raises:
             QueueFull, RateLimited, ConcurrencyLimited: with ``retry_after_s`` in 1..120.
@@ -125,8 +126,7 @@ class GatewayQueue:
         admitted: list[GenerateRequest] = []
         for piece in pieces(store.stored(request, apart=apart) for request in requests):
             later, tokens = later - len(piece), tokens - sum(stored.request.cost for stored in piece)
-            bounds = (-1, 0) if admitted else (later, tokens)
-            reply = await self._scripts.run("admit", *head, *bounds, *bound, *items(piece))
+            reply = await self._scripts.run("admit", *head, later, tokens, requests[0].id, *bound, *items(piece))
             if reply[0] == b"key":
                 raise bound_already(key, *reply[1:])
             raise_refusal(reply, len(requests))
@@ -163,11 +163,15 @@ class GatewayQueue:
         timeout_s: float,
         tenant_limits: TenantLimits | None = None,
         prompts: Prompts | None = None,
+        place: int = 0,
+        of: int = 1,
     ) -> GenerateRequest:
-        """Moves a request to this gateway: its client came back with the same Idempotency-Key.
+        """Moves a request to this gateway: its client came back with the same Idempotency-Key. It is number ``place``
+        (from 0) ``of`` so many sequences that came together, of which :meth:`charge` counted the first.
 
         If no token was published it keeps its attempt and its place. Otherwise it starts from scratch as a later
-        attempt (at its place if it is live, as a new admission under the limits if it ended or is unknown). The old
+        attempt (at its place if it is live, as a new admission under the limits if it ended or is unknown, which counts
+        against the tenant's rate but for the first). The old
         gateway's stream gets ``finish="cancelled"``; a worker that ran it gets Cancel. Raises as :meth:`admit`.
         """
         assert request.delivered == 0
@@ -176,9 +180,9 @@ class GatewayQueue:
             *(request.id, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits)),
             *(request.tenant, request.priority, request.cost, request.sampling.max_tokens, stored.body, stored.name),
         )
-        reply = await self._scripts.run("take_up", *arguments, b"")
+        reply = await self._scripts.run("take_up", *arguments, b"", place, of)
         if reply[0] == b"prompt":
-            reply = await self._scripts.run("take_up", *arguments, stored.ids)
+            reply = await self._scripts.run("take_up", *arguments, stored.ids, place, of)
         raise_refusal(reply, 1)
         return structs.replace(request, attempt=reply[1], deadline_ms=reply[2], reply_to=self._incarnation)
 

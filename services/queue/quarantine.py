@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 from prometheus_client import Counter
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from services.config import Settings
 from services.errors import QueueUnavailable, UnreadableMessage
@@ -81,15 +82,20 @@ class Quarantine:
         )
         try:
             await self._scripts.run("quarantine", msgspec.json.encode(kept))
-        except QueueUnavailable as unavailable:
-            log.warning("not kept: %s", unavailable.message)
+        except (QueueUnavailable, ResponseError) as refused:  # its reader goes on, whatever is in the way
+            log.warning("not kept: %s", refused)
 
 
 async def quarantined(redis: Redis, keys: Keys) -> list[Kept]:
-    """The newest first. Raises QueueUnavailable."""
-    entries = await command(redis, "LRANGE", keys.unreadable, 0, -1)
-    return [_kept(*entry.split(b":", 1)) for entry in entries]
+    """The newest first, without entries that cannot be read themselves. Raises QueueUnavailable."""
+    entries = [_kept(entry) for entry in await command(redis, "LRANGE", keys.unreadable, 0, -1)]
+    return [entry for entry in entries if entry is not None]
 
 
-def _kept(when_ms: bytes, entry: bytes) -> Kept:
-    return msgspec.structs.replace(msgspec.json.decode(entry, type=Kept), when_ms=int(when_ms))
+def _kept(entry: bytes) -> Kept | None:
+    when_ms, _, kept = entry.partition(b":")
+    try:
+        return msgspec.structs.replace(msgspec.json.decode(kept, type=Kept), when_ms=int(when_ms))
+    except (msgspec.MsgspecError, ValueError) as error:
+        log.warning("left out an entry of %d bytes: %s", len(entry), error)
+        return None

@@ -33,7 +33,7 @@ class WorkerState:
     credit_tokens: int
     credit_requests: int
     unproven: int = 0
-    """Requests without a token; counted while there are suspects."""
+    """Requests that have not got on under it: most have no token. Counted while there are suspects."""
     guarded: bool = False
     """One of those is a suspect, which runs alone."""
 
@@ -48,7 +48,7 @@ class WorkerState:
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A request that the leader took out of the queue. ``head``: how its prompt begins, as far as that is of use.
-    ``suspect``: its last worker died before it had sent a token of it."""
+    ``suspect``: its last worker died before it had sent a token of it, or several did."""
 
     request: GenerateRequest
     head: Sequence[int]

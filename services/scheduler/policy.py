@@ -109,9 +109,11 @@ class DispatchPolicy:
 
         The first request that has to wait for credit ends the head: letting smaller ones behind it pass would starve
         it and undo the fair order in which they were claimed. Suspects are passed: each waits for a worker that is kept
-        for it, and gets nothing else, until that has no other request without a token.
+        for it, and gets nothing else, until that has no other request without a token. No more than half of the workers
+        are there for suspects at a time, so that a death that left many holds nobody else up.
         """
         states = {worker.info.id: worker for worker in workers}
+        most = max(1, len(states) // 2)
         longest = max((worker.info.max_model_len for worker in states.values()), default=None)
         choices: list[Choice] = []
         hopeless: list[GenerateRequest] = []
@@ -121,13 +123,14 @@ class DispatchPolicy:
             if longest is not None and request.max_len > longest:
                 hopeless.append(request)
                 continue
-            choice = self._choose(claim, states.values())
+            full = claim.suspect and sum(worker.guarded for worker in states.values()) >= most
+            choice = None if full else self._choose(claim, states.values())
             if choice is not None:
                 states[choice.worker_id] = _with(states[choice.worker_id], claim)
                 choices.append(choice)
             elif claim.suspect:
                 deferred.append(request)
-                if kept := _kept_for(request, states.values()):
+                if not full and (kept := _kept_for(request, states.values())):
                     states[kept.info.id] = replace(kept, guarded=True)
             else:
                 waiting = [later.request for later in claims[position:]]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from msgspec import structs
 
 from services.errors import ConcurrencyLimited, Conflict, QueueFull, RateLimited
 from services.queue.gateway_side import IdempotencyKey, KeyBound
 from services.queue.limits import QueueLimits, TenantLimits
-from services.queue.pieces import PIECE_BYTES
 
 SMALL = QueueLimits(max_requests=4, max_tokens=100)
 
@@ -222,44 +220,21 @@ async def test_a_tenant_keeps_its_newest_keys(bench):
         await admit_keyed(bench, key("key4", "another body", "newer", 1))
 
 
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_all_idempotency_keys=3)])
+async def test_all_tenants_together_keep_the_newest_keys(bench):
+    for number in range(5):
+        await admit_keyed(bench, key("key", "body", f"base{number}", number), tenant=f"t:{number}")
+        await asyncio.sleep(0.002)
+    kept = await bench.redis.keys(f"{bench.keys.prefix}idem_of:*")
+    assert sorted(name[-3:] for name in kept) == [b"t:2", b"t:3", b"t:4"]
+    assert await bench.redis.zcard(f"{bench.keys.prefix}idem:all") == 3
+    await admit_keyed(bench, key("key", "another body", "new", 1), tenant="t:1")  # forgotten
+    with pytest.raises(Conflict):
+        await admit_keyed(bench, key("key", "another body", "newer", 1), tenant="t:4")
+
+
 @pytest.mark.parametrize("queue_limits", [QueueLimits(idempotency_s=0.05)])
 async def test_an_idempotency_key_is_forgotten(bench):
     await admit_keyed(bench, key("key", "body", "base1", 11))
     await asyncio.sleep(0.08)
     await admit_keyed(bench, key("key", "other", "base2", 22))
-
-
-@pytest.mark.parametrize("queue_limits", [QueueLimits(max_tokens=10**9)])
-async def test_a_long_batch_is_admitted_in_bounded_calls_under_one_decision(bench, monkeypatch):
-    calls: list[int] = []
-    run = bench.gateway._scripts.run
-
-    async def noting(name, *arguments):
-        calls.append(sum(len(value) for value in arguments if isinstance(value, bytes)))
-        return await run(name, *arguments)
-
-    monkeypatch.setattr(bench.gateway._scripts, "run", noting)
-    prompts = [list(range(number, number + 60_000)) for number in range(8)]
-    batch = [
-        structs.replace(bench.request(), token_ids=prompts[number % 8], prompt_len=60_000) for number in range(320)
-    ]
-    batch.sort(key=lambda request: request.token_ids[0])
-    limits = TenantLimits(concurrency=320)
-    admitted = await bench.gateway.admit(batch, timeout_s=60, tenant_limits=limits)
-    assert [request.id for request in admitted] == [request.id for request in batch]
-    assert len(calls) >= 4
-    assert max(calls) <= PIECE_BYTES + 4 * 60_000
-    assert (await bench.depth())[0] == 320
-    stored = [await bench.redis.strlen(name) for name in await bench.redis.keys(bench.keys.prompt("*"))]
-    assert sorted(stored) == [240_000] * 8  # each once
-    one = [bench.request() for _ in range(1)]
-    with pytest.raises(ConcurrencyLimited):
-        await bench.gateway.admit(one, timeout_s=60, tenant_limits=limits)
-
-
-@pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=250)])
-async def test_a_batch_of_several_calls_is_refused_whole(bench):
-    with pytest.raises(QueueFull):
-        await bench.admit(*(bench.request() for _ in range(251)))
-    assert await bench.depth() == (0, 0)
-    await bench.admit(*(bench.request() for _ in range(250)))

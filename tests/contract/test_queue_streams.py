@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from services.messages import Cancel, TokenEvent
+from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
 from services.queue.gateway_side import FIRST_ID
 from services.queue.limits import QueueLimits
+from services.queue.worker_side import PUBLISH_BYTES
 
 
 async def test_a_step_is_one_entry_per_gateway(bench):
@@ -142,3 +143,60 @@ async def test_the_scheduler_is_woken(bench):
     assert not await bench.scheduler.wait_for_work(0.01)  # its own release is no news
     await bench.add_worker("w")
     assert await bench.scheduler.wait_for_work(0.01)
+
+
+async def measured(bench) -> int:
+    """How often scripts measured a stream."""
+    stats = await bench.redis.info("commandstats")
+    return sum(each["calls"] for name, each in stats.items() if name.startswith("cmdstat_memory"))
+
+
+async def test_a_stream_is_measured_at_each_64th_entry_and_each_large_one(bench):
+    """To measure a long one takes as long as many writes."""
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a", max_tokens=1000))
+    before = await measured(bench)
+    for index in range(130):
+        await bench.worker.publish("w", [bench.token(request, index)])
+    assert await measured(bench) - before == 2
+    part = PromptScores(start=1, width=0, logprobs=bytes(70_000))
+    large = TokenEvent(request_id="a", attempt=1, index=130, scores=part)
+    await bench.worker.publish("w", [large])
+    assert await measured(bench) - before == 3
+
+
+async def test_the_ends_of_a_dead_gateways_requests_are_one_entry(bench):
+    await bench.add_worker("w")
+    await bench.run_on("w", *(bench.request() for _ in range(5)))
+    await bench.admit(*(bench.request() for _ in range(20)))
+    await bench.expire_lease(bench.keys.gateways, "g1")
+    assert (await bench.scheduler.reap(bench.epoch)).cancelled == 25
+    assert sorted(bench.ends(await bench.events())) == sorted((f"r{i}", "cancelled") for i in range(25))
+    assert await bench.redis.xlen(bench.keys.results("g1")) == 1
+    assert await bench.outstanding("w") == (0, 0)
+
+
+async def test_one_requests_backlog_of_scores_takes_several_entries_and_stays_in_order(bench):
+    """As one it would push out what others have in the stream, and Redis would serve nobody meanwhile."""
+    await bench.add_worker("w")
+    request, other = await bench.run_on("w", bench.request("a"), bench.request("b"))
+    await bench.worker.publish("w", [bench.token(other, 0)])
+    parts = [PromptScores(start=1 + 50_000 * number, width=0, logprobs=bytes(200_000)) for number in range(30)]
+    backlog = [TokenEvent(request_id="a", attempt=1, index=0, scores=part) for part in parts]
+    await bench.worker.publish("w", [*backlog, bench.token(request, 0, finish="stop")])
+    entries = await bench.redis.xrange(bench.keys.results("g1"))
+    assert max(sum(map(len, fields.values())) for _, fields in entries) <= PUBLISH_BYTES + 1024
+    events = await bench.events()
+    assert [event.request_id for event in events] == ["b"] + ["a"] * 31
+    assert [event.scores for event in events[1:-1]] == parts
+    assert bench.ends(events) == [("a", "stop")]
+
+
+async def test_the_rest_of_a_backlog_is_refused_once_its_attempt_is_over(bench):
+    await bench.add_worker("w")
+    await bench.run_on("w", bench.request("a"))
+    scores = PromptScores(start=1, width=0, logprobs=bytes(800_000))
+    event = TokenEvent(request_id="a", attempt=1, index=0, scores=scores)
+    await bench.gateway.cancel(["a"])
+    assert await bench.worker.publish("w", [event] * 3) == {"a"}
+    assert await bench.events() == []

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from services.errors import NotFound, QueueFull
-from services.queue.limits import QueueLimits
+from services.errors import NotFound, QueueFull, RateLimited
+from services.queue.limits import QueueLimits, TenantLimits
 
 
 def next_attempt(request, attempt: int, delivered: int = 0):
@@ -134,3 +134,39 @@ async def test_unknown_dead_letters_are_not_found(bench):
     for call in (bench.dead.show("x"), bench.dead.drop("x"), bench.dead.retry("x", reply_to="g1", timeout_s=1)):
         with pytest.raises(NotFound):
             await call
+
+
+async def come_back(bench, requests, limits: TenantLimits) -> None:
+    """As a gateway does: the POST is charged as it comes, and what it stands for taken up."""
+    await bench.gateway.charge("t", limits)
+    for place, request in enumerate(requests):
+        await bench.gateway.take_up(request, timeout_s=60, tenant_limits=limits, place=place, of=len(requests))
+
+
+async def test_who_comes_back_for_what_ended_is_charged_for_each_sequence(bench):
+    limits = TenantLimits(requests_per_minute=6, burst=5)
+    batch = [bench.request() for _ in range(3)]
+    await bench.gateway.charge("t", limits)
+    await bench.gateway.admit(batch, timeout_s=60, tenant_limits=limits)  # 3 of 5
+    await bench.gateway.cancel([request.id for request in batch])
+    with pytest.raises(RateLimited):
+        await come_back(bench, batch, limits)
+    assert await bench.depth() == (2, 24)  # 5 of 5
+
+
+async def test_who_comes_back_for_what_lives_is_charged_once(bench):
+    limits = TenantLimits(requests_per_minute=6, burst=4)
+    batch = [bench.request() for _ in range(3)]
+    await bench.gateway.charge("t", limits)
+    await bench.gateway.admit(batch, timeout_s=60, tenant_limits=limits)  # 3 of 4
+    await come_back(bench, batch, limits)
+    assert await bench.depth() == (3, 36)
+
+
+async def test_more_sequences_than_the_burst_are_taken_up_when_the_allowance_is_whole(bench):
+    limits = TenantLimits(requests_per_minute=6, burst=2)
+    batch = [bench.request() for _ in range(5)]
+    await come_back(bench, batch, limits)
+    assert await bench.depth() == (5, 60)
+    with pytest.raises(RateLimited):
+        await bench.gateway.charge("t", limits)

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from services.errors import VersionMismatch
-from services.messages import ExpertInfo, SeatReport
+from services.errors import UnreadableMessage, VersionMismatch
+from services.messages import Cancel, ExpertInfo, SeatReport
 from services.queue import scripts
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue, Unreadable
+from services.queue.limits import QueueLimits
 from services.queue.loads import LoadReader
 from services.queue.quarantine import Quarantine, quarantined
 from services.queue.scheduler_side import SchedulerQueue
@@ -233,3 +234,55 @@ async def test_the_quarantine_is_bounded(bench):
     assert len(kept) == bench.limits.max_unreadable
     assert kept[0].source == "r79"
     assert all(len(each.data) < 6_000 and each.size == 100_000 for each in kept)
+
+
+async def test_a_prompt_that_went_with_its_request_is_no_damage_and_hides_none(bench):
+    """The client left between the assignment and the reading of it."""
+    await bench.add_worker("w")
+    lengths = {"left": 4, "damaged": 5, "damaged too": 6}
+    await bench.run_on("w", *(bench.request(name, prompt=length) for name, length in lengths.items()))
+    await bench.gateway.cancel(["left"])
+    await bench.redis.delete(*await bench.redis.keys(bench.keys.prompt("*")))
+    counted = Counted(bench, "attention worker")
+    worker = WorkerQueue(bench.user("attention"), bench.keys, bench.limits, quarantine=counted.quarantine)
+    _, messages = await worker.read_inbox("w", "0-0", 0)
+    assert messages == [Cancel("left", 1)]
+    assert counted.kinds == ["inbox", "inbox"]
+    assert {kept.source for kept in await quarantined(bench.redis, bench.keys)} == {"damaged", "damaged too"}
+
+
+async def test_a_record_without_a_body_ends_with_an_error_and_no_scheduler_with_it(bench):
+    await bench.admit(bench.request("bad"), bench.request("good"))
+    await bench.redis.hdel(bench.keys.request("bad"), "body")
+    counted = Counted(bench, "scheduler")
+    scheduler = SchedulerQueue(bench.user("scheduler"), bench.keys, bench.limits, quarantine=counted.quarantine)
+    assert [claim.request.id for claim in await scheduler.claim(bench.epoch, 10)] == ["good"]
+    assert bench.ends(await bench.events()) == [("bad", "internal_error")]
+    assert counted.kinds == ["request"]
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1)])
+async def test_a_record_without_a_body_is_buried_as_others_are(bench):
+    await bench.add_worker("w")
+    await bench.run_on("w", bench.request("bad"))
+    await bench.redis.hdel(bench.keys.request("bad"), "body")
+    await bench.expire_lease(bench.keys.leases, "bad")
+    assert (await bench.scheduler.reap(bench.epoch)).dead == 1
+    assert bench.ends(await bench.events()) == [("bad", "attempts_exhausted")]
+    assert await bench.dead.list() == []
+    await bench.dead.drop("bad")
+
+
+async def test_what_is_kept_is_listed_beside_entries_that_cannot_be_read(bench):
+    counted = Counted(bench, "gateway")
+    await counted.quarantine.put("event", "good", UnreadableMessage("why"), b"data")
+    await bench.redis.lpush(bench.keys.unreadable, b"no time", b"1:no json", b"x:{}", b"\xff")
+    assert [kept.source for kept in await quarantined(bench.redis, bench.keys)] == ["good"]
+
+
+async def test_where_nothing_can_be_kept_it_is_counted_and_its_reader_goes_on(bench, caplog):
+    await bench.redis.set(bench.keys.unreadable, "no list")
+    counted = Counted(bench, "gateway")
+    await counted.quarantine.put("event", "r", UnreadableMessage("why"), b"data")
+    assert counted.kinds == ["event"]
+    assert "not kept" in caplog.text

@@ -26,9 +26,36 @@ local function drain_ms(tokens)
   return tokens / math.max(rate, 1e-6)
 end
 
-local function refuse_queue(requests, tokens)
+-- A batch of several calls is answered by the first of them. queue:reserved has, by batch, what is to come of it:
+-- '<requests>:<tokens>:<until, in ms>:<tenant>'. Each call says how much that is; a gateway that ended says no more, and
+-- what it reserved lapses.
+local function reserve(batch, requests, tokens, tenant)
+  local key = P .. 'queue:reserved'
+  if requests <= 0 then return redis.call('HDEL', key, batch) end
+  redis.call('HSET', key, batch, string.format('%d:%d:%.0f:%s', requests, tokens, NOW + C.lease_ms, tenant))
+  redis.call('PEXPIRE', key, C.lease_ms)
+end
+
+-- {requests, tokens, requests of the tenant} that are to come of other batches.
+local function reserved(batch, tenant)
+  local key, requests, tokens, own = P .. 'queue:reserved', 0, 0, 0
+  local flat = redis.call('HGETALL', key)
+  for k = 1, #flat, 2 do
+    local r, t, till, whose = string.match(flat[k + 1], '^(%d+):(%d+):(%d+):(.*)$')
+    if tonumber(till) <= NOW then
+      redis.call('HDEL', key, flat[k])
+    elseif flat[k] ~= batch then
+      requests, tokens = requests + r, tokens + t
+      if whose == tenant then own = own + r end
+    end
+  end
+  return { requests = requests, tokens = tokens, own = own }
+end
+
+local function refuse_queue(requests, tokens, to_come)
   local v = redis.call('HMGET', P .. 'queue:stats', 'requests', 'tokens')
-  local queued, queued_tokens = tonumber(v[1]) or 0, tonumber(v[2]) or 0
+  local queued = (tonumber(v[1]) or 0) + to_come.requests
+  local queued_tokens = (tonumber(v[2]) or 0) + to_come.tokens
   local excess = queued + requests - C.max_requests
   if excess > 0 then
     local mean = (queued_tokens + tokens) / (queued + requests)
@@ -38,10 +65,10 @@ local function refuse_queue(requests, tokens)
   if excess > 0 then return { 'tokens', drain_ms(excess), queued_tokens } end
 end
 
-local function refuse_concurrency(tenant, requests, limit)
+local function refuse_concurrency(tenant, requests, limit, to_come)
   local key = P .. 'tenant:' .. tenant
   redis.call('ZREMRANGEBYSCORE', key, '-inf', NOW)
-  local live = redis.call('ZCARD', key)
+  local live = redis.call('ZCARD', key) + to_come.own
   if live + requests <= limit then return nil end
   local service = tonumber(redis.call('HGET', P .. 'drain', 'service')) or 5000
   return { 'concurrency', service / math.max(limit, 1), live }
@@ -57,15 +84,16 @@ local function refuse_rate(tenant, more, interval_ms, burst, most)
   redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
 end
 
--- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. Its rate is charged with all
--- but the first of them, which was charged when they came.
--- limits: concurrency (-1: none), ms between requests (0: no rate), burst.
-local function refuse(tenant, requests, tokens, limits)
+-- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. charge: {with how many its rate
+-- is charged, of how many that came together}; the first of those was charged when they came.
+-- limits: concurrency (-1: none), ms between requests (0: no rate), burst. batch: of which they are ('': of none).
+local function refuse(tenant, requests, tokens, limits, batch, charge)
   local concurrency, interval_ms, burst = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
-  local refusal = refuse_queue(requests, tokens)
-  if not refusal and concurrency >= 0 then refusal = refuse_concurrency(tenant, requests, concurrency) end
-  if not refusal and interval_ms > 0 and requests > 1 then
-    refusal = refuse_rate(tenant, requests - 1, interval_ms, burst, requests)
+  local to_come = reserved(batch, tenant)
+  local refusal = refuse_queue(requests, tokens, to_come)
+  if not refusal and concurrency >= 0 then refusal = refuse_concurrency(tenant, requests, concurrency, to_come) end
+  if not refusal and interval_ms > 0 and charge[1] > 0 then
+    refusal = refuse_rate(tenant, charge[1], interval_ms, burst, charge[2])
   end
   if refusal then refusal[2] = math.ceil(refusal[2]) end
   return refusal

@@ -6,6 +6,16 @@
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 
+local looked = {} -- {requests that have not got on, whether one of them is a suspect} by worker: each is looked at once
+
+local function company(worker)
+  if not looked[worker] then
+    local open, alone = unproven(worker)
+    looked[worker] = { open = open, alone = alone }
+  end
+  return looked[worker]
+end
+
 -- The lease in ms that the worker gives, or nil if it is gone, has no credit for r, or one of them is to run alone.
 local function credit(r, worker)
   local lease = tonumber(redis.call('ZSCORE', P .. 'workers', worker))
@@ -16,8 +26,8 @@ local function credit(r, worker)
   local requests = redis.call('HLEN', P .. 'held:' .. worker)
   if requests >= tonumber(v[3]) then return nil end
   if requests > 0 and tonumber(v[4]) + r.cost > tonumber(v[2]) then return nil end
-  local open, alone = unproven(worker)
-  if alone or (r.suspect == '1' and open > 0) then return nil end
+  local beside = company(worker)
+  if beside.alone or (r.suspect == '1' and beside.open > 0) then return nil end
   return tonumber(v[1])
 end
 
@@ -34,6 +44,8 @@ for i = 3, #ARGV, 4 do
     redis.call('HINCRBY', P .. 'worker:' .. worker, 'outstanding_tokens', r.cost)
     redis.call('ZADD', P .. 'leases', NOW + lease_ms, r.id)
     append_inbox(worker, ARGV[i + 3])
+    local beside = company(worker)
+    beside.open, beside.alone = beside.open + 1, beside.alone or r.suspect == '1'
     note_assigned(r.cost)
   elseif ours then
     requeue(r)

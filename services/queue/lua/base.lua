@@ -43,11 +43,20 @@ local function wake()
   end
 end
 
+-- Whether to measure a stream after that entry: it takes as long as the stream has nodes. At each 64th and each large one
+-- is enough: 63 that are not large have an eighth of what the stream may.
+local function to_measure(key, ...)
+  if redis.call('XLEN', key) % 64 == 0 then return true end
+  local bytes = 0
+  for _, part in ipairs({ ... }) do bytes = bytes + #tostring(part) end
+  return bytes > C.stream_bytes / 512
+end
+
 -- Adds an entry to a stream that one process reads. Of a stream that takes more than C.stream_bytes the older half goes:
 -- its reader stands still, and will see by the indexes of what follows that he missed some.
 local function append(key, ...)
   redis.call('XADD', key, 'MAXLEN', '~', C.stream_entries, '*', ...)
-  if redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) > C.stream_bytes then -- all samples: entries differ much in size
+  if to_measure(key, ...) and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) > C.stream_bytes then -- all: they differ
     redis.call('XTRIM', key, 'MAXLEN', math.floor(redis.call('XLEN', key) / 2))
   end
   redis.call('PEXPIRE', key, C.stream_ms)
@@ -68,14 +77,14 @@ local function send_lost(r, reason)
 end
 
 -- [["token", id, attempt, index, nil, finish, nil, nil, error, 0]]: a TokenEvent without a token. error is msgpack.
-local function send_end(r, finish, error)
+local function encode_end(r, finish, error)
   local null = '\192'
-  append_results(
-    r.reply_to,
-    r.id,
-    '\145\154' .. cmsgpack.pack('token', r.id, r.attempt, r.delivered) .. null .. cmsgpack.pack(finish)
-      .. null .. null .. (error or null) .. cmsgpack.pack(0)
-  )
+  return '\145\154' .. cmsgpack.pack('token', r.id, r.attempt, r.delivered) .. null .. cmsgpack.pack(finish)
+    .. null .. null .. (error or null) .. cmsgpack.pack(0)
+end
+
+local function send_end(r, finish, error)
+  append_results(r.reply_to, r.id, encode_end(r, finish, error))
 end
 
 -- An error reply unless epoch leads. Scripts return it before they change anything.

@@ -5,6 +5,7 @@
 local ended = 0
 for i = 3, #ARGV, 2 do
   local r, delivered = load_record(ARGV[i]), tonumber(ARGV[i + 1])
+  redis.call('HDEL', P .. 'queue:reserved', ARGV[i]) -- of a batch that begins with it no more will come
   if r and r.state ~= 'done' and r.reply_to == ARGV[2] then
     cancel(r, 1, delivered >= 0 and delivered or nil)
     ended = ended + 1

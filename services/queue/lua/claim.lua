@@ -36,7 +36,7 @@ local function take(head)
   set(r, 'state', 'claimed', 'holder', ARGV[2])
   redis.call('ZADD', P .. 'claims', ARGV[2], r.id)
   redis.call('ZADD', P .. 'leases', NOW + C.lease_ms, r.id)
-  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body')
+  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body') or ''
   answer[#answer + 1] = { r.id, body, r.attempt, r.deadline, r.reply_to, beginning(r.prompt), r.suspect }
   tokens = tokens + r.cost
   return true

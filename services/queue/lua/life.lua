@@ -110,7 +110,7 @@ end
 
 local function bury(r, reason)
   local key = P .. 'dead:' .. r.id
-  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body')
+  local body = redis.call('HGET', P .. 'req:' .. r.id, 'body') or ''
   redis.call('HSET', key, 'body', body, 'reason', reason, 'attempt', r.attempt, 'failures', r.failures,
     'worker', r.holder, 'when', NOW, 'prompt', r.prompt, 'wire', C.wire,
     'bytes', #body + redis.call('STRLEN', P .. 'prompt:' .. r.prompt))
@@ -132,19 +132,16 @@ end
 
 -- The running attempt of r is over without an end. Returns 'lost' or, over the cap of failures, 'dead'.
 -- A request that kills its workers dies at the same token each time: it is stuck, and the smaller cap on that spares the
--- requests beside it, which got further between the same failures.
+-- requests beside it, which got further between the same failures. Scores of a prompt are no token: a prompt is computed
+-- in parts, and what kills at the second of them would never be stuck.
 local function lose(r, reason, failures)
   tell_worker(r)
   detach(r)
   refund(r, r.cost)
   r.attempt = r.attempt + 1
   r.failures = r.failures + failures
-  r.stuck = (r.streamed == '' and r.stuck or 0) + failures
-  if r.streamed ~= '' then
-    r.suspect = clear(r.id)
-  elseif failures > 0 then
-    r.suspect = suspect(r)
-  end
+  r.stuck = (r.streamed == '1' and 0 or r.stuck) + failures
+  if failures > 0 and (r.streamed ~= '1' or r.failures >= OFTEN) then r.suspect = suspect(r) end
   if failures > 0 and (r.failures >= C.max_attempts or r.stuck >= C.max_stuck) then
     bury(r, reason)
     send_end(r, 'error', C.exhausted)

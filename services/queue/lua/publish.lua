@@ -1,22 +1,25 @@
 --@use base prompts suspects queue life admission
 -- Writes one engine step's events: one stream entry per gateway, with one field per request.
--- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1), events (msgpack)
+-- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1; -2: and no token is among
+-- the events), events (msgpack)
 -- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's.
 -- Guarantees: events and end are one atomic step; refused events are written nowhere.
 local worker, refused, entries, ended = ARGV[2], {}, {}, {}
 for i = 3, #ARGV, 4 do
   local id, attempt = ARGV[i], ARGV[i + 1]
-  local v = redis.call('HMGET', P .. 'req:' .. id, 'state', 'attempt', 'holder', 'reply_to', 'streamed')
+  local v = redis.call('HMGET', P .. 'req:' .. id, 'state', 'attempt', 'holder', 'reply_to', 'streamed', 'failures')
   if v[1] == 'running' and v[2] == attempt and v[3] == worker then
     local entry = entries[v[4]] or {}
     entries[v[4]] = entry
     entry[#entry + 1] = id
     entry[#entry + 1] = ARGV[i + 3]
-    if v[5] == '' then
-      redis.call('HSET', P .. 'req:' .. id, 'streamed', '1', 'suspect', '') -- first: a full server refuses this
+    local streamed = got_on(v[5], tonumber(v[6]) or 0, ARGV[i + 2] ~= '-2')
+    if streamed ~= v[5] then redis.call('HSET', P .. 'req:' .. id, 'streamed', streamed) end -- a full server refuses this
+    if streamed == '1' and v[5] ~= '1' then
+      redis.call('HSET', P .. 'req:' .. id, 'suspect', '')
       clear(id)
     end
-    if ARGV[i + 2] ~= '-1' then ended[#ended + 1] = i end
+    if tonumber(ARGV[i + 2]) >= 0 then ended[#ended + 1] = i end
   else
     refused[#refused + 1] = (i - 3) / 4
   end

@@ -10,16 +10,21 @@ if on_hold() then return { 0, 0, 0 } end
 local left, removed, cancelled = tonumber(ARGV[3]), 0, 0
 for _, gateway in ipairs(redis.call('ZRANGEBYSCORE', P .. 'gateways', '-inf', NOW, 'LIMIT', 0, left)) do
   local owned = P .. 'owned:' .. gateway
-  for _, id in ipairs(redis.call('SRANDMEMBER', owned, left)) do
-    left = left - 1
+  local members = redis.call('SRANDMEMBER', owned, math.min(left, 1000)) -- as many ends fit one entry
+  left = left - #members
+  local live, entry = {}, {}
+  for _, id in ipairs(members) do
     local r = load_record(id)
     if r and r.state ~= 'done' and r.reply_to == gateway then
-      send_end(r, 'cancelled')
-      cancel(r, 0)
-      cancelled = cancelled + 1
+      live[#live + 1] = r
+      entry[#entry + 1] = id
+      entry[#entry + 1] = encode_end(r, 'cancelled')
     end
-    redis.call('SREM', owned, id)
   end
+  if #entry > 0 then append_results(gateway, unpack(entry)) end
+  for _, r in ipairs(live) do cancel(r, 0) end
+  for _, id in ipairs(members) do redis.call('SREM', owned, id) end
+  cancelled = cancelled + #live
   if redis.call('EXISTS', owned) == 0 then
     redis.call('ZREM', P .. 'gateways', gateway)
     redis.call('PEXPIRE', P .. 'results:' .. gateway, C.tombstone_ms)

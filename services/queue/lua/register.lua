@@ -9,6 +9,7 @@ redis.call('ZADD', P .. 'workers', NOW + lease_ms, ARGV[2])
 redis.call('HSET', worker, 'lease_ms', lease_ms, 'info', ARGV[4], 'fingerprint', ARGV[5],
   'credit_tokens', ARGV[6], 'credit_requests', ARGV[7], 'wire', C.wire)
 redis.call('HSETNX', worker, 'outstanding_tokens', 0)
+redis.call('HDEL', worker, 'blamed')
 redis.call('PEXPIRE', worker, C.stream_ms)
 wake()
 return redis.status_reply('OK')

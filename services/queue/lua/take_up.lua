@@ -1,15 +1,16 @@
 --@use base prompts suspects queue life admission
 -- Moves a request to another gateway, whose client came back with the same Idempotency-Key.
 -- ARGV: limits, id, reply_to, timeout ms, concurrency, interval ms, burst, tenant, priority, cost, budget, body, prompt,
--- its ids ('': it may be there)
+-- its ids ('': it may be there), its place among those that came together (0: the first), how many these are
 -- Returns {'ok', attempt, deadline}, {bound, wait in ms, count}, or {'prompt'} where that has to be sent, too.
 -- Guarantees: a request of which nothing was published keeps attempt and place; another starts from scratch as a later
--- attempt; one that ended or is unknown is admitted under the limits. The former gateway hears 'cancelled'.
+-- attempt; one that ended or is unknown is admitted under the limits, and charged unless it is the first. The former gateway hears 'cancelled'.
 local reply_to, deadline = ARGV[3], NOW + tonumber(ARGV[4])
 if lacks_prompt(ARGV[13], ARGV[14]) then return { 'prompt' } end
 local r = load_record(ARGV[2])
 if not r or r.state == 'done' then
-  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), { ARGV[5], ARGV[6], ARGV[7] })
+  local limits, charge = { ARGV[5], ARGV[6], ARGV[7] }, { math.min(tonumber(ARGV[15]), 1), tonumber(ARGV[16]) }
+  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), limits, '', charge)
   if refusal then return refusal end
   local attempt = r and r.attempt + 1 or 1
   redis.call('DEL', P .. 'req:' .. ARGV[2])

@@ -9,6 +9,7 @@ local lease_ms = tonumber(v[1])
 local mismatch = claim_model(v[2], lease_ms)
 if mismatch then return mismatch end
 redis.call('ZADD', P .. 'workers', NOW + lease_ms, ARGV[2])
+redis.call('HDEL', worker, 'blamed') -- it lives: whoever was to blame while it was taken for dead is not for its next death
 for _, kind in ipairs({ 'worker:', 'held:', 'inbox:' }) do redis.call('PEXPIRE', P .. kind .. ARGV[2], C.stream_ms) end
 local lost = {}
 for i = 3, #ARGV, 2 do

@@ -90,6 +90,7 @@ class ScriptedQueue:
         self.admitted: list[GenerateRequest] = []
         self.resubmitted: list[GenerateRequest] = []
         self.taken_up: list[GenerateRequest] = []
+        self.places: list[tuple[int, int]] = []
         self.cancelled: dict[str, int] = {}
         self.resynced: list[tuple[str, int]] = []
         self.retaken: list[str] = []
@@ -188,10 +189,13 @@ class ScriptedQueue:
         timeout_s: float,
         tenant_limits: TenantLimits | None = None,
         prompts: Prompts | None = None,
+        place: int = 0,
+        of: int = 1,
     ) -> GenerateRequest:
         self._check()
         granted = msgspec.structs.replace(request, attempt=2, deadline_ms=int(timeout_s * 1000))
         self.taken_up.append(_joined(granted, prompts))
+        self.places.append((place, of))
         self.limits.append(tenant_limits)
         if self.answer is not None:
             self.emit(*self.answer(self.taken_up[-1]))

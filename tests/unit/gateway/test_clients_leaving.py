@@ -152,6 +152,17 @@ async def test_a_cancelled_job_runs_again_for_the_same_key(gateway, script):
     assert [taken.id for taken in gateway.queue.taken_up] == [request.id]
 
 
+async def test_the_queue_learns_which_of_a_jobs_sequences_were_charged_at_the_door(gateway, script):
+    body = {**BODY, "n": 3}
+    first = asyncio.create_task(post(gateway, "k", body))
+    await gateway.queue.wait_for("admitted")
+    first.cancel()
+    await gateway.queue.wait_for("cancelled")
+    gateway.queue.answer = lambda taken: script.events(taken, gateway.ids("again"))
+    await post(gateway, "k", body)
+    assert gateway.queue.places == [(0, 3), (1, 3), (2, 3)]
+
+
 async def test_a_refused_admission_frees_the_key(gateway, script):
     from services.errors import QueueFull
 

@@ -258,8 +258,21 @@ def test_while_all_workers_are_there_for_suspects_others_wait() -> None:
     assert not plan.choices
 
 
-def test_two_suspects_take_two_workers() -> None:
-    plan = DispatchPolicy().plan([suspect("s"), suspect("t")], [worker("a"), worker("b")])
-    assert {choice.worker_id for choice in plan.choices} == {"a", "b"}
-    alone = DispatchPolicy().plan([suspect("s"), suspect("t")], [worker("a")])
-    assert (len(alone.choices), len(alone.deferred)) == (1, 1)
+@pytest.mark.parametrize(("workers", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
+def test_suspects_take_no_more_than_half_of_the_workers_and_others_go_on(workers: int, most: int) -> None:
+    idle = [worker(f"w{number}", credit=1000) for number in range(workers)]
+    batch = [*(suspect(f"s{number}") for number in range(10)), *claims([request([2], name="r")])]
+    plan = DispatchPolicy().plan(batch, idle)
+    alone = {choice.worker_id for choice in plan.choices if choice.request.id != "r"}
+    assert len(alone) == most
+    assert len(plan.deferred) == 10 - most
+    assert [choice.worker_id in alone for choice in plan.choices if choice.request.id == "r"] == [False] * (workers > 1)
+
+
+def test_no_worker_is_kept_for_a_suspect_while_half_are_there_for_others() -> None:
+    guarded = replace(worker("a"), unproven=1, guarded=True)
+    plan = DispatchPolicy().plan(
+        [suspect("s"), *claims([request([2], name="r")])], [guarded, replace(worker("b"), unproven=2)]
+    )
+    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [("r", "b")]
+    assert [item.id for item in plan.deferred] == ["s"]
