@@ -7,27 +7,16 @@ The worker's id is its incarnation. All methods raise QueueUnavailable while Red
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from redis.asyncio import Redis
 
 from services.errors import ErrorInfo, UnreadableMessage
-from services.messages import (
-    Assign,
-    GenerateRequest,
-    InboxMessage,
-    TokenEvent,
-    WorkerInfo,
-    decode_inbox,
-    decode_request,
-    encode,
-)
-from services.queue.connect import command
+from services.messages import Assign, InboxMessage, TokenEvent, WorkerInfo, decode_inbox, encode
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.queue.prompts import unpack_ids, whole
+from services.queue.prompts import PromptReader
 from services.queue.quarantine import Quarantine
 from services.queue.scripts import CHUNK, Argument, Scripts, milliseconds
 from services.queue.streams import FIRST_ID, StreamReader
@@ -127,31 +116,17 @@ class WorkerQueue:
             inbox = self._inboxes[worker_id] = StreamReader(self._redis, self._keys.inbox(worker_id), trim_every=16)
         last_id, entries = await inbox.read(last_id, block_ms)
         messages: list[InboxMessage] = []
-        prompts: dict[str, array[int]] = {}
+        prompts = PromptReader(self._redis, self._keys)
         for fields in entries:
             data = fields.get(b"m", b"")
             try:
                 message = decode_inbox(data)
                 if isinstance(message, Assign):
-                    message = Assign(await self._with_prompt(message.request, prompts))
+                    message = Assign(await prompts.whole(message.request))
                 messages.append(message)
             except UnreadableMessage as error:
                 await self._quarantine.put("inbox", worker_id, error, data)
         return last_id, messages
-
-    async def _with_prompt(self, request: GenerateRequest, prompts: dict[str, array[int]]) -> GenerateRequest:
-        """``request`` as the engine takes it. ``prompts`` are those read so far."""
-        if not request.prompt and len(request.token_ids) < request.prompt_len:  # it came by way of an earlier release
-            record = await command(self._redis, "HGET", self._keys.request(request.id), "body")
-            request = msgspec.structs.replace(request, prompt=decode_request(record or b"").prompt)
-        if not request.prompt:
-            return request
-        if request.prompt not in prompts:
-            ids = await command(self._redis, "GET", self._keys.prompt(request.prompt))
-            prompts[request.prompt] = unpack_ids(ids or b"")
-        if len(prompts[request.prompt]) != request.prompt_len:
-            raise UnreadableMessage(f"the prompt of {request.id} is not there")
-        return whole(request, prompts[request.prompt])
 
     async def publish(self, worker_id: str, events: Sequence[TokenEvent]) -> set[str]:
         """Writes a step's events into the result streams, one entry per gateway; the ids that were refused.

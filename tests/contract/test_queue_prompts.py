@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from services.messages import Assign, TokenEvent, decode_results
+from services.messages import Assign, TokenEvent, decode_inbox, decode_results
 from services.queue.limits import QueueLimits
 from services.queue.prompts import pack_ids, prompt_name, unpack_ids
 
@@ -139,6 +139,37 @@ async def test_a_request_that_came_by_a_scheduler_of_an_earlier_release_finds_it
     (claim,) = await bench.scheduler.claim(bench.epoch, 1)
     await bench.scheduler.assign(bench.epoch, [(structs.replace(claim.request, prompt=""), "w")])
     assert [request.token_ids for request in await inbox(bench)] == [PROMPT]
+
+
+async def read_as_before(bench, worker: str = "old"):
+    """Assigned requests as an earlier release reads them: with what the messages hold, and what it knows of that."""
+    entries = await bench.redis.xrange(bench.keys.inbox(worker))
+    messages = [decode_inbox(fields[b"m"]) for _, fields in entries]
+    found = [structs.replace(message.request, prompt="") for message in messages if isinstance(message, Assign)]
+    return [(request.token_ids, request.delivered) for request in found]
+
+
+async def add_old_worker(bench) -> None:
+    old = structs.replace(bench.worker_info("old"), wire=1)
+    await bench.worker.register(old, 60, credit_tokens=100_000, credit_requests=100)
+
+
+async def test_a_worker_of_an_earlier_release_is_given_the_prompts_of_a_backlog_that_names_them(bench):
+    await bench.admit(*sequences(bench, 3), *sequences(bench, 1, prompt=list(range(9000))))
+    assert len(await prompts(bench)) == 2
+    await add_old_worker(bench)
+    claimed = [claim.request for claim in await bench.scheduler.claim(bench.epoch, 100)]
+    assert all(await bench.scheduler.assign(bench.epoch, [(request, "old") for request in claimed]))
+    assert await read_as_before(bench) == [(PROMPT, 0)] * 3 + [(list(range(9000)), 0)]
+
+
+async def test_a_request_whose_prompt_is_nowhere_is_assigned_so_that_an_earlier_release_refuses_it(bench):
+    await bench.admit(*sequences(bench, 1))
+    await add_old_worker(bench)
+    await bench.redis.delete(*[bench.keys.prompt(name) for name in await prompts(bench)])
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    assert await bench.scheduler.assign(bench.epoch, [(claim.request, "old")])
+    assert await read_as_before(bench) == [([], -len(PROMPT))]
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1, dead_letter_bytes=1000)])
