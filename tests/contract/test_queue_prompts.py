@@ -172,6 +172,21 @@ async def test_a_request_whose_prompt_is_nowhere_is_assigned_so_that_an_earlier_
     assert await read_as_before(bench) == [([], -len(PROMPT))]
 
 
+@pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
+async def test_what_was_delivered_is_never_taken_for_the_prompt(bench, prompt):
+    """By way of a scheduler of an earlier release, which drops the prompt's name; as long as it or longer."""
+    await bench.add_worker("w")
+    (request,) = sequences(bench, 1, prompt=prompt)
+    await run(bench, request)
+    attempt = await bench.gateway.resync(request.id, 1)
+    await bench.gateway.resubmit(structs.replace(request, attempt=attempt, token_ids=[*prompt, 7, 8, 9]))
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    await bench.scheduler.assign(bench.epoch, [(structs.replace(claim.request, prompt=""), "w")])
+    again = (await inbox(bench))[-1]
+    assert (again.token_ids, again.delivered) == ([*prompt, 7, 8, 9], 3)
+    assert (await read_as_before(bench, "w"))[1:] == [([*prompt, 7, 8, 9], 3)]
+
+
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1, dead_letter_bytes=1000)])
 async def test_dead_letters_keep_their_prompts_within_bounds(bench):
     await bench.add_worker("w")
