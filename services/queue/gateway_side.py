@@ -73,6 +73,7 @@ class GatewayQueue:
         self._results = StreamReader(redis, keys.results(incarnation), count=READ_STEPS)
         self._quarantine = quarantine or Quarantine()
         self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
+        self._claimed: str | None = None  # with the last heartbeat
         self._behind = False  # whether somebody is known not to
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:
@@ -80,9 +81,13 @@ class GatewayQueue:
 
         When the lease has expired, a scheduler cancels this gateway's requests and writes their ends
         (``finish="cancelled"``) into the result stream. ``fingerprint`` claims the namespace for a model and raises
-        FingerprintMismatch where live members serve another.
+        FingerprintMismatch where live members serve another, if it is the first, or the first in two leases: what
+        differs later was put there by nobody who may, and is put right.
         """
-        await self._scripts.run("gateway_heartbeat", self._incarnation, milliseconds(ttl_s), fingerprint or "")
+        claim = fingerprint or ""
+        again = int(claim == self._claimed)
+        await self._scripts.run("gateway_heartbeat", self._incarnation, milliseconds(ttl_s), claim, again)
+        self._claimed = claim
 
     async def leave(self) -> None:
         """Ends the lease of a gateway that waits for nothing. One that has live requests keeps it until it expires,

@@ -6,7 +6,9 @@ once another leader was elected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -112,17 +114,27 @@ class SchedulerQueue:
         limits: QueueLimits | None = None,
         *,
         quarantine: Quarantine | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
         self._quarantine = quarantine or Quarantine()
         self._token = ""
+        self._lease_s = (limits or QueueLimits()).lease_s
+        self._clock = clock
+        self._asked = -math.inf  # for the lock, last
         self._reads: dict[str, int] = {}  # versions, by worker, at the last look
 
     async def campaign(self, token: str, ttl_s: float) -> int | None:
-        """Takes the leader's lock if it is free (or ours); the new epoch, or None. Epochs only rise, by Redis TIME."""
-        epoch = await self._scripts.run("campaign", token, milliseconds(ttl_s))
+        """Takes the leader's lock if it is free (or ours); the new epoch, or None. Epochs only rise, by Redis TIME.
+
+        Raises VersionMismatch where live members read nothing that this one writes, unless it asked less than a lease
+        ago: then they cannot be.
+        """
+        again = self._clock() - self._asked < self._lease_s
+        epoch = await self._scripts.run("campaign", token, milliseconds(ttl_s), int(again))
+        self._asked = self._clock()
         if not epoch:
             return None
         self._token = token
