@@ -16,6 +16,8 @@ APART = 2
 """Version from which on a request may name its prompt, and scores of prompts come apart from the first token."""
 OLDEST_WIRE = 1
 """The oldest version that this release reads, and writes for those who know no other."""
+NO_PROMPT = "The prompt is empty."
+"""How a worker refuses a request without a prompt. To one of version 1 each that names its prompt is such a request."""
 
 T = TypeVar("T")
 

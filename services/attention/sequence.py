@@ -13,7 +13,7 @@ from services.attention.draw_row import DrawRow
 from services.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob
 from services.prefix import PrefixScope, prefix_chain, prefix_root
-from services.wire import APART
+from services.wire import APART, NO_PROMPT
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -149,7 +149,7 @@ def open_sequence(request: GenerateRequest, arrival: int, eos_token_ids: Iterabl
 def refusal(request: GenerateRequest, *, max_model_len: int, kv_tokens: int, vocab_size: int) -> RequestError | None:
     """Why ``request`` can never run on this worker, or None."""
     if not 0 < request.prompt_len <= len(request.token_ids):
-        return InvalidRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
+        return InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt")
     if not _all_ids(request.token_ids, vocab_size) or not _all_ids(list(request.sampling.logit_bias), vocab_size):
         return InvalidRequest(f"A token id is outside the vocabulary of {vocab_size} tokens.", param="prompt")
     wanted = f"{request.prompt_len} prompt tokens and max_tokens {request.sampling.max_tokens}"

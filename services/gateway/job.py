@@ -15,12 +15,13 @@ from enum import Enum, auto
 
 import msgspec
 
-from services.errors import RequestError, error_from_info
+from services.errors import ErrorInfo, RequestError, error_from_info
 from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.echo import Echo
 from services.gateway.records import Record, Scores
 from services.gateway.tokenizer import TextCodec
 from services.messages import FinishReason, GenerateRequest, TokenEvent
+from services.wire import NO_PROMPT
 
 
 class Step(Enum):
@@ -33,6 +34,7 @@ class Step(Enum):
     FAILED = auto()
     CANCELLED = auto()  # by the queue: nobody here asked for it
     GAP = auto()  # tokens, or scores of the prompt, are missing before this one
+    UNREAD = auto()  # a worker of an earlier release found no prompt: it cannot read how the request names it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,7 @@ class Choice:
         self.error: RequestError | None = None
         self.recovering = False  # between the loss of an attempt and the next one
         self.missed = 0  # times that events could not be read, or scores of the prompt did not come
+        self.whole = False  # whether its record is to hold the prompt, because a worker did not find it
         self.first_at: float | None = None  # monotonic seconds of the first token
         self.last_at: float | None = None
         self._scores = Scores() if rendering.logprobs else None
@@ -120,6 +123,9 @@ class Choice:
         """Takes the next event of the sequence in; tells what the caller has to do about it."""
         if self.finish is not None or self.recovering or event.attempt < self.request.attempt:
             return Step.IGNORED
+        if self._unread(event.error):
+            self.whole = True
+            return Step.UNREAD
         if event.error is not None:
             return self.fail(error_from_info(event.error))
         if event.finish == "cancelled":
@@ -146,6 +152,9 @@ class Choice:
         if event.finish is None:
             return Step.PROGRESS
         return self._end("stop" if self._flush() else event.finish, Step.FINISHED)
+
+    def _unread(self, error: ErrorInfo | None) -> bool:
+        return error is not None and error.message.startswith(NO_PROMPT) and len(self.prompt) > 0 and not self.whole
 
     def fail(self, error: RequestError, finish: FinishReason = "error") -> Step:
         """The sequence ends with ``error``; ``finish`` "cancelled" where that is nobody's fault."""

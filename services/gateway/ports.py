@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -29,7 +30,9 @@ class Queue(Protocol):
 
     async def charge(self, tenant: str, limits: TenantLimits) -> None: ...
 
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool: ...
+    async def resubmit(
+        self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True
+    ) -> bool: ...
 
     async def take_up(
         self,
@@ -51,3 +54,5 @@ class Queue(Protocol):
     async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]: ...
 
     async def look(self) -> list[WorkerInfo]: ...
+
+    async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int: ...

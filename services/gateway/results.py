@@ -141,6 +141,7 @@ class ResultFollower:
             try:
                 await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
                 self.workers = await self._queue.look()
+                await self._restate()
                 if self.up and self._clock() > self._survey_due:
                     await self._survey()
             except QueueUnavailable as error:
@@ -149,6 +150,12 @@ class ResultFollower:
             self._expire()
             self._keep_alive()
             await asyncio.sleep(min(self._lease_s / 4, 1.0))
+
+    async def _restate(self) -> None:
+        """Where members of an earlier release came, say by a rollback: what waits is written as they read it."""
+        sequences = ((choice.request, choice.prompt) for _, choice in self._table.waiting())
+        if written := await self._queue.restate(sequences):
+            log.info("%d requests are written anew for members of an earlier release", written)
 
     async def _return(self) -> None:
         """Redis answers (again): renew the lease, read everything that is there, then compare notes."""
@@ -217,7 +224,8 @@ class ResultFollower:
         request = choice.resubmission(attempt)
         choice.recovering = False  # events of the new attempt may come before the answer to this call
         log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
-        await self._queue.resubmit(request, {request.prompt: choice.prompt})  # False: the next survey tells why
+        prompts = {request.prompt: choice.prompt}
+        await self._queue.resubmit(request, prompts, apart=not choice.whole)  # False: the next survey tells why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True

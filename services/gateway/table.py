@@ -163,7 +163,7 @@ class JobTable:
             self._time_token(job, choice, now)
         if step is Step.GAP and event.index <= before:
             self._miss(job, choice, todo, "scores of the prompt are missing.")
-        elif step is Step.GAP:
+        elif step in (Step.GAP, Step.UNREAD):
             choice.recovering = True
             todo.gaps.append((job, choice))
         elif step is Step.CANCELLED:

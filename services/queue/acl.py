@@ -75,7 +75,7 @@ _SEATS = _words("seats seat_numbers seat: seat_changes seats_version seats_gone"
 
 _GATEWAY = Rule(
     scripts=_words(
-        "gateway_heartbeat gateway_leave charge admit resubmit take_up resync cancel survey audience quarantine"
+        "gateway_heartbeat gateway_leave charge admit resubmit restate take_up resync cancel survey audience quarantine"
     ),
     commands=_words("xread xtrim exists hget set time"),
     owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load:"),

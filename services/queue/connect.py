@@ -47,6 +47,7 @@ _REFUSALS = {
     "NOREPLICAS": "has too few replicas to accept writes",
     "UNBLOCKED": "changed its role",
     "NOSCRIPT": "has lost its scripts",
+    "WRONGTYPE": "has something under a key of this namespace that no member writes; see who else may write there",
     "NOPERM": "does not let this user do that; compare the user's rule with `expertmesh redis-acl`",
 }
 _UNNAMED: dict[str, None] = (

@@ -80,7 +80,8 @@ class ExpertQueue:
 
         Joins again by itself where Redis forgot the worker: with what it holds, and with its number, unless another
         worker has that by now. An assignment that cannot be read counts as none: what was told before stays.
-        ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch.
+        ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch where others came while
+        this one was silent for two leases.
         """
         member = self._members.get(worker_id)
         if member is None:

@@ -25,7 +25,7 @@ from services.queue.admission import raise_refusal, tenant_arguments
 from services.queue.idempotency import IdempotencyKey, KeyBound, binding, bound_already
 from services.queue.keys import PRIORITIES, Keys
 from services.queue.limits import QueueLimits, TenantLimits
-from services.queue.pieces import items, pieces
+from services.queue.pieces import items, parts, pieces
 from services.queue.prompts import PromptStore
 from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds
@@ -73,15 +73,21 @@ class GatewayQueue:
         self._results = StreamReader(redis, keys.results(incarnation), count=READ_STEPS)
         self._quarantine = quarantine or Quarantine()
         self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
+        self._claimed: str | None = None  # with the last heartbeat
+        self._behind = False  # whether somebody is known not to
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:
         """Registers this gateway or renews its lease; call it every quarter of ``ttl_s``.
 
         When the lease has expired, a scheduler cancels this gateway's requests and writes their ends
         (``finish="cancelled"``) into the result stream. ``fingerprint`` claims the namespace for a model and raises
-        FingerprintMismatch where live members serve another.
+        FingerprintMismatch where live members serve another, if it is the first, or the first in two leases: what
+        differs later was put there by nobody who may, and is put right.
         """
-        await self._scripts.run("gateway_heartbeat", self._incarnation, milliseconds(ttl_s), fingerprint or "")
+        claim = fingerprint or ""
+        again = int(claim == self._claimed)
+        await self._scripts.run("gateway_heartbeat", self._incarnation, milliseconds(ttl_s), claim, again)
+        self._claimed = claim
 
     async def leave(self) -> None:
         """Ends the lease of a gateway that waits for nothing. One that has live requests keeps it until it expires,
@@ -140,13 +146,14 @@ class GatewayQueue:
         _, interval_ms, burst = tenant_arguments(limits)
         raise_refusal(await self._scripts.run("charge", tenant, interval_ms, burst), 1)
 
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool:
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True) -> bool:
         """Queues the attempt that AttemptLost or :meth:`resync` named, at the request's original place.
 
         ``request.token_ids`` ends with all tokens delivered so far. A record that Redis lost is admitted anew, past
-        the bounds. False: cancelled, ended, taken up by another gateway, or a later attempt exists.
+        the bounds. False: cancelled, ended, taken up by another gateway, or a later attempt exists. ``apart`` False:
+        the record holds the prompt, whatever others are known to read.
         """
-        stored = PromptStore(prompts).stored(request, apart=self._apart)
+        stored = PromptStore(prompts).stored(request, apart=apart and self._apart)
         arguments = (
             *(request.id, request.attempt, self._incarnation, request.tenant, request.priority, request.cost),
             *(request.sampling.max_tokens, request.delivered, request.deadline_ms, stored.body, stored.name),
@@ -262,4 +269,27 @@ class GatewayQueue:
                 await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
                 versions.append(OLDEST_WIRE)
         self._apart = min(versions) >= APART
+        self._behind = any(0 < version < APART for version in versions)
         return workers
+
+    async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int:
+        """Writes prompts into the records of ``sequences`` (requests and their prompts) that name them, so that no
+        member of an earlier release gets one of them without; the number of those. Call it after each :meth:`look`:
+        where everybody finds prompts by name it does nothing.
+        """
+        if not self._behind:
+            return 0
+        known = {request.id: (request, prompt) for request, prompt in sequences}
+        asked: list[tuple[Argument, ...]] = [(key, request.attempt, 0, b"") for key, (request, _) in known.items()]
+        replies = await self._scripts.run_chunks("restate", (self._incarnation,), asked)
+        named = [name for name, found in zip(known, (one for reply in replies for one in reply), strict=True) if found]
+        written = 0
+        for part in parts(_restated(*known[name]) for name in named):
+            reply = await self._scripts.run("restate", self._incarnation, *(value for row in part for value in row))
+            written += sum(reply)
+        return written
+
+
+def _restated(request: GenerateRequest, prompt: array[int]) -> tuple[Argument, ...]:
+    stored = PromptStore({request.prompt: prompt}).stored(request, apart=False)
+    return request.id, request.attempt, request.delivered, stored.body

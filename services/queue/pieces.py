@@ -1,11 +1,11 @@
-"""Requests cut into calls that hold nobody up for long, and as the script takes them."""
+"""Requests cut into calls that hold nobody up for long, and as the scripts take them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from services.queue.prompts import Stored
-from services.queue.scripts import Argument
+from services.queue.scripts import CHUNK, Argument
 
 PIECE_REQUESTS = 100
 PIECE_BYTES = 1 << 20
@@ -25,6 +25,21 @@ def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
         size += added
         named.add(stored.name)
     yield piece
+
+
+def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument, ...]]]:
+    """Arguments by request, likewise. ``rows`` may be made as they are asked for: no more than one call's are kept."""
+    part: list[tuple[Argument, ...]] = []
+    size = 0
+    for row in rows:
+        added = sum(len(value) for value in row if isinstance(value, bytes))
+        if part and (size + added > PIECE_BYTES or len(part) == CHUNK):
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += added
+    if part:
+        yield part
 
 
 def items(piece: Sequence[Stored]) -> Iterator[Argument]:

@@ -1,7 +1,8 @@
 """Prompts as Redis keeps them: each once, named by its content, beside the records of the requests that begin with it.
 
 In: whole requests of a gateway. Out: requests without their prompts, and the prompts as bytes (int32, little-endian:
-four bytes a token). An attention worker puts them together again; a scheduler needs only how a prompt begins.
+four bytes a token). For those who compute them :class:`PromptReader` puts them together again; a scheduler needs only
+how a prompt begins.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
+from redis.asyncio import Redis
 
-from services.messages import GenerateRequest, encode
+from services.errors import UnreadableMessage
+from services.messages import GenerateRequest, decode_request, encode
+from services.queue.connect import command
+from services.queue.keys import Keys
 
 ID_BYTES = 4
 HEAD_TOKENS = 8192
@@ -65,8 +70,12 @@ class PromptStore:
         self._packed: dict[str, bytes] = {}
 
     def stored(self, request: GenerateRequest, *, apart: bool) -> Stored:
-        """``request`` for its record; ``apart``: without its prompt."""
-        if not apart:
+        """``request`` for its record; ``apart``: without its prompt, unless that is no longer than what follows it.
+
+        An earlier release takes the first ``prompt_len`` of ``token_ids`` for the prompt. Where those are fewer it
+        refuses the request, and no reader of any release takes what was delivered for the prompt.
+        """
+        if not apart or request.delivered >= request.prompt_len:
             joined = whole(request, self._prompts[request.prompt]) if request.prompt else request
             return Stored(request, encode(joined), "", b"")
         if request.prompt:
@@ -91,3 +100,36 @@ def prompt_name(tenant: str, ids: bytes) -> str:
 def whole(request: GenerateRequest, prompt: Sequence[int]) -> GenerateRequest:
     """``request`` with its prompt in front of what follows it."""
     return structs.replace(request, token_ids=[*prompt, *request.token_ids], prompt="")
+
+
+class PromptReader:
+    """Puts requests together with the prompts that they name. Keeps what it has read: use one for one call's."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._read: dict[str, array[int]] = {}
+
+    async def whole(self, request: GenerateRequest) -> GenerateRequest:
+        """``request`` with its prompt, which its record may hold by now. Raises UnreadableMessage where it is nowhere.
+
+        Results of a request whose record has gone on to a later attempt are refused, whatever it is computed from.
+        """
+        if not request.prompt and len(request.token_ids) >= request.prompt_len:
+            return request
+        if request.prompt and (ids := await self._ids(request.prompt)) and len(ids) == request.prompt_len:
+            return whole(request, ids)
+        recorded = await self._recorded(request)
+        if not recorded.prompt and len(recorded.token_ids) >= request.prompt_len:
+            return structs.replace(request, token_ids=recorded.token_ids, prompt="")
+        if not request.prompt and recorded.prompt:  # it came by way of an earlier release
+            return await self.whole(structs.replace(request, prompt=recorded.prompt))
+        raise UnreadableMessage(f"the prompt of {request.id} is not there")
+
+    async def _ids(self, name: str) -> array[int]:
+        if name not in self._read:
+            self._read[name] = unpack_ids(await command(self._redis, "GET", self._keys.prompt(name)) or b"")
+        return self._read[name]
+
+    async def _recorded(self, request: GenerateRequest) -> GenerateRequest:
+        return decode_request(await command(self._redis, "HGET", self._keys.request(request.id), "body") or b"")

@@ -6,7 +6,10 @@ once another leader was elected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -18,9 +21,11 @@ from services.messages import Assign, GenerateRequest, WorkerInfo, decode_reques
 from services.queue.connect import MAX_BLOCK_MS, command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.queue.prompts import HEAD_TOKENS, unpack_ids
+from services.queue.pieces import parts
+from services.queue.prompts import HEAD_TOKENS, PromptReader, unpack_ids
 from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds
+from services.wire import APART
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,16 +114,27 @@ class SchedulerQueue:
         limits: QueueLimits | None = None,
         *,
         quarantine: Quarantine | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
         self._quarantine = quarantine or Quarantine()
         self._token = ""
+        self._lease_s = (limits or QueueLimits()).lease_s
+        self._clock = clock
+        self._asked = -math.inf  # for the lock, last
+        self._reads: dict[str, int] = {}  # versions, by worker, at the last look
 
     async def campaign(self, token: str, ttl_s: float) -> int | None:
-        """Takes the leader's lock if it is free (or ours); the new epoch, or None. Epochs only rise, by Redis TIME."""
-        epoch = await self._scripts.run("campaign", token, milliseconds(ttl_s))
+        """Takes the leader's lock if it is free (or ours); the new epoch, or None. Epochs only rise, by Redis TIME.
+
+        Raises VersionMismatch where live members read nothing that this one writes, unless it asked less than a lease
+        ago: then they cannot be.
+        """
+        again = self._clock() - self._asked < self._lease_s
+        epoch = await self._scripts.run("campaign", token, milliseconds(ttl_s), int(again))
+        self._asked = self._clock()
         if not epoch:
             return None
         self._token = token
@@ -166,17 +182,30 @@ class SchedulerQueue:
         await self._scripts.run("release", epoch, msgspec.msgpack.encode(info.info()), request_id)
 
     async def assign(self, epoch: int, pairs: Sequence[tuple[GenerateRequest, str]]) -> list[Assignment]:
-        """Moves leases to workers and writes Assign into their inboxes, one answer per pair.
+        """Moves leases to workers and writes Assign into their inboxes, one answer per pair. Workers that cannot read
+        how a request names its prompt get the prompt itself.
 
         False: the worker's lease or credit is gone, or one that it has or this one is to run alone, and the request is
         back at its place; or the request itself is gone
         (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
         """
-        items: list[tuple[Argument, ...]] = [
-            (request.id, request.attempt, worker_id, encode(Assign(request))) for request, worker_id in pairs
-        ]
-        replies = await self._scripts.run_chunks("assign", (epoch,), items)
-        return [Assignment(None if ms < 0 else ms / 1000) for reply in replies for ms in reply]
+        if any(worker_id not in self._reads for _, worker_id in pairs):
+            await self.workers()
+        answers: list[Assignment] = []
+        prompts = PromptReader(self._redis, self._keys)
+        for part in parts([await self._assign_row(*pair, prompts) for pair in pairs]):
+            reply = await self._scripts.run("assign", epoch, *(value for row in part for value in row))
+            answers += [Assignment(None if ms < 0 else ms / 1000) for ms in reply]
+        return answers
+
+    async def _assign_row(
+        self, request: GenerateRequest, worker_id: str, prompts: PromptReader
+    ) -> tuple[Argument, ...]:
+        """Without its prompt, where that is nowhere: the worker refuses it, and its gateway sends it again."""
+        if self._reads.get(worker_id, APART) < APART:
+            with suppress(UnreadableMessage):
+                request = await prompts.whole(request)
+        return request.id, request.attempt, worker_id, encode(Assign(request))
 
     async def release(self, epoch: int, requests: Sequence[GenerateRequest]) -> None:
         """Puts claimed requests back at their places and restores their tenants' deficits."""
@@ -190,9 +219,11 @@ class SchedulerQueue:
     async def workers(self) -> list[WorkerState]:
         """Workers whose lease is live. One whose record cannot be read gets nothing to do."""
         states: list[WorkerState] = []
+        self._reads.clear()
         for worker_id, info, *counts in await self._scripts.run("workers"):
             try:
                 states.append(_worker_state(decode_worker(info), *counts))
+                self._reads[states[-1].info.id] = states[-1].info.wire
             except UnreadableMessage as error:
                 await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
         return states

@@ -8,6 +8,7 @@ from whoever may load scripts.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
@@ -152,21 +153,24 @@ def _text(data: bytes) -> msgspec.Raw:
 
 
 def _typed(text: str) -> ExpertMeshError | None:
-    if "STALELEADER" in text:
+    """By the first word that a script says: what follows may be anybody's."""
+    found = re.search("STALELEADER|STALETABLE|WIRE|FINGERPRINT", text)
+    kind = found[0] if found else ""
+    if kind == "STALELEADER":
         return StaleLeader("Another scheduler leads.", hint="Campaign again before touching the queue.")
-    if "STALETABLE" in text:
+    if kind == "STALETABLE":
         highest = text.split("STALETABLE", 1)[1].split()[0]
         return StaleTable(
             f"Epoch {highest} of the routing table is in use already.", hint="Make the table anew for the next epoch."
         )
-    if "WIRE" in text:
+    if kind == "WIRE":
         release, versions = text.split("WIRE", 1)[1].split()[:2]
         return VersionMismatch(
             f"Live members of this namespace are of release {release} and read versions {versions} of its messages; "
             f"release {version('expertmesh')} reads {OLDEST_WIRE}-{WIRE}.",
             hint="Upgrade by way of a release that reads some of both, or stop those members first.",
         )
-    if "FINGERPRINT" in text:
+    if kind == "FINGERPRINT":
         served = text.split("FINGERPRINT", 1)[1].split()[0]
         return FingerprintMismatch(
             f"Live members of this namespace serve another model (fingerprint {served}).",

@@ -7,7 +7,6 @@ The worker's id is its incarnation. All methods raise QueueUnavailable while Red
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -22,13 +21,12 @@ from services.messages import (
     TokenEvent,
     WorkerInfo,
     decode_inbox,
-    decode_request,
     encode,
 )
 from services.queue.connect import command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.queue.prompts import unpack_ids, whole
+from services.queue.prompts import PromptReader
 from services.queue.quarantine import Quarantine
 from services.queue.scripts import CHUNK, Argument, Scripts, milliseconds
 from services.queue.streams import FIRST_ID, StreamReader
@@ -127,11 +125,11 @@ class WorkerQueue:
         if inbox is None:
             inbox = self._inboxes[worker_id] = StreamReader(self._redis, self._keys.inbox(worker_id), trim_every=16)
         last_id, entries = await inbox.read(last_id, block_ms)
-        prompts: dict[str, array[int]] = {}
+        prompts = PromptReader(self._redis, self._keys)
         messages = [await self._message(worker_id, fields.get(b"m", b""), prompts) for fields in entries]
         return last_id, [message for message in messages if message is not None]
 
-    async def _message(self, worker_id: str, data: bytes, prompts: dict[str, array[int]]) -> InboxMessage | None:
+    async def _message(self, worker_id: str, data: bytes, prompts: PromptReader) -> InboxMessage | None:
         try:
             message = decode_inbox(data)
         except UnreadableMessage as error:
@@ -140,7 +138,7 @@ class WorkerQueue:
         if isinstance(message, Cancel):
             return message
         try:
-            return Assign(await self._with_prompt(message.request, prompts))
+            return Assign(await prompts.whole(message.request))
         except UnreadableMessage as error:
             if await self._runs(worker_id, message.request):
                 await self._quarantine.put("inbox", message.request.id, error, data)
@@ -150,20 +148,6 @@ class WorkerQueue:
         """Whether the worker is still to run that attempt."""
         record = await command(self._redis, "HMGET", self._keys.request(request.id), "state", "holder", "attempt")
         return list(record) == [b"running", worker_id.encode(), str(request.attempt).encode()]
-
-    async def _with_prompt(self, request: GenerateRequest, prompts: dict[str, array[int]]) -> GenerateRequest:
-        """``request`` as the engine takes it. ``prompts`` are those read so far."""
-        if not request.prompt and len(request.token_ids) < request.prompt_len:  # it came by way of an earlier release
-            record = await command(self._redis, "HGET", self._keys.request(request.id), "body")
-            request = msgspec.structs.replace(request, prompt=decode_request(record or b"").prompt)
-        if not request.prompt:
-            return request
-        if request.prompt not in prompts:
-            ids = await command(self._redis, "GET", self._keys.prompt(request.prompt))
-            prompts[request.prompt] = unpack_ids(ids or b"")
-        if len(prompts[request.prompt]) != request.prompt_len:
-            raise UnreadableMessage(f"the prompt of {request.id} is not there")
-        return whole(request, prompts[request.prompt])
 
     async def publish(self, worker_id: str, events: Sequence[TokenEvent]) -> set[str]:
         """Writes a step's events into the result streams, one entry per gateway; the ids that were refused.

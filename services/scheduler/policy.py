@@ -24,7 +24,6 @@ from itertools import islice
 from services.messages import GenerateRequest
 from services.prefix import PrefixScope, prefix_chain, prefix_root
 from services.queue.scheduler_side import Claim, WorkerState
-from services.wire import APART
 
 CHUNK_TOKENS = 64
 MAX_CHUNKS = 128
@@ -150,10 +149,9 @@ class DispatchPolicy:
 
 
 def _able(worker: WorkerState, request: GenerateRequest) -> bool:
-    """Whether ``worker`` has credit and room for ``request``, reads it, and is not there for a suspect alone."""
-    reads = not request.prompt or worker.info.wire >= APART
+    """Whether ``worker`` has credit and room for ``request``, and is not there for a suspect alone."""
     fits = request.max_len <= worker.info.max_model_len and worker.has_credit(request.cost)
-    return reads and fits and not worker.guarded
+    return fits and not worker.guarded
 
 
 def _kept_for(request: GenerateRequest, workers: Iterable[WorkerState]) -> WorkerState | None:

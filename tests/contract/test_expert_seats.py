@@ -103,6 +103,7 @@ async def test_another_model_is_refused_among_experts_and_attention_workers(floo
             floor.bench.worker_info("w2", "g"), LEASE_S, credit_tokens=1, credit_requests=1
         )
     await floor.redis.set(f"{floor.keys.prefix}model", "g")
+    await floor.redis.zadd(floor.keys.seats, {"e2": 1})  # it was silent for long enough for others to come
     with pytest.raises(FingerprintMismatch):
         await floor.experts.heartbeat("e2", WAITING)
 

@@ -178,5 +178,6 @@ async def test_another_model_is_refused_while_members_live(bench):
     await bench.gateway.heartbeat(60, "f")
     await bench.redis.delete(f"{bench.keys.prefix}model")  # as its lifetime ends
     await bench.gateway.heartbeat(60, "other")
+    await bench.expire_lease(bench.keys.workers, "w")  # it was silent for as long
     with pytest.raises(FingerprintMismatch):
         await bench.worker.heartbeat("w", {})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from msgspec import structs
 
-from services.messages import Assign, TokenEvent, decode_results
+from services.errors import InvalidRequest
+from services.messages import Assign, TokenEvent, decode_inbox, decode_request, decode_results
 from services.queue.limits import QueueLimits
 from services.queue.prompts import pack_ids, prompt_name, unpack_ids
+from services.wire import NO_PROMPT
 
 PROMPT = [5, 70_000, 2**31 - 1, 0, 9]
 
@@ -139,6 +143,164 @@ async def test_a_request_that_came_by_a_scheduler_of_an_earlier_release_finds_it
     (claim,) = await bench.scheduler.claim(bench.epoch, 1)
     await bench.scheduler.assign(bench.epoch, [(structs.replace(claim.request, prompt=""), "w")])
     assert [request.token_ids for request in await inbox(bench)] == [PROMPT]
+
+
+async def read_as_before(bench, worker: str = "old"):
+    """Assigned requests as an earlier release reads them: with what the messages hold, and what it knows of that."""
+    entries = await bench.redis.xrange(bench.keys.inbox(worker))
+    messages = [decode_inbox(fields[b"m"]) for _, fields in entries]
+    found = [structs.replace(message.request, prompt="") for message in messages if isinstance(message, Assign)]
+    return [(request.token_ids, request.delivered) for request in found]
+
+
+async def add_old_worker(bench) -> None:
+    old = structs.replace(bench.worker_info("old"), wire=1)
+    await bench.worker.register(old, 60, credit_tokens=100_000, credit_requests=100)
+
+
+async def test_a_worker_of_an_earlier_release_is_given_the_prompts_of_a_backlog_that_names_them(bench):
+    await bench.admit(*sequences(bench, 3), *sequences(bench, 1, prompt=list(range(9000))))
+    assert len(await prompts(bench)) == 2
+    await add_old_worker(bench)
+    claimed = [claim.request for claim in await bench.scheduler.claim(bench.epoch, 100)]
+    assert all(await bench.scheduler.assign(bench.epoch, [(request, "old") for request in claimed]))
+    assert await read_as_before(bench) == [(PROMPT, 0)] * 3 + [(list(range(9000)), 0)]
+
+
+async def test_a_request_whose_prompt_is_nowhere_is_assigned_so_that_an_earlier_release_refuses_it(bench):
+    await bench.admit(*sequences(bench, 1))
+    await add_old_worker(bench)
+    await bench.redis.delete(*[bench.keys.prompt(name) for name in await prompts(bench)])
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    assert await bench.scheduler.assign(bench.epoch, [(claim.request, "old")])
+    assert await read_as_before(bench) == [([], -len(PROMPT))]
+
+
+@pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
+async def test_what_was_delivered_is_never_taken_for_the_prompt(bench, prompt):
+    """By way of a scheduler of an earlier release, which drops the prompt's name; as long as it or longer."""
+    await bench.add_worker("w")
+    (request,) = sequences(bench, 1, prompt=prompt)
+    await run(bench, request)
+    attempt = await bench.gateway.resync(request.id, 1)
+    await bench.gateway.resubmit(structs.replace(request, attempt=attempt, token_ids=[*prompt, 7, 8, 9]))
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    await bench.scheduler.assign(bench.epoch, [(structs.replace(claim.request, prompt=""), "w")])
+    again = (await inbox(bench))[-1]
+    assert (again.token_ids, again.delivered) == ([*prompt, 7, 8, 9], 3)
+    assert (await read_as_before(bench, "w"))[1:] == [([*prompt, 7, 8, 9], 3)]
+
+
+async def body_of(bench, request):
+    """What its record says to whoever gets it next."""
+    return decode_request(await bench.redis.hget(bench.keys.request(request.id), "body"))
+
+
+def named(admitted):
+    """As a gateway has them: by their prompts' names."""
+    name = prompt_name("t", pack_ids(PROMPT))
+    return [structs.replace(request, prompt=name, token_ids=[]) for request in admitted]
+
+
+async def restate(bench, *requests, gateway=None):
+    gateway = gateway or bench.gateway
+    await gateway.look()
+    return await gateway.restate([(request, array("i", PROMPT)) for request in requests])
+
+
+async def test_what_waits_is_written_anew_when_a_member_of_an_earlier_release_comes(bench):
+    waiting, gone = await bench.admit(*sequences(bench, 2))
+    assert await restate(bench, *named([waiting, gone])) == 0  # everybody finds it
+    assert (await body_of(bench, waiting)).token_ids == []
+    await bench.gateway.cancel([gone.id])
+    await add_old_worker(bench)
+    unknown = structs.replace(waiting, id="unknown")
+    assert await restate(bench, *named([waiting, gone, unknown])) == 1
+    assert (await body_of(bench, waiting)).token_ids == PROMPT
+    assert await prompts(bench) == {}
+    assert await restate(bench, *named([waiting])) == 0
+    (claim,) = await bench.scheduler.claim(bench.epoch, 10)
+    assert (claim.request.id, claim.request.attempt, claim.request.token_ids) == (waiting.id, 1, PROMPT)
+
+
+async def test_a_leader_of_an_earlier_release_has_what_waits_written_anew_and_none_has_not(bench):
+    (waiting,) = await bench.admit(*sequences(bench, 1))
+    await bench.scheduler.resign(bench.epoch)
+    assert await restate(bench, *named([waiting])) == 0
+    await bench.redis.set(bench.keys.leader, "before")
+    await bench.redis.incr(f"{bench.keys.prefix}leader:epoch")
+    assert await restate(bench, *named([waiting])) == 1
+
+
+async def test_only_records_of_this_gateway_at_this_attempt_are_written_anew(bench):
+    await bench.add_worker("w")
+    (streamed,) = sequences(bench, 1)
+    await run(bench, streamed)
+    (streamed,) = named([structs.replace(streamed, attempt=1)])
+    await bench.worker.publish("w", [bench.token(streamed, 0)])
+    waiting, moved = named(await bench.admit(*sequences(bench, 2)))
+    other = bench.new_gateway("g2")
+    await other.heartbeat(60)
+    await other.take_up(structs.replace(moved, reply_to="g2"), timeout_s=60, prompts={moved.prompt: array("i", PROMPT)})
+    await add_old_worker(bench)
+    later = structs.replace(waiting, attempt=2)
+    assert await restate(bench, streamed, moved, later) == 0
+    assert await restate(bench, waiting) == 1
+    assert await restate(bench, moved, gateway=other) == 1
+    assert list(await prompts(bench)) == [waiting.prompt]  # the one that runs
+
+
+@pytest.mark.parametrize("state", ["claimed", "running"])
+async def test_what_is_written_anew_on_its_way_to_a_worker_arrives_whole(bench, state):
+    await bench.add_worker("w")
+    (waiting,) = named(await bench.admit(*sequences(bench, 1)))
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    if state == "running":
+        await bench.scheduler.assign(bench.epoch, [(claim.request, "w")])
+    await add_old_worker(bench)
+    assert await restate(bench, waiting) == 1
+    if state == "claimed":
+        assert await bench.scheduler.assign(bench.epoch, [(claim.request, "w")])
+    assert [request.token_ids for request in await inbox(bench)] == [PROMPT]
+    assert await bench.worker.hand_back("w") == {waiting.id}
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    assert await bench.scheduler.assign(bench.epoch, [(claim.request, "old")])
+    assert await read_as_before(bench) == [(PROMPT, 0)]
+
+
+async def test_a_long_backlog_is_written_anew_in_calls_that_hold_nobody_up(bench):
+    long = list(range(60_000))
+    asked = [await bench.admit(request) for request in sequences(bench, 8, prompt=long)]
+    name = prompt_name("t", pack_ids(long))
+    waiting = [structs.replace(request, prompt=name, token_ids=[]) for (request,) in asked]
+    await add_old_worker(bench)
+    await bench.gateway.look()
+    before = await calls_of(bench)
+    assert await bench.gateway.restate([(request, array("i", long)) for request in waiting]) == 8
+    assert await calls_of(bench) - before >= 3
+    assert {tuple((await body_of(bench, request)).token_ids) for request in waiting} == {tuple(long)}
+    assert await prompts(bench) == {}
+
+
+async def calls_of(bench) -> int:
+    """Scripts that were run."""
+    return int((await bench.redis.info("commandstats"))["cmdstat_evalsha"]["calls"])
+
+
+async def test_a_request_refused_by_an_earlier_release_goes_on_with_its_prompt(bench):
+    """Both its scheduler and its worker are of that; the gateway has not seen them yet."""
+    await bench.add_worker("w")
+    (request,) = named(await bench.admit(*sequences(bench, 1)))
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    await bench.scheduler.assign(bench.epoch, [(claim.request, "w")])
+    refusal = InvalidRequest(NO_PROMPT, param="prompt").info()
+    event = structs.replace(bench.token(request, -len(PROMPT), finish="error", token_id=None), error=refusal)
+    await bench.worker.publish("w", [event])
+    attempt = await bench.gateway.resync(request.id, 1)
+    again = structs.replace(request, attempt=attempt)
+    assert await bench.gateway.resubmit(again, {request.prompt: array("i", PROMPT)}, apart=False)
+    assert await prompts(bench) == {}
+    assert (await body_of(bench, request)).token_ids == PROMPT
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1, dead_letter_bytes=1000)])

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from services.errors import UnreadableMessage, VersionMismatch
+from services.errors import FingerprintMismatch, QueueUnavailable, UnreadableMessage, VersionMismatch
 from services.messages import Cancel, ExpertInfo, SeatReport
 from services.queue import scripts
 from services.queue.expert_side import ExpertQueue
@@ -106,6 +106,95 @@ async def test_members_that_are_gone_keep_nobody_out(bench, of_release):
     await bench.redis.delete(f"{bench.keys.prefix}wire:1-2")  # as when the last of them has been silent for two leases
     await bench.new_gateway("g2").heartbeat(60)
     assert await bench.redis.smembers(f"{bench.keys.prefix}wires") == {b"3-4"}
+
+
+def others_words(bench):
+    """What somebody who may write what members agree in can put there: every expert worker's user may."""
+    model, wires = f"{bench.keys.prefix}model", f"{bench.keys.prefix}wires"
+
+    async def another_model():
+        await bench.redis.set(model, "STALE LEADER x")
+
+    async def a_list_for_a_model():
+        await bench.redis.delete(model)
+        await bench.redis.rpush(model, "x")
+
+    async def another_version():
+        await bench.redis.sadd(wires, "9-9")
+        await bench.redis.set(f"{bench.keys.prefix}wire:9-9", "a release")
+
+    async def a_list_for_a_release():
+        await bench.redis.delete(f"{bench.keys.prefix}wire:1-2")
+        await bench.redis.rpush(f"{bench.keys.prefix}wire:1-2", "x")
+
+    async def no_set():
+        await bench.redis.set(wires, "x")
+
+    async def very_many():
+        await bench.redis.sadd(wires, *(f"{n}-{n}" for n in range(5000)))
+
+    return [another_model, a_list_for_a_model, another_version, a_list_for_a_release, no_set, very_many]
+
+
+@pytest.mark.parametrize("number", range(6))
+async def test_members_that_are_there_put_right_what_no_member_wrote_and_go_on(bench, number):
+    experts = ExpertQueue(bench.redis, bench.keys, bench.limits)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    await experts.join(info, 60)
+    await bench.add_worker("w")
+    gateway = bench.new_gateway("g2")
+    await gateway.heartbeat(60, "f")
+    standby = SchedulerQueue(bench.redis, bench.keys, bench.limits)
+    await standby.campaign("standby", 60)
+    beats = [
+        lambda: gateway.heartbeat(60, "f"),
+        lambda: bench.worker.heartbeat("w", {}),
+        lambda: bench.add_worker("w"),
+        lambda: experts.heartbeat("e", SeatReport(status="waiting")),
+        lambda: experts.join(info, 60),
+    ]
+    harm = others_words(bench)[number]
+    for beat in beats:
+        await harm()
+        await beat()
+        assert await bench.redis.get(f"{bench.keys.prefix}model") == b"f"
+        assert await bench.redis.smembers(f"{bench.keys.prefix}wires") == {b"1-2"}
+        await bench.new_gateway("late").heartbeat(60, "f")
+        with pytest.raises(FingerprintMismatch):
+            await bench.new_gateway("other").heartbeat(60, "g")
+    await harm()
+    assert await standby.campaign("standby", 60) is None
+
+
+async def test_who_starts_is_told_words_that_cannot_mislead(bench):
+    await bench.redis.set(f"{bench.keys.prefix}model", " STALELEADER\n")
+    with pytest.raises(FingerprintMismatch):
+        await bench.new_gateway("g2").heartbeat(60, "f")
+    await bench.redis.set(f"{bench.keys.prefix}model", "\n" * 10**6)
+    with pytest.raises(FingerprintMismatch) as raised:
+        await bench.new_gateway("g2").heartbeat(60, "f")
+    assert len(raised.value.message) < 1000
+
+
+@pytest.mark.parametrize("held", ["9e15", "inf", "nan", "not a number"])
+async def test_nobody_holds_reclaiming_for_longer_than_two_leases(bench, held):
+    await bench.redis.set(f"{bench.keys.prefix}reclaim_after", held)
+    await bench.scheduler.reap(bench.epoch)
+    now = int((await bench.redis.time())[0]) * 1000
+    ends = await bench.redis.get(f"{bench.keys.prefix}reclaim_after")
+    assert held == "not a number" or int(ends) <= now + 2 * 6000 + 1000
+    await bench.redis.delete(f"{bench.keys.prefix}reclaim_after")
+    await bench.redis.rpush(f"{bench.keys.prefix}reclaim_after", "x")
+    assert not (await bench.scheduler.reap(bench.epoch)).held
+
+
+async def test_a_key_of_another_type_is_an_error_that_callers_know_and_outlast(bench):
+    await bench.redis.set(bench.keys.wake, "x")
+    with pytest.raises(QueueUnavailable, match="no member writes"):
+        await bench.scheduler.wait_for_work(0.01)
+    await bench.redis.set(f"{bench.keys.prefix}gateways", "x")
+    with pytest.raises(QueueUnavailable, match="no member writes"):
+        await bench.gateway.heartbeat(60)
 
 
 class Counted:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 from chaos.load import Load, faults_of, jobs
 from testkit.cluster import Cluster, Here, Shape
 from testkit.earlier import LAST_RELEASE, has_history, unpack
@@ -76,6 +77,39 @@ class Mixed:
         assert len(outcomes) > 20
         assert not faults_of(outcomes), [outcome.fault for outcome in outcomes if outcome.fault][:3]
 
+    async def roll_back_under_load(self, order: tuple[str, ...]) -> int:
+        """Schedulers and attention workers all end at once, and those of the other release come in that order while
+        clients wait for what is in line; how many that was."""
+        over = asyncio.Event()
+        load = Load(url=self.cluster.server.url, streams=40)
+        running = asyncio.create_task(load.run(self._wanted, 3, over.is_set))
+        await asyncio.to_thread(wait_until, lambda: load.in_flight == 40, 60, "all clients wait")
+        for role in ("scheduler", "attention"):
+            await asyncio.to_thread(self._end, self.cluster.of(role))
+        over.set()
+        waiting = load.in_flight
+        for role in order:
+            for name in self.cluster.of(role):
+                self.cluster.trees[name] = self._earlier
+                self.cluster.start_one(name)
+            await asyncio.to_thread(wait_until, lambda role=role: self._there(role), 60, f"{role} is there")
+        async with asyncio.timeout(120):
+            outcomes = await running
+        assert not faults_of(outcomes), [outcome.fault for outcome in outcomes if outcome.fault][:3]
+        return waiting
+
+    def _end(self, names: list[str]) -> None:
+        for name in names:
+            proc = self.cluster.members[name].proc
+            assert proc is not None
+            assert proc.stop(60) == 0, proc.log()[-2000:]
+
+    def _there(self, role: str) -> bool:
+        with redis.Redis.from_url(self.cluster.redis_url) as client:
+            if role == "scheduler":
+                return bool(client.exists("{expertmesh}:leader"))
+            return client.zcard("{expertmesh}:workers") == self.cluster.shape.attention
+
     async def scored(self) -> Any:
         """Log-probabilities of prompts and answers: what differs most on the wire."""
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
@@ -109,5 +143,17 @@ async def test_each_role_in_turn_may_be_of_the_other_release(stage: Bench, earli
         assert same(await mixed.scored(), wanted), role
         await mixed.switch_under_load(role, to_earlier=inverse)
         assert same(await mixed.scored(), wanted), role
+    for name in cluster.members:
+        cluster.terminate(name)
+
+
+@pytest.mark.parametrize("order", [("scheduler", "attention"), ("attention", "scheduler")], ids="-".join)
+async def test_a_rollback_loses_nothing_of_what_waits(stage: Bench, earlier: Path, order: tuple[str, ...]) -> None:
+    cluster = Cluster(stage, lambda name: Here(name=name), POCKET / "model", SHAPE)
+    cluster.start()
+    mixed = Mixed(cluster, earlier)
+    wanted = await mixed.scored()
+    assert await mixed.roll_back_under_load(order) >= 20
+    assert same(await mixed.scored(), wanted)
     for name in cluster.members:
         cluster.terminate(name)

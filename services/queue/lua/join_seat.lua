@@ -8,7 +8,9 @@
 -- counts as in use. Where the table is gone, nothing is reclaimed for as long: the others are about to come back.
 local worker, lease_ms, former = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[6])
 local key = P .. 'seat:' .. worker
-local mismatch = claim_model(ARGV[5], lease_ms)
+local v = redis.call('HMGET', key, 'lease_ms', 'fingerprint')
+local before = v[1] and v[2] == ARGV[5] and tonumber(v[1])
+local mismatch = claim_model(ARGV[5], lease_ms, before and claimed_until('seats', worker, before, before) or 0)
 if mismatch then return mismatch end
 local number = tonumber(redis.call('ZSCORE', P .. 'seat_numbers', worker))
 if not number then

@@ -1,7 +1,17 @@
 -- Library (needs base): the hold on reclaiming leases.
+
+-- End of the hold, 0 for none. No member asks for more than two leases: what says more is cut to that.
+local function held_until()
+  local value = redis.pcall('GET', P .. 'reclaim_after')
+  local held, most = type(value) == 'string' and tonumber(value) or 0, NOW + 2 * C.lease_ms
+  if held <= most then return held end
+  redis.call('SET', P .. 'reclaim_after', most, 'PX', 2 * C.lease_ms)
+  return most
+end
+
 local function hold(ms)
   local key = P .. 'reclaim_after'
-  local current = tonumber(redis.call('GET', key)) or 0
+  local current = held_until()
   if NOW + ms > current then redis.call('SET', key, NOW + ms, 'PX', ms + 1000) end
 end
 
@@ -16,5 +26,5 @@ local function on_hold()
   redis.call('SET', P .. 'asked', NOW, 'PX', DAY_MS)
   local restarted = v[1] and v[1] ~= run_id
   if restarted or NOW - (tonumber(v[2]) or NOW) > C.lease_ms * 2 / 3 then hold(C.lease_ms) end
-  return (tonumber(redis.call('GET', P .. 'reclaim_after')) or 0) > NOW
+  return held_until() > NOW
 end

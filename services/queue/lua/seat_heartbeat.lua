@@ -9,7 +9,7 @@ local worker, key, status = ARGV[2], P .. 'seat:' .. ARGV[2], ARGV[3]
 local v = redis.call('HMGET', key, 'lease_ms', 'fingerprint', 'status', 'dismissed', 'digest', 'report')
 local number = v[1] and redis.call('ZSCORE', P .. 'seat_numbers', worker)
 if not number then return nil end
-local mismatch = claim_model(v[2], tonumber(v[1]))
+local mismatch = claim_model(v[2], tonumber(v[1]), claimed_until('seats', worker, tonumber(v[1]), tonumber(v[1])))
 if mismatch then return mismatch end
 if v[3] == 'leaving' then status = v[3] end
 redis.call('ZADD', P .. 'seats', NOW + tonumber(v[1]), worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -103,6 +104,8 @@ class ScriptedQueue:
         self.answer: Answer | None = None
         self.records: dict[tuple[str, str], tuple[str, str, int]] = {}
         self.live_workers: list[WorkerInfo] = []
+        self.restated: list[GenerateRequest] = []
+        self.kept_whole: list[str] = []  # resubmitted with their prompts in their records
         self.left = False
         self.gone = False  # whether another gateway has what this one asks about
         self._down = False
@@ -177,8 +180,9 @@ class ScriptedQueue:
             raise self.over_rate
         self.charged.append(tenant)
 
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None) -> bool:
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True) -> bool:
         self._check()
+        self.kept_whole += [] if apart else [request.id]
         self.resubmitted.append(_joined(request, prompts))
         return True
 
@@ -234,6 +238,11 @@ class ScriptedQueue:
     async def look(self) -> list[WorkerInfo]:
         self._check()
         return self.live_workers
+
+    async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int:
+        self._check()
+        self.restated = [whole(request, prompt) for request, prompt in sequences]
+        return 0
 
 
 def _joined(request: GenerateRequest, prompts: Prompts | None) -> GenerateRequest:

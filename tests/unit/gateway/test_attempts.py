@@ -6,9 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from services.errors import InvalidRequest
 from services.gateway.table import MOST_MISSED
 from services.queue.gateway_side import Unreadable
+from services.wire import NO_PROMPT
 
 BODY = {"prompt": "hello", "max_tokens": 90}
 
@@ -68,6 +71,44 @@ async def test_a_gap_is_fenced_and_resubmitted(gateway, script):
     assert (again.attempt, again.token_ids) == (2, request.token_ids + ids[:2])
     gateway.queue.emit(*script.events(again, ids[2:], start=2))
     assert await text_of(task) == "the lazy dog 123"
+
+
+@pytest.mark.parametrize("index", [-5, 0])  # as an earlier release counts what was delivered, and as this one does
+async def test_a_worker_that_does_not_find_the_prompt_costs_an_attempt_and_no_answer(gateway, script, index):
+    task, request = await ask(gateway)
+    refused = script.events(request, [5], start=index)[0]
+    error = InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt").info()
+    refused = structs.replace(refused, token_id=None, finish="error", error=error)
+    gateway.queue.emit(refused)
+    (again,) = await gateway.queue.wait_for("resubmitted")
+    assert (again.attempt, again.token_ids) == (2, request.token_ids)
+    assert gateway.queue.kept_whole == [request.id]
+    ids = gateway.ids("the quick dog")
+    gateway.queue.emit(*script.events(again, ids[:2], finish=None), script.lost(again, 3))
+    (_, third) = await gateway.queue.wait_for("resubmitted", 2)
+    assert gateway.queue.kept_whole == [request.id] * 2  # there may still be a worker of that kind
+    gateway.queue.emit(*script.events(third, ids[2:], start=2))
+    assert await text_of(task) == "the quick dog"
+
+
+async def test_a_request_that_has_its_prompt_and_is_refused_all_the_same_ends_with_the_error(gateway, script):
+    task, request = await ask(gateway)
+    for attempt in (1, 2):
+        error = InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt").info()
+        (refused,) = script.events(request, [5], attempt=attempt)
+        gateway.queue.emit(structs.replace(refused, token_id=None, finish="error", error=error))
+        if attempt == 1:
+            await gateway.queue.wait_for("resubmitted")
+    assert (await task).status_code == 400
+
+
+async def test_each_heartbeat_has_what_waits_written_for_those_who_are_there(gateway, script):
+    task, request = await ask(gateway)
+    gateway.queue.restated = []
+    (waiting,) = await gateway.queue.wait_for("restated")
+    assert (waiting.id, waiting.token_ids) == (request.id, request.token_ids)
+    gateway.queue.emit(*script.events(request, gateway.ids("ok")))
+    assert await text_of(task) == "ok"
 
 
 async def test_a_gap_of_a_request_that_is_gone_ends_it(gateway, script):
@@ -136,7 +177,7 @@ async def test_a_resubmission_that_redis_never_heard_is_repeated(gateway, script
     task, request = await ask(gateway)
     real, calls = gateway.queue.resubmit, []
 
-    async def unheard(again: Any, _prompts: Any = None) -> bool:
+    async def unheard(again: Any, _prompts: Any = None, **_options: Any) -> bool:
         calls.append(again)
         gateway.queue.down = True
         gateway.queue._check()
