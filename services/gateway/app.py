@@ -31,6 +31,7 @@ from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.parse import Parser
 from services.gateway.recent import Recent
+from services.gateway.refusals import Refusals
 from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from services.gateway.stream import EventResponse, WholeResponse
@@ -76,7 +77,7 @@ def build_app(parts: Parts) -> ASGIApp:
         redirect_slashes=False,
         openapi_url=None,  # FastAPI's asks for no key, and its pages load scripts of strangers
     )
-    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(RequestError, on_request_error(Refusals(parts.metrics)))
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(Exception, on_crash)

@@ -24,6 +24,7 @@ from services.gateway.tally import Tally
 _HEAD_PIECE = 4096
 """A head is parsed in pieces of so many bytes, which is how exactly its size is known."""
 _BODY_PIECE = 64 * 1024
+"""A body, as far as its length is known: its last piece ends where it does, so that no head is in it."""
 
 
 class _Refused(Exception):
@@ -58,6 +59,7 @@ class Connection(HttpToolsProtocol):
         self.tally = Tally(house.bounds)
         self._rests_since = 0.0
         self._turns = 0  # changes of what it reads
+        self._due = 0  # bytes that are still to come of a body with a length
 
     # What the transport tells
 
@@ -81,7 +83,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest and not self._deaf:
-            size = _BODY_PIECE if self._reads in (Wait.BODY, Wait.REST) else _HEAD_PIECE
+            size = self._piece()
             self._feed(rest[:size])
             rest = rest[size:]
         if self.tally.throw_away(len(rest)):
@@ -183,6 +185,7 @@ class Connection(HttpToolsProtocol):
             self._stop("ahead", None)
         self.tally.begin_body()
         length = declared_length(self.headers)
+        self._due = length or 0
         if self.pipeline:
             self.flow.resume_reading()  # else nobody would see this peer leave; what it sends ahead is bounded
         else:
@@ -194,9 +197,11 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self.tally.content(len(body))
+        self._due -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._due = 0
         super().on_message_complete()
         if self._leaving:
             self._close()
@@ -241,6 +246,9 @@ class Connection(HttpToolsProtocol):
         self._rests_since = self._house.time.now()
         self._read(Wait.IDLE, self._bounds.keep_alive_s)
 
+    def _piece(self) -> int:
+        return min(self._due, _BODY_PIECE) if self._due > 0 and not self.pipeline else _HEAD_PIECE
+
     def _feed(self, piece: memoryview) -> None:
         turns, reads = self._turns, self._reads
         try:
@@ -251,17 +259,17 @@ class Connection(HttpToolsProtocol):
             if not self._leaving:
                 self._refuse(*(self._refusal or ("malformed", InvalidRequest("This is not an HTTP request."))))
         else:
-            if turns == self._turns:
+            if turns == self._turns or self.pipeline:
                 self._count(reads, len(piece))
 
     def _count(self, reads: Wait | None, size: int) -> None:
-        """``size`` more bytes of the same part of the same request."""
+        """``size`` more bytes of the same part of the same request, or of whatever is sent ahead."""
         tally = self.tally
         if self.pipeline or (reads is None and not self._leaving):
             if tally.ahead(size):
                 self._refuse("ahead", None)
         elif reads is Wait.HEAD:
-            if tally.head(size) or not self._house.hold_head(self, tally.head_bytes):
+            if tally.head(size) or not self._house.hold_head(self, tally.heads_bytes):
                 self._refuse("head_bytes", HeadTooLarge(f"The head exceeds {self._bounds.head_bytes} bytes."))
         elif tally.framing(size):
             self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))

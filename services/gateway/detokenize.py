@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 from array import array
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Protocol
 
 from services.gateway.tokenizer import TextCodec
@@ -16,6 +15,7 @@ from services.gateway.tokenizer import TextCodec
 _CONTEXT = 6  # prompt tokens before the first generated one that settle its leading space
 _PATIENCE = 16  # tokens that may end in an incomplete character before it is taken for invalid
 _REPLACEMENT = "\ufffd"
+_NOTHING = -1  # no character
 
 
 class Detokenizer(Protocol):
@@ -85,65 +85,110 @@ def detokenizer(codec: TextCodec, prompt_tail: Sequence[int] = ()) -> Detokenize
 
 
 class StopSet:
-    """Stop strings of a request, prepared once for all of its sequences. None of ``stops`` is empty."""
+    """Stop strings of a request, prepared once for all of its sequences. None of ``stops`` is empty, and they have less
+    than 65,536 characters in all.
+
+    It is the automaton of Aho and Corasick ("Efficient string matching", 1975): a state is the beginning of a stop
+    string, 0 the empty one. States of one string follow each other, so that only where strings part a table is needed.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(dict.fromkeys(stops))
-        self.borders = tuple(_borders(stop) for stop in self.stops)
-        self.firsts = frozenset(stop[0] for stop in self.stops)
+        self.firsts = frozenset(stop[0] for stop in stops)
+        self.depths = array("H", [0])  # characters of each state
+        self._following = array("i", [_NOTHING])  # the character by which state + 1 goes on from state
+        self._branches: dict[int, dict[int, int]] = {}  # where others lead to
+        ends = {self._add(stop) for stop in stops}
+        empty = bytes(self.depths.itemsize * len(self.depths))
+        self._shorter = array("H", empty)  # the longest other state that each one ends with
+        self.found = array("H", empty)  # characters of the longest stop string that it ends with
+        self._link(ends)
 
     def finder(self) -> StopStrings:
         """For one sequence."""
         return StopStrings(self)
 
+    def step(self, state: int, code: int) -> int:
+        """The state of a text that was in ``state`` before the character ``code``."""
+        following, branches = self._following, self._branches
+        while following[state] != code:
+            if state in branches and (then := branches[state].get(code)):
+                return then
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return state + 1
+
+    def _add(self, stop: str) -> int:
+        """Its last state."""
+        codes = array("i", map(ord, stop))
+        state = depth = 0
+        while depth < len(codes) and (then := self._then(state, codes[depth])):
+            state, depth = then, depth + 1
+        return self._grow(state, codes[depth:]) if depth < len(codes) else state
+
+    def _then(self, state: int, code: int) -> int:
+        """``state`` and ``code``, where some stop string begins so; else 0."""
+        return state + 1 if self._following[state] == code else self._branches.get(state, {}).get(code, 0)
+
+    def _grow(self, state: int, codes: array[int]) -> int:
+        """Adds the states that go on from ``state``."""
+        new, depth = len(self.depths), self.depths[state]
+        if new == state + 1:
+            self._following[state] = codes[0]
+        else:
+            self._branches.setdefault(state, {})[codes[0]] = new
+        self._following += codes[1:]
+        self._following.append(_NOTHING)
+        self.depths.extend(range(depth + 1, depth + 1 + len(codes)))
+        return len(self.depths) - 1
+
+    def _link(self, ends: set[int]) -> None:
+        """Completes all states, the shortest first: each takes what was found out of a shorter one."""
+        following, shorter, step = self._following, self._shorter, self.step
+        for state in sorted(range(len(following)), key=self.depths.__getitem__):
+            after = [(following[state], state + 1), *self._branches.get(state, {}).items()]
+            for code, then in after:
+                if code != _NOTHING:
+                    shorter[then] = fall = step(shorter[state], code) if state else 0
+                    self.found[then] = self.depths[then] if then in ends else self.found[fall]
+
 
 class StopStrings:
     """Finds the first stop string in a growing text. Holds back whatever may yet turn into one.
 
-    Each character is compared about once with each stop string, whatever the text (Knuth, Morris and Pratt).
+    Each character costs about two steps of the automaton, whatever the text and however many stop strings there are.
     """
 
     def __init__(self, stops: StopSet) -> None:
         self._set = stops
-        self._matched = [0] * len(stops.stops)  # characters of each that the text ends with
-        self._held = ""
+        self._state = 0  # the longest beginning of a stop string that the text ends with
+        self._held = ""  # that beginning
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Text that may go out, and whether a stop string was met; the stop string itself never goes out."""
+        """Text that may go out, and whether a stop string was met; the stop string itself never goes out. Of those
+        that are complete within ``piece``, it is the one that begins first."""
         if not self._held and self._set.firsts.isdisjoint(piece):
             return piece, False
         text = self._held + piece
-        hits = [at for at in map(self._follow, range(len(self._matched)), repeat(piece)) if at is not None]
-        if hits:
-            end, self._held = len(self._held) + min(hits), ""
-            return text[:end], True
-        keep = max(self._matched)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        begin = self._follow(piece)
+        if begin is not None:
+            self._held, self._state = "", 0
+            return text[:begin], True
+        settled = len(text) - self._set.depths[self._state]
+        self._held = text[settled:]
+        return text[:settled], False
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
 
-    def _follow(self, number: int, piece: str) -> int | None:
-        """Where the stop string of that number begins, from the start of ``piece``; None while it has not come."""
-        stop, borders, matched = self._set.stops[number], self._set.borders[number], self._matched[number]
-        for at, character in enumerate(piece, start=1):
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                return at - matched
-        self._matched[number] = matched
-        return None
-
-
-def _borders(text: str) -> array[int]:
-    """For each beginning of ``text``, how long the longest proper beginning is that it also ends with."""
-    borders = array("i", [0])
-    for character in text[1:]:
-        length = borders[-1]
-        while length and text[length] != character:
-            length = borders[length - 1]
-        borders.append(length + (text[length] == character))
-    return borders
+    def _follow(self, piece: str) -> int | None:
+        """Where a stop string begins, from the start of what was held; None while none has come."""
+        state, step, found = self._state, self._set.step, self._set.found
+        begins = []
+        for end, code in enumerate(map(ord, piece), start=len(self._held) + 1):
+            state = step(state, code)
+            if found[state]:
+                begins.append(end - found[state])
+        self._state = state
+        return min(begins, default=None)

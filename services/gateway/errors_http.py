@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from fastapi import Request
@@ -13,19 +14,29 @@ from starlette.responses import Response
 
 from services.errors import (
     MAX_RETRY_AFTER_S,
+    BodyTooLarge,
+    Draining,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
+    Overloaded,
+    QueueUnavailable,
     RequestError,
     TooManyRequests,
+    Unauthorized,
     Unavailable,
 )
 from services.gateway.openai_format import error_body
+from services.gateway.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_S = 1.0
+_KEEPS_OUT = (Unauthorized, BodyTooLarge, TooManyRequests, Overloaded, QueueUnavailable, Draining)
+"""What says no to a request that may be in order: no answer to a probe, nor the end of a request that was begun."""
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
@@ -49,10 +60,17 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
     )
 
 
-async def on_request_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-    return error_response(error, headers)
+def on_request_error(refusals: Refusals) -> Handler:
+    """Answers with the error; ``refusals`` hears of those that keep somebody out."""
+
+    async def answer(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        if isinstance(error, _KEEPS_OUT):
+            refusals.note(error.code, f"refused a request: {error.message}")
+        headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+        return error_response(error, headers)
+
+    return answer
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

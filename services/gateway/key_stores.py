@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
 
-from services.errors import ConfigError, Overloaded, Unauthorized
+from services.errors import ConfigError, Unauthorized
 from services.gateway.auth import ApiKey, parse_keys, read_key_file
 from services.queue.connect import command
 
 _GRACE_S = 5.0
 _REMEMBERED_S = 5.0
-_MOST_UNKNOWN = 4096
-_LOOKUPS_PER_S = 100.0
+_AT_ONCE = 256
+"""Keys in one command, which takes Redis less than a millisecond."""
 
 
 class FileKeys:
@@ -105,70 +107,81 @@ class FileKeys:
 
 
 class RedisKeys:
-    """Keys of the namespace in Redis. Answers, also negative ones, are remembered for some seconds. Keys that were
-    never found are looked up so often a second at most: whoever tries them out slows down those that are new."""
+    """Keys of the namespace in Redis. Those that are found are remembered for some seconds.
 
-    def __init__(
-        self,
-        redis: Redis,
-        name: str,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        lookups_per_s: float = _LOOKUPS_PER_S,
-    ) -> None:
+    Whoever asks while Redis is being asked waits, and all who wait are looked up by one command: a flood of unknown
+    keys takes one connection and hardly more time than its requests do anyhow, so none has to be refused unseen.
+    """
+
+    def __init__(self, redis: Redis, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
         self._name = name
         self._clock = clock
-        self._known: dict[str, tuple[float, ApiKey]] = {}
-        self._unknown: dict[str, float] = {}
-        self._per_s = lookups_per_s
-        self._allowance = lookups_per_s
-        self._counted_at = clock()
+        self._known: dict[str, tuple[float, ApiKey]] = {}  # as many as there are keys
+        self._waiting: deque[_Lookup] = deque()
+        self._asking: asyncio.Task[None] | None = None
 
     async def usable(self) -> bool:
         """Whether Redis answers is asked elsewhere."""
         return True
 
     async def find(self, sha256: str) -> ApiKey | None:
-        now = self._clock()
         known = self._known.get(sha256)
-        if known is not None and now < known[0]:
+        if known is not None and self._clock() < known[0]:
             return known[1]
-        if now < self._unknown.get(sha256, 0.0):
-            return None
-        if known is None:
-            self._count(now)
-        raw: bytes | None = await command(self._redis, "HGET", self._name, sha256)
-        key = None if raw is None else self._decode(raw, sha256)
-        self._remember(sha256, key, self._clock() + _REMEMBERED_S)
+        lookup = _Lookup(sha256, asyncio.get_running_loop().create_future())
+        self._waiting.append(lookup)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        raw = await lookup.answer
+        key = None if raw is None else _decode(raw, sha256)
+        self._remember(sha256, key)
         return key
 
     def recall(self, sha256: str) -> ApiKey | None:
         known = self._known.get(sha256)
         return known and known[1]
 
-    def _remember(self, sha256: str, key: ApiKey | None, until: float) -> None:
-        self._unknown.pop(sha256, None)
-        if key is not None:
-            self._known[sha256] = (until, key)  # as many as there are keys
-            return
-        self._known.pop(sha256, None)
-        self._unknown[sha256] = until
-        if len(self._unknown) > _MOST_UNKNOWN:
-            del self._unknown[next(iter(self._unknown))]
+    async def _ask(self) -> None:
+        """Until nobody waits."""
+        while self._waiting:
+            lookups = [self._waiting.popleft() for _ in range(min(len(self._waiting), _AT_ONCE))]
+            try:
+                await self._answer([lookup for lookup in lookups if not lookup.answer.done()])
+            finally:
+                for lookup in lookups:  # those that are left where this task is cancelled
+                    lookup.answer.cancel()
 
-    def _count(self, now: float) -> None:
-        self._allowance = min(self._per_s, self._allowance + (now - self._counted_at) * self._per_s)
-        self._counted_at = now
-        if self._allowance < 1:
-            raise Overloaded("Too many unknown API keys are tried out.", hint="Try again.", retry_after_s=1.0)
-        self._allowance -= 1
-
-    def _decode(self, raw: bytes, sha256: str) -> ApiKey | None:
+    async def _answer(self, lookups: list[_Lookup]) -> None:
+        hashes = [lookup.sha256 for lookup in lookups]
         try:
-            key = msgspec.json.decode(raw, type=ApiKey)
-        except msgspec.ValidationError as error:
-            raise Unauthorized(
-                f"The record of this API key is damaged: {error}.", hint="Ask the operator to store it again."
-            ) from error
-        return key if key.sha256 == sha256 else None
+            found: list[bytes | None] = await command(self._redis, "HMGET", self._name, *hashes) if hashes else []
+        except Exception as error:  # noqa: BLE001 - it is raised by whoever waits
+            for lookup in lookups:
+                if not lookup.answer.done():
+                    lookup.answer.set_exception(error)
+            return
+        for lookup, raw in zip(lookups, found, strict=True):
+            if not lookup.answer.done():  # else its client has left
+                lookup.answer.set_result(raw)
+
+    def _remember(self, sha256: str, key: ApiKey | None) -> None:
+        if key is not None:
+            self._known[sha256] = (self._clock() + _REMEMBERED_S, key)
+        else:
+            self._known.pop(sha256, None)
+
+
+class _Lookup(NamedTuple):
+    sha256: str
+    answer: asyncio.Future[bytes | None]
+
+
+def _decode(raw: bytes, sha256: str) -> ApiKey | None:
+    try:
+        key = msgspec.json.decode(raw, type=ApiKey)
+    except msgspec.DecodeError as error:
+        raise Unauthorized(
+            f"The record of this API key is damaged: {error}.", hint="Ask the operator to store it again."
+        ) from error
+    return key if key.sha256 == sha256 else None

@@ -1,4 +1,4 @@
-"""What is refused at the door before it is a request of anybody: counted by reason, and logged now and then."""
+"""What is refused at the door, connections and requests: counted by reason, and logged now and then."""
 
 from __future__ import annotations
 

@@ -11,10 +11,17 @@ class Tally:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self.head_bytes = self.head_fields = 0
+        self._earlier_heads = 0  # bytes of those before it, while any of them is under way
         self._wire_bytes = self._body_bytes = 0  # of a body as it was sent, and as it is meant
         self._ahead_bytes = self._thrown_away = 0
 
+    @property
+    def heads_bytes(self) -> int:
+        """Of all heads that are under way."""
+        return self._earlier_heads + self.head_bytes
+
     def begin_head(self) -> None:
+        self._earlier_heads += self.head_bytes
         self.head_bytes = self.head_fields = 0
 
     def begin_body(self) -> None:
@@ -22,7 +29,7 @@ class Tally:
 
     def rest(self) -> None:
         """Nothing is under way."""
-        self._ahead_bytes = 0
+        self._ahead_bytes = self._earlier_heads = self.head_bytes = 0
 
     def head(self, size: int) -> bool:
         self.head_bytes += size

@@ -77,7 +77,7 @@ _GATEWAY = Rule(
     scripts=_words(
         "gateway_heartbeat gateway_leave charge admit resubmit restate take_up resync cancel survey audience quarantine"
     ),
-    commands=_words("xread xtrim exists hget set time"),
+    commands=_words("xread xtrim exists hmget set time"),
     owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load:"),
     reads=_words("workers leader leader:epoch leader:wire keys"),
 )

@@ -4,6 +4,8 @@ That each may do what it has to is in the other suites of the queue, whose conne
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from testkit.redis_server import NAMESPACE, RedisServer, version_of, write_users
 
 from services.errors import ConfigError, QueueUnavailable
+from services.gateway.key_stores import RedisKeys
 from services.queue.acl import READ_ONLY_SINCE, RULES
 from services.queue.connect import check_server, command, connect
 from services.queue.expert_side import ExpertQueue
@@ -100,6 +103,13 @@ async def test_keys_of_others_are_closed(users: Users, role: str) -> None:
         for words in (("HGET", KEYS.prefix + name, "body"), ("GET", KEYS.prefix + name), ("DEL", KEYS.prefix + name)):
             with pytest.raises(QueueUnavailable, match="does not let this user do that"):
                 await command(users.of(role), *words)
+
+
+async def test_a_gateway_looks_keys_up(users: Users, redis: Redis) -> None:
+    await redis.hset(KEYS.api_keys, "ab" * 32, json.dumps({"name": "alice", "sha256": "ab" * 32}))
+    keys = RedisKeys(users.of("gateway"), KEYS.api_keys)
+    found = await asyncio.gather(keys.find("ab" * 32), keys.find("cd" * 32))
+    assert [key and key.name for key in found] == ["alice", None]
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,39 @@ async def test_what_is_sent_ahead_of_an_answer_is_bounded_and_costs_the_answer_n
     assert gateway.queue.cancelled == {}
 
 
+async def test_bodies_sent_ahead_back_to_back_are_counted(start, connect):
+    """Each piece that is read may hold the end of one and the head of the next."""
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
+    await gateway.queue.wait_for("admitted")
+    await peer.send((head("Content-Length: 61000") + b"x" * 61_000) * 4 + b"POST")
+    await until(lambda: refused(gateway, "ahead") == 1 or sum(ahead_of(gateway)) == 4 * 61_000)
+    assert refused(gateway, "ahead") == 1
+    other = await connect(gateway)
+    await other.send(head("Content-Length: 200000"), b"x" * 200_000, HEALTH * 2)
+    for status in (b"400", b"200", b"200"):
+        assert (await other.answer()).startswith(b"HTTP/1.1 " + status), "the body before it is not sent ahead"
+
+
+def ahead_of(gateway: Any) -> list[int]:
+    return [len(cycle.body) for connection in gateway.server._open() for cycle, _ in connection.pipeline]
+
+
+async def test_all_heads_of_a_connection_count_until_it_rests(start, connect, script):
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    large = "X: " + "v" * 50_000
+    await peer.send(head(large, f"Content-Length: {len(GOOD)}"), GOOD)
+    [request] = await gateway.queue.wait_for("admitted")
+    await peer.send(head(large, path="/health", method="GET"))
+    await until(lambda: gateway.connections._large_sum > 90_000)
+    gateway.queue.emit(*script.events(request, [5]))
+    for _ in range(2):
+        assert (await peer.answer()).startswith(b"HTTP/1.1 200 ")
+    await until(lambda: gateway.connections._large_sum == 0)
+
+
 async def test_a_client_that_leaves_after_a_request_sent_ahead_ends_the_one_before(start, connect):
     gateway = await start(bounds=PATIENT)
     peer = await connect(gateway)

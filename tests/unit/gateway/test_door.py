@@ -255,3 +255,18 @@ async def test_the_document_needs_a_key_where_all_do_and_loads_nothing_from_else
     assert "ApiKey" in found.json()["components"]["securitySchemes"]
     for page in ("/docs", "/redoc"):
         assert (await gateway.http.get(page, headers=key("alice"))).status_code == 404
+
+
+async def test_who_is_refused_is_counted_and_told_once_for_each_reason(start, caplog):
+    gateway = await start(store=Keys(), max_body_bytes=4096)
+    gateway.queue.over_rate = RateLimited("Too many.", retry_after_s=1)
+    large = json.dumps({"prompt": "x" * 5000}).encode()
+    for _ in range(3):
+        assert (await gateway.http.post(URL, json=GOOD)).status_code == 401
+        assert (await gateway.http.post(URL, json=GOOD, headers=key("limited"))).status_code == 429
+        assert (await gateway.http.post(URL, content=large, headers=key("alice") | JSON)).status_code == 413
+        assert (await gateway.http.post(URL, json={}, headers=key("alice"))).status_code == 400
+    for reason in ("invalid_api_key", "rate_limit_exceeded", "body_too_large"):
+        assert gateway.registry.get_sample_value("expertmesh_gateway_refused_total", {"reason": reason}) == 3
+    told = [record.reason for record in caplog.records if hasattr(record, "reason")]
+    assert sorted(told) == ["body_too_large", "invalid_api_key", "rate_limit_exceeded"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
-from services.errors import Overloaded
+from services.errors import QueueUnavailable, Unauthorized
 from services.gateway import key_stores
 from services.gateway.auth import ApiKey, digest
 from services.gateway.key_stores import FileKeys, RedisKeys
@@ -149,14 +150,17 @@ async def test_a_large_file_is_read_beside_the_loop_and_once(followed, monkeypat
 
 
 class CountedRedis:
-    """Redis, and how often it was asked."""
+    """Redis, and how often it was asked; ``open`` is cleared where it does not answer."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self.asked = 0
+        self.open = asyncio.Event()
+        self.open.set()
 
     async def execute_command(self, *arguments: Any) -> Any:
         self.asked += 1
+        await self.open.wait()
         return await self._redis.execute_command(*arguments)
 
 
@@ -170,39 +174,51 @@ async def counted(redis_url: str) -> AsyncIterator[CountedRedis]:
     await redis.aclose()
 
 
-async def test_who_tries_keys_out_slows_down_unknown_ones_alone(counted):
-    clock = Clock()
-    keys = RedisKeys(counted, "keys", clock, lookups_per_s=10)
-    good = ApiKey(name="sk-a", sha256=digest("sk-a"))
-    assert await keys.find(digest("sk-a")) == good
-    for number in range(9):
-        assert await keys.find(digest(f"guess {number}")) is None
-    for number in range(9, 50):
-        with pytest.raises(Overloaded) as refused:
-            await keys.find(digest(f"guess {number}"))
-        assert refused.value.retry_after_s >= 1
-    assert counted.asked == 10
-    clock.now += 0.01
-    assert await keys.find(digest("guess 3")) is None, "remembered: it costs nothing"
-    clock.now += 6  # nothing is remembered any more
-    for number in range(50, 60):
-        assert await keys.find(digest(f"guess {number}")) is None
-    assert await keys.find(digest("sk-a")) == good, "was good before: it is always looked up"
-    assert counted.asked == 21
-    clock.now += 0.2
-    assert await keys.find(digest("sk-b")) is not None
+async def test_who_tries_keys_out_keeps_nobody_out(counted):
+    """Not even the holder of a key that this gateway has not seen yet; and Redis is asked few times for all of them."""
+    keys = RedisKeys(counted, "keys", Clock())
+    counted.open.clear()
+    secrets = [*(f"guess {number}" for number in range(1000)), "sk-a", "sk-b"]
+    asked = [asyncio.create_task(keys.find(digest(secret))) for secret in secrets]
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    asked[500].cancel()
+    counted.open.set()
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert [key.name for key in found if isinstance(key, ApiKey)] == ["sk-a", "sk-b"]
+    assert [place for place, key in enumerate(found) if isinstance(key, BaseException)] == [0, 500]
+    assert counted.asked <= 6
+    assert keys.recall(digest("sk-b")) == found[-1]
+    assert len(keys._known) == 2, "nothing is kept of a guess"
 
 
-async def test_unknown_keys_never_push_out_good_ones(counted, monkeypatch):
-    monkeypatch.setattr(key_stores, "_MOST_UNKNOWN", 20)
-    keys = RedisKeys(counted, "keys", Clock(), lookups_per_s=1000)
-    assert await keys.find(digest("sk-a")) is not None
-    for number in range(100):
-        await keys.find(digest(f"guess {number}"))
-    asked = counted.asked
-    assert await keys.find(digest("sk-a")) is not None
-    assert counted.asked == asked
-    assert len(keys._unknown) == 20
+async def test_a_key_works_as_soon_as_it_is_made_though_it_was_tried_before(counted):
+    keys = RedisKeys(counted, "keys", Clock())
+    assert await keys.find(digest("sk-c")) is None
+    await counted._redis.hset("keys", digest("sk-c"), json.dumps({"name": "c", "sha256": digest("sk-c")}))
+    assert (await keys.find(digest("sk-c"))).name == "c"
+
+
+async def test_who_waits_hears_that_redis_is_away_and_the_next_one_asks_again(counted, monkeypatch):
+    keys = RedisKeys(counted, "keys", Clock())
+    with monkeypatch.context() as patched:
+        patched.setattr(counted._redis, "execute_command", _away)
+        heard = await asyncio.gather(*(keys.find(digest(f"{n}")) for n in range(600)), return_exceptions=True)
+    assert {type(error) for error in heard} == {QueueUnavailable}
+    assert (await keys.find(digest("sk-a"))).name == "sk-a"
+
+
+async def _away(*_arguments: Any) -> None:
+    raise RedisConnectionError("away")
+
+
+@pytest.mark.parametrize("record", ["{", '{"name": 3}', "\udcff"])
+async def test_a_damaged_record_is_told_to_its_holder_alone(counted, record):
+    keys = RedisKeys(counted, "keys", Clock())
+    await counted._redis.hset("keys", digest("sk-d"), record.encode(errors="surrogateescape"))
+    damaged, good = await asyncio.gather(keys.find(digest("sk-d")), keys.find(digest("sk-a")), return_exceptions=True)
+    assert isinstance(damaged, Unauthorized)
+    assert good.name == "sk-a"
 
 
 async def test_a_revoked_key_is_forgotten(counted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -118,6 +119,55 @@ def test_stop_strings_cut_where_a_whole_search_would(text, stops, cuts):
         assert text.startswith(out)
     else:
         assert out == text
+
+
+def plain_search(stops, pieces):
+    """What each push returns, by trying every place; then what flush returns."""
+    held = ""
+    for piece in pieces:
+        text = held + piece
+        ends = range(len(held) + 1, len(text) + 1)
+        begins = [end - len(stop) for end in ends for stop in stops if text[:end].endswith(stop)]
+        if begins:
+            yield text[: min(begins)], True
+            return
+        keep = max(
+            size for size in range(len(text) + 1) if any(stop.startswith(text[len(text) - size :]) for stop in stops)
+        )
+        held = text[len(text) - keep :]
+        yield text[: len(text) - keep], False
+    yield held
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    stops=st.lists(st.text(alphabet="ab\U0001f600", min_size=1, max_size=7), min_size=1, max_size=8),
+    pieces=st.lists(st.text(alphabet="ab\U0001f600", max_size=9), max_size=12),
+)
+def test_what_goes_out_with_each_token_is_what_a_plain_search_says(stops, pieces):
+    found = StopSet(stops).finder()
+    expected = list(plain_search(stops, pieces))
+    got = [found.push(piece) for piece in pieces[: len(expected)]]
+    assert [*got, found.flush()][: len(expected)] == expected
+
+
+def test_a_character_costs_no_more_with_many_stop_strings():
+    lines = 0
+
+    def count(_frame, event, _argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    found = StopSet([" " * size + "x" for size in range(1, 65)]).finder()
+    found.push(" " * 100)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        found.push(" " * 128)
+    finally:
+        sys.settrace(before)
+    assert lines < 20 * 128
 
 
 def test_nothing_is_held_back_that_cannot_become_a_stop_string():
