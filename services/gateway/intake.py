@@ -168,6 +168,7 @@ class Intake:
     async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
         self._check(body, plan)
         self._table.holdings.check(caller.tenant)
+        self._follower.cancel(self._table.make_room())
         echoes = [await self._echo(prompt, caller) for prompt in plan.prompts] if plan.echo else []
 
         async def start(ticket: Ticket) -> Job:

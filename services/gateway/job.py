@@ -235,10 +235,12 @@ class Usage:
 
 
 class Reader:
-    """Someone who waits for a job: wakes on every progress, or (``at_end``) only when the job is over."""
+    """Someone who waits for a job: wakes on every progress, or (``at_end``) only when the job is over. ``give_up`` is
+    set while it is stuck: until its client has read what it was sent."""
 
     def __init__(self, *, at_end: bool) -> None:
         self.at_end = at_end
+        self.give_up: Callable[[], None] | None = None
         self.wake = asyncio.Event()
         self.poked = False  # woken though there may be nothing to read
 
@@ -259,6 +261,7 @@ class Job:
         self.done = False
         self._readers: set[Reader] = set()
         self._when_done: list[Callable[[], None]] = []
+        self._when_dropped: list[Callable[[], None]] = []
 
     @property
     def prompts(self) -> dict[str, array[int]]:
@@ -268,6 +271,16 @@ class Job:
     @property
     def prompt_bytes(self) -> int:
         return sum(4 * len(choice.prompt) for choice in self.choices[:: self.n])
+
+    @property
+    def nbytes(self) -> int:
+        """What its answer takes so far."""
+        return sum(choice.nbytes for choice in self.choices)
+
+    @property
+    def read(self) -> bool:
+        """Whether anybody waits for it: nobody does for one that is kept for a retry."""
+        return not self.done or bool(self._readers)
 
     @property
     def started(self) -> bool:
@@ -312,6 +325,23 @@ class Job:
             call()
         else:
             self._when_done.append(call)
+
+    def when_dropped(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` where its answer is let go of after its end."""
+        self._when_dropped.append(call)
+
+    def drop(self, error: RequestError) -> None:
+        """Lets go of the answer of a job that is over. Readers end with ``error``, those that are stuck without it."""
+        self.error = error
+        for choice in self.choices:
+            choice.error = error
+            choice.forget()
+        for call in self._when_dropped:
+            call()
+        self._when_dropped.clear()
+        for reader in self._readers:
+            if reader.give_up is not None:
+                reader.give_up()
 
     def notify(self) -> None:
         for reader in self._readers:

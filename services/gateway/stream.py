@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.job import Job, Reader
 from services.gateway.offload import Offload
 from services.gateway.openai_format import DONE, TAKE_BYTES, Cursor, Format, error_event
+from services.gateway.outlet import Outlet
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,9 +32,11 @@ async def _until_gone(receive: Receive) -> None:
 class _Client:
     """The reader of one response. ``gone`` is set when the connection is lost."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, job: Job, reader: Reader, outlet: Outlet) -> None:
         self.reader = reader
         self.gone = False
+        self._job = job
+        self._outlet = outlet
 
     def lose(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled():
@@ -46,11 +49,31 @@ class _Client:
         self.reader.wake.clear()
         return not self.gone
 
+    async def send(self, body: bytes, *, more: bool = True) -> bool:
+        """Whether the client is still there. It has its own time while the job runs, and a bounded one afterwards."""
+        write = self._outlet.write_in_time if self._job.done else self._outlet.write
+        self.reader.give_up = self._outlet.abort
+        try:
+            await write(body, more=more)
+        finally:
+            self.reader.give_up = None
+        if self._outlet.aborted:
+            await self.leave()
+        return not self.gone
+
+    async def leave(self) -> None:
+        """Closes the connection at once."""
+        self._outlet.abort()
+        while not self.gone:
+            await self.news()
+
 
 @asynccontextmanager
-async def _client_of(job: Job, receive: Receive, abandon: Abandon, *, at_end: bool) -> AsyncIterator[_Client]:
+async def _client_of(
+    job: Job, receive: Receive, outlet: Outlet, abandon: Abandon, *, at_end: bool
+) -> AsyncIterator[_Client]:
     """Opens a reader; when the last one closes before the job is done, the job is abandoned."""
-    client = _Client(job.open(at_end=at_end))
+    client = _Client(job, job.open(at_end=at_end), outlet)
     watch = asyncio.create_task(_until_gone(receive))
     watch.add_done_callback(client.lose)
     try:
@@ -72,7 +95,8 @@ class WholeResponse(Response):
         self._offload = offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _client_of(self._job, receive, self._abandon, at_end=True) as client:
+        outlet = Outlet(scope, send)
+        async with _client_of(self._job, receive, outlet, self._abandon, at_end=True) as client:
             while not self._job.done:
                 if not await client.news():
                     return
@@ -87,11 +111,22 @@ class WholeResponse(Response):
         """Each encoded beside the event loop when its turn comes, and only once the one before it is on its way."""
         await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
         pieces = self._format.whole()
-        while piece := await self._offload.run(self._job.tenant, lambda: _joined(pieces), owed=True):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            if client.gone:
+        while piece := await self._next(pieces):
+            if not await client.send(piece):
                 return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._job.error is None:
+            await client.send(b"", more=False)
+        elif not client.gone:
+            await client.leave()  # there is no other way to say that this is not all
+
+    async def _next(self, pieces: Iterator[bytes]) -> bytes:
+        try:
+            piece = await self._offload.run(self._job.tenant, lambda: _joined(pieces), owed=True)
+        except Exception:
+            if self._job.error is None:
+                raise
+            return b""  # the job has let go of its answer meanwhile
+        return piece if self._job.error is None else b""
 
 
 class EventResponse(Response):
@@ -104,28 +139,26 @@ class EventResponse(Response):
         self._abandon = abandon
         self._offload = offload
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        job = self._job
-        async with _client_of(job, receive, self._abandon, at_end=False) as client:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job, outlet = self._job, Outlet(scope, send)
+        async with _client_of(job, receive, outlet, self._abandon, at_end=False) as client:
             while not job.started:
                 if not await client.news():
                     return
             if job.error is not None and not any(choice.started for choice in job.choices):
                 raise job.error
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            if await self._send_events(client, send):
-                await send({"type": "http.response.body", "body": self._ending(), "more_body": False})
+            if await self._send_events(client):
+                await client.send(self._ending(), more=False)
 
-    async def _send_events(self, client: _Client, send: Send) -> bool:
+    async def _send_events(self, client: _Client) -> bool:
         """All of them, as they come; False where the client left."""
         job, cursor = self._job, Cursor(self._job, self._format)
         while True:
             done = job.done  # before looking: what is there then is all
             events = await self._take(cursor) or (_COMMENT if client.reader.poked and not done else b"")
             client.reader.poked = False
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            if client.gone:
+            if client.gone or (events and not await client.send(events)):
                 return False
             if len(events) >= TAKE_BYTES:
                 await asyncio.sleep(0)  # others' turn, for one that reads fast never makes this one wait
@@ -139,10 +172,10 @@ class EventResponse(Response):
             return cursor.take()
         try:
             return await self._offload.run(self._job.tenant, cursor.take, owed=True)
-        except IndexError:  # it failed meanwhile, and let go of its answer
+        except Exception:
             if self._job.error is None:
                 raise
-            return b""
+            return b""  # the job has let go of its answer meanwhile
 
     def _ending(self) -> bytes:
         if self._job.error is not None:
