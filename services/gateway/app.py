@@ -29,6 +29,7 @@ from services.gateway.job import Job
 from services.gateway.middleware import ByTurns, RequestContext, SameMachine
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
+from services.gateway.outlet import LongResponse
 from services.gateway.parse import Parser
 from services.gateway.recent import Recent
 from services.gateway.results import ResultFollower
@@ -181,7 +182,7 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         async with door.body(texts, request, caller) as body:
             answer = await routes.tokenize(body, caller.tenant)
         door.hold(request, caller, len(answer))
-        return _json(answer)
+        return LongResponse(answer)
 
     @app.post(
         "/detokenize",
@@ -194,7 +195,7 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         async with door.body(tokens, request, caller) as body:
             answer = await routes.detokenize(body, caller.tenant)
         door.hold(request, caller, len(answer))
-        return _json(answer)
+        return LongResponse(answer)
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from starlette.types import Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+PIECE_BYTES = 64 * 1024
 _LINE = "expertmesh.line"
 
 
@@ -57,3 +59,31 @@ class Outlet:
         except TimeoutError:
             self.abort()
         self._left_s += len(body) / self._line.least_rate - (self._clock() - began)
+
+
+class LongResponse(Response):
+    """An answer that is there already, sent so that it is not over before the client has nearly all of it: whatever
+    room is kept for it until then is kept for what waits in the connection, too."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(media_type="application/json")
+        self._content = content
+        self.headers["content-length"] = str(len(content))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outlet = Outlet(scope, send)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self._content), PIECE_BYTES):
+            await outlet.write_in_time(self._content[start : start + PIECE_BYTES])
+            if outlet.aborted:
+                break
+        else:
+            await outlet.write_in_time(b"", more=False)
+        if outlet.aborted:
+            await until_gone(receive)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Waits for the end of the connection, whatever comes before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

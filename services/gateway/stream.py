@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.job import Job, Reader
 from services.gateway.offload import Offload
 from services.gateway.openai_format import DONE, TAKE_BYTES, Cursor, Format, error_event
-from services.gateway.outlet import Outlet
+from services.gateway.outlet import Outlet, until_gone
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -22,11 +22,6 @@ _EVENT_HEADERS = [
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _COMMENT = b": waiting\n\n"
 Abandon = Callable[[Job], None]
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Client:
@@ -74,7 +69,7 @@ async def _client_of(
 ) -> AsyncIterator[_Client]:
     """Opens a reader; when the last one closes before the job is done, the job is abandoned."""
     client = _Client(job, job.open(at_end=at_end), outlet)
-    watch = asyncio.create_task(_until_gone(receive))
+    watch = asyncio.create_task(until_gone(receive))
     watch.add_done_callback(client.lose)
     try:
         yield client
