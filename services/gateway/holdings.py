@@ -6,8 +6,9 @@ In: jobs, and by how many bytes they grew. Out: whether a tenant may have more, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from services.errors import WorkLimited
 from services.gateway.job import Job
@@ -28,6 +29,27 @@ class _Tenant:
         """Its jobs in the order in which they have to go: what is kept for nobody yet, then the largest."""
         found = [job for job in (ref() for ref in self.jobs.values()) if job is not None]
         return iter(sorted(found, key=lambda job: (job.read, -job.nbytes)))
+
+
+class Loan:
+    """So much for a tenant, until the block ends. ``size`` in bytes."""
+
+    def __init__(self, add: Callable[[str, int], None], tenant: str) -> None:
+        self.size = 0
+        self._add = add
+        self._tenant = tenant
+
+    def grow(self, size: int) -> None:
+        self.size += size
+        self._add(self._tenant, size)
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._add(self._tenant, -self.size)
 
 
 class Holdings:
@@ -53,6 +75,10 @@ class Holdings:
 
     def size(self, job: Job) -> int:
         return self._sizes[id(job)]
+
+    def lend(self, tenant: str) -> Loan:
+        """For what an answer of ``tenant`` takes before there is a job."""
+        return Loan(self._add, tenant)
 
     def check(self, tenant: str) -> None:
         """Raises WorkLimited where ``tenant`` may have no more: half is for whoever comes, all of it in equal shares.
@@ -98,11 +124,11 @@ class Holdings:
 
     def _add(self, tenant: str, size: int) -> None:
         self.total += size
-        self._tenants.setdefault(tenant, _Tenant()).held += size
+        found = self._tenants.setdefault(tenant, _Tenant())
+        found.held += size
+        if not found.held:
+            del self._tenants[tenant]
 
     def _close(self, number: int, tenant: str) -> None:
-        size = self._sizes.pop(number)
-        self._add(tenant, -size)
         self._tenants[tenant].jobs.pop(number, None)
-        if not self._tenants[tenant].held:
-            del self._tenants[tenant]
+        self._add(tenant, -self._sizes.pop(number))

@@ -73,7 +73,7 @@ class Choice:
         self._text = detokenizer(codec, prompt)
         self._stops = rendering.stops.finder() if rendering.stops else None
         self._started = False
-        self._decoded = len(self.echo.text) if self.echo else 0  # characters out of the detokeniser, echo included
+        self._decoded = self.echo.chars if self.echo else 0  # characters out of the detokeniser, echo included
         self._released = self._decoded  # characters in text, echo included
 
     @property
@@ -97,9 +97,9 @@ class Choice:
 
     @property
     def nbytes(self) -> int:
-        """What its answer takes. An echo counts for the choice that asks for its scores."""
+        """What its answer takes. An echo counts for the first choice of its prompt."""
         own = len(self.text) + 4 * len(self.generated) + (0 if self._offsets is None else 8 * len(self._offsets))
-        echo = self.echo.nbytes if self.echo and self.request.sampling.prompt_logprobs is not None else 0
+        echo = self.echo.nbytes if self.echo and self.request.sampling.choice == 0 else 0
         return own + (self._scores.nbytes if self._scores else 0) + echo
 
     def forget(self) -> None:

@@ -124,6 +124,31 @@ async def test_what_is_counted_is_what_answers_take(start, script):
             gc.collect()
 
 
+@pytest.mark.parametrize(("n", "options"), [(1, {}), (3, {}), (3, {"logprobs": 0})])
+async def test_an_echo_counts_once_for_each_prompt_in_bytes(start, n, options):
+    gateway = await start()
+    text = "\U0001f600 \u00e9" * 5
+    task, _ = await ask(gateway, prompt=[text, "hello"], echo=True, n=n, **options)
+    prompts = [gateway.ids(text), gateway.ids("hello")]
+    scores = sum(8 * len(ids) + 12 for ids in prompts) if options else 0  # of the first token there is none yet
+    expected = JOB_BYTES + 2 * n * CHOICE_BYTES + sum(4 * len(ids) for ids in prompts) + 35 + 5 + scores
+    assert gateway.table.holdings.total == expected
+    task.cancel()
+
+
+async def test_prompts_are_repeated_up_to_a_bound(start, script, monkeypatch):
+    monkeypatch.setattr("services.gateway.intake._MOST_ECHO_BYTES", 12)
+    gateway = await start()
+    gateway.queue.answer = lambda request: script.events(request, [7])
+    body = {"prompt": [gateway.ids("hello"), gateway.ids("hello")], "echo": True}
+    assert (await gateway.http.post("/v1/completions", json=body)).status_code == 200
+    body["prompt"].append(gateway.ids("you"))
+    refused = await gateway.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+    gc.collect()
+    assert gateway.table.holdings.total < 2 * JOB_BYTES + 3 * CHOICE_BYTES, "what was lent is given back"
+
+
 async def test_an_answer_too_much_ends_with_a_typed_error_and_others_go_on(start, script):
     gateway = await start(answer_bytes=40_000)
     small, modest = await ask(gateway)
