@@ -144,7 +144,7 @@ def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *,
         include_usage=bool(options and options.include_usage),
     )
     kind = EventResponse if body.stream else WholeResponse
-    return kind(job, rendered, parts.follower.abandon, parts.offload)
+    return kind(job, rendered, parts.follower.abandon, parts.offload, parts.intake.holdings)
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:

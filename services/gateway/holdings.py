@@ -25,10 +25,10 @@ class _Tenant:
     held: int = 0
     jobs: dict[int, weakref.ref[Job]] = field(default_factory=dict)
 
-    def victims(self) -> Iterator[Job]:
+    def victims(self, size: Callable[[Job], int]) -> Iterator[Job]:
         """Its jobs in the order in which they have to go: what is kept for nobody yet, then the largest."""
         found = [job for job in (ref() for ref in self.jobs.values()) if job is not None]
-        return iter(sorted(found, key=lambda job: (job.read, -job.nbytes)))
+        return iter(sorted(found, key=lambda job: (job.read, -size(job))))
 
 
 class Loan:
@@ -107,7 +107,7 @@ class Holdings:
         victims: dict[str, Iterator[Job]] = {}
         while over > 0 and held and held[name := max(held, key=held.__getitem__)] > share:
             if name not in victims:
-                victims[name] = self._tenants[name].victims()
+                victims[name] = self._tenants[name].victims(self.size)
             job = next(victims[name], None)
             if job is None:
                 del held[name]  # all that is left of it is about to go

@@ -17,7 +17,7 @@ from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand
 from services.gateway.detokenize import StopSet
 from services.gateway.echo import Echo, Spelled
-from services.gateway.holdings import Loan
+from services.gateway.holdings import Holdings, Loan
 from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
 from services.gateway.job import Choice, Job, Rendering
 from services.gateway.offload import Offload
@@ -90,6 +90,11 @@ class Intake:
         self._budget = Budget(tokens=max_queued_tokens)
         self._offload = offload
         self._keyed = KeyedJobs(table.holdings, keep_s=keep_s)
+
+    @property
+    def holdings(self) -> Holdings:
+        """Where its answers count."""
+        return self._table.holdings
 
     async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
         """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""

@@ -15,12 +15,16 @@ from enum import Enum, auto
 
 import msgspec
 
-from services.errors import RequestError, error_from_info
+from services.errors import RequestError, WorkLimited, error_from_info
 from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.echo import Echo
 from services.gateway.records import Record, Scores
 from services.gateway.tokenizer import TextCodec
 from services.messages import FinishReason, GenerateRequest, TokenEvent
+
+MOST_READERS = 16
+"""Of one job at a time. Each has pieces of the answer on its way."""
+_READERS_RETRY_S = 1.0
 
 
 class Step(Enum):
@@ -299,7 +303,17 @@ class Job:
         )
 
     def open(self, *, at_end: bool) -> Reader:
-        """A new reader, awake at once where there is something to read already."""
+        """A new reader, awake at once where there is something to read already.
+
+        Raises:
+            WorkLimited: as many read it as may.
+        """
+        if len(self._readers) >= MOST_READERS:
+            raise WorkLimited(
+                f"{MOST_READERS} clients read the answer of this Idempotency-Key.",
+                hint="Wait until one of them has it.",
+                retry_after_s=_READERS_RETRY_S,
+            )
         reader = Reader(at_end=at_end)
         self._readers.add(reader)
         if self.done or not at_end:

@@ -25,6 +25,7 @@ PIECE_BYTES = 16 * 1024
 """Records, and bytes of a text, in one event or one piece of a whole answer."""
 TAKE_BYTES = 64 * 1024
 """Of events that are encoded in one go."""
+_PLACE_BYTES = 160  # a reader's place in a choice, with its numbers
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
 
@@ -253,6 +254,8 @@ class ChatFormat(Format):
 class _Place:
     """How far a reader has got in one choice."""
 
+    __slots__ = ("closed", "echoed", "opened", "records", "text")
+
     def __init__(self) -> None:
         self.echoed = 0  # bytes of the echo
         self.text = 0  # bytes of the text
@@ -284,6 +287,10 @@ class Cursor:
                 self._turn = number
                 break
         return b"".join(parts)
+
+    @property
+    def nbytes(self) -> int:
+        return _PLACE_BYTES * len(self._places)
 
     @property
     def heavy(self) -> bool:

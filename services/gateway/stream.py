@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.holdings import Holdings
 from services.gateway.job import Job, Reader
 from services.gateway.offload import Offload
 from services.gateway.openai_format import DONE, TAKE_BYTES, Cursor, Format, error_event
@@ -21,17 +22,23 @@ _EVENT_HEADERS = [
 ]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _COMMENT = b": waiting\n\n"
+_SMALL = 4096
+"""Pieces up to so many bytes are not counted: they are within what any connection may take."""
 Abandon = Callable[[Job], None]
 
 
 class _Client:
     """The reader of one response. ``gone`` is set when the connection is lost."""
 
-    def __init__(self, job: Job, reader: Reader, outlet: Outlet) -> None:
+    def __init__(self, job: Job, reader: Reader, outlet: Outlet, holdings: Holdings) -> None:
         self.reader = reader
         self.gone = False
         self._job = job
         self._outlet = outlet
+        self._holdings = holdings
+        self._own = 0  # bytes that the reader itself takes
+        self._last = 0  # of the piece that may still be in the connection
+        self._counted = 0
 
     def lose(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled():
@@ -47,14 +54,31 @@ class _Client:
     async def send(self, body: bytes, *, more: bool = True) -> bool:
         """Whether the client is still there. It has its own time while the job runs, and a bounded one afterwards."""
         write = self._outlet.write_in_time if self._job.done else self._outlet.write
+        size = len(body) if len(body) > _SMALL else 0
+        self._count(self._own + self._last + size)
         self.reader.give_up = self._outlet.abort
         try:
             await write(body, more=more)
         finally:
             self.reader.give_up = None
+        self._last = size
+        self._count(self._own + size)
         if self._outlet.aborted:
             await self.leave()
         return not self.gone
+
+    def hold(self, size: int) -> None:
+        """Counts ``size`` bytes that the reader takes, until it is closed."""
+        self._own = size
+        self._count(size)
+
+    def close(self) -> None:
+        self._count(0)
+
+    def _count(self, size: int) -> None:
+        if size != self._counted:
+            self._holdings.grow(self._job, size - self._counted)
+            self._counted = size
 
     async def leave(self) -> None:
         """Closes the connection at once."""
@@ -65,16 +89,17 @@ class _Client:
 
 @asynccontextmanager
 async def _client_of(
-    job: Job, receive: Receive, outlet: Outlet, abandon: Abandon, *, at_end: bool
+    job: Job, receive: Receive, outlet: Outlet, abandon: Abandon, holdings: Holdings, *, at_end: bool
 ) -> AsyncIterator[_Client]:
     """Opens a reader; when the last one closes before the job is done, the job is abandoned."""
-    client = _Client(job, job.open(at_end=at_end), outlet)
+    client = _Client(job, job.open(at_end=at_end), outlet, holdings)
     watch = asyncio.create_task(until_gone(receive))
     watch.add_done_callback(client.lose)
     try:
         yield client
     finally:
         watch.cancel()
+        client.close()
         if job.close(client.reader) and not job.done:
             abandon(job)
 
@@ -82,16 +107,17 @@ async def _client_of(
 class WholeResponse(Response):
     """Answers when the job is over. Raises its error, for the exception handlers."""
 
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload) -> None:
+    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
         super().__init__()
         self._job = job
         self._format = form
         self._abandon = abandon
         self._offload = offload
+        self._holdings = holdings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = Outlet(scope, send)
-        async with _client_of(self._job, receive, outlet, self._abandon, at_end=True) as client:
+        async with _client_of(self._job, receive, outlet, self._abandon, self._holdings, at_end=True) as client:
             while not self._job.done:
                 if not await client.news():
                     return
@@ -127,16 +153,17 @@ class WholeResponse(Response):
 class EventResponse(Response):
     """Streams. A failure before the first token is an HTTP error; a later one is an event that ends the stream."""
 
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload) -> None:
+    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
         super().__init__()
         self._job = job
         self._format = form
         self._abandon = abandon
         self._offload = offload
+        self._holdings = holdings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, outlet = self._job, Outlet(scope, send)
-        async with _client_of(job, receive, outlet, self._abandon, at_end=False) as client:
+        async with _client_of(job, receive, outlet, self._abandon, self._holdings, at_end=False) as client:
             while not job.started:
                 if not await client.news():
                     return
@@ -149,6 +176,7 @@ class EventResponse(Response):
     async def _send_events(self, client: _Client) -> bool:
         """All of them, as they come; False where the client left."""
         job, cursor = self._job, Cursor(self._job, self._format)
+        client.hold(cursor.nbytes)
         while True:
             done = job.done  # before looking: what is there then is all
             events = await self._take(cursor) or (_COMMENT if client.reader.poked and not done else b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from typing import Any
 
 import pytest
@@ -122,6 +123,28 @@ async def test_what_is_counted_is_what_answers_take(start, script):
             assert holdings.total in (0, expected)
             await asyncio.sleep(0.01)
             gc.collect()
+
+
+async def test_what_waits_in_the_connection_of_a_reader_counts(start, script):
+    """More than the kernels hold, for a client that does not read; and where it has got to in each choice."""
+    gateway = await start(max_len=2048)
+    body = json.dumps({"prompt": "hello", "n": 16, "logprobs": 5, "max_tokens": 1500, "stream": True}).encode()
+    _, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    requests = await gateway.queue.wait_for("admitted", 16)
+    writer.transport.pause_reading()
+    for request in requests:
+        gateway.queue.emit(*script.events(request, [7] * 1500))
+    [job] = gateway.table.jobs()
+    holdings, counted = gateway.table.holdings, JOB_BYTES + job.prompt_bytes + 16 * CHOICE_BYTES
+    async with asyncio.timeout(20):
+        while not (job.done and holdings.total > counted + job.nbytes + 2 * 64 * 1024):
+            await asyncio.sleep(0.001)
+    assert holdings.total < counted + job.nbytes + 4 * 64 * 1024
+    writer.transport.abort()
+    async with asyncio.timeout(20):
+        while holdings.total != counted + job.nbytes:
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(("n", "options"), [(1, {}), (3, {}), (3, {"logprobs": 0})])
