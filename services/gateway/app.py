@@ -29,6 +29,7 @@ from services.gateway.job import Job
 from services.gateway.middleware import ByTurns, RequestContext, SameMachine
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
+from services.gateway.outlet import LongResponse
 from services.gateway.parse import Parser
 from services.gateway.recent import Recent
 from services.gateway.refusals import Refusals
@@ -144,7 +145,7 @@ def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *,
         include_usage=bool(options and options.include_usage),
     )
     kind = EventResponse if body.stream else WholeResponse
-    return kind(job, rendered, parts.follower.abandon, parts.offload)
+    return kind(job, rendered, parts.follower.abandon, parts.offload, parts.intake.holdings)
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:
@@ -182,7 +183,7 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         async with door.body(texts, request, caller) as body:
             answer = await routes.tokenize(body, caller.tenant)
         door.hold(request, caller, len(answer))
-        return _json(answer)
+        return LongResponse(answer)
 
     @app.post(
         "/detokenize",
@@ -195,7 +196,7 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         async with door.body(tokens, request, caller) as body:
             answer = await routes.detokenize(body, caller.tenant)
         door.hold(request, caller, len(answer))
-        return _json(answer)
+        return LongResponse(answer)
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:

@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from services.errors import HeadTooLarge, InvalidRequest, RequestError, RequestTimedOut
 from services.gateway.connections import Connections, Wait
+from services.gateway.outlet import Line
 from services.gateway.raw_http import Exit, declared_length, raw_answer, unread
 from services.gateway.tally import Tally
 
@@ -67,6 +68,7 @@ class Connection(HttpToolsProtocol):
         self._inner = cast(asyncio.Transport, transport)  # uvloop's is none by its type
         self._inner.set_write_buffer_limits(high=self._bounds.write_buffer)
         super().connection_made(Exit(self._inner, self.leave))
+        self._line = Line(abort=self._inner.abort, stall_s=self._bounds.stall_s, least_rate=self._bounds.least_rate)
         self._house.enter(self, spare=self._spare)
         self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
 
@@ -178,6 +180,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._line.under(cast(dict[str, Any], self.scope))
         super().on_headers_complete()
         if self._spare:
             self.cycle.keep_alive = False

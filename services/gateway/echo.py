@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from services.gateway.detokenize import detokenizer
 from services.gateway.records import Record, Scores
@@ -15,18 +16,32 @@ from services.gateway.tokenizer import TextCodec
 from services.messages import PromptScores, TokenLogprob
 
 
-class Echo:
-    """``text`` is the prompt as the client wrote it; ``scored``: with log-probabilities, which are to come."""
+class Spelled(NamedTuple):
+    """A text in UTF-8, and its characters: Python's own may take four bytes for each."""
 
-    def __init__(self, text: str, token_ids: array[int], codec: TextCodec, *, scored: bool) -> None:
-        self.text = text
+    data: bytes
+    chars: int
+
+    @classmethod
+    def of(cls, text: str) -> Spelled:
+        return cls(text.encode(), len(text))
+
+
+class Echo:
+    """``text`` is the prompt as the client wrote it, in UTF-8; it has ``chars`` characters. ``scored``: with
+    log-probabilities, which are to come."""
+
+    def __init__(self, text: Spelled, token_ids: array[int], codec: TextCodec, *, scored: bool) -> None:
+        self.text = text.data
+        self.chars = text.chars
         self._ids = token_ids
         self._codec = codec
         self._scores = _begun() if scored else None
         self._attempt = 0
         self._offsets = array("q")
         self._detokenizer = detokenizer(codec)
-        self._end = 0  # of the text of the tokens in _offsets
+        self._end = 0  # of the text of the tokens in _offsets, in characters
+        self._end_byte = 0
         self._reading = threading.Lock()  # offsets are found by whoever shows them first, in whichever thread
 
     @property
@@ -74,8 +89,10 @@ class Echo:
     def _next_offset(self) -> None:
         token_id = self._ids[len(self._offsets)]
         self._offsets.append(self._end)
-        shown = len(self._detokenizer.push(token_id))
-        self._end += shown or self._codec.special_length(token_id, self.text, self._end)
+        shown = self._detokenizer.push(token_id)
+        shown = shown or self._codec.special_at(token_id, self.text, self._end_byte)
+        self._end += len(shown)
+        self._end_byte += len(shown.encode())
 
 
 def _begun() -> Scores:

@@ -15,6 +15,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from services.errors import Conflict, InvalidRequest
@@ -141,7 +142,13 @@ class KeyedJobs:
             size = self._holdings.size(job)
             self._finished[place] = _Kept(size, self._clock() + self._keep_s)
             self._bytes += size
+            job.when_dropped(partial(self._dropped, place))
             self._trim()
+
+    def _dropped(self, place: Place) -> None:
+        """The job that was kept there has let go of its answer, if it is still the same."""
+        if (entry := self._entries.get(place)) is not None and entry.job.done() and not _reusable(entry.job):
+            self._forget(place)
 
     def _trim(self) -> None:
         """Forgets the oldest finished jobs beyond the bounds, now and when their time has come; jobs in flight stay."""

@@ -9,7 +9,6 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from msgspec import structs
 
@@ -17,7 +16,8 @@ from services.errors import ContextLengthExceeded, Draining, InvalidRequest, Que
 from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand
 from services.gateway.detokenize import StopSet
-from services.gateway.echo import Echo
+from services.gateway.echo import Echo, Spelled
+from services.gateway.holdings import Holdings, Loan
 from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
 from services.gateway.job import Choice, Job, Rendering
 from services.gateway.offload import Offload
@@ -35,6 +35,7 @@ _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
 _MOST_STOP_CHARS = 4096  # of all stop strings of a request together
+_MOST_ECHO_BYTES = 16 << 20  # of all prompts of a request together, once each
 _INLINE_IDS = 4096  # more are decoded beside the event loop
 
 
@@ -89,6 +90,11 @@ class Intake:
         self._budget = Budget(tokens=max_queued_tokens)
         self._offload = offload
         self._keyed = KeyedJobs(table.holdings, keep_s=keep_s)
+
+    @property
+    def holdings(self) -> Holdings:
+        """Where its answers count."""
+        return self._table.holdings
 
     async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
         """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""
@@ -168,21 +174,41 @@ class Intake:
     async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
         self._check(body, plan)
         self._table.holdings.check(caller.tenant)
-        echoes = [await self._echo(prompt, caller) for prompt in plan.prompts] if plan.echo else []
+        self._follower.cancel(self._table.make_room())
 
         async def start(ticket: Ticket) -> Job:
-            return await self._admit(self._job(body, plan, echoes, ticket, caller), ticket, caller)
+            with self._table.holdings.lend(caller.tenant) as loan:
+                job = self._job(body, plan, await self._echoes(plan, caller, loan), ticket, caller)
+            return await self._admit(job, ticket, caller)
 
         if key is None:
             return await start(new_ticket())
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
 
-    async def _echo(self, prompt: Prompt, caller: Caller) -> str:
+    async def _echoes(self, plan: _Plan, caller: Caller, loan: Loan) -> list[Spelled]:
+        """The texts of the prompts where they are to be repeated. Raises InvalidRequest where they are too long."""
+        echoes: list[Spelled] = []
+        for prompt in plan.prompts if plan.echo else ():
+            echoes.append(await self._echo(prompt, caller))
+            loan.grow(len(echoes[-1].data))
+            self._table.holdings.check(caller.tenant)
+            if loan.size > _MOST_ECHO_BYTES:
+                raise InvalidRequest(
+                    f"The prompts have over {_MOST_ECHO_BYTES >> 20} MiB of text, too much to be repeated.",
+                    hint="Send fewer, or leave echo out.",
+                    param="echo",
+                )
+        return echoes
+
+    async def _echo(self, prompt: Prompt, caller: Caller) -> Spelled:
         """The text of ``prompt``, also where the client sent token ids."""
-        if prompt.text is not None:
-            return prompt.text
-        decode = partial(self.prompts.model.codec.decode, prompt.token_ids)
-        return await self._offload.run(caller.tenant, decode) if len(prompt.token_ids) > _INLINE_IDS else decode()
+
+        def spell() -> Spelled:
+            return Spelled.of(self.prompts.model.codec.decode(prompt.token_ids) if prompt.text is None else prompt.text)
+
+        if len(prompt.token_ids) <= _INLINE_IDS or prompt.text is not None:
+            return spell()
+        return await self._offload.run(caller.tenant, spell)
 
     def _check(self, body: GenerationBody, plan: _Plan) -> None:
         room = self.prompts.max_model_len
@@ -218,7 +244,7 @@ class Intake:
                 param="stop",
             )
 
-    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[str], ticket: Ticket, caller: Caller) -> Job:
+    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], ticket: Ticket, caller: Caller) -> Job:
         codec, scored = self.prompts.model.codec, plan.logprobs is not None
         stops = StopSet(body.stops) if body.stops else None
         sampling = _sampling(body, plan, ticket.seed)

@@ -15,13 +15,17 @@ from enum import Enum, auto
 
 import msgspec
 
-from services.errors import ErrorInfo, RequestError, error_from_info
+from services.errors import ErrorInfo, RequestError, WorkLimited, error_from_info
 from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.echo import Echo
 from services.gateway.records import Record, Scores
 from services.gateway.tokenizer import TextCodec
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 from services.wire import NO_PROMPT
+
+MOST_READERS = 16
+"""Of one job at a time. Each has pieces of the answer on its way."""
+_READERS_RETRY_S = 1.0
 
 
 class Step(Enum):
@@ -76,7 +80,7 @@ class Choice:
         self._text = detokenizer(codec, prompt)
         self._stops = rendering.stops.finder() if rendering.stops else None
         self._started = False
-        self._decoded = len(self.echo.text) if self.echo else 0  # characters out of the detokeniser, echo included
+        self._decoded = self.echo.chars if self.echo else 0  # characters out of the detokeniser, echo included
         self._released = self._decoded  # characters in text, echo included
 
     @property
@@ -100,9 +104,9 @@ class Choice:
 
     @property
     def nbytes(self) -> int:
-        """What its answer takes. An echo counts for the choice that asks for its scores."""
+        """What its answer takes. An echo counts for the first choice of its prompt."""
         own = len(self.text) + 4 * len(self.generated) + (0 if self._offsets is None else 8 * len(self._offsets))
-        echo = self.echo.nbytes if self.echo and self.request.sampling.prompt_logprobs is not None else 0
+        echo = self.echo.nbytes if self.echo and self.request.sampling.choice == 0 else 0
         return own + (self._scores.nbytes if self._scores else 0) + echo
 
     def forget(self) -> None:
@@ -244,10 +248,12 @@ class Usage:
 
 
 class Reader:
-    """Someone who waits for a job: wakes on every progress, or (``at_end``) only when the job is over."""
+    """Someone who waits for a job: wakes on every progress, or (``at_end``) only when the job is over. ``give_up`` is
+    set while it is stuck: until its client has read what it was sent."""
 
     def __init__(self, *, at_end: bool) -> None:
         self.at_end = at_end
+        self.give_up: Callable[[], None] | None = None
         self.wake = asyncio.Event()
         self.poked = False  # woken though there may be nothing to read
 
@@ -268,6 +274,7 @@ class Job:
         self.done = False
         self._readers: set[Reader] = set()
         self._when_done: list[Callable[[], None]] = []
+        self._when_dropped: list[Callable[[], None]] = []
 
     @property
     def prompts(self) -> dict[str, array[int]]:
@@ -277,6 +284,16 @@ class Job:
     @property
     def prompt_bytes(self) -> int:
         return sum(4 * len(choice.prompt) for choice in self.choices[:: self.n])
+
+    @property
+    def nbytes(self) -> int:
+        """What its answer takes so far."""
+        return sum(choice.nbytes for choice in self.choices)
+
+    @property
+    def read(self) -> bool:
+        """Whether anybody waits for it: nobody does for one that is kept for a retry."""
+        return not self.done or bool(self._readers)
 
     @property
     def started(self) -> bool:
@@ -295,7 +312,17 @@ class Job:
         )
 
     def open(self, *, at_end: bool) -> Reader:
-        """A new reader, awake at once where there is something to read already."""
+        """A new reader, awake at once where there is something to read already.
+
+        Raises:
+            WorkLimited: as many read it as may.
+        """
+        if len(self._readers) >= MOST_READERS:
+            raise WorkLimited(
+                f"{MOST_READERS} clients read the answer of this Idempotency-Key.",
+                hint="Wait until one of them has it.",
+                retry_after_s=_READERS_RETRY_S,
+            )
         reader = Reader(at_end=at_end)
         self._readers.add(reader)
         if self.done or not at_end:
@@ -321,6 +348,23 @@ class Job:
             call()
         else:
             self._when_done.append(call)
+
+    def when_dropped(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` where its answer is let go of after its end."""
+        self._when_dropped.append(call)
+
+    def drop(self, error: RequestError) -> None:
+        """Lets go of the answer of a job that is over. Readers end with ``error``, those that are stuck without it."""
+        self.error = error
+        for choice in self.choices:
+            choice.error = error
+            choice.forget()
+        for call in self._when_dropped:
+            call()
+        self._when_dropped.clear()
+        for reader in self._readers:
+            if reader.give_up is not None:
+                reader.give_up()
 
     def notify(self) -> None:
         for reader in self._readers:

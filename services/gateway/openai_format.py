@@ -25,6 +25,7 @@ PIECE_BYTES = 16 * 1024
 """Records, and bytes of a text, in one event or one piece of a whole answer."""
 TAKE_BYTES = 64 * 1024
 """Of events that are encoded in one go."""
+_PLACE_BYTES = 160  # a reader's place in a choice, with its numbers
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
 
@@ -83,8 +84,8 @@ class Format(ABC):
         """The members of a chunk's choice that carry ``text``."""
 
     @abstractmethod
-    def _whole_content(self, text: str) -> bytes:
-        """The members of a whole answer's choice that carry ``text``."""
+    def _around_content(self) -> tuple[bytes, bytes]:
+        """What goes before and after the characters of its text in a whole answer's choice."""
 
     @abstractmethod
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]: ...
@@ -123,8 +124,11 @@ class Format(ABC):
         yield b'],"usage":' + _encode(usage_body(self._job.usage())) + b"}"
 
     def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
-        echo = choice.echo.text if choice.echo else ""
-        yield b'{"index":%d,%b,"logprobs":' % (choice.index, self._whole_content(echo + choice.text.decode()))
+        before, after = self._around_content()
+        yield b'{"index":%d,%b' % (choice.index, before)
+        for text in (choice.echo.text if choice.echo else b"", choice.text):
+            yield from _characters(text)
+        yield after + b',"logprobs":'
         yield from self._whole_logprobs(choice) if self._logprobs else (b"null",)
         yield b',"finish_reason":' + _encode(choice.finish)
         if self._token_ids:
@@ -141,6 +145,23 @@ class Format(ABC):
     @staticmethod
     def _length(choice: Choice) -> int:
         return len(choice.text) + (len(choice.echo.text) if choice.echo else 0)
+
+
+def _cut(text: bytes | bytearray, start: int) -> int:
+    """Where a piece of ``text``, which is UTF-8, ends that begins at ``start``."""
+    end = min(len(text), start + PIECE_BYTES)
+    while end < len(text) and text[end] & 0xC0 == 0x80:  # inside of a character
+        end -= 1
+    return end
+
+
+def _characters(text: bytes | bytearray) -> Iterator[bytes]:
+    """``text`` as it stands in a JSON string, in pieces."""
+    start = 0
+    while start < len(text):
+        end = _cut(text, start)
+        yield _encode(text[start:end].decode())[1:-1]
+        start = end
 
 
 def _listed(choice: Choice, first: int, member: Callable[[Record], Any]) -> Iterator[bytes]:
@@ -165,8 +186,8 @@ class CompletionFormat(Format):
     def _content(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
 
-    def _whole_content(self, text: str) -> bytes:
-        return self._content(text)
+    def _around_content(self) -> tuple[bytes, bytes]:
+        return b'"text":"', b'"'
 
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]:
         return {name: [member(record) for record in records] for name, member in self._members()}
@@ -209,8 +230,8 @@ class ChatFormat(Format):
     def _content(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'
 
-    def _whole_content(self, text: str) -> bytes:
-        return b'"message":' + _encode({"role": "assistant", "content": text, "refusal": None})
+    def _around_content(self) -> tuple[bytes, bytes]:
+        return b'"message":{"role":"assistant","content":"', b'","refusal":null}'
 
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]:
         return {"content": [self._entry(record) for record in records], "refusal": None}
@@ -233,8 +254,10 @@ class ChatFormat(Format):
 class _Place:
     """How far a reader has got in one choice."""
 
+    __slots__ = ("closed", "echoed", "opened", "records", "text")
+
     def __init__(self) -> None:
-        self.echoed = 0  # characters of the echo
+        self.echoed = 0  # bytes of the echo
         self.text = 0  # bytes of the text
         self.records = 0
         self.opened = self.closed = False
@@ -266,6 +289,10 @@ class Cursor:
         return b"".join(parts)
 
     @property
+    def nbytes(self) -> int:
+        return _PLACE_BYTES * len(self._places)
+
+    @property
     def heavy(self) -> bool:
         """Whether the next :meth:`take` may be long in coming."""
         if not self._format.has_records:
@@ -293,12 +320,9 @@ class Cursor:
 
     @staticmethod
     def _text(choice: Choice, place: _Place) -> str:
-        echo = choice.echo.text if choice.echo else ""
+        echo = choice.echo.text if choice.echo else b""
         if place.echoed < len(echo):
-            start, place.echoed = place.echoed, min(len(echo), place.echoed + PIECE_BYTES)
-            return echo[start : place.echoed]
-        end = min(len(choice.text), place.text + PIECE_BYTES)
-        while end < len(choice.text) and choice.text[end] & 0xC0 == 0x80:  # inside of a character
-            end -= 1
-        start, place.text = place.text, end
-        return choice.text[start:end].decode()
+            start, place.echoed = place.echoed, _cut(echo, place.echoed)
+            return echo[start : place.echoed].decode()
+        start, place.text = place.text, _cut(choice.text, place.text)
+        return choice.text[start : place.text].decode()

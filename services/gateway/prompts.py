@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,13 +126,14 @@ class PromptReader:
         chars = sum(map(len, chat.texts())) + _MESSAGE_CHARS * len(messages)
         return Prompt(token_ids=await self._run(encode, chars, tenant))
 
-    async def encode(self, text: str, tenant: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``, of more than fit, too. Raises ContextLengthExceeded where that would take long."""
+    async def encode(self, text: str, tenant: str, *, add_special_tokens: bool) -> array[int]:
+        """Token ids of ``text``, of more than fit, too: in an array, for there may be hundreds of thousands. Raises
+        ContextLengthExceeded where that would take long."""
 
-        def encode() -> list[int]:
+        def encode() -> array[int]:
             if not self._fits.short(text):
                 self._fits.check(text, "prompt")
-            return self.model.codec.encode(text, add_special_tokens=add_special_tokens)
+            return array("i", self.model.codec.encode(text, add_special_tokens=add_special_tokens))
 
         return await self._run(encode, len(text), tenant)
 

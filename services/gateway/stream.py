@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.holdings import Holdings
 from services.gateway.job import Job, Reader
 from services.gateway.offload import Offload
 from services.gateway.openai_format import DONE, TAKE_BYTES, Cursor, Format, error_event
+from services.gateway.outlet import Outlet, until_gone
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -20,20 +22,23 @@ _EVENT_HEADERS = [
 ]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _COMMENT = b": waiting\n\n"
+_SMALL = 4096
+"""Pieces up to so many bytes are not counted: they are within what any connection may take."""
 Abandon = Callable[[Job], None]
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Client:
     """The reader of one response. ``gone`` is set when the connection is lost."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, job: Job, reader: Reader, outlet: Outlet, holdings: Holdings) -> None:
         self.reader = reader
         self.gone = False
+        self._job = job
+        self._outlet = outlet
+        self._holdings = holdings
+        self._own = 0  # bytes that the reader itself takes
+        self._last = 0  # of the piece that may still be in the connection
+        self._counted = 0
 
     def lose(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled():
@@ -46,17 +51,55 @@ class _Client:
         self.reader.wake.clear()
         return not self.gone
 
+    async def send(self, body: bytes, *, more: bool = True) -> bool:
+        """Whether the client is still there. It has its own time while the job runs, and a bounded one afterwards."""
+        write = self._outlet.write_in_time if self._job.done else self._outlet.write
+        size = len(body) if len(body) > _SMALL else 0
+        self._count(self._own + self._last + size)
+        self.reader.give_up = self._outlet.abort
+        try:
+            await write(body, more=more)
+        finally:
+            self.reader.give_up = None
+        self._last = size
+        self._count(self._own + size)
+        if self._outlet.aborted:
+            await self.leave()
+        return not self.gone
+
+    def hold(self, size: int) -> None:
+        """Counts ``size`` bytes that the reader takes, until it is closed."""
+        self._own = size
+        self._count(size)
+
+    def close(self) -> None:
+        self._count(0)
+
+    def _count(self, size: int) -> None:
+        if size != self._counted:
+            self._holdings.grow(self._job, size - self._counted)
+            self._counted = size
+
+    async def leave(self) -> None:
+        """Closes the connection at once."""
+        self._outlet.abort()
+        while not self.gone:
+            await self.news()
+
 
 @asynccontextmanager
-async def _client_of(job: Job, receive: Receive, abandon: Abandon, *, at_end: bool) -> AsyncIterator[_Client]:
+async def _client_of(
+    job: Job, receive: Receive, outlet: Outlet, abandon: Abandon, holdings: Holdings, *, at_end: bool
+) -> AsyncIterator[_Client]:
     """Opens a reader; when the last one closes before the job is done, the job is abandoned."""
-    client = _Client(job.open(at_end=at_end))
-    watch = asyncio.create_task(_until_gone(receive))
+    client = _Client(job, job.open(at_end=at_end), outlet, holdings)
+    watch = asyncio.create_task(until_gone(receive))
     watch.add_done_callback(client.lose)
     try:
         yield client
     finally:
         watch.cancel()
+        client.close()
         if job.close(client.reader) and not job.done:
             abandon(job)
 
@@ -64,15 +107,17 @@ async def _client_of(job: Job, receive: Receive, abandon: Abandon, *, at_end: bo
 class WholeResponse(Response):
     """Answers when the job is over. Raises its error, for the exception handlers."""
 
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload) -> None:
+    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
         super().__init__()
         self._job = job
         self._format = form
         self._abandon = abandon
         self._offload = offload
+        self._holdings = holdings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _client_of(self._job, receive, self._abandon, at_end=True) as client:
+        outlet = Outlet(scope, send)
+        async with _client_of(self._job, receive, outlet, self._abandon, self._holdings, at_end=True) as client:
             while not self._job.done:
                 if not await client.news():
                     return
@@ -87,45 +132,56 @@ class WholeResponse(Response):
         """Each encoded beside the event loop when its turn comes, and only once the one before it is on its way."""
         await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
         pieces = self._format.whole()
-        while piece := await self._offload.run(self._job.tenant, lambda: _joined(pieces), owed=True):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            if client.gone:
+        while piece := await self._next(pieces):
+            if not await client.send(piece):
                 return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._job.error is None:
+            await client.send(b"", more=False)
+        elif not client.gone:
+            await client.leave()  # there is no other way to say that this is not all
+
+    async def _next(self, pieces: Iterator[bytes]) -> bytes:
+        try:
+            piece = await self._offload.run(self._job.tenant, lambda: _joined(pieces), owed=True)
+        except Exception:
+            if self._job.error is None:
+                raise
+            return b""  # the job has let go of its answer meanwhile
+        return piece if self._job.error is None else b""
 
 
 class EventResponse(Response):
     """Streams. A failure before the first token is an HTTP error; a later one is an event that ends the stream."""
 
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload) -> None:
+    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
         super().__init__()
         self._job = job
         self._format = form
         self._abandon = abandon
         self._offload = offload
+        self._holdings = holdings
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        job = self._job
-        async with _client_of(job, receive, self._abandon, at_end=False) as client:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job, outlet = self._job, Outlet(scope, send)
+        async with _client_of(job, receive, outlet, self._abandon, self._holdings, at_end=False) as client:
             while not job.started:
                 if not await client.news():
                     return
             if job.error is not None and not any(choice.started for choice in job.choices):
                 raise job.error
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            if await self._send_events(client, send):
-                await send({"type": "http.response.body", "body": self._ending(), "more_body": False})
+            if await self._send_events(client):
+                await client.send(self._ending(), more=False)
 
-    async def _send_events(self, client: _Client, send: Send) -> bool:
+    async def _send_events(self, client: _Client) -> bool:
         """All of them, as they come; False where the client left."""
         job, cursor = self._job, Cursor(self._job, self._format)
+        client.hold(cursor.nbytes)
         while True:
             done = job.done  # before looking: what is there then is all
             events = await self._take(cursor) or (_COMMENT if client.reader.poked and not done else b"")
             client.reader.poked = False
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            if client.gone:
+            if client.gone or (events and not await client.send(events)):
                 return False
             if len(events) >= TAKE_BYTES:
                 await asyncio.sleep(0)  # others' turn, for one that reads fast never makes this one wait
@@ -139,10 +195,10 @@ class EventResponse(Response):
             return cursor.take()
         try:
             return await self._offload.run(self._job.tenant, cursor.take, owed=True)
-        except IndexError:  # it failed meanwhile, and let go of its answer
+        except Exception:
             if self._job.error is None:
                 raise
-            return b""
+            return b""  # the job has let go of its answer meanwhile
 
     def _ending(self) -> bytes:
         if self._job.error is not None:

@@ -104,8 +104,20 @@ class JobTable:
         for job in touched.values():
             if not job.done:
                 self._settle(job, todo)
-        self._shed(todo)
+        todo.cancel.update(self.make_room())
         return todo
+
+    def make_room(self) -> dict[str, int]:
+        """Ends answers until the others fit, finished ones too; returns what has to be cancelled upstream."""
+        cancel: dict[str, int] = {}
+        for job in self.holdings.excess() if self.holdings.full else ():
+            size = job.nbytes
+            log.warning("ended an answer: all of them take too much memory", extra={"job": job.id, "bytes": size})
+            error = Overloaded("The answer takes more memory than this gateway has for it.", hint="Ask for less.")
+            cancel.update(self.fail(job, error))
+            job.drop(error)
+            self.holdings.dropped(job, size)
+        return cancel
 
     def fail(self, job: Job, error: RequestError, finish: FinishReason = "error") -> dict[str, int]:
         """Ends ``job`` with ``error``; returns what has to be cancelled upstream."""
@@ -142,17 +154,6 @@ class JobTable:
         else:
             choice.recovering = True
             todo.gaps.append((job, choice))
-
-    def _shed(self, todo: Followups) -> None:
-        """Ends answers until the others fit."""
-        while self.holdings.full and self._owners:
-            job = self.holdings.excess(self.jobs())
-            error = Overloaded("The answer takes more memory than this gateway has for it.", hint="Ask for less.")
-            todo.cancel.update(self.fail(job, error))
-            freed = sum(choice.nbytes for choice in job.choices)
-            for choice in job.choices:
-                choice.forget()
-            self.holdings.grow(job, -freed)
 
     def _accept(self, job: Job, choice: Choice, event: TokenEvent, todo: Followups, now: float) -> int:
         before, size = len(choice.generated), choice.nbytes

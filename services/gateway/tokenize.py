@@ -5,7 +5,7 @@ In: typed bodies. Out: the answers as JSON, made beside the event loop where the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +34,7 @@ class TokenizerRoutes:
             lambda: {
                 "count": len(token_ids),
                 "max_model_len": self._prompts.max_model_len,
-                "tokens": token_ids,
+                "tokens": list(token_ids),
                 "token_strs": [codec.token_text(token_id) for token_id in token_ids] if named else None,
             },
             len(token_ids),
@@ -54,7 +54,7 @@ class TokenizerRoutes:
         self._prompts.check_ids(body.tokens, "tokens")
         return await self._encoded(lambda: {"prompt": model.codec.decode(body.tokens)}, len(body.tokens), tenant)
 
-    async def _token_ids(self, body: TokenizeBody, tenant: str) -> list[int]:
+    async def _token_ids(self, body: TokenizeBody, tenant: str) -> Sequence[int]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Exactly one of prompt and messages is needed.", hint="Leave one out.", param="prompt")
         if body.messages is not None:

@@ -80,10 +80,10 @@ class TextCodec:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def special_length(self, token_id: int, text: str, at: int) -> int:
-        """Characters of the special token ``token_id`` where ``text`` spells it out at ``at``, else 0."""
+    def special_at(self, token_id: int, text: bytes, at: int) -> str:
+        """The special token ``token_id`` where ``text``, in UTF-8, spells it out at ``at``, else nothing."""
         spelled = self.tokenizer.id_to_token(token_id) if token_id in self.special_ids else None
-        return len(spelled) if spelled and text.startswith(spelled, at) else 0
+        return spelled if spelled and text.startswith(spelled.encode(), at) else ""
 
     def in_alphabet(self, text: str) -> str:
         """``text`` as the model's vocabulary spells it."""

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.job import MOST_READERS
+
 BODY = {"prompt": "hello", "max_tokens": 90, "temperature": 0.5}
 
 
@@ -116,6 +118,19 @@ async def test_one_client_leaving_does_not_end_the_job_of_the_other(gateway, scr
     assert gateway.queue.cancelled == {}
     gateway.queue.emit(*script.events(request, gateway.ids("still")))
     assert (await second).json()["choices"][0]["text"] == "still"
+
+
+async def test_one_too_many_for_a_job_is_refused_and_the_others_read_on(gateway, script):
+    readers = [asyncio.create_task(post(gateway, "k")) for _ in range(MOST_READERS)]
+    [request] = await gateway.queue.wait_for("admitted")
+    await until_read_by(gateway, MOST_READERS)
+    refused = await post(gateway, "k")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "work_limit_exceeded")
+    assert refused.headers["retry-after"]
+    gateway.queue.emit(*script.events(request, gateway.ids("for all")))
+    answers = await asyncio.gather(*readers)
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {"for all"}
+    assert (await post(gateway, "k")).status_code == 200
 
 
 async def test_another_body_under_the_same_key_is_a_conflict(gateway, script):

@@ -192,6 +192,26 @@ async def test_an_answer_of_tokens_has_room_until_it_is_read(start):
     assert gateway.registry.get_sample_value("expertmesh_gateway_body_bytes") == 0
 
 
+async def test_a_long_answer_has_its_room_while_it_waits_in_the_connection(start):
+    """7 MB are more than the kernels hold for a client that does not read."""
+    gateway = await start(store=Keys(), max_len=100_000)
+    body = json.dumps({"prompt": "\u4f60" * 131_072, "return_token_strs": True}, ensure_ascii=False).encode()
+    client = await Client.of(gateway)
+    await client.post("/tokenize", f"Content-Length: {len(body)}", body=body, secret="alice")
+    await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 20)
+    client.writer.transport.pause_reading()
+    value = gateway.registry.get_sample_value
+    await gateway.http.get("/v1/models", headers=key("bob"))  # the loop has turned
+    held = value("expertmesh_gateway_body_bytes")
+    assert held > 5_000_000
+    client.writer.transport.resume_reading()
+    answer = json.loads(await client.reader.readexactly(int(held)))
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 131_072
+    async with asyncio.timeout(20):
+        while value("expertmesh_gateway_body_bytes"):
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

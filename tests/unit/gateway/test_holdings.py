@@ -1,14 +1,15 @@
-"""Memory for answers: what is counted equals what there is, tenants have shares, the largest answer gives way."""
+"""Memory for answers: what is counted is what there is, tenants have shares, and who has more than one gives way."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from typing import Any
 
 import pytest
 
-from services.errors import Overloaded
+from services.errors import WorkLimited
 from services.gateway.holdings import CHOICE_BYTES, JOB_BYTES, Holdings
 
 BODY = {"prompt": "hello", "max_tokens": 200}
@@ -20,14 +21,15 @@ class FakeJob:
     choices = ()
     prompt_bytes = 0
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, nbytes: int, *, read: bool = True) -> None:
         self.tenant = tenant
+        self.nbytes = nbytes
+        self.read = read
 
 
-def hold(holdings: Holdings, tenant: str, size: int) -> Any:
-    job = FakeJob(tenant)
+def hold(holdings: Holdings, tenant: str, size: int, *, read: bool = True) -> Any:
+    job = FakeJob(tenant, size - JOB_BYTES, read=read)
     holdings.open(job)  # type: ignore[arg-type]
-    holdings.grow(job, size - JOB_BYTES)  # type: ignore[arg-type]
     return job
 
 
@@ -50,23 +52,52 @@ def test_half_is_for_whoever_comes_and_the_rest_in_equal_shares():
     holdings.check("honest")
     holdings.check("greedy")  # alone, all is its share
     modest = hold(holdings, "modest", 5_000)
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(WorkLimited) as refused:
         holdings.check("greedy")
     assert refused.value.retry_after_s
     holdings.check("modest")
     holdings.check("another")
     holdings.grow(modest, 44_990)
-    with pytest.raises(Overloaded):
-        holdings.check("another")
+    holdings.check("another")  # where all is taken, too: others have more than their share
 
 
 def test_the_largest_of_the_largest_tenant_gives_way():
     holdings = Holdings(100_000)
-    jobs = [hold(holdings, "a", 30_000), hold(holdings, "b", 20_000), hold(holdings, "b", 25_000)]
+    a, small, large = hold(holdings, "a", 30_000), hold(holdings, "b", 20_000), hold(holdings, "b", 50_000)
     assert not holdings.full
-    holdings.grow(jobs[1], 30_000)
+    holdings.grow(a, 10)
     assert holdings.full
-    assert holdings.excess(jobs) is jobs[1]
+    assert holdings.excess() == [large]
+    assert (a.tenant, small.tenant) == ("a", "b")
+
+
+def test_what_is_kept_for_nobody_yet_goes_before_what_is_read():
+    holdings = Holdings(100_000)
+    jobs = [hold(holdings, "a", 60_000), hold(holdings, "a", 30_000, read=False), hold(holdings, "b", 20_000)]
+    assert holdings.excess() == [jobs[1]]
+
+
+def test_as_many_give_way_as_there_have_to_and_none_of_who_has_less_than_a_share():
+    holdings = Holdings(100_000)
+    many = [hold(holdings, "a", 20_000) for _ in range(8)]
+    modest = [hold(holdings, name, 10_000) for name in ("b", "c")]
+    gone = holdings.excess()
+    assert len(gone) == 4
+    assert set(gone) < set(many)
+    for job in gone:
+        holdings.dropped(job, job.nbytes)
+    assert holdings.total == 4 * 20_000 + 4 * JOB_BYTES + 2 * 10_000
+    assert not holdings.full or set(holdings.excess()) < set(many)
+    assert {job.tenant for job in modest} == {"b", "c"}
+
+
+def test_what_ended_and_is_still_held_is_not_ended_again():
+    holdings = Holdings(10_000)
+    jobs = [hold(holdings, "a", 11_000)]
+    assert holdings.excess() == jobs
+    holdings.dropped(jobs[0], 500)
+    assert holdings.full
+    assert holdings.excess() == []
 
 
 async def ask(gateway: Any, **options: Any) -> tuple[asyncio.Task[Any], Any]:
@@ -94,6 +125,53 @@ async def test_what_is_counted_is_what_answers_take(start, script):
             gc.collect()
 
 
+async def test_what_waits_in_the_connection_of_a_reader_counts(start, script):
+    """More than the kernels hold, for a client that does not read; and where it has got to in each choice."""
+    gateway = await start(max_len=2048)
+    body = json.dumps({"prompt": "hello", "n": 16, "logprobs": 5, "max_tokens": 1500, "stream": True}).encode()
+    _, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    requests = await gateway.queue.wait_for("admitted", 16)
+    writer.transport.pause_reading()
+    for request in requests:
+        gateway.queue.emit(*script.events(request, [7] * 1500))
+    [job] = gateway.table.jobs()
+    holdings, counted = gateway.table.holdings, JOB_BYTES + job.prompt_bytes + 16 * CHOICE_BYTES
+    async with asyncio.timeout(20):
+        while not (job.done and holdings.total > counted + job.nbytes + 2 * 64 * 1024):
+            await asyncio.sleep(0.001)
+    assert holdings.total < counted + job.nbytes + 4 * 64 * 1024
+    writer.transport.abort()
+    async with asyncio.timeout(20):
+        while holdings.total != counted + job.nbytes:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(("n", "options"), [(1, {}), (3, {}), (3, {"logprobs": 0})])
+async def test_an_echo_counts_once_for_each_prompt_in_bytes(start, n, options):
+    gateway = await start()
+    text = "\U0001f600 \u00e9" * 5
+    task, _ = await ask(gateway, prompt=[text, "hello"], echo=True, n=n, **options)
+    prompts = [gateway.ids(text), gateway.ids("hello")]
+    scores = sum(8 * len(ids) + 12 for ids in prompts) if options else 0  # of the first token there is none yet
+    expected = JOB_BYTES + 2 * n * CHOICE_BYTES + sum(4 * len(ids) for ids in prompts) + 35 + 5 + scores
+    assert gateway.table.holdings.total == expected
+    task.cancel()
+
+
+async def test_prompts_are_repeated_up_to_a_bound(start, script, monkeypatch):
+    monkeypatch.setattr("services.gateway.intake._MOST_ECHO_BYTES", 12)
+    gateway = await start()
+    gateway.queue.answer = lambda request: script.events(request, [7])
+    body = {"prompt": [gateway.ids("hello"), gateway.ids("hello")], "echo": True}
+    assert (await gateway.http.post("/v1/completions", json=body)).status_code == 200
+    body["prompt"].append(gateway.ids("you"))
+    refused = await gateway.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+    gc.collect()
+    assert gateway.table.holdings.total < 2 * JOB_BYTES + 3 * CHOICE_BYTES, "what was lent is given back"
+
+
 async def test_an_answer_too_much_ends_with_a_typed_error_and_others_go_on(start, script):
     gateway = await start(answer_bytes=40_000)
     small, modest = await ask(gateway)
@@ -113,6 +191,6 @@ async def test_a_full_gateway_says_so_before_it_queues(start):
     gateway = await start(answer_bytes=7_000)
     first, _ = await ask(gateway)
     answer = await gateway.http.post("/v1/completions", json=BODY)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "work_limit_exceeded")
     assert 1 <= int(answer.headers["retry-after"]) <= 120
     first.cancel()

@@ -106,6 +106,7 @@ def emulate(gateway: Any, script: Any) -> None:
 CASES = [
     ("/v1/completions", {"prompt": "hello", "logprobs": 3, "return_token_ids": True, "echo": True}),
     ("/v1/completions", {"prompt": ["hello", "the fox"], "n": 2}),
+    ("/v1/completions", {"prompt": ["h\u00e9llo \U0001f600\n" * 9, "the fox"], "echo": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}),
 ]
 
@@ -117,6 +118,7 @@ async def test_a_whole_answer_is_the_same_in_small_pieces(start, script, monkeyp
     wanted = await gateway.http.post(path, json={**body, "max_tokens": 900})
     assert wanted.status_code == 200
     monkeypatch.setattr(openai_format, "PIECE_RECORDS", 7)
+    monkeypatch.setattr(openai_format, "PIECE_BYTES", 10)
     monkeypatch.setattr(openai_format, "TAKE_BYTES", 64)
     monkeypatch.setattr("services.gateway.stream.TAKE_BYTES", 64)
     pieces = await gateway.http.post(path, json={**body, "max_tokens": 900})
@@ -124,6 +126,23 @@ async def test_a_whole_answer_is_the_same_in_small_pieces(start, script, monkeyp
     assert pieces.headers["content-type"] == "application/json"
     one, other = wanted.json(), pieces.json()
     assert other | {"id": one["id"], "created": one["created"]} == one
+
+
+async def test_a_long_echo_goes_out_in_pieces(start, script, monkeypatch):
+    gateway = await start(max_len=4096)
+    emulate(gateway, script)
+    taken: list[bytes] = []
+
+    def noted(pieces: Any) -> bytes:
+        taken.extend(found := list(pieces))
+        return b"".join(found)
+
+    monkeypatch.setattr("services.gateway.stream._joined", noted)
+    monkeypatch.setattr(openai_format, "PIECE_BYTES", 100)
+    monkeypatch.setattr(openai_format, "TAKE_BYTES", 200)
+    answer = await gateway.http.post("/v1/completions", json={"prompt": "a" * 3000, "echo": True, "max_tokens": 900})
+    assert answer.json()["choices"][0]["text"] == "a" * 3000 + TEXT
+    assert max(map(len, taken)) < 300
 
 
 async def events(gateway: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
