@@ -47,6 +47,8 @@ class QueueLimits:
     idempotency_s: float = 3600.0
     max_idempotency_keys: int = 10_000
     """Bound keys of one tenant; over it the one that would end first is forgotten."""
+    max_all_idempotency_keys: int = 100_000
+    """Those of all tenants together: about 80 MB."""
     stream_entries: int = 16_384
     """Entries kept in a result stream or an inbox that nobody reads."""
     stream_bytes: int = 32 * 1024 * 1024

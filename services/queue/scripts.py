@@ -129,6 +129,7 @@ def pack_limits(limits: QueueLimits) -> bytes:
             "stream_bytes": limits.stream_bytes,
             "dead_bytes": limits.dead_letter_bytes,
             "max_keys": limits.max_idempotency_keys,
+            "max_all_keys": limits.max_all_idempotency_keys,
             "head_bytes": HEAD_TOKENS * ID_BYTES,
             "wire": WIRE,
             "oldest_wire": OLDEST_WIRE,

@@ -220,6 +220,19 @@ async def test_a_tenant_keeps_its_newest_keys(bench):
         await admit_keyed(bench, key("key4", "another body", "newer", 1))
 
 
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_all_idempotency_keys=3)])
+async def test_all_tenants_together_keep_the_newest_keys(bench):
+    for number in range(5):
+        await admit_keyed(bench, key("key", "body", f"base{number}", number), tenant=f"t:{number}")
+        await asyncio.sleep(0.002)
+    kept = await bench.redis.keys(f"{bench.keys.prefix}idem_of:*")
+    assert sorted(name[-3:] for name in kept) == [b"t:2", b"t:3", b"t:4"]
+    assert await bench.redis.zcard(f"{bench.keys.prefix}idem:all") == 3
+    await admit_keyed(bench, key("key", "another body", "new", 1), tenant="t:1")  # forgotten
+    with pytest.raises(Conflict):
+        await admit_keyed(bench, key("key", "another body", "newer", 1), tenant="t:4")
+
+
 @pytest.mark.parametrize("queue_limits", [QueueLimits(idempotency_s=0.05)])
 async def test_an_idempotency_key_is_forgotten(bench):
     await admit_keyed(bench, key("key", "body", "base1", 11))

@@ -1,5 +1,6 @@
 -- Library (needs base): Idempotency-Keys, each bound to a job's base id and seed when that is admitted.
--- idem:<tenant>:<hash of the key> is the binding, idem_of:<tenant> the tenant's bindings by the time at which they end.
+-- idem:<tenant>:<hash of the key> is the binding, idem_of:<tenant> the tenant's bindings by the time at which they end,
+-- idem:all those of all tenants.
 
 -- {'key', fingerprint, base id, seed, former owner} of a key that is bound, or nil. Where fingerprints agree, owner owns
 -- it from now on.
@@ -11,7 +12,19 @@ local function binding(suffix, owner, fingerprint)
   return { 'key', v[1], v[2], v[3], v[4] }
 end
 
--- Of a tenant that has more than C.max_keys of them, those go that would end first.
+-- Of more than most bindings in an index those go that would end first, not all in one call where the bound was lowered.
+local function forget(index, most)
+  local excess = math.min(redis.call('ZCARD', index) - most, 100)
+  if excess <= 0 then return end
+  local popped = redis.call('ZPOPMIN', index, excess) -- binding, time, binding, time ...
+  for k = 1, #popped, 2 do
+    redis.call('DEL', P .. 'idem:' .. popped[k])
+    redis.call('ZREM', P .. 'idem:all', popped[k])
+    redis.call('ZREM', P .. 'idem_of:' .. string.match(popped[k], '^(.*):'), popped[k])
+  end
+end
+
+-- All tenants together have C.max_all_keys of them, each C.max_keys of these at most.
 local function bind(tenant, suffix, owner, fingerprint, base, seed)
   local key, index = P .. 'idem:' .. suffix, P .. 'idem_of:' .. tenant
   redis.call('HSET', key, 'fingerprint', fingerprint, 'base', base, 'seed', seed, 'owner', owner, 'created', NOW,
@@ -19,9 +32,8 @@ local function bind(tenant, suffix, owner, fingerprint, base, seed)
   redis.call('PEXPIRE', key, C.idem_ms)
   redis.call('ZREMRANGEBYSCORE', index, '-inf', NOW)
   redis.call('ZADD', index, NOW + C.idem_ms, suffix)
-  redis.call('PEXPIRE', index, C.idem_ms)
-  local excess = redis.call('ZCARD', index) - C.max_keys
-  if excess > 0 then
-    for _, old in ipairs(redis.call('ZPOPMIN', index, excess)) do redis.call('DEL', P .. 'idem:' .. old) end
-  end
+  redis.call('ZADD', P .. 'idem:all', NOW + C.idem_ms, suffix)
+  for _, each in ipairs({ index, P .. 'idem:all' }) do redis.call('PEXPIRE', each, C.idem_ms) end
+  forget(index, C.max_keys)
+  forget(P .. 'idem:all', C.max_all_keys)
 end
