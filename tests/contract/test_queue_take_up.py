@@ -144,14 +144,20 @@ async def come_back(bench, requests, limits: TenantLimits) -> None:
 
 
 async def test_who_comes_back_for_what_ended_is_charged_for_each_sequence(bench):
-    limits = TenantLimits(requests_per_minute=6, burst=5)
+    limits = TenantLimits(requests_per_minute=6, burst=8)
     batch = [bench.request() for _ in range(3)]
     await bench.gateway.charge("t", limits)
-    await bench.gateway.admit(batch, timeout_s=60, tenant_limits=limits)  # 3 of 5
+    await bench.gateway.admit(batch, timeout_s=60, tenant_limits=limits)  # 3 of 8
+    await bench.gateway.cancel([request.id for request in batch])
+    await come_back(bench, batch, limits)  # 6 of 8
+    assert await bench.depth() == (3, 36)
     await bench.gateway.cancel([request.id for request in batch])
     with pytest.raises(RateLimited):
         await come_back(bench, batch, limits)
-    assert await bench.depth() == (2, 24)  # 5 of 5
+    assert await bench.depth() == (0, 0)  # refused whole
+    await bench.gateway.charge("t", limits)  # and charged as it came alone
+    with pytest.raises(RateLimited):
+        await bench.gateway.charge("t", limits)
 
 
 async def test_who_comes_back_for_what_lives_is_charged_once(bench):

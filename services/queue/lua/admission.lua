@@ -75,25 +75,27 @@ local function refuse_concurrency(tenant, requests, limit, to_come)
 end
 
 -- Generic cell rate algorithm: rate:<tenant> is the time at which the allowance will be whole again. A request of more
--- sequences than the burst passes when it is whole, but for the one that charge.lua took when the request came.
-local function refuse_rate(tenant, more, interval_ms, burst, most)
+-- sequences than the burst passes when it is whole, but for the one that charge.lua took when the request came. later:
+-- so many will be charged by calls that follow, for which there has to be room.
+local function refuse_rate(tenant, more, interval_ms, burst, most, later)
   local key = P .. 'rate:' .. tenant
   local whole = math.max(tonumber(redis.call('GET', key)) or NOW, NOW) + more * interval_ms
-  local wait = whole - math.max(burst, most or more) * interval_ms - NOW
+  local wait = whole + (later or 0) * interval_ms - math.max(burst, most or more) * interval_ms - NOW
   if wait > 0 then return { 'rate', wait, 0 } end
+  if more == 0 then return nil end
   redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
 end
 
 -- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. charge: {with how many its rate
--- is charged, of how many that came together}; the first of those was charged when they came.
+-- is charged, of how many that came together, with how many later}; the first of those was charged when they came.
 -- limits: concurrency (-1: none), ms between requests (0: no rate), burst. batch: of which they are ('': of none).
 local function refuse(tenant, requests, tokens, limits, batch, charge)
   local concurrency, interval_ms, burst = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
   local to_come = reserved(batch, tenant)
   local refusal = refuse_queue(requests, tokens, to_come)
   if not refusal and concurrency >= 0 then refusal = refuse_concurrency(tenant, requests, concurrency, to_come) end
-  if not refusal and interval_ms > 0 and charge[1] > 0 then
-    refusal = refuse_rate(tenant, charge[1], interval_ms, burst, charge[2])
+  if not refusal and interval_ms > 0 and charge[1] + charge[3] > 0 then
+    refusal = refuse_rate(tenant, charge[1], interval_ms, burst, charge[2], charge[3])
   end
   if refusal then refusal[2] = math.ceil(refusal[2]) end
   return refusal

@@ -26,7 +26,7 @@ end
 if #fresh == 0 then return answer end
 if first then
   local limits, count = { ARGV[5], ARGV[6], ARGV[7] }, #fresh + later
-  local refusal = refuse(tenant, count, tokens + later_tokens, limits, batch, { count - 1, count })
+  local refusal = refuse(tenant, count, tokens + later_tokens, limits, batch, { count - 1, count, 0 })
   if refusal then return refusal end
 end
 if later > 0 or not first then reserve(batch, later, later_tokens, tenant) end

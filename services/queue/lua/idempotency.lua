@@ -24,7 +24,7 @@ local function forget(index, most)
   end
 end
 
--- A tenant has C.max_keys of them at most, all together C.max_all_keys.
+-- All tenants together have C.max_all_keys of them, each C.max_keys of these at most.
 local function bind(tenant, suffix, owner, fingerprint, base, seed)
   local key, index = P .. 'idem:' .. suffix, P .. 'idem_of:' .. tenant
   redis.call('HSET', key, 'fingerprint', fingerprint, 'base', base, 'seed', seed, 'owner', owner, 'created', NOW,

@@ -9,7 +9,8 @@ local reply_to, deadline = ARGV[3], NOW + tonumber(ARGV[4])
 if lacks_prompt(ARGV[13], ARGV[14]) then return { 'prompt' } end
 local r = load_record(ARGV[2])
 if not r or r.state == 'done' then
-  local limits, charge = { ARGV[5], ARGV[6], ARGV[7] }, { math.min(tonumber(ARGV[15]), 1), tonumber(ARGV[16]) }
+  local limits, place, of = { ARGV[5], ARGV[6], ARGV[7] }, tonumber(ARGV[15]), tonumber(ARGV[16])
+  local charge = { math.min(place, 1), of, of - place - 1 } -- refused before the first, rather than in their midst
   local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), limits, '', charge)
   if refusal then return refusal end
   local attempt = r and r.attempt + 1 or 1
