@@ -163,7 +163,7 @@ class AttentionRole:
         beside = [_watch(self._watched(built)), self._load_notes(built, steps).run()]
         departure = None
         if isinstance(built.engine, LockStepEngine):
-            built.engine.has_room = lambda: worker.unpublished < settings.publish_buffer_tokens
+            built.engine.has_room = partial(worker.has_room, settings.publish_buffer_tokens, BUFFER_BYTES)
             built.engine.on_work(worker.nudge)
             departure = Departure(built.engine, stop, worker.nudge)
             beside.append(departure.follow())

@@ -144,6 +144,10 @@ class EngineThread:
         """Events computed and not yet published."""
         return self._unpublished
 
+    def backlog_below(self, tokens: int, nbytes: int) -> bool:
+        """Whether the events not yet published are fewer than ``tokens``, and take less than about ``nbytes``."""
+        return self._unpublished < tokens and self._unpublished_bytes < nbytes
+
     def _main(self) -> None:
         failure: BaseException | None = None
         try:
@@ -186,7 +190,7 @@ class EngineThread:
 
     @property
     def _has_room(self) -> bool:
-        return self._unpublished < self._buffer_tokens and self._unpublished_bytes < self._buffer_bytes
+        return self.backlog_below(self._buffer_tokens, self._buffer_bytes)
 
     def _apply(self, command: Command) -> None:
         match command:

@@ -107,6 +107,10 @@ class AttentionWorker:
         """Tokens computed and not yet in Redis."""
         return self._thread.unpublished
 
+    def has_room(self, tokens: int, nbytes: int) -> bool:
+        """For an engine that pauses by itself: whether a step may follow what is not yet in Redis."""
+        return self._thread.backlog_below(tokens, nbytes)
+
     def nudge(self) -> None:
         """Something outside gave the engine work. From any thread."""
         self._thread.nudge()

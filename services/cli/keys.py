@@ -1,4 +1,4 @@
-"""`expertmesh keys`: API keys, kept as SHA-256 in the file that the gateway reads, or in its Redis."""
+"""`expertmesh keys`: API keys and their limits, kept as SHA-256 in the file that the gateway reads, or in its Redis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.queue.connect import command, connect, queue_errors
 from services.queue.keys import DEFAULT_PRIORITY, Keys
 
 _LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
-_ACTIONS = ("create", "list", "revoke")
+_ACTIONS = ("create", "list", "limit", "revoke")
 
 
 class KeyBook(Protocol):
@@ -30,6 +30,9 @@ class KeyBook(Protocol):
     async def read(self) -> list[ApiKey]: ...
 
     async def add(self, key: ApiKey) -> None: ...
+
+    async def replace(self, key: ApiKey, by: ApiKey) -> None:
+        """Both are of the same secret."""
 
     async def remove(self, key: ApiKey) -> None: ...
 
@@ -45,6 +48,9 @@ class FileBook:
 
     async def add(self, key: ApiKey) -> None:
         self._write([*await self.read(), key])
+
+    async def replace(self, key: ApiKey, by: ApiKey) -> None:
+        self._write([by if kept == key else kept for kept in await self.read()])
 
     async def remove(self, key: ApiKey) -> None:
         self._write([kept for kept in await self.read() if kept != key])
@@ -75,6 +81,9 @@ class RedisBook:
         with queue_errors():
             await self._redis.hset(self._name, key.sha256, msgspec.json.encode(key))
 
+    async def replace(self, key: ApiKey, by: ApiKey) -> None:  # noqa: ARG002
+        await self.add(by)
+
     async def remove(self, key: ApiKey) -> None:
         with queue_errors():
             await self._redis.hdel(self._name, key.sha256)
@@ -96,10 +105,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser("expertmesh keys", "Create, list or revoke API keys. Only their hashes are stored.")
+    parser = OptionParser("expertmesh keys", "Create, list, limit or revoke API keys. Only their hashes are stored.")
     parser.add_argument("action", choices=_ACTIONS)
     parser.add_argument("name", nargs="?", help="name of the key: the tenant that fairness, limits and metrics see")
-    limits = parser.add_argument_group("limits of a new key")
+    limits = parser.add_argument_group("limits of a new key, or with `limit` of one that there is")
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
     limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once before the rate applies")
     limits.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: unlimited)")
@@ -135,6 +144,8 @@ async def _act(action: str, name: str, given: dict[str, Any], book: KeyBook) -> 
         await _list(book)
     elif action == "create":
         await _create(name, given, book)
+    elif action == "limit":
+        await _limit(name, given, book)
     else:
         await _revoke(name, book)
 
@@ -143,32 +154,56 @@ async def _create(name: str, given: dict[str, Any], book: KeyBook) -> None:
     if any(key.name == name for key in await book.read()):
         raise ConfigError(f"There is a key named {name!r} already.", hint="Revoke it first, or choose another name.")
     secret = f"em-{secrets.token_urlsafe(32)}"
-    limits = {limit: given[limit] for limit in _LIMITS if given[limit] is not None}
+    await book.add(_key({"name": name, "sha256": digest(secret), **_limits(given)}))
+    print(secret)
+
+
+def _limits(given: dict[str, Any]) -> dict[str, Any]:
+    return {limit: given[limit] for limit in _LIMITS if given[limit] is not None}
+
+
+def _key(fields: dict[str, Any]) -> ApiKey:
     try:
-        key = msgspec.convert({"name": name, "sha256": digest(secret), **limits}, ApiKey)
+        return msgspec.convert(fields, ApiKey)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{error}.", hint="Names are letters, digits, '.', '_' and '-'; limits are above 0."
         ) from error
-    await book.add(key)
-    print(secret)
 
 
 async def _list(book: KeyBook) -> None:
     for key in sorted(await book.read(), key=lambda key: key.name):
-        values = {limit: getattr(key, limit) for limit in _LIMITS}
-        limits = [f"{limit}={value}" for limit, value in values.items() if value is not None]
-        print("  ".join([key.name, key.sha256[:12], *limits]))
+        print(_row(key))
+
+
+def _row(key: ApiKey) -> str:
+    values = {limit: getattr(key, limit) for limit in _LIMITS}
+    limits = [f"{limit}={value}" for limit, value in values.items() if value is not None]
+    return "  ".join([key.name, key.sha256[:12], *limits])
+
+
+async def _limit(name: str, given: dict[str, Any], book: KeyBook) -> None:
+    """Sets the limits that are given; the others and the secret stay."""
+    if not _limits(given):
+        raise ConfigError("No limit is given.", hint=f"For example: expertmesh keys limit {name} --priority 5")
+    for key in await _found(name, book):
+        limited = _key({**msgspec.structs.asdict(key), **_limits(given)})
+        await book.replace(key, limited)
+        print(_row(limited))
 
 
 async def _revoke(name: str, book: KeyBook) -> None:
+    for key in await _found(name, book):
+        await book.remove(key)
+        print(f"revoked {key.name} {key.sha256[:12]}")
+
+
+async def _found(name: str, book: KeyBook) -> list[ApiKey]:
     """By name, or by the start of the hash that `list` shows."""
     found = [key for key in await book.read() if key.name == name or (len(name) >= 8 and key.sha256.startswith(name))]
     if not found:
         raise ConfigError(f"There is no key {name!r}.", hint="See `expertmesh keys list`.")
-    for key in found:
-        await book.remove(key)
-        print(f"revoked {key.name} {key.sha256[:12]}")
+    return found
 
 
 def _fields(key: ApiKey) -> dict[str, object]:

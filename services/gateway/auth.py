@@ -46,6 +46,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=PRIORITIES[0], le=PRIORITIES[-1])] = DEFAULT_PRIORITY
 
+    @property
+    def urgent(self) -> bool:
+        """Whether it may pass by those who were granted nothing."""
+        return self.priority < DEFAULT_PRIORITY
+
 
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[ApiKey]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,7 +16,9 @@ from redis.asyncio import Redis
 from services.errors import ConfigError, Unauthorized
 from services.gateway.auth import ApiKey, parse_keys, read_key_file
 from services.queue.connect import command
+from services.queue.keys import DEFAULT_PRIORITY
 
+log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 _REMEMBERED_S = 5.0
 _AT_ONCE = 256
@@ -50,6 +53,8 @@ class FileKeys:
         self._usable = True
         self._following = asyncio.Lock()
         tell(1)
+        if urgent := sum(key.urgent for key in self._keys.values()):
+            log.info("%d API keys may pass others by (priority below %d)", urgent, DEFAULT_PRIORITY)
 
     async def find(self, sha256: str) -> ApiKey | None:
         await self.usable()
@@ -167,6 +172,8 @@ class RedisKeys:
 
     def _remember(self, sha256: str, key: ApiKey | None) -> None:
         if key is not None:
+            if key.urgent and sha256 not in self._known:
+                log.info("API key %s may pass others by (priority %d)", key.name, key.priority)
             self._known[sha256] = (self._clock() + _REMEMBERED_S, key)
         else:
             self._known.pop(sha256, None)

@@ -67,6 +67,8 @@ class ResultFollower:
         self._last_id = FIRST_ID
         self._survey_due = clock()
         self._poked_at = clock()
+        self._beaten_at = clock()
+        self._lapsed = False  # whether this gateway was taken for dead since the last survey that left no doubt
         self._doubts: set[tuple[str, RequestState]] = set()  # what the last survey saw and the stream may explain
         self._gathered: dict[str, int] = {}  # cancels that go with the next turn of the loop
         self._unsent: dict[str, int] = {}  # those that Redis has not heard
@@ -139,7 +141,7 @@ class ResultFollower:
         """Every quarter of a lease: the heartbeat, a look at the workers, and what time itself brings about."""
         while True:
             try:
-                await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
+                await self._heartbeat()
                 self.workers = await self._queue.look()
                 await self._restate()
                 if self.up and self._clock() > self._survey_due:
@@ -151,6 +153,12 @@ class ResultFollower:
             self._keep_alive()
             await asyncio.sleep(min(self._lease_s / 4, 1.0))
 
+    async def _heartbeat(self) -> None:
+        await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
+        now = self._clock()
+        self._lapsed = self._lapsed or now - self._beaten_at > self._own_lease_s
+        self._beaten_at = now
+
     async def _restate(self) -> None:
         """Where members of an earlier release came, say by a rollback: what waits is written as they read it."""
         sequences = ((choice.request, choice.prompt) for _, choice in self._table.waiting())
@@ -159,7 +167,7 @@ class ResultFollower:
 
     async def _return(self) -> None:
         """Redis answers (again): renew the lease, read everything that is there, then compare notes."""
-        await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
+        await self._heartbeat()
         before = None
         while before != self._last_id:
             before = self._last_id
@@ -191,12 +199,15 @@ class ResultFollower:
                 self._doubts.add((key, state))  # its end may be in the stream, not read yet
             else:
                 self._repair(job, choice, state, attempt)
+        self._lapsed = self._lapsed and bool(self._doubts)
         leases = _SECOND_LOOK_LEASES if self._doubts else _SURVEY_LEASES
         self._survey_due = self._clock() + leases * self._lease_s
 
     def _repair(self, job: Job, choice: Choice, state: RequestState, attempt: int) -> None:
         mine = choice.request.attempt
-        if state == "moved":  # a take-up would have ended it here: Redis forgot that its client came to this gateway
+        if state == "moved" and self._lapsed:  # its end here was told to nobody, for this gateway was taken for dead
+            self.fail(job, Unavailable("The request went on at another server, where its client asked again."))
+        elif state == "moved":  # a take-up would have ended it here: Redis forgot that its client came to this gateway
             self._spawn(self._resync(job, choice, retake=True))
         elif state == "done" or (choice.recovering and state not in ("missing", "lost")):
             self._spawn(self._resync(job, choice))

@@ -51,6 +51,35 @@ def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == ""
 
 
+def test_limits_of_a_key_are_changed_and_its_secret_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of keys that an earlier release wrote: it granted priority 0 to each."""
+    file = tmp_path / "keys.yaml"
+    at = ["--api-keys-file", str(file)]
+    secret = _create(capsys, "old", *at, "--priority", "0", "--burst", "2")
+    _create(capsys, "other", *at)
+    assert main(["keys", "limit", "old", *at, "--priority", "5"]) == 0
+    assert capsys.readouterr().out.strip().endswith("burst=2  priority=5")
+    caller = asyncio.run(Authenticator(FileKeys(file, warn=print)).identify(f"Bearer {secret}"))
+    assert (caller.tenant, caller.most_urgent) == ("old", 5)
+    assert main(["keys", "list", *at]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_the_gateway_says_how_many_keys_of_a_file_may_pass_others_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    file = tmp_path / "keys.yaml"
+    at = ["--api-keys-file", str(file)]
+    _create(capsys, "plain", *at)
+    FileKeys(file, warn=print)
+    assert "pass others by" not in caplog.text
+    _create(capsys, "first", *at, "--priority", "0")
+    _create(capsys, "second", *at, "--priority", "4")
+    FileKeys(file, warn=print)
+    assert "2 API keys may pass others by" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -58,6 +87,9 @@ def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["create", "no spaces"], "Names are letters"),
         (["create", "eve", "--burst", "0"], "limits are above 0"),
         (["create"], "needs a name"),
+        (["limit", "alice"], "No limit is given"),
+        (["limit", "bob", "--priority", "5"], "There is no key 'bob'"),
+        (["limit", "alice", "--priority", "10"], "limits are above 0"),
         (["revoke", "mallory"], "There is no key 'mallory'."),
         (["list", "x"], "`keys list` takes no name."),
         (["destroy"], "invalid choice: 'destroy'"),
@@ -87,11 +119,18 @@ def test_some_place_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--api-keys-file FILE or --redis-url URL" in capsys.readouterr().err
 
 
-async def test_keys_in_redis_are_those_the_gateway_reads(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_keys_in_redis_are_those_the_gateway_reads(
+    redis_url: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     secret = await asyncio.to_thread(_create, capsys, "carol", "--redis-url", redis_url, "--burst", "4")
     redis = Redis.from_url(redis_url)
     store = Authenticator(RedisKeys(redis, _name()))
     assert (await store.identify(f"Bearer {secret}")).tenant == "carol"
+    caplog.set_level("INFO")
+    assert await asyncio.to_thread(keys, ["limit", "carol", "--redis-url", redis_url, "--priority", "1"]) == 0
+    found = [await Authenticator(RedisKeys(redis, _name())).identify(f"Bearer {secret}") for _ in range(2)]
+    assert [(caller.tenant, caller.most_urgent) for caller in found] == [("carol", 1)] * 2
+    assert "API key carol may pass others by (priority 1)" in caplog.text
     assert await asyncio.to_thread(keys, ["revoke", "carol", "--redis-url", redis_url]) == 0
     assert await redis.hlen(_name()) == 0
     await redis.aclose()

@@ -380,6 +380,7 @@ async def _running(
     body_room: int = 64 << 20,
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
+    own_lease_s: float = 60.0,
     max_len: int = 256,
     drain_s: float = 0.2,
 ) -> AsyncIterator[Harness]:
@@ -388,7 +389,7 @@ async def _running(
     offload, holdings = Offload(metrics), Holdings(answer_bytes)
     table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), holdings)
     follower = ResultFollower(
-        queue, table, metrics, lease_s=lease_s, own_lease_s=lease_s, request_timeout_s=request_timeout_s
+        queue, table, metrics, lease_s=lease_s, own_lease_s=own_lease_s, request_timeout_s=request_timeout_s
     )
     model = ServedModel(
         name="tiny",

@@ -236,6 +236,16 @@ async def test_a_request_that_redis_gave_back_to_its_former_gateway_is_taken_aga
     assert await text_of(task) == "over the dog"
 
 
+async def test_a_request_that_moved_while_this_gateway_was_taken_for_dead_stays_where_its_client_is(start, script):
+    """Then nobody told it that a client had come back elsewhere."""
+    gateway = await start(lease_s=0.04, own_lease_s=0.0)  # which has lapsed at each heartbeat
+    task, request = await ask(gateway)
+    gateway.queue.emit(*script.events(request, gateway.ids("over"), finish=None))
+    gateway.queue.survey_answer = {request.id: ("moved", 1)}
+    assert (await task).status_code == 503
+    assert (gateway.queue.retaken, gateway.queue.resubmitted) == ([], [])
+
+
 async def test_a_request_that_another_gateway_took_ends_with_an_error_not_an_empty_answer(gateway, script):
     task, request = await ask(gateway)
     gateway.queue.gone = True

@@ -229,6 +229,18 @@ def test_the_engine_pauses_when_what_waits_takes_too_much_memory() -> None:
     rig.thread.stop()
 
 
+def test_an_engine_that_pauses_by_itself_can_see_how_many_wait_and_what_they_take() -> None:
+    """As among ranks in lock-step, where the thread must not pause: the engine goes on serving the others' rows."""
+    rig = Rig(buffer_tokens=1 << 62, buffer_bytes=1 << 62)
+    rig.thread.send(Add(request("a", max_tokens=10)))
+    wait_for(lambda: rig.thread.unpublished == 10)
+    bounds = [(11, 11 * EVENT_BYTES), (10, 11 * EVENT_BYTES), (11, 10 * EVENT_BYTES)]
+    assert [rig.thread.backlog_below(*each) for each in bounds] == [True, False, False]
+    rig.collect(1)
+    assert [rig.thread.backlog_below(*each) for each in bounds] == [True, True, True]
+    rig.thread.stop()
+
+
 def test_log_probabilities_count_by_their_number() -> None:
     top = [(number, -1.0) for number in range(20)]
     plain = TokenEvent(request_id="r", attempt=1, index=0, token_id=1)
