@@ -45,7 +45,7 @@ class Bounds:
     least_rate: float = 64.0 * _KIB
     """Bytes per second that a client sends and reads at, beyond ``body_s`` and ``stall_s``."""
     framing_bytes: int = 64 * _KIB
-    """Chunk headers, their extensions and trailers, beyond as many bytes as the body itself has."""
+    """Chunk headers, their extensions and trailers, beyond an eighth of the bytes that the body itself has."""
     rest_bytes: int = 64 * 1024 * _KIB
     """Of a body that nobody reads: it was answered before it came."""
     ahead_bytes: int = 16 * _KIB
