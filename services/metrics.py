@@ -105,7 +105,9 @@ class GatewayMetrics:
         )
         self.http_in_flight = gauge("gateway_posts_in_flight", "POST requests from their key to their answer's end.")
         self.body_bytes = gauge("gateway_body_bytes", "Bytes of larger bodies that are read or wait for their tokens.")
-        self.keys_usable = gauge("gateway_keys_usable", "0 while the file of API keys is gone: all are refused.")
+        self.keys_usable = gauge(
+            "gateway_keys_usable", "0 while the file of API keys is gone (all are refused) or broken."
+        )
         self.refused = counter("gateway_refused_total", "Connections and requests refused at the door.", "reason")
         self.turns_waiting = gauge("gateway_turns_waiting", "Requests that have come and wait for their turn to begin.")
         self.offload_waiting = gauge("gateway_offload_waiting", "Pieces of heavy work that wait for a thread.", "lane")

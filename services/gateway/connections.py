@@ -6,6 +6,7 @@ In: what each connection waits for. Out: refusals of those that take too long, a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,9 @@ from services.gateway.refusals import Refusals
 from services.metrics import GatewayMetrics
 
 _KIB = 1024
+_ENDED_AT_ONCE = 256
+"""Waits that end in one turn of the event loop, in some milliseconds: ten thousand would hold up every stream for most
+of a second."""
 _CANDIDATES = 16
 """Oldest ones that are asked whether something of theirs is still unread, before a newcomer is turned away."""
 
@@ -41,7 +45,7 @@ class Bounds:
     least_rate: float = 64.0 * _KIB
     """Bytes per second that a client sends and reads at, beyond ``body_s`` and ``stall_s``."""
     framing_bytes: int = 64 * _KIB
-    """Chunk headers, their extensions and trailers, beyond as many bytes as the body itself has."""
+    """Chunk headers, their extensions and trailers, beyond an eighth of the bytes that the body itself has."""
     rest_bytes: int = 64 * 1024 * _KIB
     """Of a body that nobody reads: it was answered before it came."""
     ahead_bytes: int = 16 * _KIB
@@ -156,23 +160,27 @@ class Connections:
 
     async def watch(self) -> None:
         """Until cancelled."""
+        pause_s = self.bounds.look_s
         while True:
-            await asyncio.sleep(self.bounds.look_s)
-            self.look()
+            await asyncio.sleep(pause_s)
+            pause_s = 0.0 if self.look() else self.bounds.look_s
 
-    def look(self) -> None:
-        """Ends the waits that are over."""
+    def look(self) -> bool:
+        """Ends waits that are over; whether there are more of them."""
         now = self.time.tick()
-        for wait, guests in self._waits.items():
-            for guest in [guest for guest, due in guests.items() if due <= now]:
-                if guest not in guests:
-                    continue  # another one's end was its own
-                if self._excused(guest, wait):
-                    guests[guest] = now + self.bounds.look_s
-                else:
-                    del guests[guest]
-                    guest.expire(wait)
+        over = [(guest, wait) for wait, guests in self._waits.items() for guest, due in guests.items() if due <= now]
+        for guest, wait in over[:_ENDED_AT_ONCE]:
+            if self._waits[wait].get(guest, math.inf) <= now:  # else another one's end was its own
+                self._end(guest, wait, now)
         self._tell()
+        return len(over) > _ENDED_AT_ONCE
+
+    def _end(self, guest: Guest, wait: Wait, now: float) -> None:
+        if self._excused(guest, wait):
+            self._waits[wait][guest] = now + self.bounds.look_s
+        else:
+            del self._waits[wait][guest]
+            guest.expire(wait)
 
     def _excused(self, guest: Guest, wait: Wait) -> bool:
         """What has come and is not read was in time; it is read before the next look."""

@@ -1,4 +1,4 @@
-"""Whether a text may fit into the context, found out without tokenizing much more than fits."""
+"""Whether a text may fit into the context, found out without tokenizing much more than fits, or for long."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from services.gateway.tokenizer import TextCodec
 _PIECE_CHARS = 128 * 1024
 """What is not longer is tokenized as it is. Tokenizing takes up to 0.4 KB for each character while it lasts (digits;
 0.08 for prose), so this is 50 MB at most."""
+_MOST_CHARS = 1024 * 1024
+_MOST_CHARS_A_TOKEN = 8
+"""A longer text is not tokenized at all, though it may fit: that takes 0.6 us and up to 0.15 KB for each character, and
+nobody else's long text is tokenized meanwhile. Of prose and code a token has three to five characters; texts with more
+than eight are white space, or one thing over and over."""
 _SAMPLES = 16
 _SAMPLE_CHARS = 1024
 _SURELY = 0.9
@@ -44,6 +49,7 @@ class Fits:
     def check(self, text: str, param: str) -> None:
         """Raises ContextLengthExceeded, naming ``param``, where ``text`` cannot fit. Takes as long as tokenizing so
         much of it as fits, or a sample of it: never on the event loop, unless the text is short."""
+        self._refuse_long(text, param)
         if self._knows_all:
             self._refuse(len(text) // self._codec.longest_token, param)
         if self.short(text) or self._estimate(text) <= _SURELY * self._most():
@@ -60,6 +66,15 @@ class Fits:
 
     def _count(self, text: str) -> int:
         return len(self._codec.encode(text, add_special_tokens=False))
+
+    def _refuse_long(self, text: str, param: str) -> None:
+        most = max(_MOST_CHARS, _MOST_CHARS_A_TOKEN * self._most())
+        if len(text) > most:
+            raise ContextLengthExceeded(
+                f"The prompt has {len(text)} characters; {most} are the most with this context.",
+                hint="Shorten it, or send token ids.",
+                param=param,
+            )
 
     def _refuse(self, fewest: int, param: str) -> None:
         most = self._most()

@@ -21,6 +21,8 @@ from services.queue.keys import DEFAULT_PRIORITY
 log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 _REMEMBERED_S = 5.0
+_UNREAD = (-1, -1, -1, -1)
+"""The stamp of no file: it is tried again at the next request."""
 _AT_ONCE = 256
 """Keys in one command, which takes Redis less than a millisecond."""
 
@@ -28,8 +30,8 @@ _AT_ONCE = 256
 class FileKeys:
     """Keys of a file. A change is seen at the next request; a broken change keeps the keys that were.
 
-    A file that is gone or empty for ``grace_s`` has no keys: who deletes it means to shut everybody out. Before that it
-    may be an editor's save; a Secret that Kubernetes swaps is never gone.
+    A file that is gone, empty or unreadable for ``grace_s`` has no keys: who deletes it means to shut everybody out.
+    Before that it may be an editor's save; a Secret that Kubernetes swaps is never gone.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class FileKeys:
         grace_s: float = _GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` hears 1 while the file is usable, else 0. Raises ConfigError where it is unusable now."""
+        """``tell`` hears 1 while the file is as it should be, else 0. Raises ConfigError where it is unusable now."""
         self._path = path
         self._warn = warn
         self._tell = tell
@@ -64,51 +66,57 @@ class FileKeys:
         return self._keys.get(sha256)
 
     async def usable(self) -> bool:
-        """Whether the file is there; its keys are those of now."""
+        """Whether there are keys: those of the file now, or, where it is broken, those it had before."""
         stamp = self._look()
         if stamp != self._stamp:
             async with self._following:
                 if stamp != self._stamp:
-                    await self._reload()
-                    self._stamp = stamp
+                    self._stamp = stamp if await self._reload() else _UNREAD
         if self._gone_at is not None and self._usable and self._clock() - self._gone_at >= self._grace_s:
             self._keys = {}
             self._set_usable(False)
-            self._warn(f"{self._path} is gone or empty: all API keys are refused until it is back")
+            self._warn(f"{self._path} is gone or empty, or cannot be read: all API keys are refused until it is back")
         return self._usable
 
-    async def _reload(self) -> None:
+    async def _reload(self) -> bool:
+        """Whether that is all that the file says."""
         try:
             keys = await asyncio.to_thread(self._read)  # thousands of keys take a second to parse
-        except ConfigError as error:
-            self._gone_at = None
+        except ConfigError as error:  # one that was gone before stays so: a broken file brings no keys back
             self._warn(error.message)
-            return
+            self._tell(0)
+            return True
+        except OSError:
+            self._miss()
+            return False
         if keys is None:
-            self._gone_at = self._clock()
-            return
+            self._miss()
+            return True
         self._gone_at, self._keys = None, keys
         self._set_usable(True)
+        return True
+
+    def _miss(self) -> None:
+        if self._gone_at is None:
+            self._gone_at = self._clock()
 
     def _read(self) -> Mapping[str, ApiKey] | None:
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}.") from error
         return parse_keys(self._path, content) if content.strip() else None
 
     def _set_usable(self, usable: bool) -> None:
         self._usable = usable
         self._tell(float(usable))
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _look(self) -> tuple[int, int, int, int] | None:
         try:
             stat = self._path.stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # the second, for its mode
 
 
 class RedisKeys:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 _MAX_ID = 128
+_LOGGED_PATH = 512  # characters; a path may have 64 Ki of them
 _QUIET = ("/health", "/ready", "/accepting", "/metrics")
 _UNTIL_ANSWERED = "expertmesh.until_answered"
 _FULL_RETRY_S = 2.0
@@ -87,7 +88,7 @@ class RequestContext:
         self._metrics.http_requests.labels(route, str(status or 499)).inc()
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
         if log.isEnabledFor(level):
-            extra = {"method": scope["method"], "path": scope["path"], "status": status or 499}
+            extra = {"method": scope["method"], "path": scope["path"][:_LOGGED_PATH], "status": status or 499}
             log.log(level, "request", extra=extra | {"ms": round(seconds * 1e3, 1)})
 
 

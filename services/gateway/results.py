@@ -29,6 +29,7 @@ _LONGEST_RETRY_S = 1.0
 _SURVEY_LEASES = 2.0
 _SECOND_LOOK_LEASES = 0.5  # where a survey left a doubt
 _KEEPALIVE_S = 15.0
+_POKED_AT_ONCE = 256  # streams that are woken in one turn of the event loop
 Cancels = Mapping[str, int]
 
 
@@ -150,7 +151,7 @@ class ResultFollower:
                 self._away(error)
             self._on_beat()
             self._expire()
-            self._keep_alive()
+            await self._keep_alive()
             await asyncio.sleep(min(self._lease_s / 4, 1.0))
 
     async def _heartbeat(self) -> None:
@@ -261,12 +262,14 @@ class ResultFollower:
             if now - max(job.arrived, choice.last_at or 0.0) > self._patience_s:
                 self.fail(job, DeadlineExceeded("No token came within the request timeout.", hint="Try again later."))
 
-    def _keep_alive(self) -> None:
+    async def _keep_alive(self) -> None:
         """Wakes idle streams, so that they send a comment and no proxy takes them for dead."""
         if self._clock() - self._poked_at > _KEEPALIVE_S:
             self._poked_at = self._clock()
-            for job in self._table.jobs():
+            for number, job in enumerate(self._table.jobs(), 1):
                 job.poke()
+                if number % _POKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs ``work`` beside the follower. If Redis is away it is lost, and the survey at its return repeats it."""

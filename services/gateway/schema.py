@@ -6,6 +6,7 @@ nothing (:data:`NO_OPS`): a parameter that would be ignored is never accepted.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,8 @@ NO_OPS: dict[str, tuple[object, ...]] = {
 """Parameters of OpenAI's API and its relatives that are not implemented, with the values that change nothing."""
 
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
+TokenIds = Sequence[TokenId]
+"""Of any number; the parser makes an array of them."""
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_SEQUENCES)]
@@ -64,7 +67,7 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def canonical(self) -> bytes:
         """What was asked for: equal for bodies that differ in the order of their fields or in explicit nulls."""
-        return msgspec.json.encode(self, order="deterministic")
+        return msgspec.json.encode(self, enc_hook=array.tolist, order="deterministic")  # ids are in arrays
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
@@ -131,7 +134,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     ] = None
 
     @property
-    def prompts(self) -> Sequence[str | list[int]]:
+    def prompts(self) -> Sequence[str | array[int]]:
         """The prompts, each a text or token ids, however the client wrote them."""
         prompt = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
@@ -194,4 +197,4 @@ class DetokenizeBody(Body, frozen=True, kw_only=True):
     """Body of ``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -61,7 +61,7 @@ class TokenizerRoutes:
             prompt = await self._prompts.of_messages(
                 body.messages, body.add_generation_prompt, None, body.parse_special_tokens, tenant
             )
-            return prompt.token_ids
+            return prompt.token_ids.tolist()
         return await self._prompts.encode(
             body.prompt or "", tenant, add_special_tokens=body.add_special_tokens is not False
         )

@@ -134,6 +134,7 @@ def _times(piece: bytes) -> bytes:
         (head("Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\nx: " + _times(b"v"), 400, "framing"),
         (head("Transfer-Encoding: chunked") + b"2;" + _times(b"e"), 400, "framing"),
         (head("Transfer-Encoding: chunked") + _times(b"1\r\nx\r\n"), 400, "framing"),
+        (head("Transfer-Encoding: chunked") + _times(b"5\r\nxxxxx\r\n"), 400, "framing"),
         (head("Transfer-Encoding: chunked") + _times(b"0"), 400, "framing"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _times(b"\0"), 400, "malformed"),
         (b"\x16\x03\x01\x02\x00\x01\x00" + _times(b"\0"), 400, "malformed"),
@@ -141,7 +142,19 @@ def _times(piece: bytes) -> bytes:
         (b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400, "malformed"),
     ],
     ids=[
-        *("fields", "url", "value", "name", "empty lines", "trailers", "trailer", "extension", "chunks of 1", "size"),
+        *(
+            "fields",
+            "url",
+            "value",
+            "name",
+            "empty lines",
+            "trailers",
+            "trailer",
+            "extension",
+            "chunks of 1",
+            "chunks of 5",
+            "size",
+        ),
         *("http2", "tls", "connect", "length"),
     ],
 )

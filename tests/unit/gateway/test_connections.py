@@ -115,6 +115,20 @@ def test_nobody_is_late_because_this_process_stood_still(wait):
     assert guest.expired == [wait]
 
 
+def test_few_hundred_end_in_one_turn_of_the_loop():
+    house = House(look_s=0.5)
+    guests = [house.come(f"{number}") for number in range(600)]
+    house.places.wait(guests[0], Wait.BODY, 15)
+    house.pass_time(14.5)
+    house.clock.now += 1
+    ended = []
+    while house.places.look():
+        ended.append(sum(len(guest.expired) for guest in guests))
+    assert ended == [256, 512]
+    assert [len(guest.expired) for guest in guests] == [2] + [1] * 599
+    assert not house.places.look()
+
+
 def test_what_has_come_and_is_not_read_was_in_time_once():
     house = House(look_s=0.5)
     guest = house.come("g")

@@ -141,6 +141,19 @@ def test_a_text_that_fits_by_its_samples_is_not_counted_twice(ahead, monkeypatch
     assert sum(read) > len(text), "what may not fit is counted"
 
 
+@pytest.mark.parametrize("most", [50, 1_000])
+def test_a_text_is_not_tokenized_that_would_take_long_even_if_it_fits(most, monkeypatch):
+    monkeypatch.setattr(fits_module, "_MOST_CHARS", 1_000)
+    codec = CODECS["words"]  # of which any long word is one token
+    limit = max(1_000, 8 * most)
+    fits = _fits(codec, most, monkeypatch)
+    fits.check("a" * limit, "prompt")
+    monkeypatch.setattr(codec, "encode", None)
+    with pytest.raises(ContextLengthExceeded, match=f"{limit + 1} characters; {limit} are the most") as refused:
+        fits.check("a" * (limit + 1), "messages")
+    assert refused.value.param == "messages"
+
+
 def test_a_text_is_cut_before_a_space_where_there_is_one(monkeypatch):
     monkeypatch.setattr(fits_module, "_PIECE_CHARS", 1_999)
     text = "word " * 1_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -417,6 +418,26 @@ async def test_an_idle_stream_shows_a_sign_of_life(gateway, script):
             await asyncio.sleep(0.001)
         gateway.queue.emit(*events[1:])
     assert seen == ["data: ", ": wait", "data: ", "data: "]
+
+
+async def test_few_hundred_streams_are_woken_in_one_turn_of_the_loop(gateway, monkeypatch):
+    poked = []
+
+    class Idle:
+        def poke(self) -> None:
+            poked.append(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gateway.table, "jobs", lambda: [Idle() for _ in range(600)])
+        patched.setattr(gateway.follower, "_poked_at", float("-inf"))
+        counts = [len(poked) for _ in gateway.follower._keep_alive().__await__()]
+    assert (counts, len(poked)) == ([256, 512], 600)
+
+
+async def test_a_long_path_is_cut_in_the_log(gateway, caplog):
+    with caplog.at_level(logging.INFO, logger="services.gateway.middleware"):
+        assert (await gateway.http.get("/" + "x" * 5000)).status_code == 404
+    assert [len(record.path) for record in caplog.records if hasattr(record, "path")] == [512]
 
 
 def test_the_process_never_loads_a_model_library():

@@ -122,7 +122,46 @@ async def test_a_broken_file_keeps_what_was_and_is_not_gone(followed):
     followed.clock.now += 10 * GRACE_S
     assert await followed.knows("sk-a")
     assert len(followed.warnings) == 1
-    assert await followed.keys.usable()
+    assert (await followed.keys.usable(), followed.usable) == (True, [1, 0])
+    followed.write("sk-a", "sk-b")
+    assert await followed.knows("sk-b")
+    assert followed.usable == [1, 0, 1]
+
+
+async def test_a_broken_file_brings_no_keys_back(followed):
+    followed.path.write_text("")
+    assert await followed.knows("sk-a")
+    followed.path.write_text("keys: [")
+    assert await followed.knows("sk-a")
+    followed.clock.now += GRACE_S
+    assert not await followed.knows("sk-a")
+    followed.write("sk-a")
+    assert await followed.knows("sk-a")
+
+
+async def test_a_file_that_cannot_be_read_is_gone_and_tried_again(followed, monkeypatch):
+    """Also where nothing of it changes: descriptors may have run out for a moment."""
+
+    def refuse(_path: Path) -> bytes:
+        raise PermissionError("not yours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refuse)
+        followed.write("sk-a", "sk-b")
+        assert await followed.knows("sk-a")
+    assert await followed.knows("sk-b")
+    followed.path.unlink()
+    followed.path.mkdir()
+    assert await followed.knows("sk-a")
+    followed.clock.now += GRACE_S
+    assert not await followed.knows("sk-a")
+    assert (len(followed.warnings), followed.usable[-1]) == (1, 0)
+
+
+async def test_a_change_of_its_mode_is_a_change(followed):
+    before = followed.keys._look()
+    followed.path.chmod(0o000)
+    assert followed.keys._look() != before
 
 
 async def test_a_file_without_keys_has_none(followed):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from array import array
 from typing import Any
 
 import pytest
@@ -97,7 +98,8 @@ def test_two_million_ids_are_read_fast():
 )
 @pytest.mark.parametrize("indent", [None, "\t\r"])
 def test_a_prompt_is_what_its_first_element_is(given, prompts, indent):
-    assert list(COMPLETION.parse(json.dumps({"prompt": given}, indent=indent).encode()).prompts) == prompts
+    found = COMPLETION.parse(json.dumps({"prompt": given}, indent=indent).encode()).prompts
+    assert [prompt if isinstance(prompt, str) else prompt.tolist() for prompt in found] == prompts
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,17 @@ def test_a_wrong_message_is_named(messages, param):
 def test_a_body_is_named_as_the_release_before_named_it(body, canonical):
     """A client that comes back with its Idempotency-Key may find a gateway of this release."""
     assert COMPLETION.parse(body.encode()).canonical() == canonical.encode()
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 2**31 - 1], [[1, 2], [3]]])
+def test_token_ids_are_kept_in_four_bytes_each(prompt):
+    """They wait with their body, and a list of them is ten times as large as it."""
+    body = COMPLETION.parse(json.dumps({"prompt": prompt}).encode())
+    assert all(isinstance(ids, array) and ids.typecode == "i" for ids in body.prompts)
+    assert [ids.tolist() for ids in body.prompts] == (prompt if isinstance(prompt[0], list) else [prompt])
+    tokens = Parser(DetokenizeBody).parse(b'{"tokens": [1, 2]}').tokens
+    assert tokens == array("i", [1, 2])
+    assert Parser(DetokenizeBody).parse(b'{"tokens": []}').tokens == array("i")
 
 
 def test_bodies_that_ask_for_the_same_are_named_the_same():
