@@ -326,7 +326,7 @@ class Settings(BaseSettings):
     answer_memory: int = _knob(
         256,
         "MiB for answers: under way, not read yet by their clients, and (a quarter of it) kept for their "
-        "Idempotency-Keys; over it requests get 503, and the largest answer ends",
+        "Idempotency-Keys; over it who holds most gets 429, and its largest answers end",
         roles=(GATEWAY,),
         ge=1,
         le=1 << 20,

@@ -8,6 +8,7 @@ one field's value whole however long it grows, and nothing there has a deadline 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -68,7 +69,8 @@ class Connection(HttpToolsProtocol):
         self._inner = cast(asyncio.Transport, transport)  # uvloop's is none by its type
         self._inner.set_write_buffer_limits(high=self._bounds.write_buffer)
         super().connection_made(Exit(self._inner, self.leave))
-        self._line = Line(abort=self._inner.abort, stall_s=self._bounds.stall_s, least_rate=self._bounds.least_rate)
+        bounds, late = self._bounds, partial(self.expire, Wait.STALL)
+        self._line = Line(abort=self._inner.abort, expire=late, stall_s=bounds.stall_s, least_rate=bounds.least_rate)
         self._house.enter(self, spare=self._spare)
         self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
 

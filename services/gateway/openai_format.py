@@ -22,9 +22,10 @@ from services.gateway.tokenizer import TextCodec
 DONE = b"data: [DONE]\n\n"
 PIECE_RECORDS = 128
 PIECE_BYTES = 16 * 1024
-"""Records, and bytes of a text, in one event or one piece of a whole answer."""
+"""Records without alternatives, and bytes of a text, in one event or one piece of a whole answer."""
 TAKE_BYTES = 64 * 1024
 """Of events that are encoded in one go."""
+_SMALL_ALTERNATIVES = 4  # of a record that is about as long as one without
 _PLACE_BYTES = 160  # a reader's place in a choice, with its numbers
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
@@ -69,6 +70,8 @@ class Format(ABC):
         self._logprobs = logprobs
         self._token_ids = token_ids
         self.include_usage = include_usage
+        alternatives = job.choices[0].request.sampling.logprobs or 0
+        self.piece_records = max(1, PIECE_RECORDS // (1 + alternatives // _SMALL_ALTERNATIVES))
         self._head = {"id": self.prefix + job.id, "created": job.created, "model": model}
         envelope = _encode({"object": self.chunk_object, **self._head})[:-1]
         self._envelope = b"data: " + envelope
@@ -98,7 +101,7 @@ class Format(ABC):
     def heavy(self) -> bool:
         """Whether the whole answer takes long to encode."""
         records = sum(choice.records for choice in self._job.choices) if self._logprobs or self._token_ids else 0
-        return records > PIECE_RECORDS or sum(self._length(choice) for choice in self._job.choices) > TAKE_BYTES
+        return records > self.piece_records or sum(self._length(choice) for choice in self._job.choices) > TAKE_BYTES
 
     @property
     def has_records(self) -> bool:
@@ -133,7 +136,7 @@ class Format(ABC):
         yield b',"finish_reason":' + _encode(choice.finish)
         if self._token_ids:
             yield b',"token_ids":'
-            yield from _listed(choice, choice.prompt_records, lambda record: record.token_id)
+            yield from self._listed(choice, choice.prompt_records, lambda record: record.token_id)
         yield b"}"
 
     def _extras(self, choice: Choice, start: int, end: int) -> bytes:
@@ -141,6 +144,15 @@ class Format(ABC):
         extras = b',"logprobs":' + _encode(self._logprobs_of(records) if self._logprobs else None)
         ids = [record.token_id for record in records[max(0, choice.prompt_records - start) :]]  # generated ones alone
         return extras + (b',"token_ids":' + _encode(ids) if self._token_ids else b"")
+
+    def _listed(self, choice: Choice, first: int, member: Callable[[Record], Any]) -> Iterator[bytes]:
+        """The JSON list of a ``member`` of each record from ``first`` on, in pieces."""
+        yield b"["
+        for start in range(first, choice.records, self.piece_records):
+            end = min(start + self.piece_records, choice.records)
+            members = [member(choice.record(index)) for index in range(start, end)]
+            yield (b"," if start > first else b"") + _encode(members)[1:-1]
+        yield b"]"
 
     @staticmethod
     def _length(choice: Choice) -> int:
@@ -164,16 +176,6 @@ def _characters(text: bytes | bytearray) -> Iterator[bytes]:
         start = end
 
 
-def _listed(choice: Choice, first: int, member: Callable[[Record], Any]) -> Iterator[bytes]:
-    """The JSON list of a ``member`` of each record from ``first`` on, in pieces."""
-    yield b"["
-    for start in range(first, choice.records, PIECE_RECORDS):
-        end = min(start + PIECE_RECORDS, choice.records)
-        members = [member(choice.record(index)) for index in range(start, end)]
-        yield (b"," if start > first else b"") + _encode(members)[1:-1]
-    yield b"]"
-
-
 class CompletionFormat(Format):
     """``/v1/completions``, with its legacy log-probabilities: parallel lists, alternatives as text -> logprob."""
 
@@ -195,7 +197,7 @@ class CompletionFormat(Format):
     def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
         for name, member in self._members():
             yield (b"{" if name == "tokens" else b",") + _encode(name) + b":"
-            yield from _listed(choice, 0, member)
+            yield from self._listed(choice, 0, member)
         yield b"}"
 
     def _members(self) -> tuple[tuple[str, Callable[[Record], Any]], ...]:
@@ -238,7 +240,7 @@ class ChatFormat(Format):
 
     def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
         yield b'{"content":'
-        yield from _listed(choice, 0, self._entry)
+        yield from self._listed(choice, 0, self._entry)
         yield b',"refusal":null}'
 
     def _entry(self, record: Record) -> dict[str, Any]:
@@ -298,16 +300,17 @@ class Cursor:
         if not self._format.has_records:
             return False
         behind = sum(max(0, c.records - p.records) for c, p in zip(self._job.choices, self._places, strict=True))
-        return behind > PIECE_RECORDS
+        return behind > self._format.piece_records
 
     def _advance(self, choice: Choice, place: _Place) -> bytes:
         """The next event of ``choice``; empty where there is none yet, or no more."""
         if place.closed or choice.error is not None or not choice.readable:
             return b""
         text = self._text(choice, place)
-        end = min(choice.records, place.records + PIECE_RECORDS)
+        full = place.records + self._format.piece_records
+        end = min(choice.records, full)
         over = choice.finish is not None and self._left(choice, place) == 0 and end == choice.records
-        if not text and not over and end < place.records + PIECE_RECORDS:
+        if not text and not over and end < full:
             return b""  # a few records without text wait for it
         opening = b"" if place.opened else self._format.opening(choice)
         event = self._format.chunk(choice, text, place.records, end, final=over)

@@ -20,10 +20,12 @@ _LINE = "expertmesh.line"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """The connection under a request, as far as its answer may touch it. ``abort`` closes it at once; a client has
-    ``stall_s`` seconds in all to read its answer, and one more for each ``least_rate`` bytes."""
+    """The connection under a request, as far as its answer may touch it. ``abort`` closes it at once, ``expire`` does
+    so and counts its client among those that stalled: it has ``stall_s`` seconds in all to read its answer, and one
+    more for each ``least_rate`` bytes."""
 
     abort: Callable[[], None]
+    expire: Callable[[], None]
     stall_s: float
     least_rate: float
 
@@ -57,7 +59,8 @@ class Outlet:
             async with asyncio.timeout(self._left_s):
                 await self.write(body, more=more)
         except TimeoutError:
-            self.abort()
+            self.aborted = True
+            self._line.expire()
         self._left_s += len(body) / self._line.least_rate - (self._clock() - began)
 
 

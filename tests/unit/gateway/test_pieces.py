@@ -128,6 +128,24 @@ async def test_a_whole_answer_is_the_same_in_small_pieces(start, script, monkeyp
     assert other | {"id": one["id"], "created": one["created"]} == one
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_alternatives_make_pieces_of_fewer_tokens_not_longer_ones(start, script, monkeypatch, stream):
+    gateway = await start(max_len=4096)
+    emulate(gateway, script)
+    parts: list[bytes] = []
+    encode = openai_format._encode
+
+    def noted(value: Any) -> bytes:
+        parts.append(encode(value))
+        return parts[-1]
+
+    monkeypatch.setattr(openai_format, "_encode", noted)
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 900}
+    answer = await gateway.http.post("/v1/chat/completions", json={**body, "stream": stream})
+    assert len(answer.content) > 150_000
+    assert max(map(len, parts)) < openai_format.TAKE_BYTES
+
+
 async def test_a_long_echo_goes_out_in_pieces(start, script, monkeypatch):
     gateway = await start(max_len=4096)
     emulate(gateway, script)

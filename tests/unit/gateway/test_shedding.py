@@ -105,7 +105,7 @@ async def test_a_client_that_reads_a_little_now_and_then_is_given_up():
             await asyncio.Event().wait()
 
     scope: dict[str, Any] = {}
-    Line(abort=lambda: aborted.append(now), stall_s=60.0, least_rate=1000.0).under(scope)
+    Line(abort=lambda: None, expire=lambda: aborted.append(now), stall_s=60.0, least_rate=1000.0).under(scope)
     outlet = Outlet(scope, send, clock=lambda: now)
     for _ in range(2):
         await outlet.write_in_time(b"x" * 1000)
@@ -123,7 +123,11 @@ async def test_a_client_that_reads_all_along_has_all_the_time_it_needs():
         now += len(message["body"]) / 1000.0
 
     scope: dict[str, Any] = {}
-    Line(abort=lambda: pytest.fail("gave it up"), stall_s=60.0, least_rate=1000.0).under(scope)
+
+    def given_up() -> None:
+        pytest.fail("gave it up")
+
+    Line(abort=given_up, expire=given_up, stall_s=60.0, least_rate=1000.0).under(scope)
     outlet = Outlet(scope, send, clock=lambda: now)
     for _ in range(100):
         await outlet.write_in_time(b"x" * 10_000)
