@@ -23,6 +23,9 @@ redis.external.{{ $name }} is given, but redis.enabled=true runs a Redis of the 
 {{- range $name := list "redisTo" "redisPort" }}{{ if and $policy.enabled (index $policy $name) }}
 networkPolicy.{{ $name }} says where an external Redis is, but redis.enabled=true runs one of the chart's. Set redis.enabled=false with redis.external, or leave networkPolicy.{{ $name }} out.
 {{- end }}{{ end }}
+{{- with $redis.acl }}{{ if and .enabled (eq (.login | default "role") "default") (not .defaultUser) }}
+redis.acl.login=default has pods log in as a user that redis.acl.defaultUser=false turns away. Set redis.acl.defaultUser=true for as long, or leave redis.acl.login=role.
+{{- end }}{{ end }}
 {{- else }}
 {{- if regexMatch "^[^/]*//[^/?]*:[^/?]*@|[?&](sentinel_)?password=" $redis.external.url }}
 redis.external.url carries a password, which would stand in the pods of every role. Put the whole URL into a Secret: kubectl create secret generic NAME --from-file=redis-url=FILE, then redis.external.existingSecret=NAME and redis.external.url without it.

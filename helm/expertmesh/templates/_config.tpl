@@ -117,7 +117,7 @@ fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
 {{- $ca := ternary "?ssl_ca_certs=/etc/expertmesh/redis-ca/ca.crt" "" (ne (include "expertmesh.redisTls" .) "") -}}
 {{- $place := printf "%s-redis:%s/0%s" (include "expertmesh.fullname" .) (include "expertmesh.redisPort" .) $ca -}}
 {{- $scheme := ternary "rediss" "redis" (ne $ca "") -}}
-{{- if include "expertmesh.redisAcl" . }}
+{{- if and (include "expertmesh.redisAcl" .) (ne $redis.acl.login "default") }}
 {{- $user := include "expertmesh.redisUser" . }}
 - name: REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ include "expertmesh.redisUsersSecret" . | quote }}, key: {{ $user }}}}

