@@ -70,7 +70,13 @@ class Connection(HttpToolsProtocol):
         self._inner.set_write_buffer_limits(high=self._bounds.write_buffer)
         super().connection_made(Exit(self._inner, self.leave))
         bounds, late = self._bounds, partial(self.expire, Wait.STALL)
-        self._line = Line(abort=self._inner.abort, expire=late, stall_s=bounds.stall_s, least_rate=bounds.least_rate)
+        self._line = Line(
+            abort=self._inner.abort,
+            expire=late,
+            now=self._house.time.now,
+            stall_s=bounds.stall_s,
+            least_rate=bounds.least_rate,
+        )
         self._house.enter(self, spare=self._spare)
         self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
 

@@ -7,7 +7,6 @@ for it is memory, and to read a little of it now and then would keep all of it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,11 +20,12 @@ _LINE = "expertmesh.line"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     """The connection under a request, as far as its answer may touch it. ``abort`` closes it at once, ``expire`` does
-    so and counts its client among those that stalled: it has ``stall_s`` seconds in all to read its answer, and one
-    more for each ``least_rate`` bytes."""
+    so and counts its client among those that stalled: it has ``stall_s`` seconds of ``now`` in all to read its answer,
+    and one more for each ``least_rate`` bytes."""
 
     abort: Callable[[], None]
     expire: Callable[[], None]
+    now: Callable[[], float]
     stall_s: float
     least_rate: float
 
@@ -37,11 +37,10 @@ class Line:
 class Outlet:
     """Of one answer. ``aborted``: the connection is being closed, and nothing more goes out."""
 
-    def __init__(self, scope: Scope, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self.aborted = False
         self._line: Line = scope[_LINE]
         self._send = send
-        self._clock = clock
         self._left_s = self._line.stall_s
 
     def abort(self) -> None:
@@ -54,14 +53,19 @@ class Outlet:
 
     async def write_in_time(self, body: bytes, *, more: bool = True) -> None:
         """As :meth:`write`; closes the connection where such writes have taken the client too long in all."""
-        began = self._clock()
+        due = self._line.now() + self._left_s
+        writing = asyncio.ensure_future(self.write(body, more=more))
         try:
-            async with asyncio.timeout(self._left_s):
-                await self.write(body, more=more)
-        except TimeoutError:
-            self.aborted = True
-            self._line.expire()
-        self._left_s += len(body) / self._line.least_rate - (self._clock() - began)
+            while not writing.done() and (left_s := due - self._line.now()) > 0:
+                await asyncio.wait([writing], timeout=left_s)  # anew, if this process stood still meanwhile
+            if not writing.done():
+                self.aborted = True
+                self._line.expire()
+            else:
+                writing.result()
+        finally:
+            writing.cancel()
+        self._left_s = due - self._line.now() + len(body) / self._line.least_rate
 
 
 class LongResponse(Response):

@@ -5,6 +5,7 @@ In: :class:`GenerateRequest` from the API. Out: lists of :class:`Result` in the 
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class GatewayQueue:
         self._results = StreamReader(redis, keys.results(incarnation), count=READ_STEPS)
         self._quarantine = quarantine or Quarantine()
         self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
-        self._claimed: str | None = None  # with the last heartbeat
+        self._claimed, self._claimed_at = "", 0.0  # with the last heartbeat that was heard
         self._behind = False  # whether somebody is known not to
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:
@@ -82,12 +83,12 @@ class GatewayQueue:
         When the lease has expired, a scheduler cancels this gateway's requests and writes their ends
         (``finish="cancelled"``) into the result stream. ``fingerprint`` claims the namespace for a model and raises
         FingerprintMismatch where live members serve another, if it is the first, or the first in two leases: what
-        differs later was put there by nobody who may, and is put right.
+        differs within them was put there by nobody who may, and is put right.
         """
-        claim = fingerprint or ""
-        again = int(claim == self._claimed)
-        await self._scripts.run("gateway_heartbeat", self._incarnation, milliseconds(ttl_s), claim, again)
-        self._claimed = claim
+        claim, began = fingerprint or "", time.monotonic()
+        age_ms = round(1000 * (began - self._claimed_at)) if claim and claim == self._claimed else -1
+        await self._scripts.run("gateway_heartbeat", self._incarnation, milliseconds(ttl_s), claim, age_ms)
+        self._claimed, self._claimed_at = claim, began
 
     async def leave(self) -> None:
         """Ends the lease of a gateway that waits for nothing. One that has live requests keeps it until it expires,

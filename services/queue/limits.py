@@ -37,7 +37,8 @@ class QueueLimits:
     lease_s: float = 6.0
     max_attempts: int = 8
     max_stuck: int = 3
-    """Attempts lost in a row, without a new token, after which a request is dead-lettered before ``max_attempts``."""
+    """Attempts lost in a row without a new token (from the second on: without tokens of two steps), after which a
+    request is dead-lettered before ``max_attempts``."""
     tombstone_s: float = 30.0
     """How long an ended request is remembered, to refuse late results."""
     lost_s: float = 60.0

@@ -167,12 +167,14 @@ class WorkerQueue:
 
 
 def _parts(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """Events by request, so many at a time as one call may carry, but one event at least. A request's stay in order."""
+    """Events by request, so many at a time as one call may carry, but one event at least. A request's stay in order,
+    and come once in a call: its id is a field of the entry."""
     part: list[tuple[Argument, ...]] = []
     size = 0
     for (request_id, attempt), group in groups.items():
         for events, data in _cut(group):
-            if part and (size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
+            again = bool(part) and part[-1][:2] == (request_id, attempt)
+            if part and (again or size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
                 yield part
                 part, size = [], 0
             part.append((request_id, attempt, _generated(events), data))

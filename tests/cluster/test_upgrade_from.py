@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.chart import ROOT
+from testkit.earlier import unpack
 from testkit.kube import IMAGES, LOCAL, TAG, Cluster, until
 from testkit.release import COMES_BACK, NAME, Release
 
@@ -26,11 +25,7 @@ pytestmark = pytest.mark.skipif(not FROM, reason="KUBE_FROM names no commit to u
 @pytest.fixture(scope="module")
 def old_chart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Words after ``helm install NAME``: that commit's chart, with images built of that commit."""
-    tree = tmp_path_factory.mktemp("from")
-    packed = subprocess.Popen(["git", "-C", str(ROOT), "archive", FROM], stdout=subprocess.PIPE)
-    with tarfile.open(fileobj=packed.stdout, mode="r|") as archive:
-        archive.extractall(tree, filter="data")
-    assert packed.wait() == 0, f"{FROM} is no commit of this repository"
+    tree = unpack(tmp_path_factory.mktemp("from"), FROM)
     for name in OURS:
         _build(cluster, tree, name)
     chart = tree / "helm/expertmesh"

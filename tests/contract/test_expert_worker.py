@@ -302,8 +302,7 @@ async def test_a_leader_that_was_paused_neither_assigns_nor_publishes(floor):
     async with stage_of(floor, groups=1) as stage:
         worker = stage.start("a")
         await stage.until(lambda: worker.status == "ready")
-        await stage.until(lambda: not worker.missing())
-        await stage.placement.turn(floor.e)
+        await stage.until_listed("a")
         paused, table = floor.e, await stage.table()
         await floor.redis.delete(floor.keys.leader)
         other = SchedulerQueue(floor.redis, floor.keys, floor.bench.limits)

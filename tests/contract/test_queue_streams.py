@@ -192,6 +192,19 @@ async def test_one_requests_backlog_of_scores_takes_several_entries_and_stays_in
     assert bench.ends(events) == [("a", "stop")]
 
 
+async def test_a_backlog_that_is_cut_unevenly_loses_no_part(bench):
+    """A reader takes the fields of an entry by their names, which are the requests' ids."""
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a"))
+    sizes = [300_000] * 4 + [80_000]
+    parts = [PromptScores(start=1 + 75_000 * i, width=0, logprobs=bytes(size)) for i, size in enumerate(sizes)]
+    backlog = [TokenEvent(request_id="a", attempt=1, index=0, scores=part) for part in parts]
+    await bench.worker.publish("w", [*backlog, bench.token(request, 0), bench.token(request, 1)])
+    events = await bench.events()
+    assert [event.scores for event in events[:5]] == parts
+    assert [event.index for event in events[5:]] == [0, 1]
+
+
 async def test_the_rest_of_a_backlog_is_refused_once_its_attempt_is_over(bench):
     await bench.add_worker("w")
     await bench.run_on("w", bench.request("a"))

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from services.errors import FingerprintMismatch, QueueUnavailable, UnreadableMessage, VersionMismatch
 from services.messages import Cancel, ExpertInfo, SeatReport
-from services.queue import scripts
+from services.queue import gateway_side, scripts
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue, Unreadable
 from services.queue.limits import QueueLimits
@@ -164,6 +164,20 @@ async def test_members_that_are_there_put_right_what_no_member_wrote_and_go_on(b
             await bench.new_gateway("other").heartbeat(60, "g")
     await harm()
     assert await standby.campaign("standby", 60) is None
+
+
+async def test_a_gateway_that_was_away_puts_nobodys_model_right(bench, monkeypatch):
+    """Its claim had run out, though a thread of its own has just renewed its lease."""
+    now = [1000.0]
+    monkeypatch.setattr(gateway_side.time, "monotonic", lambda: now[0])
+    gateway, pulse = bench.new_gateway("g2"), bench.new_gateway("g2")
+    await gateway.heartbeat(60, "f")
+    await bench.redis.set(f"{bench.keys.prefix}model", "another")
+    now[0] += 2 * bench.limits.lease_s + 1
+    await pulse.heartbeat(60)
+    with pytest.raises(FingerprintMismatch):
+        await gateway.heartbeat(60, "f")
+    assert await bench.redis.get(f"{bench.keys.prefix}model") == b"another"
 
 
 async def test_who_starts_is_told_words_that_cannot_mislead(bench):

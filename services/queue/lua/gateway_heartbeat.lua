@@ -1,8 +1,10 @@
 --@use base member
 -- Registers a gateway or renews its lease.
--- ARGV: limits, incarnation, lease ms, model fingerprint or '', 1 if its last heartbeat claimed the same
+-- ARGV: limits, incarnation, lease ms, model fingerprint or '', ms since it claimed the same (-1: never). Its lease says
+-- nothing of that: what only tells that the process lives renews it, too.
 -- Returns OK, or the error FINGERPRINT, having changed nothing.
-local claimed = ARGV[5] == '1' and claimed_until('gateways', ARGV[2], tonumber(ARGV[3]), C.lease_ms) or 0
+local age = tonumber(ARGV[5])
+local claimed = age >= 0 and NOW - age + 2 * C.lease_ms or 0
 local mismatch = claim_model(ARGV[4], C.lease_ms, claimed)
 if mismatch then return mismatch end
 redis.call('ZADD', P .. 'gateways', NOW + tonumber(ARGV[3]), ARGV[2])

@@ -1,7 +1,7 @@
 -- Library (needs base): what members of a namespace must agree in, while they live: the model that they serve, and a
 -- version of what they write to one another. wires are the ranges of versions that members read, such as 1-2;
 -- wire:<range> lives as long as any of these does and names its release. (The release before version 2 tells none; it reads 1-1.)
--- What a member claimed less than two leases ago cannot have run out, so nobody can have claimed anything else since:
+-- What a member claimed itself less than two leases ago cannot have run out, so nobody can have claimed anything else since:
 -- another value was put there by somebody who is no member, or means harm. The member puts its own back and goes on.
 local MOST_RANGES = 16
 

@@ -11,7 +11,8 @@ local r = load_record(ARGV[2])
 if not r or r.state == 'done' then
   local limits, place, of = { ARGV[5], ARGV[6], ARGV[7] }, tonumber(ARGV[15]), tonumber(ARGV[16])
   local charge = { math.min(place, 1), of, of - place - 1 } -- refused before the first, rather than in their midst
-  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), limits, '', charge)
+  local batch = string.gsub(ARGV[2], '%-%d+$', '-0') -- what its gateway reserved for the rest of it is for these
+  local refusal = refuse(ARGV[8], 1, tonumber(ARGV[10]), limits, batch, charge)
   if refusal then return refusal end
   local attempt = r and r.attempt + 1 or 1
   redis.call('DEL', P .. 'req:' .. ARGV[2])

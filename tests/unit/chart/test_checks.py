@@ -48,7 +48,10 @@ def refused(helm: Callable[..., Any]) -> Refused:
             ["redis.enabled=false", "redis.external.url=redis+sentinel://a\\,b/m?sentinel_password=hush"],
             "redis.external.url carries a password",
         ),
-        (["redis.acl.login=default", "redis.acl.defaultUser=false"], "as a user that redis.acl.defaultUser=false turns"),
+        (
+            ["redis.acl.login=default", "redis.acl.defaultUser=false"],
+            "that redis.acl.defaultUser=false turns",
+        ),
         ([*OUTSIDE, "redis.external.keys.gateway=a"], "redis.external.keys names entries of a Secret, but"),
         ([*OUTSIDE, "redis.external.caSecret=a"], "is a, but redis.external.url asks for no TLS. Begin that with"),
     ],
