@@ -405,8 +405,7 @@ async def test_another_model_in_the_same_namespace_gets_a_table_of_its_own(floor
         await floor.registry.publish_table(floor.e, old)
         worker = stage.start("a")
         await stage.until(lambda: worker.status == "ready")
-        await stage.until(lambda: not worker.missing())
-        await stage.placement.turn(floor.e)
+        await stage.until_listed("a")
         table = await stage.table()
         assert (table.fingerprint, set(table.group_of), len(table.seats)) == ("f", {0, 1}, 1)
         assert table.epoch > old.epoch

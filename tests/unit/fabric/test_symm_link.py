@@ -148,7 +148,9 @@ def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(m
             time.sleep(apart_s)  # the seat waits for rows
             link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
             assert link.settled()
-        told_s = serving.busy_s
+        end = time.monotonic() + 10
+        while (told_s := serving.busy_s) < 3 * computing_s and time.monotonic() < end:
+            time.sleep(0.01)  # the last answer is there before its time is told
         assert 3 * computing_s <= told_s < apart_s
         assert seat.server.counts.seconds == 0.0
     wait_until(lambda: not seat.host._guests, LONG_S, "the guest is gone")
