@@ -42,7 +42,7 @@ from services.metrics import CONTENT_TYPE, GatewayMetrics
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
-_PAGES_PER_S = 4.0
+_PAGES_PER_S = 20.0
 """Each is made on the event loop, in some milliseconds."""
 _POSTED = (400, 401, 404, 415, 429)
 _GENERATION = (*_POSTED, 409)
