@@ -172,10 +172,15 @@ async def test_an_attempt_of_which_scores_were_sent_is_lost_and_not_queued_again
     assert await bench.state("a") == "lost"
 
 
-async def test_a_worker_is_looked_at_once_for_all_that_it_is_to_get(bench):
+async def lose_one_with_a_suspect(bench) -> None:
+    """The worker "w1" died, and had sent nothing of the request "suspect"."""
     await bench.add_worker("w1")
     await bench.run_on("w1", bench.request("suspect"))
     await lose_worker(bench, "w1")
+
+
+async def test_a_worker_is_looked_at_once_for_all_that_it_is_to_get(bench):
+    await lose_one_with_a_suspect(bench)
     (suspect,) = await claim(bench)
     await bench.add_worker("w2")
     await bench.admit(*(bench.request() for _ in range(20)))
@@ -199,9 +204,7 @@ async def test_a_worker_is_looked_at_once_for_all_that_it_is_to_get(bench):
 
 async def test_a_worker_that_was_taken_for_dead_and_lives_dies_anew(bench):
     """Taking it back was cut short, so what was found to blame is on its record yet."""
-    await bench.add_worker("w1")
-    await bench.run_on("w1", bench.request("suspect"))
-    await lose_worker(bench, "w1")
+    await lose_one_with_a_suspect(bench)
     (suspect,) = await claim(bench)
     await bench.add_worker("w2")
     await bench.admit(bench.request("beside"))
