@@ -22,6 +22,7 @@ from services.queue.gateway_side import FIRST_ID, GatewayQueue, Unreadable
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Kept, quarantined
+from services.queue.tasks import end_tasks
 from services.runtime import printable
 
 _ACTIONS = ("list", "show", "retry", "drop", "unreadable")
@@ -106,8 +107,7 @@ class Retry:
             )
             return self._report(*await self._follow(request))
         finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+            await end_tasks([beating])
             await self._queue.leave()  # interrupted: the scheduler cancels what is still ours
 
     async def _beat(self) -> None:

@@ -245,7 +245,6 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
         telling = group.create_task(gateway.notes.run())
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
-        await stop.wait()
         drain = Drain(
             gateway.parts.intake,
             gateway.table,
@@ -254,10 +253,13 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
             settings.drain_delay,
             close_idle=server.close_idle,
         )
-        await drain.run()
-        server.stop()
-        await serving
-        await end_tasks([following, telling])
+        try:
+            await stop.wait()
+            await drain.run()
+            server.stop()
+            await serving
+        finally:
+            await end_tasks([following, telling])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

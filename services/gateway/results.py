@@ -19,6 +19,7 @@ from services.gateway.table import Followups, JobTable
 from services.messages import WorkerInfo
 from services.metrics import GatewayMetrics
 from services.queue.gateway_side import FIRST_ID, RequestState
+from services.queue.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +79,14 @@ class ResultFollower:
 
     async def run(self) -> None:
         """Until cancelled. Raises FingerprintMismatch where the namespace serves another model."""
+        parts = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._beat())]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._follow())
-                group.create_task(self._beat())
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                if part.done():
+                    part.result()
         finally:
-            for task in list(self._tasks):
-                task.cancel()
+            await end_tasks([*parts, *self._tasks])  # a TaskGroup cancels once, which a command may swallow
 
     async def greet(self) -> None:
         """The first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""

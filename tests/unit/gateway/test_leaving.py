@@ -195,3 +195,26 @@ async def test_a_connection_whose_first_request_is_on_its_way_is_not_closed(gate
     async with asyncio.timeout(10):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
+
+
+async def test_it_ends_although_a_command_swallowed_the_cancellation(gateway, monkeypatch) -> None:
+    swallowed = []
+
+    async def follow(last_id: str, _block_ms: int) -> tuple[str, list[TokenEvent]]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if swallowed:
+                raise
+            swallowed.append(last_id)  # as asyncio.wait_for does whose result comes with it
+        return last_id, []
+
+    monkeypatch.setattr(gateway.queue, "follow", follow)
+    gateway.queue.emit()
+    following = asyncio.create_task(gateway.follower.run())
+    await asyncio.sleep(0.05)
+    for _ in range(3):  # as end_tasks asks, but that would wait for ever
+        following.cancel()
+        await asyncio.wait({following}, timeout=5)
+    assert swallowed
+    assert following.cancelled()
