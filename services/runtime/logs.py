@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
+from services.runtime.terminal import printable
+
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "role", "request_id", "taskName"),
@@ -67,13 +69,9 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
 
 
-def printable(text: str) -> str:
-    """``text`` with what would make a line of its own of it, or tell a terminal what to do, written as escapes."""
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def _shown(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode()
+def _in_json(char: str) -> str:
+    """``char`` of a JSON text; what steers a terminal, or ends a line for some readers, as an escape."""
+    return char if char.isprintable() else json.dumps(char)[1:-1] if char > "\x7f" else f"\\u{ord(char):04x}"
 
 
 class _TextFormatter(logging.Formatter):
@@ -106,4 +104,5 @@ class _JsonFormatter(logging.Formatter):
             line["request_id"] = request_id
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line | _extras(record), default=str, ensure_ascii=False)
+        text = json.dumps(line | _extras(record), default=str, ensure_ascii=False)
+        return text if text.isprintable() else "".join(map(_in_json, text))

@@ -89,7 +89,7 @@ class Proc:
         return self.popen.pid
 
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        return self.log_path.read_text("utf-8", errors="replace")
 
     def kill9(self) -> None:
         self.popen.kill()

@@ -58,6 +58,17 @@ def test_nothing_that_a_client_sends_makes_a_line_of_its_own_or_reaches_the_term
     assert stream.getvalue().count("\n") == 1
 
 
+def test_nor_as_json() -> None:
+    stream = io.StringIO()
+    configure_logging("gateway", stream=stream)
+    forged = "/a\n\r\x1b[31m\x7f\x9b2J\u202e\u2028\U000e0001é 你😀"
+    logging.getLogger("x").info("asked", extra={"path": forged})
+    line = stream.getvalue()
+    assert line[:-1].isprintable()
+    assert (line[-1], line.count("é 你😀")) == ("\n", 1)
+    assert json.loads(line)["path"] == forged
+
+
 def test_a_traceback_keeps_its_lines() -> None:
     stream = _Terminal()
     configure_logging("gateway", stream=stream)
