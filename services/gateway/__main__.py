@@ -31,6 +31,7 @@ from services.gateway.health import LeaderProbe, Readiness
 from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
+from services.gateway.memory import give_back_memory
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
@@ -241,8 +242,7 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
 
 async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
-        following = group.create_task(gateway.follower.run())
-        telling = group.create_task(gateway.notes.run())
+        beside = [group.create_task(work) for work in (gateway.follower.run(), gateway.notes.run(), give_back_memory())]
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         drain = Drain(
@@ -259,7 +259,7 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
             server.stop()
             await serving
         finally:
-            await end_tasks([following, telling])
+            await end_tasks(beside)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import os
 from collections.abc import Callable
 
+_LOOK_S, _MOST_LOOK_S = 5.0, 30.0
+_MORE = 1.1
+"""Than the least it ever held; below that, requests come and go with it."""
+_WORTH_IT = 0.05
+_STATM = "/proc/self/statm"
 
-def memory_trimmer() -> Callable[[], None]:
-    """Gives what the C library holds free to the machine: glibc keeps hundreds of megabytes that a thread has used.
-    Takes milliseconds; belongs in a thread. Does nothing with a library that has no such call."""
+
+async def give_back_memory() -> None:
+    """Until cancelled: what the C library holds free is given to the machine, for glibc keeps hundreds of megabytes
+    that a crowd or a thread has used. A call takes up to 20 ms, in a thread. Returns where the library has no such
+    call, or the system does not say what a process holds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return (lambda: None) if trim is None else (lambda: trim(0))
+    if trim is None or not held_bytes():
+        return
+    giver = MemoryGiver(held=held_bytes, trim=lambda: trim(0))
+    pause_s = _LOOK_S
+    while True:
+        await asyncio.sleep(pause_s)
+        pause_s = await asyncio.to_thread(giver.look)
+
+
+class MemoryGiver:
+    """Calls ``trim`` while the process holds more than at its emptiest: often where that helps, seldom where what it
+    holds is in use. ``held`` says how many bytes that is."""
+
+    def __init__(self, held: Callable[[], int], trim: Callable[[], object]) -> None:
+        self._held = held
+        self._trim = trim
+        self._least = held()
+        self._pause_s = _LOOK_S
+
+    def look(self) -> float:
+        """Gives back what there is; how many seconds later to look again."""
+        before = self._held()
+        self._least = min(self._least, before)
+        helped = True
+        if before > _MORE * self._least:
+            self._trim()
+            helped = before - self._held() > _WORTH_IT * before
+        self._pause_s = _LOOK_S if helped else min(2 * self._pause_s, _MOST_LOOK_S)
+        return self._pause_s
+
+
+def held_bytes() -> int:
+    """Of memory, by this process; 0 where the system does not say."""
+    try:
+        with open(_STATM, encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

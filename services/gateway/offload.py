@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from services.errors import Overloaded, WorkLimited
-from services.gateway.memory import memory_trimmer
 from services.metrics import GatewayMetrics
 
 T = TypeVar("T")
@@ -25,7 +24,6 @@ _RELEASING = 2
 """Threads of work that releases it, such as tokenizing."""
 _LONG = 1
 """Threads of such work that takes long, and memory: it waits for its like alone, and no two have it at a time."""
-_TRIM_AFTER_S = 5.0
 _WAITING_OF_ONE = 512
 _WAITING_OF_ALL = 4096
 _FIRST_GUESS_S = 0.05
@@ -49,8 +47,6 @@ class Offload:
         self._holding = _Lane("holds_lock", holding, bounds, metrics)
         self._releasing = _Lane("releases_lock", releasing, bounds, metrics)
         self._long = _Lane("long", long, bounds, metrics)
-        self._trim = memory_trimmer()
-        self._trimming: asyncio.TimerHandle | None = None
 
     async def run(
         self,
@@ -72,22 +68,10 @@ class Offload:
         """
         lane = self._holding if not releases_lock else self._long if long else self._releasing
         await lane.turn(tenant, refusable=not owed)
-        try:
-            return await lane.run(work)
-        finally:
-            if lane is self._long:
-                self._trim_later()
-
-    def _trim_later(self) -> None:
-        """Gives memory back when no long piece has come for a while: the next one would have to fetch it again."""
-        if self._trimming is not None:
-            self._trimming.cancel()
-        self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._long.aside, self._trim)
+        return await lane.run(work)
 
     def close(self) -> None:
         """Lets running pieces end; nothing new begins."""
-        if self._trimming is not None:
-            self._trimming.cancel()
         for lane in (self._holding, self._releasing, self._long):
             lane.close()
 
@@ -126,10 +110,6 @@ class _Lane:
 
         running.add_done_callback(over)
         return await asyncio.shield(running)  # a thread cannot be cancelled: its place is taken until it ends
-
-    def aside(self, work: Callable[[], None]) -> None:
-        """Does ``work`` when a thread is free, for nobody."""
-        self._pool.submit(work)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

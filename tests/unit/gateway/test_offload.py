@@ -11,8 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.errors import Overloaded, WorkLimited
-from services.gateway import offload as offload_module
-from services.gateway.memory import memory_trimmer
 from services.gateway.offload import Offload
 from services.metrics import GatewayMetrics
 
@@ -103,29 +101,6 @@ async def test_long_pieces_wait_for_their_like_alone(make):
     assert await shop.offload.run("b", lambda: "short", releases_lock=True) == "short"
     await shop.finish()
     assert shop.done == ["l1", "l2"]
-
-
-async def test_memory_goes_back_once_no_long_piece_has_come_for_a_while(make, monkeypatch):
-    trimmed = threading.Event()
-    monkeypatch.setattr(offload_module, "memory_trimmer", lambda: trimmed.set)
-    monkeypatch.setattr(offload_module, "_TRIM_AFTER_S", 1.0)
-    shop = make()
-    for _ in range(10):
-        await shop.offload.run("a", lambda: None, releases_lock=True, long=True)
-        await asyncio.sleep(0.03)
-        assert not trimmed.is_set()
-    async with asyncio.timeout(20):
-        while not trimmed.is_set():
-            await asyncio.sleep(0.01)
-    trimmed.clear()
-    await shop.offload.run("a", lambda: None, releases_lock=True)
-    await asyncio.sleep(1.2)
-    assert not trimmed.is_set()
-
-
-def test_the_c_library_has_the_call_that_gives_memory_back():
-    """Or does nothing where it has none."""
-    memory_trimmer()()
 
 
 async def test_a_tenant_with_too_much_waiting_is_refused_and_others_are_not(make):

@@ -1,0 +1,74 @@
+"""Memory that goes back to the machine: how often it is asked for, and that it goes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from services.gateway.memory import MemoryGiver, held_bytes
+
+MIB = 1 << 20
+
+
+class _Process:
+    """Holds so many bytes, of which ``live`` are in use."""
+
+    def __init__(self) -> None:
+        self.held = self.live = 100
+        self.trims = 0
+
+    def trim(self) -> None:
+        self.held, self.trims = self.live, self.trims + 1
+
+
+@pytest.fixture
+def process() -> _Process:
+    return _Process()
+
+
+@pytest.fixture
+def giver(process: _Process) -> MemoryGiver:
+    return MemoryGiver(held=lambda: process.held, trim=process.trim)
+
+
+def test_what_is_free_goes_back_also_after_a_look_at_the_peak(giver: MemoryGiver, process: _Process) -> None:
+    process.held = process.live = 400
+    giver.look()
+    process.live = 120
+    assert giver.look() == 5
+    assert process.held == 120
+
+
+def test_within_a_tenth_of_its_least_it_is_left_alone(giver: MemoryGiver, process: _Process) -> None:
+    process.held = 110
+    assert giver.look() == 5
+    assert process.trims == 0
+    process.held = process.live = 90
+    giver.look()
+    process.held = 100
+    giver.look()
+    assert process.trims == 1
+
+
+def test_what_is_in_use_is_asked_for_ever_less_often(giver: MemoryGiver, process: _Process) -> None:
+    process.held = process.live = 400
+    assert [giver.look() for _ in range(4)] == [10, 20, 30, 30]
+    process.live = 300
+    assert giver.look() == 5
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library cannot be asked")
+def test_holes_in_the_heap_go_back() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    giver = MemoryGiver(held=held_bytes, trim=lambda: libc.malloc_trim(0))
+    pieces = [libc.malloc(8000) for _ in range(20_000)]  # each below what the library maps by itself
+    for piece in pieces:
+        ctypes.memset(piece, 1, 8000)
+    for piece in pieces[:-1]:  # the last one keeps the heap's end where it is
+        libc.free(piece)
+    full = held_bytes()
+    giver.look()
+    libc.free(pieces[-1])
+    assert held_bytes() < full - 100 * MIB
