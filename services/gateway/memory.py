@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 from collections.abc import Callable
 
+log = logging.getLogger(__name__)
+
 _LOOK_S, _MOST_LOOK_S = 5.0, 30.0
 _MORE = 1.1
-"""Than the least it ever held; below that, requests come and go with it."""
+"""Memory is given back above this multiple of the least that the process ever held."""
 _WORTH_IT = 0.05
+"""The share of the memory held that a call has to free to be worth another one soon."""
 _STATM = "/proc/self/statm"
 
 
 async def give_back_memory() -> None:
-    """Until cancelled: what the C library holds free is given to the machine, for glibc keeps hundreds of megabytes
-    that a crowd or a thread has used. A call takes up to 20 ms, in a thread. Returns where the library has no such
-    call, or the system does not say what a process holds."""
+    """Gives what the C library holds free to the machine, again and again, until cancelled.
+
+    glibc keeps hundreds of megabytes that a crowd or a thread has used. A call takes up to 20 ms, in a thread; larger
+    allocations of other threads wait for it meanwhile. Returns at once where the library has no such call, or the
+    system does not say what a process holds.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not held_bytes():
         return
-    giver = MemoryGiver(held=held_bytes, trim=lambda: trim(0))
-    pause_s = _LOOK_S
+    giver, pause_s = MemoryGiver(held=held_bytes, trim=lambda: trim(0)), _LOOK_S
     while True:
         await asyncio.sleep(pause_s)
-        pause_s = await asyncio.to_thread(giver.look)
+        try:
+            pause_s = await asyncio.to_thread(giver.look)
+        except (RuntimeError, MemoryError) as error:  # no thread, or no memory: no reason to end streams
+            log.warning("cannot give memory back now: %s", error)
+            pause_s = _MOST_LOOK_S
 
 
 class MemoryGiver:
     """Calls ``trim`` while the process holds more than at its emptiest: often where that helps, seldom where what it
-    holds is in use. ``held`` says how many bytes that is."""
+    holds is in use. ``held`` says how many bytes that is, 0 where it cannot."""
 
     def __init__(self, held: Callable[[], int], trim: Callable[[], object]) -> None:
         self._held = held
@@ -39,19 +49,25 @@ class MemoryGiver:
         self._pause_s = _LOOK_S
 
     def look(self) -> float:
-        """Gives back what there is; how many seconds later to look again."""
+        """Gives back what there is.
+
+        Returns:
+            How many seconds later to look again.
+        """
         before = self._held()
+        if not before:
+            return self._pause_s
         self._least = min(self._least, before)
         helped = True
         if before > _MORE * self._least:
             self._trim()
-            helped = before - self._held() > _WORTH_IT * before
+            helped = before - (self._held() or before) > _WORTH_IT * before
         self._pause_s = _LOOK_S if helped else min(2 * self._pause_s, _MOST_LOOK_S)
         return self._pause_s
 
 
 def held_bytes() -> int:
-    """Of memory, by this process; 0 where the system does not say."""
+    """The resident bytes of this process; 0 where the system does not say."""
     try:
         with open(_STATM, encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

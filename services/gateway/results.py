@@ -86,7 +86,10 @@ class ResultFollower:
                 if part.done():
                     part.result()
         finally:
-            await end_tasks([*parts, *self._tasks])  # a TaskGroup cancels once, which a command may swallow
+            try:
+                await end_tasks(parts)  # a TaskGroup cancels once, which a command may swallow
+            finally:
+                await end_tasks(list(self._tasks))  # a part that swallowed it may have begun some meanwhile
 
     async def greet(self) -> None:
         """The first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""

@@ -16,11 +16,11 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     swallows a cancellation that arrives together with its result. A caller who is cancelled meanwhile is so afterwards:
     whoever ends him asks again as well, and what is left behind would live on.
     """
-    pending = {task for task in tasks if not task.done()}
+    pending = set(tasks)
     patience_s, cancelled = _AGAIN_S, False
     while pending:
         for task in pending:
-            task.cancel()
+            task.cancel()  # does nothing to one that is done
         try:
             await asyncio.wait(pending, timeout=patience_s)
             patience_s *= 2

@@ -71,7 +71,7 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
 
 def _in_json(char: str) -> str:
     """``char`` of a JSON text; what steers a terminal, or ends a line for some readers, as an escape."""
-    return char if char.isprintable() else json.dumps(char)[1:-1] if char > "\x7f" else f"\\u{ord(char):04x}"
+    return char if char.isprintable() else json.dumps(char)[1:-1]
 
 
 class _TextFormatter(logging.Formatter):
@@ -81,8 +81,8 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = {"request_id": getattr(record, "request_id", None), **_extras(record)}
         tail = "".join(f"  {key}={value}" for key, value in fields.items() if value is not None)
-        head, newline, trace = super().format(record).partition("\n")
-        return head + printable(tail) + newline + trace
+        head, *trace = super().format(record).split("\n")
+        return "\n".join([head + printable(tail), *map(printable, trace)])
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = printable(record.message)

@@ -109,9 +109,8 @@ class Record:
     broken: list[str] = field(default_factory=list)
 
 
-def execute(attack: Attack, stage: Stage, fresh_mib: float | None = None) -> Record:
-    """Runs it on a thread of its own, which gives way to all others, and judges. ``fresh_mib``: what the gateway held
-    when it was new; beyond that, what it held before this attack is not laid at its door."""
+def execute(attack: Attack, stage: Stage) -> Record:
+    """Runs it on a thread of its own, which gives way to all others, and judges."""
     assert stage.watch is not None
     target, failures = Target(stage=stage), list[str]()
     before = {role: stage.procs[role].pid for role in stage.alive()}
@@ -132,8 +131,7 @@ def execute(attack: Attack, stage: Stage, fresh_mib: float | None = None) -> Rec
     record.broken += [
         f"{role} was killed for want of memory" for role, n in kills.items() if stage.cages[role].kills() > n
     ]
-    bounds = attack.bounds if fresh_mib is None else _carried(attack.bounds, seen, fresh_mib)
-    record.broken += [*_judge_answers(bounds, target.answers), *judge(bounds, seen)]
+    record.broken += [*_judge_answers(attack.bounds, target.answers), *judge(attack.bounds, seen)]
     record.broken += blind(seen, seconds + SETTLE_S, crowd=stage.crowd is not None)
     return record
 
@@ -165,11 +163,6 @@ def _attack(attack: Attack, target: Target, failures: list[str]) -> None:
         failures.append(f"was not over within {attack.bounds.within:g} s")
     except Exception as error:  # noqa: BLE001  whatever an attack trips over is its finding
         failures.append(f"{type(error).__name__}: {error}"[:300])
-
-
-def _carried(bounds: Bounds, seen: dict[str, Any], fresh_mib: float) -> Bounds:
-    before = seen["rss_before"] or fresh_mib
-    return replace(bounds, peak=bounds.peak + max(0.0, before - fresh_mib))
 
 
 def _judge_answers(bounds: Bounds, answers: Answers) -> list[str]:

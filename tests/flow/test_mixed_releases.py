@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from chaos.load import Load, faults_of, jobs
 from testkit.cluster import Cluster, Here, Shape
 from testkit.earlier import LAST_RELEASE, has_history, unpack
 from testkit.pocket_answers import POCKET, recorded
-from testkit.servers import Bench, bench, wait_until
+from testkit.servers import Bench, Proc, bench, wait_until
 
 pytestmark = [
     pytest.mark.alone,
@@ -47,7 +46,7 @@ class Mixed:
         self._wanted = jobs(recorded(), 1)[:60]
 
     def switch(self, name: str, *, to_earlier: bool) -> None:
-        """Ends the member of that name in order, and starts one of the other release in its place."""
+        """Ends the member of that name, and starts one of the other release in its place."""
         self._end([name])
         if to_earlier:
             self.cluster.trees[name] = self._earlier
@@ -103,13 +102,21 @@ class Mixed:
         for name in names:
             proc = self.cluster.members[name].proc
             assert proc is not None
-            if name == "gateway" and name in self.cluster.trees:  # that release's may wait for ever once it has drained
-                proc.popen.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    proc.popen.wait(10)
-                proc.kill9()
+            if name == "gateway" and name in self.cluster.trees:
+                self._end_earlier_gateway(proc)
             else:
                 assert proc.stop(60) == 0, proc.log()[-2000:]
+
+    def _end_earlier_gateway(self, proc: Proc) -> None:
+        """A gateway of 2d85cd8 may wait for ever once it has drained and listens no more: its follower's task may have
+        swallowed the one cancellation that it got."""
+        proc.popen.send_signal(signal.SIGTERM)
+        try:
+            assert proc.popen.wait(20) == 0, proc.log()[-2000:]
+        except subprocess.TimeoutExpired:
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{self.cluster.server.url}/health", timeout=5)
+            proc.kill9()
 
     def _there(self, role: str) -> bool:
         with redis.Redis.from_url(self.cluster.redis_url) as client:

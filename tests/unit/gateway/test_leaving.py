@@ -211,7 +211,7 @@ async def test_it_ends_although_a_command_swallowed_the_cancellation(gateway, mo
 
     monkeypatch.setattr(gateway.queue, "follow", follow)
     gateway.queue.emit()
-    following = asyncio.create_task(gateway.follower.run())
+    following = gateway.tasks[0]
     await asyncio.sleep(0.05)
     for _ in range(3):  # as end_tasks asks, but that would wait for ever
         following.cancel()

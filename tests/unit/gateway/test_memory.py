@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 
 import pytest
 
+from services.gateway import memory
 from services.gateway.memory import MemoryGiver, held_bytes
 
 MIB = 1 << 20
@@ -58,17 +60,31 @@ def test_what_is_in_use_is_asked_for_ever_less_often(giver: MemoryGiver, process
     assert giver.look() == 5
 
 
+def test_a_look_that_sees_nothing_changes_nothing(giver: MemoryGiver, process: _Process) -> None:
+    process.held = 0
+    assert giver.look() == 5
+    process.held = 105
+    giver.look()
+    assert process.trims == 0
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library cannot be asked")
-def test_holes_in_the_heap_go_back() -> None:
+async def test_holes_in_the_heap_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    giver = MemoryGiver(held=held_bytes, trim=lambda: libc.malloc_trim(0))
+    base = held_bytes() - 50 * MIB
+    monkeypatch.setattr(memory, "held_bytes", lambda: held_bytes() - base)  # whatever else this process has
+    monkeypatch.setattr(memory, "_LOOK_S", 0.05)
+    giving = asyncio.create_task(memory.give_back_memory())
+    await asyncio.sleep(0.01)
     pieces = [libc.malloc(8000) for _ in range(20_000)]  # each below what the library maps by itself
     for piece in pieces:
         ctypes.memset(piece, 1, 8000)
     for piece in pieces[:-1]:  # the last one keeps the heap's end where it is
         libc.free(piece)
-    full = held_bytes()
-    giver.look()
+    async with asyncio.timeout(20):
+        while held_bytes() - base > 100 * MIB:
+            await asyncio.sleep(0.02)
     libc.free(pieces[-1])
-    assert held_bytes() < full - 100 * MIB
+    giving.cancel()
+    await asyncio.wait({giving})

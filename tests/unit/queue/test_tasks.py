@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -31,6 +32,18 @@ async def test_a_task_that_swallows_a_cancellation_is_asked_again() -> None:
     await asyncio.sleep(0)
     await asyncio.wait_for(end_tasks([stubborn.task]), 20)
     assert stubborn.task.cancelled()
+
+
+async def test_what_a_task_raised_before_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ValueError
+
+    task = asyncio.ensure_future(fail())
+    await asyncio.sleep(0)
+    await end_tasks([task])
+    del task
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_nothing_is_left_behind_by_one_who_is_ended_meanwhile() -> None:

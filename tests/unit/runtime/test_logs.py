@@ -58,7 +58,7 @@ def test_nothing_that_a_client_sends_makes_a_line_of_its_own_or_reaches_the_term
     assert stream.getvalue().count("\n") == 1
 
 
-def test_nor_as_json() -> None:
+def test_json_logs_escape_what_steers_a_terminal() -> None:
     stream = io.StringIO()
     configure_logging("gateway", stream=stream)
     forged = "/a\n\r\x1b[31m\x7f\x9b2J\u202e\u2028\U000e0001é 你😀"
@@ -73,12 +73,12 @@ def test_a_traceback_keeps_its_lines() -> None:
     stream = _Terminal()
     configure_logging("gateway", stream=stream)
     try:
-        raise ValueError("why")
+        raise ValueError("why \x1b[31m")
     except ValueError:
         logging.getLogger("x").exception("failed", extra={"path": "/a\n"})
     head, *trace = stream.getvalue().splitlines()
     assert head.endswith("failed  path=/a\\n")
-    assert trace[-1] == "ValueError: why"
+    assert trace[-1] == "ValueError: why \\x1b[31m"
 
 
 def test_the_style_can_be_forced_and_the_level_holds() -> None:
