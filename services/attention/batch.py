@@ -6,8 +6,9 @@ out of :meth:`BatchManager.drain`. Every request that was accepted ends with exa
 
 Batching is per iteration with prompt and generated tokens flattened into one row dimension, without padding
 (ExpertFlow 4.2). Decoding sequences go first, one token each; what is left of the token budget goes to prompts, in
-chunks. A sequence that is admitted gets blocks for all its known tokens at once, so only decoding can run out of
-blocks; then the sequence that was admitted last gives up its blocks and is recomputed later.
+chunks, and a :class:`WaitingLine` says who starts next. A sequence that is admitted gets blocks for all its known
+tokens at once, so only decoding can run out of blocks; then the sequence that was admitted last gives up its blocks
+and is recomputed later.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from services.attention.plan import BatchCounters, BatchLimits, Outcome, Piece, 
 from services.attention.prefixes import Prefixes
 from services.attention.room import make_room, reserve
 from services.attention.sequence import SequenceState, open_sequence, refusal
+from services.attention.waiting_line import WaitingLine
 from services.errors import DeadlineExceeded, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 
@@ -39,7 +41,7 @@ class BatchManager:
         self._held_back = HeldBack(pool)
         self._clock = clock
         self._held: dict[str, SequenceState] = {}
-        self._waiting: list[SequenceState] = []
+        self._waiting = WaitingLine()
         self._running: list[SequenceState] = []
         self._decodes: tuple[SequenceState, ...] = ()
         """Of the last plan, as long as no sequence came or went."""
@@ -91,7 +93,7 @@ class BatchManager:
         elif not state.wants_token and state.scored is None:
             self._end(state, "length")
         else:
-            insort(self._waiting, state, key=SequenceState.waiting_key)
+            self._waiting.add(state)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, but for
@@ -202,7 +204,7 @@ class BatchManager:
         self._drop(state)
         state.computed, state.preempted, state.prefilling = 0, True, True
         self._held[state.request.id] = state
-        insort(self._waiting, state, key=SequenceState.waiting_key)
+        self._waiting.add(state)
 
     def _plan_prefills(self, pieces: list[Piece], budget: int) -> None:
         for state in self._running:
@@ -213,7 +215,7 @@ class BatchManager:
     def _admit(self, pieces: list[Piece], budget: int) -> None:
         stretch = not self._limits.chunked_prefill
         while self._waiting and self.running < self._limits.max_num_seqs and budget > 0:
-            state = self._waiting[0]
+            state = self._waiting.first
             matched = self._prefixes.match(state)
             missing = len(state.token_ids) - len(matched) * self.pool.block_size
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
@@ -228,7 +230,7 @@ class BatchManager:
             stretch = False
 
     def _start(self, state: SequenceState, matched: Sequence[int], new: int) -> None:
-        del self._waiting[0]
+        self._waiting.start(state)
         if self._prefixes.looks_up(state):
             self.pool.count_lookup(len(state.token_ids), matched)
         state.blocks = self.pool.take(matched, new)
@@ -296,11 +298,9 @@ class BatchManager:
         """Take ``state`` out of everything and free its blocks."""
         del self._held[state.request.id]
         self._decodes = ()
-        _remove(self._running if state.blocks else self._waiting, state)
+        if not state.blocks:
+            self._waiting.remove(state)  # nothing to do for a request refused on arrival
+        else:
+            self._running.remove(state)
         self._held_back.release(state)
         state.blocks, state.published = [], 0
-
-
-def _remove(states: list[SequenceState], state: SequenceState) -> None:
-    if state in states:  # a request refused on arrival is in neither list
-        states.remove(state)

@@ -52,10 +52,6 @@ class SequenceState:
     def wants_token(self) -> bool:
         return len(self.token_ids) < self.limit
 
-    def waiting_key(self) -> tuple[int, int]:
-        """Order among the waiting. Of one priority, a preempted sequence arrived before all that never started."""
-        return self.request.priority, self.arrival
-
     def running_key(self) -> tuple[int, int]:
         """Order in the batch. The last in it is preempted first."""
         return self.request.priority, self.admission

@@ -31,6 +31,7 @@ def request(
     priority: int = 5,
     deadline_ms: int = FAR,
     wire: int = 1,
+    tenant: str = "t",
     **sampling: object,
 ) -> GenerateRequest:
     return GenerateRequest(
@@ -41,7 +42,7 @@ def request(
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
         deadline_ms=deadline_ms,
         priority=priority,
-        tenant="t",
+        tenant=tenant,
         reply_to="g",
         wire=wire,
     )
@@ -455,6 +456,51 @@ def test_what_waits_for_a_place_is_held_but_in_no_step() -> None:
         run.batch.add(request(name, [1, 2, 3], max_tokens=9, ignore_eos=True))
     run.step()
     assert (run.batch.held(), run.batch.in_step()) == ({"first": 1, "second": 1}, {"first": 1})
+
+
+def order_of_starts(run: Harness) -> list[str]:
+    run.run()
+    return [event.request_id for event in run.events if event.finish]
+
+
+def test_a_prompt_of_another_tenant_waits_for_one_of_many_long_ones() -> None:
+    run = Harness(seqs=1)
+    for number in range(4):
+        run.batch.add(request(f"a{number}", [1, 2, 3, 4, 5, 6], max_tokens=1, tenant="a"))
+    run.step()
+    for number in range(3):
+        run.batch.add(request(f"b{number}", [7, 8, 9], max_tokens=1, tenant="b"))
+    assert order_of_starts(run) == ["a0", "b0", "b1", "a1", "b2", "a2", "a3"]
+
+
+def test_a_tenant_who_comes_back_has_saved_no_turns_up() -> None:
+    run = Harness(seqs=1)
+    for number in range(6):
+        run.batch.add(request(f"a{number}", [1, 2, 3, 4], max_tokens=1, tenant="a"))
+    for _ in range(4):
+        run.step()
+    for number in range(3):
+        run.batch.add(request(f"b{number}", [5, 6, 7, 8], max_tokens=1, tenant="b"))
+    assert order_of_starts(run) == ["a0", "a1", "a2", "a3", "b0", "a4", "b1", "a5", "b2"]
+
+
+def test_what_a_tenant_took_back_while_it_waited_is_not_charged() -> None:
+    run = Harness(seqs=1)
+    run.batch.add(request("first", [1, 2], max_tokens=1, tenant="a"))
+    for number in range(3):
+        run.batch.add(request(f"gone{number}", [1, 2, 3, 4], max_tokens=1, tenant="b"))
+        run.batch.cancel(f"gone{number}", 1)
+    run.batch.add(request("a", [1, 2], max_tokens=1, tenant="a"))
+    run.batch.add(request("b", [3, 4], max_tokens=1, tenant="b"))
+    assert order_of_starts(run)[-3:] == ["first", "b", "a"]
+
+
+def test_counters_of_tenants_who_left_are_forgotten() -> None:
+    run = Harness(seqs=1)
+    for number in range(3000):
+        run.batch.add(request("r", [1, 2], max_tokens=1, tenant=f"t{number}"))
+        run.run()
+    assert len(run.batch._waiting._given) <= 1025
 
 
 def test_a_cancelled_request_frees_its_blocks_before_the_next_step() -> None:
