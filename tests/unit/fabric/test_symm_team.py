@@ -43,12 +43,14 @@ def scaled(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tens
 
 
 class Seat:
-    """``calls``: numbers of rows that had experts, by call. While ``held`` is set, calls of layer 1 do not end."""
+    """``calls``: numbers of rows that had experts, by call. While ``held`` is set, calls of layer 1 do not end;
+    ``holding``: one of them has begun, so it has its rows."""
 
     def __init__(self, join_rows: int = 128) -> None:
         self.calls: list[int] = []
         self.join_rows = join_rows
-        self.held, self.freed, self.broken = threading.Event(), threading.Event(), threading.Event()
+        self.held, self.holding, self.freed = threading.Event(), threading.Event(), threading.Event()
+        self.broken = threading.Event()
         self.host = SymmHost(
             self._compute, memory=HostMemory(), device=CPU, layers=list(range(LAYERS)), num_experts=EXPERTS,
             hidden=HIDDEN, dtype=torch.float32, limits=Limits(join_rows=join_rows),
@@ -65,6 +67,7 @@ class Seat:
         if self.broken.is_set():
             raise RuntimeError("an expert broke")
         if layer == 1 and self.held.is_set():
+            self.holding.set()
             self.freed.wait(LONG_S)
         self.calls.append(int((ids_TK >= 0).any(1).sum()))
         return scaled(layer, x_TD, ids_TK, weights_TK)
@@ -210,7 +213,8 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
-        wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
+        assert seat.holding.wait(LONG_S)
+        assert seat.calls == [6], "the first layer is computed"
         peer, lost = next((peer, guest) for peer, guest in seat.host._guests.items() if guest.place == 1)
         ending = threading.Thread(target=seat.host.lost, args=(peer,))
         ending.start()
@@ -235,8 +239,8 @@ def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], N
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
-        wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
-        time.sleep(0.05)
+        assert seat.holding.wait(LONG_S)
+        assert seat.calls == [6], "the first layer is computed"
         peer = next(peer for peer, guest in seat.host._guests.items() if guest.place == 1)
         seat.host.lost(peer)
         assert len(seat.host._guests) == 1
@@ -343,7 +347,8 @@ def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
-        wait_until(lambda: seat.calls == [6], LONG_S, "the first layer is computed")
+        assert seat.holding.wait(LONG_S)
+        assert seat.calls == [6], "the first layer is computed"
         (alike,) = seat.alike()
         step_of = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
         assert not any(team.fits([Joining(guest, step_of) for guest in alike.guests]) for team in alike.teams)
