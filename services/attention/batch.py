@@ -41,7 +41,7 @@ class BatchManager:
         self._held_back = HeldBack(pool)
         self._clock = clock
         self._held: dict[str, SequenceState] = {}
-        self._waiting = WaitingLine()
+        self._waiting: WaitingLine[SequenceState] = WaitingLine()
         self._running: list[SequenceState] = []
         self._decodes: tuple[SequenceState, ...] = ()
         """Of the last plan, as long as no sequence came or went."""

@@ -8,18 +8,40 @@ the others have, so that nobody saves turns up.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
-from services.attention.sequence import SequenceState
+from services.messages import GenerateRequest
 
 _MOST_COUNTERS = 1024
 """More are kept only for tenants that wait."""
 
 
-class WaitingLine:
+class Waiting(Protocol):
+    """A sequence, as far as it is known here. ``arrival`` is a running number; what was ``preempted`` had started
+    before; ``token_ids`` is all that is to be read."""
+
+    @property
+    def request(self) -> GenerateRequest: ...
+
+    @property
+    def arrival(self) -> int: ...
+
+    @property
+    def preempted(self) -> bool: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+State = TypeVar("State", bound=Waiting)
+
+
+class WaitingLine(Generic[State]):
     """Sequences by priority, then those that were preempted, then tenants in turn; within each by arrival."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[int, bool, str], list[SequenceState]] = {}
+        self._lines: dict[tuple[int, bool, str], list[State]] = {}
         self._given: dict[tuple[int, str], int] = {}
         """Tokens of prompts started, by priority and tenant."""
         self._floor: dict[int, int] = {}
@@ -30,11 +52,11 @@ class WaitingLine:
         return self._size
 
     @property
-    def first(self) -> SequenceState:
+    def first(self) -> State:
         """The sequence that starts next. There must be one."""
         return self._lines[min(self._lines, key=self._order)][0]
 
-    def add(self, state: SequenceState) -> None:
+    def add(self, state: State) -> None:
         priority, tenant = state.request.priority, state.request.tenant
         if not state.preempted:
             floor = self._floor.get(priority, 0)
@@ -43,7 +65,7 @@ class WaitingLine:
         insort(self._lines.setdefault(_line_of(state), []), state, key=lambda each: each.arrival)
         self._size += 1
 
-    def start(self, state: SequenceState) -> None:
+    def start(self, state: State) -> None:
         """Takes ``state``, the first, out; its tenant is charged for a prompt that was not started before."""
         self.remove(state)
         if state.preempted:
@@ -55,7 +77,7 @@ class WaitingLine:
         if len(self._given) > _MOST_COUNTERS:
             self._forget()
 
-    def remove(self, state: SequenceState) -> None:
+    def remove(self, state: State) -> None:
         """Takes ``state`` out, wherever it stands. Nothing happens where it does not wait."""
         name = _line_of(state)
         line = self._lines.get(name, [])
@@ -76,5 +98,5 @@ class WaitingLine:
         self._given = {name: given for name, given in self._given.items() if name in waiting}
 
 
-def _line_of(state: SequenceState) -> tuple[int, bool, str]:
+def _line_of(state: Waiting) -> tuple[int, bool, str]:
     return state.request.priority, not state.preempted, "" if state.preempted else state.request.tenant

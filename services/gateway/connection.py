@@ -57,6 +57,7 @@ class Connection(HttpToolsProtocol):
         self._serving: RequestResponseCycle | None = None
         self._deaf = False  # what comes is thrown away
         self._leaving = False
+        self._given_up = False
         self._refusal: tuple[str, RequestError | None] | None = None
         self.tally = Tally(house.bounds)
         self._rests_since = 0.0
@@ -68,7 +69,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner = cast(asyncio.Transport, transport)  # uvloop's is none by its type
         self._inner.set_write_buffer_limits(high=self._bounds.write_buffer)
-        super().connection_made(Exit(self._inner, self.leave))
+        self._exit = Exit(self._inner, self.leave)
+        super().connection_made(self._exit)
         bounds, late = self._bounds, partial(self.expire, Wait.STALL)
         self._line = Line(
             abort=self._inner.abort,
@@ -88,7 +90,7 @@ class Connection(HttpToolsProtocol):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-        self.pipeline.clear()
+        self._untie()
 
     def data_received(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -149,7 +151,8 @@ class Connection(HttpToolsProtocol):
             self._refuse("body_late", RequestTimedOut("The body took too long.", hint="Send it faster."), silent=True)
         elif wait is Wait.IDLE:
             self.leave()  # in order, and nobody's fault
-        else:
+        elif not self._given_up:  # by the other one of those that look: an answer and the house
+            self._given_up = True
             if wait is not Wait.LINGER:  # which was told before
                 self._house.refusals.note(f"{wait.value}_late", f"gave up a connection: {wait.value} for too long")
             self._inner.abort()
@@ -239,6 +242,13 @@ class Connection(HttpToolsProtocol):
             self._rest()
 
     # Inside
+
+    def _untie(self) -> None:
+        """Lets go of all that refers back to this object, which is freed at once then. Thousands that wait for a
+        collection of garbage keep memory in pieces that new objects fill, and the process never shrinks."""
+        self._exit.untie()
+        self.pipeline.clear()
+        self.scope = self.cycle = self._serving = self._line = None  # type: ignore[assignment]
 
     def _read(self, wait: Wait | None, seconds: float = 0.0) -> None:
         """From now on ``wait`` is what the peer has to send next."""

@@ -42,6 +42,10 @@ def unread(transport: asyncio.Transport) -> bool:
     return bool(waiting.poll(0))
 
 
+def _nothing() -> None:
+    pass
+
+
 class Exit(asyncio.Transport):
     """The transport as uvicorn has it: its close is ``leave``, which may wait for the peer. No write follows."""
 
@@ -62,6 +66,10 @@ class Exit(asyncio.Transport):
     def abort(self) -> None:
         self._closed = True
         self._inner.abort()
+
+    def untie(self) -> None:
+        """The connection has ended: ``leave`` is let go of."""
+        self._closed, self._leave = True, _nothing
 
     def is_closing(self) -> bool:
         return self._closed or self._inner.is_closing()

@@ -38,7 +38,7 @@ SETTLE_S = KEEP_S + 40.0
 """Kept answers have ended then, and the gateway has looked for memory to give back, which it does each 30 s."""
 KEPT_MIB = 200
 _CROWDS = ("connections: 2,000 full heads", "streams: 4,000 of one tenant", "readers: 400 lists of tokens")
-FIRST_S = 3.0
+FIRST_S = 1.0
 """Half of the honest streams come and go all the time: their first tokens wait in the line of the one worker."""
 
 

@@ -1,12 +1,13 @@
 """An attention worker whose engine computes nothing: all else of it is the real one (inbox, publisher, leases).
 
-Its answers are those of :mod:`abuse.kit.tokens`, at a set rate; prompts take time by their length, all in one queue, as
-with the real engine; log-probabilities come as asked for. Torch-free.
+Its answers are those of :mod:`abuse.kit.tokens`, at a set rate; prompts take time by their length, one after the other,
+and wait in the real engine's line; log-probabilities come as asked for. Torch-free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -14,11 +15,13 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from abuse.kit.tokens import BABBLE, BURST, BURST_TOKENS, HOLD, POISON, Answers
+from services.attention.waiting_line import WaitingLine
 from services.attention.worker import AttentionWorker, WorkerOptions
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob, WorkerInfo
 from services.model.spec import load_spec
@@ -53,28 +56,37 @@ def prompt_scores(start: int, count: int, width: int) -> PromptScores:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     request: GenerateRequest
+    arrival: int
     key: int
     unread: int
     index: int
     since: float
+    preempted: bool = False  # never, as there is room for all
 
     @property
     def kind(self) -> int:
         return self.request.token_ids[0]
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.request.token_ids
+
 
 @dataclass(kw_only=True)
 class StandInEngine:
     """``rate`` steps a second, each with a token for every sequence whose prompt was read; ``prefill`` prompt tokens
-    are read in a step, first come, first served."""
+    are read in a step, and a prompt that was begun is finished before the next one."""
 
     answers: Answers
     rate: float
     prefill: int
     _sequences: dict[str, _Sequence] = field(default_factory=dict)
+    _waiting: WaitingLine[_Sequence] = field(default_factory=WaitingLine)
+    _reading: _Sequence | None = None
+    _arrivals: Iterator[int] = field(default_factory=itertools.count)
     _events: list[TokenEvent] = field(default_factory=list)
     _due: float = 0.0
 
@@ -87,9 +99,16 @@ class StandInEngine:
 
     def add(self, request: GenerateRequest) -> None:
         prompt = request.token_ids[: request.prompt_len]
-        self._sequences[request.id] = _Sequence(
-            request, self.answers.key(prompt), len(request.token_ids), request.delivered, time.monotonic()
+        sequence = _Sequence(
+            request,
+            next(self._arrivals),
+            self.answers.key(prompt),
+            len(request.token_ids),
+            request.delivered,
+            time.monotonic(),
         )
+        self._sequences[request.id] = sequence
+        self._waiting.add(sequence)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         sequence = self._sequences.get(request_id)
@@ -99,16 +118,25 @@ class StandInEngine:
     def step(self) -> list[TokenEvent]:
         time.sleep(max(0.0, self._due - time.monotonic()))
         self._due = max(self._due + 1 / self.rate, time.monotonic())
-        budget = self.prefill
+        self._read_on()
         for sequence in list(self._sequences.values()):
-            budget -= self._read(sequence, budget)
             self._advance(sequence)
         events, self._events = self._events, []
         return events
 
+    def _read_on(self) -> None:
+        budget = self.prefill
+        while budget and (self._reading is not None or len(self._waiting)):
+            if self._reading is None:
+                self._reading = self._waiting.first
+                self._waiting.start(self._reading)
+            budget -= self._read(self._reading, budget)
+            if not self._reading.unread:
+                self._reading = None
+
     def _read(self, sequence: _Sequence, budget: int) -> int:
         """Reads so much of its prompt, scores included; how much it was."""
-        whole = len(sequence.request.token_ids) if sequence.unread else 0
+        whole = len(sequence.token_ids)
         first, count = whole - sequence.unread, min(budget, sequence.unread)
         sequence.unread -= count
         width = sequence.request.sampling.prompt_logprobs
@@ -143,6 +171,8 @@ class StandInEngine:
         sequence.index += token is not None
         if finish is not None:
             del self._sequences[sequence.request.id]
+            self._waiting.remove(sequence)
+            self._reading = None if self._reading is sequence else self._reading
 
 
 def _event(sequence: _Sequence, **content: Any) -> TokenEvent:

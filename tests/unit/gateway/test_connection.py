@@ -470,6 +470,18 @@ async def test_a_reader_of_an_answer_that_is_written_already_is_given_up(start, 
     client.close()
 
 
+async def test_a_reader_that_two_give_up_is_counted_once(start, connect):
+    """The house, which looks at all connections, and the answer, which waits for its own."""
+    gateway = await start(bounds=PATIENT)
+    peer = await connect(gateway)
+    await until(lambda: list(gateway.server._open()))
+    [connection] = gateway.server._open()
+    connection.expire(Wait.STALL)
+    connection.expire(Wait.STALL)
+    assert await peer.all() == b""
+    assert refused(gateway, "stalled_late") == 1
+
+
 async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, connect):
     """A megabyte that takes seconds, where a byte that takes 0.1 s is too slow."""
     bounds = Bounds(stall_s=0.1, least_rate=50_000, look_s=0.05)
