@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 from collections.abc import Callable
+
+from services.runtime.allocator import GIVES_BACK, gives_back
 
 log = logging.getLogger(__name__)
 
@@ -19,16 +22,23 @@ _STATM = "/proc/self/statm"
 
 
 async def give_back_memory() -> None:
-    """Gives what the C library holds free to the machine, again and again, until cancelled.
+    """Gives what is free to the machine, again and again, until cancelled.
 
-    glibc keeps hundreds of megabytes that a crowd or a thread has used. A call takes up to 20 ms, in a thread; larger
-    allocations of other threads wait for it meanwhile. Returns at once where the library has no such call, or the
-    system does not say what a process holds.
+    Python keeps objects on free lists, a few in each page, and glibc keeps all pages. A call takes up to 20 ms, in a
+    thread; larger allocations of other threads wait for it meanwhile. Returns at once where the C library has no such
+    call, or the system does not say what a process holds.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not held_bytes():
         return
-    giver, pause_s = MemoryGiver(held=held_bytes, trim=lambda: trim(0)), _LOOK_S
+    if not gives_back():
+        log.info("memory of crowds stays with this process: set %s", " ".join(map("=".join, GIVES_BACK.items())))
+
+    def give() -> None:
+        gc.collect()  # which empties the free lists
+        trim(0)
+
+    giver, pause_s = MemoryGiver(held=held_bytes, trim=give), _LOOK_S
     while True:
         await asyncio.sleep(pause_s)
         try:
