@@ -31,7 +31,7 @@ from services.gateway.health import LeaderProbe, Readiness
 from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
-from services.gateway.memory import give_back_memory
+from services.gateway.memory import give_back_memory, keep_one_heap
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
@@ -195,6 +195,7 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     """Run a gateway until ``stop``; then let open requests end."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     sys.setswitchinterval(_SWITCH_S)
+    keep_one_heap()
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:

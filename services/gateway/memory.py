@@ -9,8 +9,6 @@ import logging
 import os
 from collections.abc import Callable
 
-from services.runtime.allocator import GIVES_BACK, gives_back
-
 log = logging.getLogger(__name__)
 
 _LOOK_S, _MOST_LOOK_S = 5.0, 30.0
@@ -18,24 +16,24 @@ _MORE = 1.1
 """Memory is given back above this multiple of the least that the process ever held."""
 _WORTH_IT = 0.05
 """The share of the memory held that a call has to free to be worth another one soon."""
+_ARENA_MAX = -8
+"""M_ARENA_MAX of malloc.h."""
 _STATM = "/proc/self/statm"
 
 
 async def give_back_memory() -> None:
     """Gives what is free to the machine, again and again, until cancelled.
 
-    Python keeps objects on free lists, a few in each page, and glibc keeps all pages. A call takes up to 20 ms, in a
-    thread; larger allocations of other threads wait for it meanwhile. Returns at once where the C library has no such
-    call, or the system does not say what a process holds.
+    A crowd leaves free objects on Python's lists, a few in each of its arenas, and free pages with glibc. To give them
+    back takes up to 0.1 s, in a thread, of which the event loop waits for the collection, half of that. Returns at once
+    where the library has no such call, or the system does not say what a process holds.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not held_bytes():
         return
-    if not gives_back():
-        log.info("memory of crowds stays with this process: set %s", " ".join(map("=".join, GIVES_BACK.items())))
 
     def give() -> None:
-        gc.collect()  # which empties the free lists
+        gc.collect()  # which empties the lists
         trim(0)
 
     giver, pause_s = MemoryGiver(held=held_bytes, trim=give), _LOOK_S
@@ -46,6 +44,13 @@ async def give_back_memory() -> None:
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory: no reason to end streams
             log.warning("cannot give memory back now: %s", error)
             pause_s = _MOST_LOOK_S
+
+
+def keep_one_heap() -> None:
+    """From now on new threads allocate where the first one does: of a heap of their own glibc gives back only holes,
+    and keeps up to 64 MiB at its end. Where there is no such call nothing happens."""
+    if choose := getattr(ctypes.CDLL(None), "mallopt", None):
+        choose(_ARENA_MAX, 1)
 
 
 class MemoryGiver:

@@ -13,7 +13,6 @@ from typing import Any
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
 from services.queue.tasks import end_tasks
 from services.runtime import FORCED
-from services.runtime.allocator import GIVES_BACK
 from services.supervisor.child import Child, Outlook, RoleProcess, Running
 from services.supervisor.policy import RestartPolicy
 
@@ -57,8 +56,7 @@ class Children:
     async def start_role(self, name: str, role: Role, config: Path, *, outlook: Outlook) -> None:
         """-P keeps a folder named services in the working directory from being imported instead of ours."""
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
-        environment = {**GIVES_BACK, **os.environ} if role == GATEWAY else os.environ
-        await self.start(name, RoleProcess(command, environment, outlook.on_end), role, outlook=outlook)
+        await self.start(name, RoleProcess(command, os.environ, outlook.on_end), role, outlook=outlook)
 
     def well_beside(self, name: str, *roles: Role) -> int:
         """How many others of ``roles`` did not fail too often of late."""

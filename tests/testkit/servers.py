@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,11 +113,11 @@ class Bench:
     folder: Path
     procs: list[Proc] = field(default_factory=list)
 
-    def start(self, name: str, args: Sequence[str], environment: Mapping[str, str] | None = None) -> Proc:
-        """Run ``args`` in the background, with ``environment`` and none of ours else. The kernel ends it with this
-        process, if started from the main thread: of another one it would not outlive the thread."""
+    def start(self, name: str, args: Sequence[str]) -> Proc:
+        """Run ``args`` in the background with a clean EXPERTMESH_ environment. The kernel ends it with this process,
+        if started from the main thread: of another one it would not outlive the thread."""
         env = {key: value for key, value in os.environ.items() if not key.startswith("EXPERTMESH_")}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         log_path = self.folder / f"{name}-{len(self.procs)}.log"
         with log_path.open("wb") as log:
             popen = subprocess.Popen(

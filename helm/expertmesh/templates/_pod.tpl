@@ -73,11 +73,6 @@ spec:
         - name: EXPERTMESH_POD
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         {{- end }}
-        {{- if eq .role "gateway" }}
-        # Memory of a crowd goes back to the machine (services/runtime/allocator.py).
-        - {name: PYTHONMALLOC, value: malloc}
-        - {name: GLIBC_TUNABLES, value: "glibc.malloc.trim_threshold=131072:glibc.malloc.arena_max=2:glibc.malloc.tcache_count=127"}
-        {{- end }}
         {{- with $role.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

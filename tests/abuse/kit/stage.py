@@ -28,7 +28,6 @@ from abuse.kit.cage import MIB, Cage, Precedence, cage, precedence
 from abuse.kit.child import Child, raise_descriptors, share_paths
 from services.gateway.auth import digest
 from services.queue.embedded import find_redis_server
-from services.runtime.allocator import GIVES_BACK
 
 GATEWAY_MIB, REDIS_MIB = 1024, 1024
 MAXMEMORY = "768mb"
@@ -166,8 +165,7 @@ class Stage:
         if mib is not None or nofile is not None:
             self.cages[role] = cage(role, (mib or 1 << 14) * MIB, nofile=nofile)
             command = self.cages[role].command(command)
-        environment = GIVES_BACK if role == "gateway" else None  # as the chart and ``serve`` set it
-        self.procs[role] = self.bench.start(role, self.cpu.command(command), environment)
+        self.procs[role] = self.bench.start(role, self.cpu.command(command))
 
     def _start_redis(self) -> None:
         args = ["--port", str(self.redis_port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from testkit.chart import Objects, Render, named, pods
 
-from services.runtime.allocator import GIVES_BACK
-
 LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 DEPLOYED = ("gateway", "scheduler", "attention")
 
@@ -146,13 +144,3 @@ def test_the_fetching_pod_is_labelled_for_what_gives_it_an_identity(render: Rend
     found = job["spec"]["template"]["metadata"]
     assert (found["labels"]["azure/use"], found["annotations"]) == ("yes", {"fuse": "mount"})
     assert found["labels"]["app.kubernetes.io/name"] == "expertmesh"
-
-
-def test_the_gateway_alone_gives_memory_of_crowds_back(render: Render) -> None:
-    objects = render()
-    for role in DEPLOYED:
-        [container] = pod(objects, "Deployment", role)["containers"]
-        found = {each["name"]: each.get("value") for each in container["env"]}
-        assert {name: found.get(name) for name in GIVES_BACK} == (
-            dict(GIVES_BACK) if role == "gateway" else dict.fromkeys(GIVES_BACK)
-        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import subprocess
+import sys
 
 import pytest
 
@@ -88,3 +90,23 @@ async def test_holes_in_the_heap_go_back(monkeypatch: pytest.MonkeyPatch) -> Non
     libc.free(pieces[-1])
     giving.cancel()
     await asyncio.wait({giving})
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library cannot be asked")
+@pytest.mark.parametrize(("heap", "goes"), [("keep_one_heap()", True), ("pass", False)])
+def test_what_a_thread_has_used_goes_back(heap: str, goes: bool) -> None:
+    code = f"""
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from services.gateway.memory import held_bytes, keep_one_heap
+{heap}
+bytearray(30 << 20)  # the first large piece: from now on smaller ones are mapped by themselves no more
+pool = ThreadPoolExecutor(1)
+before = held_bytes()
+pool.submit(lambda: [bytearray(b"x" * 100_000) for _ in range(400)] and None).result()
+ctypes.CDLL(None).malloc_trim(0)
+print(held_bytes() - before)
+pool.shutdown()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (int(done.stdout) < 10 * MIB) == goes

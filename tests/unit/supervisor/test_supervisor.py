@@ -22,7 +22,6 @@ from testkit.stand_in_roles import Notes, killed_and_told, notes_in, until
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
 from services.runtime import FORCED
-from services.runtime.allocator import GIVES_BACK
 from services.supervisor import Supervisor
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.policy import RestartPolicy
@@ -101,8 +100,6 @@ async def test_every_role_gets_the_effective_settings(home: Path) -> None:
         assert values["redis_url"].startswith("unix://")
         assert values["supervisor_pid"] == os.getpid()
         assert note["environment"] == [], "the environment was already taken into account"
-        given_back = [name for name, value in GIVES_BACK.items() if note["allocator"].get(name) == value]
-        assert given_back == (list(GIVES_BACK) if note["role"] == "gateway" else [])
         assert note["mode"] == "0o100600"
         assert note["session"] == note["pid"], "a session of its own, out of reach of the terminal's Ctrl-C"
     upstreams = started["gateway"]["settings"]["metrics_upstreams"]

@@ -64,7 +64,6 @@ note(
     mode=oct(Path(sys.argv[2]).stat().st_mode),
     session=os.getsid(0),
     environment=sorted(name for name in os.environ if name.startswith("EXPERTMESH_")),
-    allocator={name: os.environ.get(name) for name in ("PYTHONMALLOC", "GLIBC_TUNABLES")},
     settings=settings.model_dump(mode="json"),
 )
 codes = home / f"{role}.fail"
