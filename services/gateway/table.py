@@ -87,6 +87,7 @@ class JobTable:
     def deliver(self, events: Iterable[Result]) -> Followups:
         """Takes ``events`` in, in their order, and wakes the jobs that got something."""
         todo, touched, tokens = Followups(), {}, 0
+        sizes: dict[str, tuple[Job, Choice, int]] = {}  # before these events
         now = self._clock()
         for event in events:
             owner = self._owners.get(event.request_id)
@@ -97,10 +98,14 @@ class JobTable:
             elif isinstance(event, Unreadable):
                 self._miss(*owner, todo, event.reason)
             else:
+                if event.request_id not in sizes:
+                    sizes[event.request_id] = (*owner, owner[1].nbytes)
                 tokens += self._accept(*owner, event, todo, now)
                 touched[id(owner[0])] = owner[0]
         if tokens:
             self._metrics.generation_tokens.inc(tokens)
+        for job, choice, size in sizes.values():
+            self.holdings.grow(job, choice.nbytes - size)
         for job in touched.values():
             if not job.done:
                 self._settle(job, todo)
@@ -156,10 +161,9 @@ class JobTable:
             todo.gaps.append((job, choice))
 
     def _accept(self, job: Job, choice: Choice, event: TokenEvent, todo: Followups, now: float) -> int:
-        before, size = len(choice.generated), choice.nbytes
+        before = len(choice.generated)
         step = choice.accept(event)
         new = len(choice.generated) - before
-        self.holdings.grow(job, choice.nbytes - size)
         if new:
             self._time_token(job, choice, now)
         if step is Step.GAP and event.index <= before:
