@@ -18,10 +18,12 @@ from services.gateway.connections import Bounds, Connections
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 32
+_AT_ONCE = 128
+"""A probe behind a crowd waits for all that came before it to be accepted, and for the heads that are read meanwhile."""
 _PAUSE_S = 0.1
-RESERVE = 160
-"""Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
+RESERVE = 192
+"""Descriptors for Redis (64 connections), files, metrics, siblings, and most of what one turn accepts or closes: where
+that is not enough, the next ones are accepted a little later."""
 _FEWEST = 16
 _UNSENT_BYTES = 16 * 1024
 """In the kernel, beyond what the peer has taken: it is charged to the container, and stays while a peer does not read.

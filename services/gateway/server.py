@@ -23,7 +23,7 @@ from services.gateway.table import JobTable
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
+_BACKLOG = 8192  # the system has a bound of its own; beyond it a probe comes again after a second
 _LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
 _LATE_S = 0.2  # for requests that had come when idle connections were closed
 _LOOK_S = 0.05
