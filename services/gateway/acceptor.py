@@ -19,7 +19,7 @@ from services.gateway.connections import Bounds, Connections
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 128
-"""A probe behind a crowd waits for all that came before it to be accepted, and for the heads that are read meanwhile."""
+"""A probe behind a crowd waits until all that came before it is accepted, and for the heads that are read meanwhile."""
 _PAUSE_S = 0.1
 RESERVE = 192
 """Descriptors for Redis (64 connections), files, metrics, siblings, and most of what one turn accepts or closes: where
