@@ -220,7 +220,7 @@ class BatchManager:
             missing = len(state.token_ids) - len(matched) * self.pool.block_size
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
             if not self.pool.fits(matched, new + reserve(self.pool, self._running)):
-                break  # nothing overtakes the first in line, or long prompts would starve
+                break  # nothing passes by being small, or long prompts would starve
             if not self._limits.chunked_prefill and missing > budget and not stretch:
                 break
             self._start(state, matched, new)

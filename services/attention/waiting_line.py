@@ -1,25 +1,25 @@
 """Who of the waiting sequences starts next: tenants in turn, by the tokens they were given. Pure Python.
 
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024), charged with prompts:
-of the tenants that wait, the one that was given the fewest tokens is next, and one that comes back is lifted to what
-the others have, so that nobody saves turns up.
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): of the tenants that wait,
+the one that was given the fewest tokens is next, and one that comes back is lifted to what the others have, so that
+nobody saves turns up. A request is charged as it starts, with what the queue charges for it: its prompt and all that may
+follow.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from services.messages import GenerateRequest
 
 _MOST_COUNTERS = 1024
-"""More are kept only for tenants that wait."""
+"""Where there are more once a sequence starts, those of tenants of whom nothing waits are dropped."""
 
 
 class Waiting(Protocol):
     """A sequence, as far as it is known here. ``arrival`` is a running number; what was ``preempted`` had started
-    before; ``token_ids`` is all that is to be read."""
+    before."""
 
     @property
     def request(self) -> GenerateRequest: ...
@@ -29,9 +29,6 @@ class Waiting(Protocol):
 
     @property
     def preempted(self) -> bool: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
 
 
 State = TypeVar("State", bound=Waiting)
@@ -43,7 +40,7 @@ class WaitingLine(Generic[State]):
     def __init__(self) -> None:
         self._lines: dict[tuple[int, bool, str], list[State]] = {}
         self._given: dict[tuple[int, str], int] = {}
-        """Tokens of prompts started, by priority and tenant."""
+        """Cost of requests started, by priority and tenant."""
         self._floor: dict[int, int] = {}
         """By priority, what the tenant that started last had been given before."""
         self._size = 0
@@ -66,14 +63,14 @@ class WaitingLine(Generic[State]):
         self._size += 1
 
     def start(self, state: State) -> None:
-        """Takes ``state``, the first, out; its tenant is charged for a prompt that was not started before."""
+        """Takes ``state``, the first, out; its tenant is charged for a request that was not started before."""
         self.remove(state)
         if state.preempted:
             return
         priority, tenant = state.request.priority, state.request.tenant
         given = self._given[priority, tenant]
         self._floor[priority] = max(given, self._floor.get(priority, 0))
-        self._given[priority, tenant] = given + len(state.token_ids)
+        self._given[priority, tenant] = given + state.request.cost
         if len(self._given) > _MOST_COUNTERS:
             self._forget()
 

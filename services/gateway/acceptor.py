@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 128
 """A probe behind a crowd waits until all that came before it is accepted, and for the heads that are read meanwhile."""
 _PAUSE_S = 0.1
-RESERVE = 192
-"""Descriptors for Redis (64 connections), files, metrics, siblings, and most of what one turn accepts or closes: where
-that is not enough, the next ones are accepted a little later."""
+RESERVE = 224
+"""Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
 _FEWEST = 16
 _UNSENT_BYTES = 16 * 1024
 """In the kernel, beyond what the peer has taken: it is charged to the container, and stays while a peer does not read.

@@ -24,21 +24,19 @@ _STATM = "/proc/self/statm"
 async def give_back_memory() -> None:
     """Gives what is free to the machine, again and again, until cancelled.
 
-    A crowd leaves free objects on Python's lists, a few in each of its arenas, and free pages with glibc. To give them
-    back takes up to 0.1 s, in a thread, of which the event loop waits for the collection, half of that. Returns at once
-    where the library has no such call, or the system does not say what a process holds.
+    A crowd leaves free objects on Python's lists, a few in each of its arenas, and free pages with glibc. The former
+    takes a collection, up to 0.1 s of the event loop, which frees objects and therefore runs there; the latter a call
+    of up to 0.05 s in a thread, and larger allocations of others wait for it. Returns at once where the C library has
+    no such call, or the system does not say what a process holds.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not held_bytes():
         return
-
-    def give() -> None:
-        gc.collect()  # which empties the lists
-        trim(0)
-
-    giver, pause_s = MemoryGiver(held=held_bytes, trim=give), _LOOK_S
+    giver, pause_s = MemoryGiver(held=held_bytes, trim=lambda: trim(0)), _LOOK_S
     while True:
         await asyncio.sleep(pause_s)
+        if giver.holds_more:
+            gc.collect()  # empties the lists
         try:
             pause_s = await asyncio.to_thread(giver.look)
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory: no reason to end streams
@@ -63,6 +61,11 @@ class MemoryGiver:
         self._least = held()
         self._pause_s = _LOOK_S
 
+    @property
+    def holds_more(self) -> bool:
+        """Whether the next look is going to call ``trim``, as it seems now."""
+        return self._more(self._held())
+
     def look(self) -> float:
         """Gives back what there is.
 
@@ -74,11 +77,14 @@ class MemoryGiver:
             return self._pause_s
         self._least = min(self._least, before)
         helped = True
-        if before > _MORE * self._least:
+        if self._more(before):
             self._trim()
             helped = before - (self._held() or before) > _WORTH_IT * before
         self._pause_s = _LOOK_S if helped else min(2 * self._pause_s, _MOST_LOOK_S)
         return self._pause_s
+
+    def _more(self, held: int) -> bool:
+        return held > _MORE * self._least
 
 
 def held_bytes() -> int:

@@ -15,7 +15,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,6 @@ class _Sequence:
     def kind(self) -> int:
         return self.request.token_ids[0]
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.request.token_ids
-
 
 @dataclass(kw_only=True)
 class StandInEngine:
@@ -107,6 +103,8 @@ class StandInEngine:
             request.delivered,
             time.monotonic(),
         )
+        if (earlier := self._sequences.get(request.id)) is not None:
+            self._forget(earlier)
         self._sequences[request.id] = sequence
         self._waiting.add(sequence)
 
@@ -136,7 +134,7 @@ class StandInEngine:
 
     def _read(self, sequence: _Sequence, budget: int) -> int:
         """Reads so much of its prompt, scores included; how much it was."""
-        whole = len(sequence.token_ids)
+        whole = len(sequence.request.token_ids)
         first, count = whole - sequence.unread, min(budget, sequence.unread)
         sequence.unread -= count
         width = sequence.request.sampling.prompt_logprobs
@@ -170,9 +168,12 @@ class StandInEngine:
         self._events.append(_event(sequence, token_id=token, finish=finish, logprob=scores))
         sequence.index += token is not None
         if finish is not None:
-            del self._sequences[sequence.request.id]
-            self._waiting.remove(sequence)
-            self._reading = None if self._reading is sequence else self._reading
+            self._forget(sequence)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.request.id]
+        self._waiting.remove(sequence)
+        self._reading = None if self._reading is sequence else self._reading
 
 
 def _event(sequence: _Sequence, **content: Any) -> TokenEvent:

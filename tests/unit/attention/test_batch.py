@@ -473,6 +473,16 @@ def test_a_prompt_of_another_tenant_waits_for_one_of_many_long_ones() -> None:
     assert order_of_starts(run) == ["a0", "b0", "b1", "a1", "b2", "a2", "a3"]
 
 
+def test_long_answers_to_short_prompts_are_charged() -> None:
+    """Else a tenant who has them would always pass one with long prompts."""
+    run = Harness(seqs=1)
+    for number in range(3):
+        run.batch.add(request(f"a{number}", [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, tenant="a"))
+    for number in range(3):
+        run.batch.add(request(f"b{number}", [9], max_tokens=12, ignore_eos=True, tenant="b"))
+    assert order_of_starts(run) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
 def test_a_tenant_who_comes_back_has_saved_no_turns_up() -> None:
     run = Harness(seqs=1)
     for number in range(6):

@@ -93,13 +93,12 @@ async def test_holes_in_the_heap_go_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library cannot be asked")
-@pytest.mark.parametrize(("heap", "goes"), [("keep_one_heap()", True), ("pass", False)])
-def test_what_a_thread_has_used_goes_back(heap: str, goes: bool) -> None:
-    code = f"""
+def test_what_a_thread_has_used_goes_back() -> None:
+    code = """
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from services.gateway.memory import held_bytes, keep_one_heap
-{heap}
+keep_one_heap()
 bytearray(30 << 20)  # the first large piece: from now on smaller ones are mapped by themselves no more
 pool = ThreadPoolExecutor(1)
 before = held_bytes()
@@ -109,4 +108,4 @@ print(held_bytes() - before)
 pool.shutdown()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert (int(done.stdout) < 10 * MIB) == goes
+    assert int(done.stdout) < 10 * MIB
