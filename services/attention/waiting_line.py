@@ -2,8 +2,8 @@
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): of the tenants that wait,
 the one that was given the fewest tokens is next, and one that comes back is lifted to what the others have, so that
-nobody saves turns up. A request is charged as it starts, with what the queue charges for it: its prompt and all that may
-follow.
+nobody saves turns up. A request is charged as it starts, with what the queue charges for it: its prompt and all that
+may follow.
 """
 
 from __future__ import annotations

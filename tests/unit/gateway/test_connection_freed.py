@@ -7,19 +7,21 @@ import gc
 import json
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvloop
 
+from services.errors import ErrorInfo
 from services.gateway.connections import Bounds
+from services.messages import TokenEvent
 
 BOUNDS = Bounds(look_s=0.05, stall_s=0.3, least_rate=1 << 20, linger_s=0.3, write_buffer=1024)
 COUNT = 3
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-ENDLESS = 99
+ENDLESS, FAILS = 99, 98
 STREAM = {"prompt": "hello", "max_tokens": 90, "stream": True}
 LEFT = STREAM | {"max_tokens": ENDLESS}
 
@@ -58,6 +60,8 @@ def post(body: dict[str, Any], path: str = "/v1/completions", *, cut: int = 0) -
         (post({"prompt": "hello"}, cut=3), None, "abort"),
         (post({"prompt": "hello"}), b"usage", "close"),
         (post(LEFT | {"stream": False}), None, "abort"),
+        (post({"prompt": "hello", "max_tokens": FAILS}), b'"error"', "close"),
+        (post(STREAM | {"max_tokens": FAILS}), b'"error"', "abort"),
         (post(STREAM), b"[DONE]", "close"),
         (post(LEFT), b"data:", "close"),
         (post(LEFT), b"data:", "abort"),
@@ -67,14 +71,24 @@ def post(body: dict[str, Any], path: str = "/v1/completions", *, cut: int = 0) -
     ],
     ids=[
         *("nothing", "nothing, aborted", "half a head", "probe", "probe, aborted", "three probes", "404", "malformed"),
-        *("refused", "half a body", "whole", "whole, left", "stream", "stream, left", "stream, aborted"),
+        *(
+            "refused",
+            "half a body",
+            "whole",
+            "whole, left",
+            "failed",
+            "stream, failed",
+            "stream",
+            "stream, left",
+            "stream, aborted",
+        ),
         *("sent ahead", "chat", "tokenize"),
     ],
 )
 async def test_a_connection_is_freed_when_it_ends(start, script, sent, until, leaves):
     gateway = await _answering(start, script)
     host, _, port = gateway.url.removeprefix("http://").partition(":")
-    for _ in range(COUNT):
+    for number in range(1, COUNT + 1):
         reader, writer = await asyncio.open_connection(host, int(port))
         await _open(gateway)
         found = _parts(gateway)
@@ -82,7 +96,9 @@ async def test_a_connection_is_freed_when_it_ends(start, script, sent, until, le
         if until is not None:
             await asyncio.wait_for(reader.readuntil(until), 20)
         elif sent:
-            await asyncio.sleep(0.1)
+            await _when(lambda: any(one.tally.head_bytes or one.cycle for one in gateway.server._open()))
+            if sent.endswith(b"}"):
+                await gateway.queue.wait_for("admitted", number)
         found += _parts(gateway)
         (writer.close if leaves == "close" else writer.transport.abort)()
         await _freed(found)
@@ -121,12 +137,15 @@ async def test_a_probe_on_a_spare_place_is_freed(start, script):
 
 
 async def _answering(start: Any, script: Any, bounds: Bounds = BOUNDS) -> Any:
-    """A gateway whose jobs end, but those with :data:`ENDLESS` tokens."""
+    """A gateway whose jobs end, but those with :data:`ENDLESS` tokens; with :data:`FAILS` they fail."""
     gateway = await start(bounds=bounds, max_len=300_000)
 
     def answer(request: Any) -> Any:
         if request.sampling.max_tokens == ENDLESS:
             return script.events(request, [5], finish=None)
+        if request.sampling.max_tokens == FAILS:
+            error = ErrorInfo(code="unavailable", message="no worker")
+            return [TokenEvent(request_id=request.id, attempt=request.attempt, index=0, finish="error", error=error)]
         return script.events(request, [5] * 90)
 
     gateway.queue.answer = answer
@@ -140,8 +159,12 @@ def _parts(gateway: Any, but: Any = None) -> list[weakref.ref[Any]]:
 
 
 async def _open(gateway: Any, count: int = 1) -> None:
+    await _when(lambda: len(list(gateway.server._open())) >= count)
+
+
+async def _when(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
-        while len(list(gateway.server._open())) < count:
+        while not condition():
             await asyncio.sleep(0.005)
 
 
