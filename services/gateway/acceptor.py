@@ -18,10 +18,11 @@ from services.gateway.connections import Bounds, Connections
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 128
-"""A probe behind a crowd waits until all that came before it is accepted, and for the heads that are read meanwhile."""
+_AT_ONCE, _MOST_AT_ONCE = 96, 512
+"""The latter where there is room: a probe behind a crowd waits until all that came before it is accepted, and for the
+heads that are read meanwhile."""
 _PAUSE_S = 0.1
-RESERVE = 224
+RESERVE = 192
 """Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
 _FEWEST = 16
 _UNSENT_BYTES = 16 * 1024
@@ -98,7 +99,7 @@ class Acceptor:
             self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(max(_AT_ONCE, min(_MOST_AT_ONCE, self._connections.free))):
             try:
                 taken, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

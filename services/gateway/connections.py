@@ -110,6 +110,11 @@ class Connections:
         self._ordinary: set[Guest] = set()
         self._coming = {False: 0, True: 0}  # accepted, and no guest yet, by whether the place is a spare one
 
+    @property
+    def free(self) -> int:
+        """Ordinary places that nobody has."""
+        return self.bounds.connections - self._count(spare=False)
+
     def place(self) -> bool | None:
         """Takes a place for a connection that was accepted: False is an ordinary one, True a spare one that only says
         how the gateway is, None none at all. Where all are taken the oldest of those that are not served give way."""

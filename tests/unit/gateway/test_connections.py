@@ -356,3 +356,18 @@ async def test_a_connection_that_breaks_before_it_is_open_gives_its_place_back(s
         for _ in range(5):
             assert await Door(gateway).ask(HEALTH) == b""
     assert (await Door(gateway).ask(HEALTH)).startswith(b"HTTP/1.1 200 ")
+
+
+def test_free_places_are_counted_with_those_on_their_way() -> None:
+    house = House(connections=3, spare=1)
+    assert house.places.free == 3
+    guest = house.come("first")
+    assert house.places.place() is False
+    assert house.places.free == 1
+    house.places.vacate(spare=False)
+    house.places.leave(guest)
+    assert house.places.free == 3
+    for name in ("first", "second", "third"):
+        house.come(name, None)
+    assert house.places.place() is True
+    assert house.places.free == 0, "a spare place is none of them"
