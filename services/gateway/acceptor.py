@@ -18,11 +18,11 @@ from services.gateway.connections import Bounds, Connections
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE, _MOST_AT_ONCE = 96, 512
-"""The latter where there is room: a probe behind a crowd waits until all that came before it is accepted, and for the
-heads that are read meanwhile."""
+_AT_ONCE, _MOST_AT_ONCE = 32, 512
+"""The latter while there are places: a probe behind a crowd waits until all that came before it is accepted, and for the
+heads that are read meanwhile. Where others give way, those have to be there already, not accepted in the same turn."""
 _PAUSE_S = 0.1
-RESERVE = 192
+RESERVE = 160
 """Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
 _FEWEST = 16
 _UNSENT_BYTES = 16 * 1024
