@@ -19,8 +19,8 @@ from services.gateway.connections import Bounds, Connections
 log = logging.getLogger(__name__)
 
 _AT_ONCE, _MOST_AT_ONCE = 32, 512
-"""The latter while there are places: a probe behind a crowd waits until all that came before it is accepted, and for the
-heads that are read meanwhile. Where others give way, those have to be there already, not accepted in the same turn."""
+"""The latter while there are places: a probe behind a crowd waits until all that came before it is accepted, and for
+the heads that are read meanwhile. Those who give way must have come in an earlier turn, so then it is few at once."""
 _PAUSE_S = 0.1
 RESERVE = 160
 """Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
