@@ -298,9 +298,9 @@ class BatchManager:
         """Take ``state`` out of everything and free its blocks."""
         del self._held[state.request.id]
         self._decodes = ()
-        if not state.blocks:
-            self._waiting.remove(state)  # nothing to do for a request refused on arrival
-        else:
+        if state.blocks:
             self._running.remove(state)
+        else:
+            self._waiting.remove(state)  # nothing to do for a request refused on arrival
         self._held_back.release(state)
         state.blocks, state.published = [], 0

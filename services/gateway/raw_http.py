@@ -42,10 +42,6 @@ def unread(transport: asyncio.Transport) -> bool:
     return bool(waiting.poll(0))
 
 
-def _nothing() -> None:
-    pass
-
-
 class Exit(asyncio.Transport):
     """The transport as uvicorn has it: its close is ``leave``, which may wait for the peer. No write follows."""
 
@@ -68,8 +64,8 @@ class Exit(asyncio.Transport):
         self._inner.abort()
 
     def untie(self) -> None:
-        """The connection has ended: ``leave`` is let go of."""
-        self._closed, self._leave = True, _nothing
+        """The connection has ended: ``leave`` is let go of, and to close does nothing any more."""
+        self._closed, self._leave = True, self._inner.close
 
     def is_closing(self) -> bool:
         return self._closed or self._inner.is_closing()

@@ -86,8 +86,8 @@ class JobTable:
 
     def deliver(self, events: Iterable[Result]) -> Followups:
         """Takes ``events`` in, in their order, and wakes the jobs that got something."""
-        todo, touched, tokens = Followups(), {}, 0
-        sizes: dict[str, tuple[Job, Choice, int]] = {}  # before these events
+        todo, tokens = Followups(), 0
+        touched: dict[str, tuple[Job, Choice, int]] = {}  # by request, with what the choice took before
         now = self._clock()
         for event in events:
             owner = self._owners.get(event.request_id)
@@ -98,15 +98,14 @@ class JobTable:
             elif isinstance(event, Unreadable):
                 self._miss(*owner, todo, event.reason)
             else:
-                if event.request_id not in sizes:
-                    sizes[event.request_id] = (*owner, owner[1].nbytes)
+                if event.request_id not in touched:
+                    touched[event.request_id] = (*owner, owner[1].nbytes)
                 tokens += self._accept(*owner, event, todo, now)
-                touched[id(owner[0])] = owner[0]
         if tokens:
             self._metrics.generation_tokens.inc(tokens)
-        for job, choice, size in sizes.values():
+        for job, choice, size in touched.values():
             self.holdings.grow(job, choice.nbytes - size)
-        for job in touched.values():
+        for job in {id(job): job for job, _, _ in touched.values()}.values():
             if not job.done:
                 self._settle(job, todo)
         todo.cancel.update(self.make_room())

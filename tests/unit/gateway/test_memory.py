@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -90,6 +92,30 @@ async def test_holes_in_the_heap_go_back(monkeypatch: pytest.MonkeyPatch) -> Non
     libc.free(pieces[-1])
     giving.cancel()
     await asyncio.wait({giving})
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library cannot be asked")
+async def test_garbage_goes_where_more_is_held_and_is_left_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 100 * MIB
+    monkeypatch.setattr(memory, "held_bytes", lambda: held)
+    monkeypatch.setattr(memory, "_LOOK_S", 0.01)
+    gc.disable()
+    giving = asyncio.create_task(memory.give_back_memory())
+    try:
+        knot = _Process()
+        knot.itself = knot  # type: ignore[attr-defined]
+        garbage = weakref.ref(knot)
+        del knot
+        await asyncio.sleep(0.1)
+        assert garbage() is not None
+        held = 200 * MIB
+        async with asyncio.timeout(20):
+            while garbage() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+        giving.cancel()
+        await asyncio.wait({giving})
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library cannot be asked")
