@@ -213,6 +213,9 @@ class WorkerMetrics:
         self.graph_steps = counter("graph_steps_total", "Iterations by CUDA graph, repeated ones too.")
         self.graphs = gauge("step_graphs", "CUDA graphs of steps that were captured.")
         self.publish_backlog = gauge("publish_backlog_tokens", "Tokens computed and not yet in Redis.")
+        self.held_back = counter(
+            "held_back_seconds_total", "Time for which the engine paused because a gateway lagged."
+        )
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")
         self.refused_peers = counter("refused_peers_total", _REFUSED_PEERS, "reason")

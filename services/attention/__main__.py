@@ -59,8 +59,6 @@ MESH_END_S = 5.0
 SHARED_S = 20.0
 """How long a worker with a seat of its own puts serving off until steps can go through shared memory."""
 SHARED_PAUSE_S = 0.5
-UNBOUNDED = 1 << 62
-"""Among ranks in lock-step the engine itself pauses, and goes on serving the others' rows."""
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +155,7 @@ class AttentionRole:
             after_step=steps.after_step,
             on_refused=metrics.stale_results.inc,
             on_given_up=metrics.given_up.inc,
+            on_held_back=metrics.held_back.inc,
             lacks=self._experts.missing if self._experts else lambda: (),
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
@@ -260,8 +259,7 @@ class AttentionRole:
             credit_tokens=tokens,
             credit_requests=requests,
             lease_s=settings.lease,
-            buffer_tokens=UNBOUNDED if built.mesh else settings.publish_buffer_tokens,
-            buffer_bytes=UNBOUNDED if built.mesh else BUFFER_BYTES,
+            buffer_tokens=None if built.mesh else settings.publish_buffer_tokens,  # a rank goes on serving others' rows
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )

@@ -1,9 +1,10 @@
 """The one thread that runs the engine. Commands go in from the event loop, batches of TokenEvents come back to it.
 
 Commands are taken before every step, so a cancel holds before the next is planned, and an idle thread wakes at once.
-Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next, and when
-``buffer_tokens`` are waiting, or ``buffer_bytes`` with their log-probabilities, the engine pauses, cancels excepted,
-until some are published.
+Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next. Where the
+publisher cannot take all that waits, the engine pauses until it can, cancels excepted: what comes next would only wait
+longer. While Redis is away, it pauses when ``buffer_tokens`` are waiting, or ``buffer_bytes`` with their
+log-probabilities. It also pauses while it is held.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 from typing import Protocol
 
 from services.messages import GenerateRequest, TokenEvent, event_bytes
@@ -58,8 +59,9 @@ class EngineThread:
     """Owns ``engine`` between :meth:`start` and :meth:`stop`.
 
     Args:
-        buffer_tokens: events that may wait for the publisher; one step more than that can be in the buffer.
-        buffer_bytes: about what they may take.
+        buffer_tokens: events that may wait for the publisher; one step more than that can be in the buffer. None for an
+            engine that pauses by itself, by :meth:`has_room`: the thread never pauses it.
+        buffer_bytes: about what they may take; without ``buffer_tokens`` it means nothing.
         on_events: called from the engine's thread when :meth:`take` has something after it had nothing.
         on_end: called from the engine's thread when it ends, with the error that ended it, if any.
         after_step: called from the engine's thread when a step is done; for metrics.
@@ -69,7 +71,7 @@ class EngineThread:
         self,
         engine: SteppedEngine,
         *,
-        buffer_tokens: int,
+        buffer_tokens: int | None,
         buffer_bytes: int = BUFFER_BYTES,
         on_events: Callable[[], None],
         on_end: Callable[[BaseException | None], None],
@@ -86,6 +88,7 @@ class EngineThread:
         self._events: list[TokenEvent] = []
         self._unpublished = self._unpublished_bytes = 0
         self._announced = False
+        self._left_over = self._held = False
         self._stopping = False
         self._steps = 0
         self._in_step = False
@@ -111,15 +114,21 @@ class EngineThread:
             self._commands.append(command)
             self._ready.notify()
 
-    def take(self, limit: int) -> list[TokenEvent]:
-        """Up to ``limit`` events in order. They count as unpublished until :meth:`published`."""
+    def take(self, limit: int, nbytes: int) -> list[TokenEvent]:
+        """Up to ``limit`` events in order, or as many as take about ``nbytes``, but one at least if there is any. They
+        count as unpublished until :meth:`published`. While some are left the engine makes no more.
+        """
         with self._ready:
+            if self._unpublished_bytes > nbytes:
+                limit = min(limit, _fitting(self._events, nbytes))
             if len(self._events) <= limit:
                 events, self._events = self._events, []
                 self._announced = False
             else:
                 events = list(islice(self._events, limit))
                 del self._events[:limit]
+            self._left_over = bool(self._events)
+            self._ready.notify()  # the engine may have paused
             return events
 
     def published(self, events: Sequence[TokenEvent]) -> None:
@@ -128,6 +137,12 @@ class EngineThread:
             self._unpublished -= len(events)
             self._unpublished_bytes -= event_bytes(events)
             self._ready.notify()  # the engine may have paused
+
+    def hold(self, held: bool) -> None:
+        """Whether the engine is to make no events, though it has work and room."""
+        with self._ready:
+            self._held = held
+            self._ready.notify()
 
     def nudge(self) -> None:
         """Make the thread look again whether the engine has work."""
@@ -144,8 +159,12 @@ class EngineThread:
         """Events computed and not yet published."""
         return self._unpublished
 
-    def backlog_below(self, tokens: int, nbytes: int) -> bool:
-        """Whether the events not yet published are fewer than ``tokens``, and take less than about ``nbytes``."""
+    def has_room(self, tokens: int, nbytes: int) -> bool:
+        """Whether the events not yet published are fewer than ``tokens`` and take less than about ``nbytes``, the last
+        taking left none, and the engine is not held.
+        """
+        if self._held or self._left_over:
+            return False
         return self._unpublished < tokens and self._unpublished_bytes < nbytes
 
     def _main(self) -> None:
@@ -183,14 +202,14 @@ class EngineThread:
     def _next(self) -> tuple[list[Command], bool]:
         """Wait for something to do: commands, or whether a step may follow."""
         with self._ready:
-            while not (self._stopping or self._commands or (self._has_room and self._engine.has_work)):
+            while not (self._stopping or self._commands or (self._may_step and self._engine.has_work)):
                 self._ready.wait()
             commands, self._commands = self._commands, []
-            return commands, self._has_room
+            return commands, self._may_step
 
     @property
-    def _has_room(self) -> bool:
-        return self.backlog_below(self._buffer_tokens, self._buffer_bytes)
+    def _may_step(self) -> bool:
+        return self._buffer_tokens is None or self.has_room(self._buffer_tokens, self._buffer_bytes)
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -228,3 +247,9 @@ class EngineThread:
             announce, self._announced = not self._announced, True
         if announce:
             self._on_events()
+
+
+def _fitting(events: Sequence[TokenEvent], nbytes: int) -> int:
+    """How many of ``events`` take about ``nbytes`` together; 1 at least."""
+    sizes = accumulate(event.nbytes for event in events)
+    return max(1, sum(1 for _ in takewhile(lambda size: size <= nbytes, sizes)))

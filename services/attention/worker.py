@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from services.attention.backpressure import Backpressure
 from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
 from services.attention.ledger import Ledger
 from services.attention.publisher import Publisher
@@ -39,12 +40,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
-    """``credit_*`` bound what the scheduler assigns at a time; times in seconds."""
+    """``credit_*`` bound what the scheduler assigns at a time; ``buffer_*`` what waits to be published, None where the
+    engine pauses by itself; times in seconds."""
 
     credit_tokens: int
     credit_requests: int
     lease_s: float
-    buffer_tokens: int
+    buffer_tokens: int | None
     buffer_bytes: int = BUFFER_BYTES
     drain_s: float
     step_timeout_s: float
@@ -65,6 +67,7 @@ class AttentionWorker:
         after_step: called on the engine's thread after every step; for metrics.
         on_refused: called with the number of results that Redis refused.
         on_given_up: called with the number of attempts that ended for want of experts.
+        on_held_back: called with the seconds that the engine paused because a gateway lagged.
         lacks: what keeps the engine from computing, such as experts that cannot be reached; asked often.
     """
 
@@ -79,6 +82,7 @@ class AttentionWorker:
         after_step: Callable[[], None] = lambda: None,
         on_refused: Callable[[int], None] = lambda _: None,
         on_given_up: Callable[[int], None] = lambda _: None,
+        on_held_back: Callable[[float], None] = lambda _: None,
         lacks: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         self._info = info
@@ -87,6 +91,7 @@ class AttentionWorker:
         self._options = options
         self._on_refused = on_refused
         self._on_given_up = on_given_up
+        self._on_held_back = on_held_back
         self._ledger = Ledger()
         self._loop = asyncio.get_running_loop()
         self._engine_ended: asyncio.Future[None] = self._loop.create_future()
@@ -98,7 +103,8 @@ class AttentionWorker:
             on_end=lambda failure: self._call_soon(self._note_end, failure),
             after_step=after_step,
         )
-        self._publisher = Publisher(self._thread, self._publish, self._note_published)
+        self._backpressure = Backpressure(queue, self._thread.hold)
+        self._publisher = Publisher(self._thread, self._publish, self._note_published, self._hold_back)
         self._pulse = Backoff(max_s=min(1.0, options.lease_s / 8))
         self._standing = Standing(info, queue, options, lacks)
 
@@ -109,7 +115,7 @@ class AttentionWorker:
 
     def has_room(self, tokens: int, nbytes: int) -> bool:
         """For an engine that pauses by itself: whether a step may follow what is not yet in Redis."""
-        return self._thread.backlog_below(tokens, nbytes)
+        return self._thread.has_room(tokens, nbytes)
 
     def nudge(self) -> None:
         """Something outside gave the engine work. From any thread."""
@@ -212,6 +218,10 @@ class AttentionWorker:
             await self._give_up(given_up, error)
         return refused
 
+    async def _hold_back(self) -> None:
+        if seconds := await self._backpressure.wait():
+            self._on_held_back(seconds)
+
     async def _give_up(self, attempts: Mapping[str, int], error: ErrorInfo) -> None:
         log.warning("giving %d requests up: %s", len(attempts), error.message)
         for request_id, attempt in attempts.items():  # first: the same attempt may be assigned before the reply
@@ -242,6 +252,7 @@ class AttentionWorker:
         except TimeoutError:
             log.warning("handing %d requests over, time is up", len(self._ledger))
         await asyncio.to_thread(self._thread.stop)
+        self._backpressure.end()
         try:
             async with asyncio.timeout(FLUSH_S):
                 await self._publisher.flushed()

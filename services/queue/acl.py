@@ -78,16 +78,16 @@ _GATEWAY = Rule(
         "gateway_heartbeat gateway_leave charge admit resubmit restate take_up resync cancel survey audience quarantine"
     ),
     commands=_words("xread xtrim exists hmget set time"),
-    owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load:"),
+    owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load: handled:"),
     reads=_words("workers leader leader:epoch leader:wire keys"),
 )
 _ATTENTION = Rule(
     scripts=_words(
-        "register worker_heartbeat hand_back give_up deregister publish note_epoch forget_reader quarantine"
+        "register worker_heartbeat hand_back give_up deregister publish lagging note_epoch forget_reader quarantine"
     ),
     commands=_words("xread xtrim set time hget hmget get"),
     owns=_REQUESTS | _MEMBERS | _words("workers dead dead: load: table_readers table_epochs"),
-    reads=_words("table table_epoch"),
+    reads=_words("table table_epoch handled:"),
 )
 _EXPERTS = Rule(
     scripts=_words("join_seat seat_heartbeat leave_seat deregister_seat quarantine"),
@@ -104,8 +104,8 @@ _LOOKS = Rule(
 """`status`, `top`, `queue list` and `show`."""
 _RETRIES = Rule(
     scripts=_words("gateway_heartbeat gateway_leave retry_dead drop_dead resubmit"),
-    commands=_words("xread xtrim"),
-    owns=_REQUESTS | _MEMBERS | _words("gateways seq dead dead:"),
+    commands=_words("xread xtrim set"),
+    owns=_REQUESTS | _MEMBERS | _words("gateways seq dead dead: handled:"),
 )
 """`queue retry` and `drop`."""
 _SCHEDULER = (

@@ -47,8 +47,9 @@ class Unreadable:
 
 
 Result = ResultEvent | Unreadable
-READ_STEPS = 16
-"""Of workers' steps in one reading, hundreds of events each: nobody else is served while they are taken in."""
+READ_STEPS = 4
+"""Of workers' steps in one reading, hundreds of events each: nobody else is served while they are decoded, and workers
+see a gateway get on by its readings."""
 Prompts = Mapping[str, "array[int]"]
 
 
@@ -71,7 +72,9 @@ class GatewayQueue:
         self._incarnation = incarnation
         self._limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, self._limits)
-        self._results = StreamReader(redis, keys.results(incarnation), count=READ_STEPS)
+        self._results = StreamReader(
+            redis, keys.results(incarnation), count=READ_STEPS, position=keys.handled(incarnation)
+        )
         self._quarantine = quarantine or Quarantine()
         self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
         self._claimed, self._claimed_at = "", 0.0  # with the last heartbeat that was heard
@@ -237,10 +240,11 @@ class GatewayQueue:
     async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
         """Events after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
 
-        Passing an id back says that everything up to it is handled; it may then be trimmed. Events of one request come
-        in order; an event of a request that the gateway does not know should be answered with :meth:`cancel`.
-        Ends that the queue itself wrote (errors, cancelled) carry the ``index`` of the attempt's first token, whatever
-        was delivered since: do not look for gaps there. Events that cannot be read come as :class:`Unreadable`.
+        Passing an id back says that everything up to it is handled, which workers are told; it may then be
+        trimmed. Events of one request come in order; an event of a request that the gateway does not know
+        should be answered with :meth:`cancel`. Ends that the queue itself wrote (errors, cancelled) carry the
+        ``index`` of the attempt's first token, whatever was delivered since: do not look for gaps there. Events
+        that cannot be read come as :class:`Unreadable`.
         """
         last_id, entries = await self._results.read(last_id, block_ms)
         results: list[Result] = []

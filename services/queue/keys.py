@@ -68,6 +68,9 @@ class Keys:
     def results(self, incarnation: str) -> str:
         return f"{self.prefix}results:{incarnation}"
 
+    def handled(self, incarnation: str) -> str:
+        return f"{self.prefix}handled:{incarnation}"
+
     @property
     def leader(self) -> str:
         return f"{self.prefix}leader"

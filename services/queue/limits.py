@@ -54,6 +54,9 @@ class QueueLimits:
     """Entries kept in a result stream or an inbox that nobody reads."""
     stream_bytes: int = 32 * 1024 * 1024
     """Memory of such a stream."""
+    lag_s: float = 0.2
+    """Results that a gateway has not handled for this long say that it lags: workers then compute no more than it can
+    take."""
     stream_s: float = 600.0
     """A stream and a worker's keys expire when nobody has written or renewed for this long."""
     max_dead_letters: int = 256

@@ -40,7 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class WorkerQueue:
-    """One or more workers' view of the queue."""
+    """One or more workers' view of the queue.
+
+    ``lagging``: of the gateways that the last :meth:`publish` wrote to, those that have not handled what was published
+    more than ``limits.lag_s`` before, each with the id of the last entry that it has handled.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class WorkerQueue:
         *,
         quarantine: Quarantine | None = None,
     ) -> None:
+        self.lagging: dict[str, str] = {}
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
@@ -159,11 +164,22 @@ class WorkerQueue:
         groups: dict[tuple[str, int], list[TokenEvent]] = {}
         for event in events:
             groups.setdefault((event.request_id, event.attempt), []).append(event)
-        refused: set[str] = set()
+        refused, lagging = set[str](), dict[str, str]()
         for part in _parts(groups):
             reply = await self._scripts.run("publish", worker_id, *(value for item in part for value in item))
-            refused |= {str(part[index][0]) for index in reply}
+            refused |= {str(part[index][0]) for index in reply[0]}
+            lagging |= _pairs(reply[1])
+        self.lagging = lagging
         return refused
+
+    async def look_at_lag(self) -> None:
+        """Sees which of :attr:`lagging` still are."""
+        self.lagging = _pairs(await self._scripts.run("lagging", *self.lagging))
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
+    texts = [text.decode() for text in flat]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _parts(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[list[tuple[Argument, ...]]]:

@@ -140,10 +140,13 @@ class Bench:
 
     async def events(self, incarnation: str = "g1") -> list[ResultEvent]:
         """What is new in a gateway's stream."""
-        stream = self.new_gateway(incarnation)
-        last_id, events = await stream.follow(self._read.get(incarnation, FIRST_ID), 0)
-        self._read[incarnation] = last_id
-        return events
+        stream, found = self.new_gateway(incarnation), list[ResultEvent]()
+        while True:
+            last_id, events = await stream.follow(self._read.get(incarnation, FIRST_ID), 0)
+            self._read[incarnation] = last_id
+            found += events
+            if not events:
+                return found
 
     async def state(self, request_id: str) -> str:
         state = await self.redis.hget(self.keys.request(request_id), "state")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
-from services.queue.gateway_side import FIRST_ID
+from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.limits import QueueLimits
 from services.queue.worker_side import PUBLISH_BYTES
 
@@ -101,11 +102,77 @@ async def test_streams_are_trimmed_behind_their_reader(bench):
     last_id, seen = FIRST_ID, []
     for index in range(400):
         await bench.worker.publish("w", [bench.token(request, index)])
-        if index % 10 == 9:
+        if index % 4 == 3:
             last_id, events = await bench.gateway.follow(last_id, 0)
             seen += [event.index for event in events]
     assert seen == list(range(400))
     assert await bench.redis.xlen(bench.keys.results("g1")) <= 100
+
+
+LAG = pytest.mark.parametrize("queue_limits", [QueueLimits(lag_s=0.05)])
+
+
+async def lags_of_two(bench) -> tuple[Callable[[int], Awaitable[dict[str, str]]], GatewayQueue]:
+    """Publishes a token to each of two gateways and says which lag; and the second one."""
+    other = bench.new_gateway("g2")
+    await bench.add_worker("w")
+    await other.admit([bench.request("b", reply_to="g2")], timeout_s=60)
+    requests = {request.id: request for request in await bench.run_on("w", bench.request("a"))}
+
+    async def publish(index: int) -> dict[str, str]:
+        await bench.worker.publish("w", [bench.token(requests[name], index) for name in "ab"])
+        return bench.worker.lagging
+
+    return publish, other
+
+
+@LAG
+async def test_a_worker_is_told_which_gateways_lag(bench):
+    """By what they have not handled, not by what they have not read."""
+    publish, other = await lags_of_two(bench)
+    assert await publish(0) == {}
+    first, _ = await bench.gateway.follow(FIRST_ID, 0)
+    await bench.gateway.follow(first, 0)  # g1 has handled its first entry, g2 has read it
+    theirs, _ = await other.follow(FIRST_ID, 0)
+    await asyncio.sleep(0.06)
+    assert await publish(1) == {}  # g2 has never said what it handles
+    await other.follow(theirs, 0)
+    await asyncio.sleep(0.06)
+    assert await publish(2) == {"g1": first, "g2": theirs}
+    second, _ = await bench.gateway.follow(first, 0)
+    await bench.gateway.follow(second, 0)
+    await bench.worker.look_at_lag()
+    assert bench.worker.lagging == {"g2": theirs}
+    while (await other.follow(theirs, 0))[1]:
+        theirs, _ = await other.follow(theirs, 0)
+    await bench.worker.look_at_lag()
+    assert bench.worker.lagging == {}
+
+
+@LAG
+async def test_a_gateway_that_had_nothing_to_read_for_long_does_not_lag(bench):
+    publish, other = await lags_of_two(bench)
+    await publish(0)
+    for gateway in (bench.gateway, other):
+        last_id, _ = await gateway.follow(FIRST_ID, 0)
+        await gateway.follow(last_id, 0)
+    await asyncio.sleep(0.06)
+    assert await publish(1) == {}
+
+
+@LAG
+@pytest.mark.parametrize("wrong", ["position", "type"])
+async def test_whatever_is_wrong_with_a_position_tokens_are_published(bench, wrong):
+    publish, _ = await lags_of_two(bench)
+    await publish(0)
+    await bench.redis.delete(bench.keys.handled("g1"))
+    if wrong == "position":
+        await bench.redis.set(bench.keys.handled("g1"), "no id")
+    else:
+        await bench.redis.lpush(bench.keys.handled("g1"), "a list")
+    await asyncio.sleep(0.06)
+    assert await publish(1) == {}
+    assert [event.index for event in await bench.events()] == [0, 1]
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(stream_entries=100)])

@@ -49,12 +49,13 @@ def check(streams: Sequence[Stream], count: int) -> None:
 
 
 class Client:
-    """Use as an async context manager."""
+    """Use as an async context manager. ``rest_s``: how long it rests after each read."""
 
     def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits, *, lease_s: float) -> None:
         self.incarnation = f"gateway-{uuid.uuid4().hex[:6]}"
         self.queue = GatewayQueue(redis, keys, self.incarnation, limits)
         self.streams: dict[str, Stream] = {}
+        self.rest_s = 0.0
         self._lease_s = lease_s
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -103,6 +104,7 @@ class Client:
                 continue
             for event in events:
                 await self._take(event)
+            await asyncio.sleep(self.rest_s)
 
     async def _take(self, event: ResultEvent) -> None:
         stream = self.streams[event.request_id]

@@ -55,6 +55,7 @@ class RunningWorker(Running):
     engine: SteppingEngine
     info: WorkerInfo
     refused: list[int] = field(default_factory=list)
+    held_back: list[float] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
     """What the worker is told that it lacks."""
 
@@ -126,6 +127,7 @@ class Deployment:
             version="0",
         )
         refused: list[int] = []
+        held_back: list[float] = []
         lacks: list[str] = []
         worker = AttentionWorker(
             info=info,
@@ -134,10 +136,11 @@ class Deployment:
             clock=RedisClock(redis),
             options=chosen,
             on_refused=refused.append,
+            on_held_back=held_back.append,
             lacks=lambda: lacks,
         )
         task, stop = self._start(worker.run)
-        running = RunningWorker(redis, task, stop, worker, engine, info, refused, lacks)
+        running = RunningWorker(redis, task, stop, worker, engine, info, refused, held_back, lacks)
         self._running.append(running)
         return running
 

@@ -1,8 +1,9 @@
---@use base prompts suspects queue life admission
+--@use base lag prompts suspects queue life admission
 -- Writes one engine step's events: one stream entry per gateway, with one field per request.
 -- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1; -2: and no token is among
 -- the events), events (msgpack)
--- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's.
+-- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's; and which of
+-- the gateways that were written to lag, see lag.lua.
 -- Guarantees: events and end are one atomic step; refused events are written nowhere.
 local worker, refused, entries, ended = ARGV[2], {}, {}, {}
 for i = 3, #ARGV, 4 do
@@ -24,7 +25,11 @@ for i = 3, #ARGV, 4 do
     refused[#refused + 1] = (i - 3) / 4
   end
 end
-for gateway, entry in pairs(entries) do append_results(gateway, unpack(entry)) end
+local gateways = {}
+for gateway, entry in pairs(entries) do
+  append_results(gateway, unpack(entry))
+  gateways[#gateways + 1] = gateway
+end
 for _, i in ipairs(ended) do
   local r = load_record(ARGV[i])
   detach(r)
@@ -32,4 +37,4 @@ for _, i in ipairs(ended) do
   note_ended(r)
   conclude(r, 0)
 end
-return refused
+return { refused, lagging(gateways) }

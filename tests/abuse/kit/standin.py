@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from abuse.kit.tokens import BABBLE, BURST, BURST_TOKENS, HOLD, POISON, Answers
+from abuse.kit.tokens import BABBLE, BURST, BURST_TOKENS, BURSTS, HOLD, POISON, Answers
 from services.attention.waiting_line import WaitingLine
 from services.attention.worker import AttentionWorker, WorkerOptions
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob, WorkerInfo
@@ -85,6 +85,7 @@ class StandInEngine:
     _arrivals: Iterator[int] = field(default_factory=itertools.count)
     _events: list[TokenEvent] = field(default_factory=list)
     _due: float = 0.0
+    _burst: int = BURSTS
 
     @property
     def has_work(self) -> bool:
@@ -117,6 +118,7 @@ class StandInEngine:
         time.sleep(max(0.0, self._due - time.monotonic()))
         self._due = max(self._due + 1 / self.rate, time.monotonic())
         self._read_on()
+        self._burst = BURSTS
         for sequence in list(self._sequences.values()):
             self._advance(sequence)
         events, self._events = self._events, []
@@ -153,7 +155,9 @@ class StandInEngine:
         most = sequence.request.sampling.max_tokens
         if not most:
             self._emit(sequence, None, "length")
-        for _ in range(BURST_TOKENS if sequence.kind == BURST else 1):
+        tokens = min(BURST_TOKENS, max(self._burst, 1)) if sequence.kind == BURST else 1
+        self._burst -= tokens - 1
+        for _ in range(tokens):
             if sequence.index < most:
                 self._emit(sequence, self._drawn(sequence), "length" if sequence.index + 1 == most else None)
 

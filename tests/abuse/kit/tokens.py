@@ -19,8 +19,10 @@ POISON = 8189
 BABBLE = 8190
 """The prompt's second token, again and again."""
 BURST = 8191
-"""As any other, but :data:`BURST_TOKENS` in each step."""
+"""As any other, but :data:`BURST_TOKENS` in each step; of those beyond the first, :data:`BURSTS` in all."""
 BURST_TOKENS = 32
+BURSTS = 4096
+"""In one step: about what an engine makes with all seats taken and three drafts a step."""
 
 
 class Answers:

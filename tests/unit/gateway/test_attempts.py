@@ -61,6 +61,30 @@ async def test_duplicates_are_dropped(gateway, script):
     assert await text_of(task) == "the fox"
 
 
+async def test_many_events_are_delivered_in_pieces_between_which_others_have_their_turns(gateway, script, monkeypatch):
+    task, request = await ask(gateway)
+    ids = gateway.ids("the fox")
+    deliver, turns, sizes = gateway.table.deliver, [], []
+
+    async def count() -> None:
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    def delivered(events):
+        sizes.append((len(events), len(turns)))
+        return deliver(events)
+
+    monkeypatch.setattr(gateway.table, "deliver", delivered)
+    counting = asyncio.create_task(count())
+    gateway.queue.emit(*(script.events(request, ids, finish=None) * 700), *script.events(request, ids))
+    assert await text_of(task) == "the fox"
+    counting.cancel()
+    assert sum(size for size, _ in sizes) == 701 * len(ids)
+    assert max(size for size, _ in sizes) <= 512
+    assert len({turn for _, turn in sizes}) == len(sizes)
+
+
 async def test_a_gap_is_fenced_and_resubmitted(gateway, script):
     task, request = await ask(gateway)
     ids = gateway.ids("the lazy dog 123")

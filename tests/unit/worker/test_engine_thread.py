@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
 class Rig:
     """A thread with everything it reports."""
 
-    def __init__(self, buffer_tokens: int = 1000, buffer_bytes: int = 1 << 30) -> None:
+    def __init__(self, buffer_tokens: int | None = 1000, buffer_bytes: int = 1 << 30) -> None:
         self.engine = SteppingEngine(step_s=0.0)
         self.announced = 0
         self.ended = threading.Event()
@@ -75,7 +75,7 @@ class Rig:
         self.ended.set()
 
     def collect(self, limit: int = 1000) -> list[TokenEvent]:
-        taken = self.thread.take(limit)
+        taken = self.thread.take(limit, 1 << 30)
         self.thread.published(taken)
         self.events += taken
         return taken
@@ -222,7 +222,7 @@ def test_the_engine_pauses_when_what_waits_takes_too_much_memory() -> None:
     wait_for(lambda: rig.thread.unpublished == 10)
     time.sleep(0.05)
     assert rig.thread.unpublished == 10
-    rig.collect(4)
+    rig.collect()
     wait_for(lambda: rig.thread.unpublished == 10)
     wait_for(lambda: rig.collect() is not None and rig.events[-1].finish)
     assert [event.index for event in rig.events] == list(range(100))
@@ -231,14 +231,62 @@ def test_the_engine_pauses_when_what_waits_takes_too_much_memory() -> None:
 
 def test_an_engine_that_pauses_by_itself_can_see_how_many_wait_and_what_they_take() -> None:
     """As among ranks in lock-step, where the thread must not pause: the engine goes on serving the others' rows."""
-    rig = Rig(buffer_tokens=1 << 62, buffer_bytes=1 << 62)
+    rig = Rig(buffer_tokens=None)
     rig.thread.send(Add(request("a", max_tokens=10)))
     wait_for(lambda: rig.thread.unpublished == 10)
     bounds = [(11, 11 * EVENT_BYTES), (10, 11 * EVENT_BYTES), (11, 10 * EVENT_BYTES)]
-    assert [rig.thread.backlog_below(*each) for each in bounds] == [True, False, False]
-    rig.collect(1)
-    assert [rig.thread.backlog_below(*each) for each in bounds] == [True, True, True]
+    assert [rig.thread.has_room(*each) for each in bounds] == [True, False, False]
+    rig.thread.published(rig.thread.take(1000, 1 << 30)[:1])
+    assert [rig.thread.has_room(*each) for each in bounds] == [True, True, True]
     rig.thread.stop()
+
+
+def test_a_held_engine_makes_no_step_but_hears_stops_and_goes_on_at_once(rig: Rig) -> None:
+    rig.thread.hold(True)
+    rig.thread.send(Add(request("a", max_tokens=10)))
+    rig.thread.send(Add(request("b", max_tokens=10)))
+    rig.thread.send(Stop("b", 1))
+    wait_for(lambda: rig.engine.cancelled)
+    time.sleep(0.05)
+    assert (rig.engine.steps, rig.thread.has_room(10, 1 << 30)) == (0, False)
+    rig.thread.hold(False)
+    wait_for(lambda: rig.thread.unpublished == 10)
+    assert [event.request_id for event in rig.collect()] == ["a"] * 10
+
+
+def test_an_engine_that_pauses_by_itself_is_not_held_by_the_thread() -> None:
+    rig = Rig(buffer_tokens=None)
+    rig.thread.hold(True)
+    rig.thread.send(Add(request("a", max_tokens=10)))
+    wait_for(lambda: rig.thread.unpublished == 10)
+    assert not rig.thread.has_room(11, 1 << 30)
+    rig.thread.stop()
+
+
+def test_the_engine_makes_no_more_while_a_taking_left_some(rig: Rig) -> None:
+    """What it made would wait for as long again; while none is taken, as in an outage of Redis, it goes on."""
+    rig.engine.gate.clear()
+    for name in "abcd":
+        rig.thread.send(Add(request(name, max_tokens=50)))
+    rig.engine.gate.set()
+    wait_for(lambda: rig.thread.unpublished == 200)
+    rig.thread.send(Add(request("e", max_tokens=50)))
+    wait_for(lambda: rig.thread.unpublished == 250)
+    assert len(rig.collect(100)) == 100
+    steps = rig.engine.steps
+    rig.thread.send(Add(request("f", max_tokens=50)))
+    time.sleep(0.05)
+    assert (rig.engine.steps, rig.thread.has_room(1000, 1 << 30)) == (steps, False)
+    assert len(rig.collect(150)) == 150
+    wait_for(lambda: rig.thread.unpublished == 50)
+    assert [event.request_id for event in rig.collect()] == ["f"] * 50
+
+
+def test_what_is_taken_at_once_is_bounded_in_bytes_too(rig: Rig) -> None:
+    rig.thread.send(Add(request("a", max_tokens=10)))
+    wait_for(lambda: rig.thread.unpublished == 10)
+    taken = [rig.thread.take(100, nbytes) for nbytes in (3 * EVENT_BYTES, 1, 4 * EVENT_BYTES + 1, 1 << 30, 1)]
+    assert [[event.index for event in events] for events in taken] == [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9], []]
 
 
 def test_log_probabilities_count_by_their_number() -> None:

@@ -1,0 +1,162 @@
+"""Backpressure: a worker waits for gateways that lag and get on, and for no others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from testkit.client import check, finish
+from testkit.redis_server import RedisServer
+from testkit.roles import Deployment
+from testkit.stepping import SteppingEngine
+
+from services.attention import backpressure
+from services.attention.backpressure import LONGEST_S, LOOK_S, REMEMBERED_S, STALLED_S, Backpressure
+from services.errors import QueueUnavailable
+
+
+class Report:
+    """What looks one after the other find; the last stays."""
+
+    def __init__(self, *found: dict[str, str]) -> None:
+        self.lagging: dict[str, str] = {}
+        self.looks = 0
+        self.script(*found)
+
+    def script(self, *found: dict[str, str]) -> None:
+        self._found: Iterator[dict[str, str]] = iter(found)
+
+    async def look_at_lag(self) -> None:
+        self.looks += 1
+        self.lagging = next(self._found, self.lagging)
+
+
+class Rig:
+    """A backpressure whose time is that of its sleeps."""
+
+    def __init__(self, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.held, self.report = 100.0, list[bool](), report
+        self.backpressure = Backpressure(report, self.held.append, clock=lambda: self.now)
+        monkeypatch.setattr(backpressure.asyncio, "sleep", self._sleep)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    async def wait(self, lagging: dict[str, str]) -> float:
+        """After a call that found ``lagging``."""
+        self.report.lagging = lagging
+        return await self.backpressure.wait()
+
+
+async def test_where_no_gateway_lags_nobody_waits_or_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Report(), monkeypatch)
+    assert await rig.wait({}) == 0
+    assert (rig.held, rig.report.looks) == ([], 0)
+
+
+async def test_the_engine_is_held_until_the_gateway_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Report({"g": "2-0"}, {"g": "3-0"}, {}), monkeypatch)
+    assert await rig.wait({"g": "1-0"}) == pytest.approx(3 * LOOK_S)
+    assert rig.held == [True, False]
+
+
+async def test_one_that_gets_on_is_waited_for_so_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Report(*({"g": f"{number}-0"} for number in range(2, 1000))), monkeypatch)
+    assert await rig.wait({"g": "1-0"}) == pytest.approx(LONGEST_S, abs=2 * LOOK_S)
+    assert rig.held == [True, False]
+    assert await rig.wait(rig.report.lagging) == pytest.approx(LONGEST_S, abs=2 * LOOK_S)
+
+
+async def test_one_that_stands_still_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it gets on: it may be dead, and the others' tokens must not wait for it. A call that writes nothing to it
+    says nothing of it.
+    """
+    rig = Rig(Report(), monkeypatch)
+    assert await rig.wait({"g": "1-0"}) == pytest.approx(STALLED_S, abs=2 * LOOK_S)
+    for _ in range(10):
+        rig.now += 0.01
+        assert await rig.wait({"g": "1-0"}) == 0
+        assert await rig.wait({}) == 0
+    assert await rig.wait({"g": "2-0"}) > 0
+
+
+async def test_beside_one_that_stands_still_another_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = {"dead": "1-0"}
+    rig = Rig(report := Report(), monkeypatch)
+    await rig.wait(still)
+    assert await rig.wait(still) == 0
+    report.script(still | {"g": "6-0"}, still)
+    assert await rig.wait(still | {"g": "5-0"}) == pytest.approx(2 * LOOK_S)
+
+
+async def test_what_is_remembered_of_gateways_that_are_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Report(), monkeypatch)
+    for number in range(100):
+        await rig.wait({f"g{number}": "1-0"})
+        rig.now += REMEMBERED_S / 10
+    assert len(rig.backpressure._seen) <= 10
+
+
+async def test_a_wait_that_is_cancelled_lets_the_engine_go() -> None:
+    report = Report()
+    held: list[bool] = []
+    report.lagging = {"g": "1-0"}
+    waiting = asyncio.create_task(Backpressure(report, held.append).wait())
+    while not held:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert held == [True, False]
+
+
+async def test_once_the_engine_has_ended_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Report(), monkeypatch)
+    rig.backpressure.end()
+    assert await rig.wait({"g": "1-0"}) == 0
+
+
+async def test_redis_that_is_away_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(report := Report(), monkeypatch)
+
+    async def away() -> None:
+        raise QueueUnavailable("away")
+
+    monkeypatch.setattr(report, "look_at_lag", away)
+    assert await rig.wait({"g": "1-0"}) == pytest.approx(LOOK_S)
+    assert rig.held == [True, False]
+
+
+async def test_a_worker_computes_no_more_than_a_slow_gateway_takes(server: RedisServer) -> None:
+    """Of an engine that makes a token each millisecond, and a gateway that takes some hundreds a second."""
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.001), buffer_tokens=100_000)
+        client = await deployment.client()
+        client.rest_s = 0.1
+        [stream] = await client.submit([1], max_tokens=2500)
+        ahead = 0
+        while len(stream.tokens) < 1000:
+            await asyncio.sleep(0.01)
+            ahead = max(ahead, worker.engine.steps - len(stream.tokens))
+        assert ahead < 800
+        assert sum(worker.held_back) > 0.2
+        client.rest_s = 0
+        await finish([stream])
+        check([stream], 2500)
+
+
+async def test_a_gateway_that_stands_still_stops_nobody_elses_tokens(server: RedisServer) -> None:
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.005))
+        stopped, client = await deployment.client(), await deployment.client()
+        [lost] = await stopped.submit([1], max_tokens=5000)
+        [stream] = await client.submit([2], max_tokens=300)
+        await asyncio.gather(lost.first_token.wait(), stream.first_token.wait())
+        stopped.rest_s = 60
+        await finish([stream], timeout_s=20)
+        check([stream], 300)
+        assert 0 < sum(worker.held_back) < 2
+        await client.queue.cancel([lost.request.id])
