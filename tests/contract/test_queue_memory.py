@@ -46,7 +46,7 @@ async def test_two_thousand_requests_leave_nothing_behind(bench):
     left = {key.decode().removeprefix(bench.keys.prefix) for key in await bench.redis.keys("*")}
     assert left <= {
         "drain", "gateways", "leader", "leader:epoch", "model", "queue:stats", "seq", "wake", "results:g1", "run_id",
-        "leader:wire", "wires", "wire:1-2",
+        "leader:wire", "wires", "wire:1-2", "handled:g1",
     }  # fmt: skip
 
 

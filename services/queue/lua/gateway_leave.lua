@@ -5,6 +5,6 @@
 local owned = redis.call('SCARD', P .. 'owned:' .. ARGV[2])
 if owned == 0 then
   redis.call('ZREM', P .. 'gateways', ARGV[2])
-  redis.call('DEL', P .. 'results:' .. ARGV[2])
+  redis.call('DEL', P .. 'results:' .. ARGV[2], P .. 'handled:' .. ARGV[2])
 end
 return owned
