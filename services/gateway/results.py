@@ -32,8 +32,9 @@ _SURVEY_LEASES = 2.0
 _SECOND_LOOK_LEASES = 0.5  # where a survey left a doubt
 _KEEPALIVE_S = 15.0
 _POKED_AT_ONCE = 256  # streams that are woken in one turn of the event loop
-_DELIVERED_AT_ONCE = 512
-"""Events in one turn of the event loop, 20 ms with 20 log-probabilities each: a new request needs several turns."""
+_DELIVERED_AT_ONCE = 256
+_TURN_S = 0.05
+"""How long a turn of the event loop may deliver events: a new request needs several turns before it is admitted."""
 Cancels = Mapping[str, int]
 
 
@@ -143,9 +144,11 @@ class ResultFollower:
     async def _read(self, block_ms: int) -> None:
         """Reads once, delivers what there was, and acts on it."""
         last_id, events = await self._queue.follow(self._last_id, block_ms)
+        until = time.monotonic() + _TURN_S
         for start in range(0, len(events), _DELIVERED_AT_ONCE):
-            if start:
+            if time.monotonic() > until:
                 await asyncio.sleep(0)
+                until = time.monotonic() + _TURN_S
             self._act(self._table.deliver(events[start : start + _DELIVERED_AT_ONCE]))
         self._last_id = last_id
 

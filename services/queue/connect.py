@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -193,15 +193,6 @@ async def command(redis: Redis, *arguments: bytes | str | int | float) -> Any:
     """The reply to one command. Raises QueueUnavailable."""
     with queue_errors():
         return await redis.execute_command(*arguments)  # type: ignore[no-untyped-call]
-
-
-async def commands(redis: Redis, *several: Sequence[bytes | str | int | float]) -> list[Any]:
-    """The replies to commands that are sent together, one after the other. Raises QueueUnavailable."""
-    with queue_errors():
-        pipeline = redis.pipeline(transaction=False)
-        for each in several:
-            pipeline.execute_command(*each)
-        return list(await pipeline.execute())
 
 
 def _unavailable(reason: str) -> QueueUnavailable:

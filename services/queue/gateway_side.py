@@ -47,7 +47,7 @@ class Unreadable:
 
 
 Result = ResultEvent | Unreadable
-READ_STEPS = 4
+READ_STEPS = 8
 """Of workers' steps in one reading, hundreds of events each: nobody else is served while they are decoded, and workers
 see a gateway get on by its readings."""
 Prompts = Mapping[str, "array[int]"]
@@ -240,7 +240,7 @@ class GatewayQueue:
     async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
         """Events after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
 
-        Passing an id back says that everything up to it is handled, which workers are told; it may then be
+        Passing an id back says that everything up to it is handled; now and then workers are told, and it is
         trimmed. Events of one request come in order; an event of a request that the gateway does not know
         should be answered with :meth:`cancel`. Ends that the queue itself wrote (errors, cancelled) carry the
         ``index`` of the attempt's first token, whatever was delivered since: do not look for gaps there. Events

@@ -129,6 +129,7 @@ def pack_limits(limits: QueueLimits) -> bytes:
             "stream_entries": limits.stream_entries,
             "stream_bytes": limits.stream_bytes,
             "lag_ms": milliseconds(limits.lag_s),
+            "lag_bytes": limits.lag_bytes,
             "dead_bytes": limits.dead_letter_bytes,
             "max_keys": limits.max_idempotency_keys,
             "max_all_keys": limits.max_all_idempotency_keys,

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 
 from redis.asyncio import Redis
 
-from services.queue.connect import MAX_BLOCK_MS, commands
+from services.errors import QueueUnavailable
+from services.queue.connect import MAX_BLOCK_MS, command
 
 FIRST_ID = "0-0"
 """The id before every entry."""
 POSITION_MS = 60_000
-"""How long a position is kept after the reader last moved."""
+"""How long a position is kept after it was written."""
 
 
 class StreamReader:
     """The one reader of the stream ``key``. No consumer group, so there is none to lose.
 
-    ``position``: a key that always holds the id of the last entry that was handled, for writers that want to know how
-    far the reader is.
+    What was handled is trimmed once it is ``trim_every`` entries or ``trim_bytes``, beside the reading, which waits for
+    nothing but the next entry. ``position`` is a key that then gets the id of the last entry that was handled, for
+    writers that have to know how far the reader is.
     """
 
     def __init__(
@@ -37,28 +41,29 @@ class StreamReader:
         self._trim_bytes = trim_bytes
         self._count = count
         self._position = position
-        self._told = FIRST_ID
         self._untrimmed = self._untrimmed_bytes = 0
+        self._trimming: asyncio.Task[None] | None = None
 
     async def read(self, last_id: str, block_ms: int) -> tuple[str, list[Mapping[bytes, bytes]]]:
-        """Entries after ``last_id``, waiting up to ``block_ms`` for the first. All up to ``last_id`` are handled: that
-        is told, and now and then they are trimmed.
-        """
+        """Entries after ``last_id``, waiting up to ``block_ms`` for the first. Those up to ``last_id`` are handled."""
+        self._trim(last_id)
         block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
-        calls: list[tuple[str | int, ...]] = []
-        if self._position is not None and last_id != self._told:
-            calls.append(("SET", self._position, last_id, "PX", POSITION_MS))
-        due = self._untrimmed >= self._trim_every or self._untrimmed_bytes >= self._trim_bytes
-        if due:
-            calls.append(("XTRIM", self._key, "MINID", last_id))
-        calls.append(("XREAD", "COUNT", self._count, *block, "STREAMS", self._key, last_id))
-        reply = (await commands(self._redis, *calls))[-1]
-        self._told = last_id
-        if due:
-            self._untrimmed = self._untrimmed_bytes = 0
+        reply = await command(self._redis, "XREAD", "COUNT", self._count, *block, "STREAMS", self._key, last_id)
         if not reply:
             return last_id, []
         entries = reply[0][1]
         self._untrimmed += len(entries)
         self._untrimmed_bytes += sum(len(value) for _, fields in entries for value in fields.values())
         return entries[-1][0].decode(), [fields for _, fields in entries]
+
+    def _trim(self, last_id: str) -> None:
+        due = self._untrimmed >= self._trim_every or self._untrimmed_bytes >= self._trim_bytes
+        if due and (self._trimming is None or self._trimming.done()):
+            self._untrimmed = self._untrimmed_bytes = 0
+            self._trimming = asyncio.create_task(self._trim_to(last_id))
+
+    async def _trim_to(self, last_id: str) -> None:
+        with suppress(QueueUnavailable):  # the next one trims this, too
+            if self._position is not None:
+                await command(self._redis, "SET", self._position, last_id, "PX", POSITION_MS)
+            await command(self._redis, "XTRIM", self._key, "MINID", last_id)

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 class WorkerQueue:
     """One or more workers' view of the queue.
 
-    ``lagging``: of the gateways that the last :meth:`publish` wrote to, those that have not handled what was published
-    more than ``limits.lag_s`` before, each with the id of the last entry that it has handled.
+    ``lagging``: of the gateways that the last :meth:`publish` wrote to, those that lag (``QueueLimits.lag_s``), each
+    with the id of the last entry that it has handled.
     """
 
     def __init__(

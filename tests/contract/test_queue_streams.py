@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
 import pytest
 
 from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
-from services.queue.gateway_side import FIRST_ID, GatewayQueue
+from services.queue.gateway_side import FIRST_ID
 from services.queue.limits import QueueLimits
 from services.queue.worker_side import PUBLISH_BYTES
 
@@ -109,69 +108,99 @@ async def test_streams_are_trimmed_behind_their_reader(bench):
     assert await bench.redis.xlen(bench.keys.results("g1")) <= 100
 
 
-LAG = pytest.mark.parametrize("queue_limits", [QueueLimits(lag_s=0.05)])
+LAG = pytest.mark.parametrize("queue_limits", [QueueLimits(lag_s=0.05, lag_bytes=0)])
 
 
-async def lags_of_two(bench) -> tuple[Callable[[int], Awaitable[dict[str, str]]], GatewayQueue]:
-    """Publishes a token to each of two gateways and says which lag; and the second one."""
-    other = bench.new_gateway("g2")
-    await bench.add_worker("w")
-    await other.admit([bench.request("b", reply_to="g2")], timeout_s=60)
-    requests = {request.id: request for request in await bench.run_on("w", bench.request("a"))}
+class Lags:
+    """Two gateways that say what they have handled with each reading, and a worker that publishes to both."""
 
-    async def publish(index: int) -> dict[str, str]:
-        await bench.worker.publish("w", [bench.token(requests[name], index) for name in "ab"])
-        return bench.worker.lagging
+    def __init__(self, bench) -> None:
+        self._bench = bench
+        self.gateways = {name: bench.new_gateway(name) for name in ("g1", "g2")}
+        for gateway in self.gateways.values():
+            gateway._results._trim_every = 1
+        self.handled = dict.fromkeys(self.gateways, FIRST_ID)
 
-    return publish, other
+    async def start(self) -> None:
+        await self._bench.add_worker("w")
+        await self.gateways["g2"].admit([self._bench.request("b", reply_to="g2")], timeout_s=60)
+        found = await self._bench.run_on("w", self._bench.request("a"))
+        self._requests = {request.id: request for request in found}
+
+    async def publish(self, index: int) -> dict[str, str]:
+        """A token for each gateway; which of them lag."""
+        await self._bench.worker.publish("w", [self._bench.token(self._requests[name], index) for name in "ab"])
+        return self._bench.worker.lagging
+
+    async def read(self, name: str) -> str:
+        """What is new, which is not handled before the next reading; its last id."""
+        self.handled[name], _ = await self.gateways[name].follow(self.handled[name], 0)
+        await asyncio.sleep(0.01)  # what was handled is told beside the reading
+        return self.handled[name]
 
 
 @LAG
 async def test_a_worker_is_told_which_gateways_lag(bench):
     """By what they have not handled, not by what they have not read."""
-    publish, other = await lags_of_two(bench)
-    assert await publish(0) == {}
-    first, _ = await bench.gateway.follow(FIRST_ID, 0)
-    await bench.gateway.follow(first, 0)  # g1 has handled its first entry, g2 has read it
-    theirs, _ = await other.follow(FIRST_ID, 0)
+    lags = Lags(bench)
+    await lags.start()
+    assert await lags.publish(0) == {}
+    first = await lags.read("g1")
+    await lags.read("g1")  # g1 has handled its first entry, g2 has read it
+    theirs = await lags.read("g2")
     await asyncio.sleep(0.06)
-    assert await publish(1) == {}  # g2 has never said what it handles
-    await other.follow(theirs, 0)
+    assert await lags.publish(1) == {}  # g2 has never said what it handles
+    await lags.read("g2")
     await asyncio.sleep(0.06)
-    assert await publish(2) == {"g1": first, "g2": theirs}
-    second, _ = await bench.gateway.follow(first, 0)
-    await bench.gateway.follow(second, 0)
+    assert await lags.publish(2) == {"g1": first, "g2": theirs}
+    for _ in range(2):
+        await lags.read("g1")
     await bench.worker.look_at_lag()
     assert bench.worker.lagging == {"g2": theirs}
-    while (await other.follow(theirs, 0))[1]:
-        theirs, _ = await other.follow(theirs, 0)
+    for _ in range(2):
+        await lags.read("g2")
     await bench.worker.look_at_lag()
     assert bench.worker.lagging == {}
 
 
 @LAG
 async def test_a_gateway_that_had_nothing_to_read_for_long_does_not_lag(bench):
-    publish, other = await lags_of_two(bench)
-    await publish(0)
-    for gateway in (bench.gateway, other):
-        last_id, _ = await gateway.follow(FIRST_ID, 0)
-        await gateway.follow(last_id, 0)
+    lags = Lags(bench)
+    await lags.start()
+    await lags.publish(0)
+    for name in ("g1", "g2", "g1", "g2"):
+        await lags.read(name)
     await asyncio.sleep(0.06)
-    assert await publish(1) == {}
+    assert await lags.publish(1) == {}
+
+
+@pytest.mark.parametrize("queue_limits", [QueueLimits(lag_s=0.05, lag_bytes=100_000)])
+async def test_a_gateway_that_has_little_to_handle_does_not_lag(bench):
+    lags = Lags(bench)
+    await lags.start()
+    await lags.publish(0)
+    for name in ("g1", "g2", "g1", "g2"):
+        await lags.read(name)
+    await lags.publish(1)
+    await asyncio.sleep(0.06)
+    assert await lags.publish(2) == {}
+    part = PromptScores(start=1, width=0, logprobs=bytes(100_000))
+    await bench.worker.publish("w", [TokenEvent(request_id="a", attempt=1, index=3, scores=part)])
+    assert set(bench.worker.lagging) == {"g1"}
 
 
 @LAG
 @pytest.mark.parametrize("wrong", ["position", "type"])
 async def test_whatever_is_wrong_with_a_position_tokens_are_published(bench, wrong):
-    publish, _ = await lags_of_two(bench)
-    await publish(0)
-    await bench.redis.delete(bench.keys.handled("g1"))
+    lags = Lags(bench)
+    await lags.start()
+    await lags.publish(0)
     if wrong == "position":
         await bench.redis.set(bench.keys.handled("g1"), "no id")
     else:
         await bench.redis.lpush(bench.keys.handled("g1"), "a list")
     await asyncio.sleep(0.06)
-    assert await publish(1) == {}
+    assert await lags.publish(1) == {}
     assert [event.index for event in await bench.events()] == [0, 1]
 
 

@@ -71,10 +71,10 @@ class RunningScheduler(Running):
 class Deployment:
     """Async context manager; ends whatever still runs."""
 
-    def __init__(self, url: str, *, lease_s: float = 0.8, max_attempts: int = 3) -> None:
+    def __init__(self, url: str, *, lease_s: float = 0.8, max_attempts: int = 3, **limits: Any) -> None:
         self.url = url
         self.lease_s = lease_s
-        self.limits = QueueLimits(lease_s=lease_s, max_attempts=max_attempts)
+        self.limits = QueueLimits(lease_s=lease_s, max_attempts=max_attempts, **limits)
         self._running: list[Running] = []
         self._clients: list[Client] = []
         self._connections: list[Redis] = []

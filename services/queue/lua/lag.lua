@@ -1,12 +1,13 @@
 -- Library: gateways that lag behind what is published for them.
 
--- What a gateway has handled last, if an entry after it is older than C.lag_ms; else nil, and where it does not say what
--- it handles (release 2d85cd8 and before). Whatever is wrong with its keys, events are published.
+-- The last entry that a gateway has handled, if one after it is older than C.lag_ms and its stream takes more than
+-- C.lag_bytes; else nil, and where it does not say what it has handled (release 2d85cd8 and before). Whatever is wrong
+-- with its keys, events are published.
 local function overdue(gateway)
-  local handled = redis.pcall('GET', P .. 'handled:' .. gateway)
+  local handled, results = redis.pcall('GET', P .. 'handled:' .. gateway), P .. 'results:' .. gateway
   if type(handled) ~= 'string' then return nil end
-  local rest = redis.pcall('XRANGE', P .. 'results:' .. gateway, '(' .. handled, NOW - C.lag_ms, 'COUNT', 1)
-  return rest[1] and handled
+  if not redis.pcall('XRANGE', results, '(' .. handled, NOW - C.lag_ms, 'COUNT', 1)[1] then return nil end
+  return redis.call('MEMORY', 'USAGE', results, 'SAMPLES', 0) > C.lag_bytes and handled
 end
 
 -- As a flat list, each of gateways that lags and the last entry that it has handled.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -72,6 +74,7 @@ async def test_many_events_are_delivered_in_pieces_between_which_others_have_the
             await asyncio.sleep(0)
 
     def delivered(events):
+        time.sleep(0.03)
         sizes.append((len(events), len(turns)))
         return deliver(events)
 
@@ -81,8 +84,8 @@ async def test_many_events_are_delivered_in_pieces_between_which_others_have_the
     assert await text_of(task) == "the fox"
     counting.cancel()
     assert sum(size for size, _ in sizes) == 701 * len(ids)
-    assert max(size for size, _ in sizes) <= 512
-    assert len({turn for _, turn in sizes}) == len(sizes)
+    assert len(sizes) >= 5
+    assert max(Counter(turn for _, turn in sizes).values()) <= 2  # of 50 ms
 
 
 async def test_a_gap_is_fenced_and_resubmitted(gateway, script):
