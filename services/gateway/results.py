@@ -33,7 +33,7 @@ _SECOND_LOOK_LEASES = 0.5  # where a survey left a doubt
 _KEEPALIVE_S = 15.0
 _POKED_AT_ONCE = 256  # streams that are woken in one turn of the event loop
 _DELIVERED_AT_ONCE = 256
-_TURN_S = 0.05
+_TURN_S = 0.02
 """How long a turn of the event loop may deliver events: a new request needs several turns before it is admitted."""
 Cancels = Mapping[str, int]
 
