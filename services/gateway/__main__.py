@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import sys
 import time
@@ -31,7 +30,7 @@ from services.gateway.health import LeaderProbe, Readiness
 from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
-from services.gateway.memory import give_back_memory, keep_one_heap
+from services.gateway.memory import collect_seldom, give_back_memory, keep_one_heap
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
@@ -201,8 +200,7 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     try:
         async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
             await _greet(gateway, redis)
-            gc.collect()
-            gc.freeze()  # what is there now stays; to look through it now and then would hold the loop for 0.1 s
+            collect_seldom()
             connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
             gateway.pulse.start()
             try:

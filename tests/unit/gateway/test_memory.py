@@ -64,6 +64,15 @@ def test_what_is_in_use_is_asked_for_ever_less_often(giver: MemoryGiver, process
     assert giver.look() == 5
 
 
+def test_only_what_has_stopped_growing_may_be_free(giver: MemoryGiver, process: _Process) -> None:
+    found = []
+    for held in (100, 400, 500, 500, 480, 490, 105):
+        process.held = process.live = held
+        found.append(giver.may_have_free)
+        giver.look()
+    assert found == [False, False, False, True, True, False, False]
+
+
 def test_a_look_that_sees_nothing_changes_nothing(giver: MemoryGiver, process: _Process) -> None:
     process.held = 0
     assert giver.look() == 5
