@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from testkit.checkpoints import save_checkpoint
 from testkit.pocket_answers import POCKET
 from testkit.tcp_fabric import linked, seat_of, serve, table_of
@@ -30,6 +31,9 @@ from services.messages import GenerateRequest, SamplingParams
 pytestmark = pytest.mark.abuse
 Note = Callable[..., None]
 _LONG, _SHORT, _ROWS, _STEPS = 32_000, 1_000, 8, 24
+_VOCABULARY = 8192
+_SCATTERS = 8
+"""As many as it takes to look tokens up, to count them and to write them back, with what is computed between."""
 
 
 @pytest.fixture
@@ -76,8 +80,21 @@ def _step_ms(engine: Any, length: int, **sampling: Any) -> float:
 
 def _costs(engine: Any, length: int, **sampling: Any) -> float:
     """Milliseconds that it adds to a step."""
-    with_it, without = zip(*((_step_ms(engine, length, **sampling), _step_ms(engine, length)) for _ in range(2)))
+    with_it, without = zip(
+        *((_step_ms(engine, length, **sampling), _step_ms(engine, length)) for _ in range(2)), strict=True
+    )
     return min(with_it) - min(without)
+
+
+def _scatter_ms() -> float:
+    """What it takes this machine to put a number at a place for each token of all rows."""
+    places, logits = torch.randint(_VOCABULARY, (_ROWS, _LONG)), torch.zeros(_ROWS, _VOCABULARY)
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        logits.scatter_(1, places, 1.0)
+        times.append(1e3 * (time.perf_counter() - began))
+    return min(times)
 
 
 def test_penalties_of_a_long_context_do_not_hold_up_the_batch(tmp_path: Path, note: Note) -> None:
@@ -97,14 +114,16 @@ def test_penalties_of_a_long_context_do_not_hold_up_the_batch(tmp_path: Path, no
         "presence and frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
         "biases": {"logit_bias": dict.fromkeys(range(4, 300), 1.0)},
     }
+    scatter = _scatter_ms()
     for name, sampling in asked.items():
         short, long = _costs(engine, _SHORT, **sampling), _costs(engine, _LONG, **sampling)
         seen[name] = f"{short:.1f} -> {long:.1f} ms"
-        if long > 3 * max(short, 0) + 5:
+        if long > 3 * max(short, 0) + _SCATTERS * scatter:
             broken.append(
                 f"{name}: a step of {_ROWS} rows takes {long:.1f} ms more at {_LONG}, {short:.1f} at {_SHORT}"
             )
-    note("M8", "penalties: 8 rows of 32,000", {"more per step": "3 x that at 1,000 + 5 ms"}, seen, broken)
+    bound = f"3 x that at 1,000 + {_SCATTERS} x {scatter:.1f} ms"
+    note("M8", "penalties: 8 rows of 32,000", {"more per step": bound}, seen, broken)
 
 
 @contextlib.contextmanager
