@@ -50,6 +50,8 @@ Result = ResultEvent | Unreadable
 READ_STEPS = 8
 """Of workers' steps in one reading, hundreds of events each: nobody else is served while they are decoded, and workers
 see a gateway get on by its readings."""
+_HANDLED_BYTES = 128 * 1024
+"""After so many workers are told what was handled: a fourth of ``QueueLimits.lag_bytes``."""
 Prompts = Mapping[str, "array[int]"]
 
 
@@ -73,7 +75,11 @@ class GatewayQueue:
         self._limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, self._limits)
         self._results = StreamReader(
-            redis, keys.results(incarnation), count=READ_STEPS, position=keys.handled(incarnation)
+            redis,
+            keys.results(incarnation),
+            trim_bytes=_HANDLED_BYTES,
+            count=READ_STEPS,
+            position=keys.handled(incarnation),
         )
         self._quarantine = quarantine or Quarantine()
         self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()

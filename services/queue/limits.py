@@ -55,9 +55,9 @@ class QueueLimits:
     stream_bytes: int = 32 * 1024 * 1024
     """Memory of such a stream."""
     lag_s: float = 0.2
-    lag_bytes: int = 4 * 1024 * 1024
+    lag_bytes: int = 512 * 1024
     """A gateway lags, and workers wait for it, if an entry has waited in its stream for ``lag_s`` and the stream takes
-    more than ``lag_bytes``. A smaller one is handled in a moment, once the gateway comes to it."""
+    more than ``lag_bytes``, which is more than what it has handled and not yet said so."""
     stream_s: float = 600.0
     """A stream and a worker's keys expire when nobody has written or renewed for this long."""
     max_dead_letters: int = 256
