@@ -18,7 +18,7 @@ LOOK_S = 0.02
 """Time between two looks at gateways that lag."""
 LONGEST_S = 0.5
 """The longest wait after one publishing call. Clients of other gateways get no tokens meanwhile."""
-STALLED_S = 0.5
+STALLED_S = 1.0
 """A gateway that handled nothing for this long is dead or paused: workers do not wait for it."""
 REMEMBERED_S = 60.0
 """How long a worker remembers where such a gateway stood."""
@@ -58,7 +58,8 @@ class Backpressure:
         self._ended = True
 
     async def wait(self) -> float:
-        """Returns once no gateway lags that handles entries, after LONGEST_S, or when Redis is away.
+        """Returns once no gateway lags that handles entries, or when Redis is away, or after LONGEST_S and the answer
+        of Redis that is awaited then.
 
         Returns:
             The seconds it took.

@@ -3,8 +3,8 @@
 Commands are taken before every step, so a cancel holds before the next is planned, and an idle thread wakes at once.
 Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next. Where the
 publisher cannot take all that waits, the engine pauses until it can, cancels excepted: what comes next would only wait
-longer. While Redis is away, it pauses when ``buffer_tokens`` are waiting, or ``buffer_bytes`` with their
-log-probabilities. It also pauses while it is held.
+longer. In an outage of Redis that began while the publisher kept up, the engine pauses when ``buffer_tokens`` are
+waiting, or ``buffer_bytes`` with their log-probabilities. It also pauses while it is held.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ _MORE = 1.1
 """Memory is given back above this multiple of the least that the process ever held."""
 _WORTH_IT = 0.05
 """The share of the memory held that a call has to free to be worth another one soon."""
+_GROWTH = 1.05
+_MOST_GREW = 6
+"""Looks in a row at each of which the process holds more than so many times what it held at the one before."""
 _ARENA_MAX = -8
 """M_ARENA_MAX of malloc.h."""
 _STATM = "/proc/self/statm"
@@ -26,7 +29,7 @@ async def give_back_memory() -> None:
 
     A crowd leaves free objects on Python's lists, a few in each of its arenas, and free pages with glibc. The former
     takes a collection, some 0.1 s of the event loop for a thousand streams, which frees objects and therefore runs
-    there, and not while more and more is held; the latter a call of up to 0.05 s in a thread, and larger allocations
+    there, and seldom while more and more is held; the latter a call of up to 0.05 s in a thread, and larger allocations
     of others wait for it. Returns at once where the C library has
     no such call, or the system does not say what a process holds.
     """
@@ -54,8 +57,8 @@ def keep_one_heap() -> None:
 
 def collect_seldom() -> None:
     """Garbage among long-lived objects is not looked for while a crowd comes: with 4,000 streams a look holds the event
-    loop for 0.4 s, and hardly any garbage is in cycles. :func:`give_back_memory` looks later; so does Python, after
-    1.4 million new objects. What there is now stays, and is never looked through.
+    loop for 0.4 s, and hardly any garbage is in cycles. :func:`give_back_memory` looks later; so does Python, once
+    there are 1.4 million containers more than at its last look. What there is now stays, and is never looked through.
     """
     gc.collect()
     gc.freeze()
@@ -70,15 +73,16 @@ class MemoryGiver:
         self._held = held
         self._trim = trim
         self._least = self._last = held()
+        self._grew = 0  # looks in a row
         self._pause_s = _LOOK_S
 
     @property
     def may_have_free(self) -> bool:
-        """Whether the process holds more than at its emptiest, and no more than at the last look: a crowd that still
-        comes has left nothing free.
+        """Whether the process holds more than at its emptiest, and about as much as at the last look, or has grown for
+        many looks: a crowd that still comes has left nothing free, but garbage itself grows, too.
         """
         held = self._held()
-        return self._more(held) and held <= self._last
+        return self._more(held) and (not self._grows(held) or self._grew >= _MOST_GREW)
 
     def look(self) -> float:
         """Gives back what there is.
@@ -90,6 +94,7 @@ class MemoryGiver:
         if not before:
             return self._pause_s
         self._least = min(self._least, before)
+        self._grew = self._grew + 1 if self._grows(before) and self._grew < _MOST_GREW else 0
         helped = True
         if self._more(before):
             self._trim()
@@ -97,6 +102,9 @@ class MemoryGiver:
         self._last = self._held() or before
         self._pause_s = _LOOK_S if helped else min(2 * self._pause_s, _MOST_LOOK_S)
         return self._pause_s
+
+    def _grows(self, held: int) -> bool:
+        return held > _GROWTH * self._last
 
     def _more(self, held: int) -> bool:
         return held > _MORE * self._least

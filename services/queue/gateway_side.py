@@ -50,8 +50,6 @@ Result = ResultEvent | Unreadable
 READ_STEPS = 8
 """Of workers' steps in one reading, hundreds of events each: nobody else is served while they are decoded, and workers
 see a gateway get on by its readings."""
-_HANDLED_BYTES = 128 * 1024
-"""After so many workers are told what was handled: a fourth of ``QueueLimits.lag_bytes``."""
 Prompts = Mapping[str, "array[int]"]
 
 
@@ -77,7 +75,7 @@ class GatewayQueue:
         self._results = StreamReader(
             redis,
             keys.results(incarnation),
-            trim_bytes=_HANDLED_BYTES,
+            trim_bytes=self._limits.lag_bytes // 4,
             count=READ_STEPS,
             position=keys.handled(incarnation),
         )
@@ -103,6 +101,7 @@ class GatewayQueue:
         """Ends the lease of a gateway that waits for nothing. One that has live requests keeps it until it expires,
         so that clients who come back can have them taken up; then the scheduler cancels them.
         """
+        await self._results.close()
         await self._scripts.run("gateway_leave", self._incarnation)
 
     async def admit(

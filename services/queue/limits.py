@@ -56,8 +56,8 @@ class QueueLimits:
     """Memory of such a stream."""
     lag_s: float = 0.2
     lag_bytes: int = 512 * 1024
-    """A gateway lags, and workers wait for it, if an entry has waited in its stream for ``lag_s`` and the stream takes
-    more than ``lag_bytes``, which is more than what it has handled and not yet said so."""
+    """A gateway lags, and workers wait for it, while its stream takes more than ``lag_bytes`` and holds an entry that
+    has waited for longer than ``lag_s``. A gateway says what it has handled after each fourth of ``lag_bytes``."""
     stream_s: float = 600.0
     """A stream and a worker's keys expire when nobody has written or renewed for this long."""
     max_dead_letters: int = 256

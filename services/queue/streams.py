@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 
 from services.errors import QueueUnavailable
 from services.queue.connect import MAX_BLOCK_MS, command
+from services.queue.tasks import end_tasks
 
 FIRST_ID = "0-0"
 """The id before every entry."""
@@ -17,12 +19,20 @@ POSITION_MS = 60_000
 """How long a position is kept after it was written."""
 
 
+class _Place(NamedTuple):
+    """A place in a stream: the entry's id, and what had been read up to it."""
+
+    last_id: str = FIRST_ID
+    entries: int = 0
+    nbytes: int = 0
+
+
 class StreamReader:
     """The one reader of the stream ``key``. No consumer group, so there is none to lose.
 
-    What was handled is trimmed once it is ``trim_every`` entries or ``trim_bytes``, beside the reading, which waits for
-    nothing but the next entry. ``position`` is a key that then gets the id of the last entry that was handled, for
-    writers that have to know how far the reader is.
+    What was handled is trimmed once it is ``trim_every`` entries or ``trim_bytes``, and when there is nothing new, by a
+    task of its own: the reading waits for nothing but the next entry. With ``position``, a key, it also writes there
+    the id of the last entry that was handled, for writers that have to know how far the reader is.
     """
 
     def __init__(
@@ -41,29 +51,47 @@ class StreamReader:
         self._trim_bytes = trim_bytes
         self._count = count
         self._position = position
-        self._untrimmed = self._untrimmed_bytes = 0
+        self._read = self._handled = self._trimmed = _Place()
         self._trimming: asyncio.Task[None] | None = None
 
     async def read(self, last_id: str, block_ms: int) -> tuple[str, list[Mapping[bytes, bytes]]]:
         """Entries after ``last_id``, waiting up to ``block_ms`` for the first. Those up to ``last_id`` are handled."""
-        self._trim(last_id)
+        self._handled = self._read._replace(last_id=last_id)
+        if self._due:
+            self._trim()
         block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
         reply = await command(self._redis, "XREAD", "COUNT", self._count, *block, "STREAMS", self._key, last_id)
         if not reply:
+            if self._handled != self._trimmed:
+                self._trim()
             return last_id, []
         entries = reply[0][1]
-        self._untrimmed += len(entries)
-        self._untrimmed_bytes += sum(len(value) for _, fields in entries for value in fields.values())
-        return entries[-1][0].decode(), [fields for _, fields in entries]
+        size = sum(len(value) for _, fields in entries for value in fields.values())
+        newest = entries[-1][0].decode()
+        self._read = _Place(newest, self._read.entries + len(entries), self._read.nbytes + size)
+        return newest, [fields for _, fields in entries]
 
-    def _trim(self, last_id: str) -> None:
-        due = self._untrimmed >= self._trim_every or self._untrimmed_bytes >= self._trim_bytes
-        if due and (self._trimming is None or self._trimming.done()):
-            self._untrimmed = self._untrimmed_bytes = 0
-            self._trimming = asyncio.create_task(self._trim_to(last_id))
+    async def close(self) -> None:
+        """Ends what goes on beside the reading."""
+        if self._trimming is not None:
+            await end_tasks([self._trimming])
 
-    async def _trim_to(self, last_id: str) -> None:
+    @property
+    def _due(self) -> bool:
+        entries, nbytes = self._handled.entries - self._trimmed.entries, self._handled.nbytes - self._trimmed.nbytes
+        return entries > 0 and (entries >= self._trim_every or nbytes >= self._trim_bytes)
+
+    def _trim(self) -> None:
+        if self._trimming is None or self._trimming.done():
+            self._trimming = asyncio.create_task(self._trim_to_handled())
+
+    async def _trim_to_handled(self) -> None:
         with suppress(QueueUnavailable):  # the next one trims this, too
-            if self._position is not None:
-                await command(self._redis, "SET", self._position, last_id, "PX", POSITION_MS)
-            await command(self._redis, "XTRIM", self._key, "MINID", last_id)
+            while True:
+                place = self._handled
+                await command(self._redis, "XTRIM", self._key, "MINID", place.last_id)
+                self._trimmed = place
+                if self._position is not None:  # which a full server refuses, unlike the trimming
+                    await command(self._redis, "SET", self._position, place.last_id, "PX", POSITION_MS)
+                if not self._due:
+                    return

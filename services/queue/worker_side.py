@@ -116,7 +116,8 @@ class WorkerQueue:
         self._registrations.pop(worker_id, None)  # first: a heartbeat on its way must not enter it again
         suspects = [value for item in (blamed or {}).items() for value in item]
         await self._scripts.run("deregister", worker_id, *suspects)
-        self._inboxes.pop(worker_id, None)
+        if (inbox := self._inboxes.pop(worker_id, None)) is not None:
+            await inbox.close()
 
     async def read_inbox(self, worker_id: str, last_id: str, block_ms: int) -> tuple[str, list[InboxMessage]]:
         """Messages after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.

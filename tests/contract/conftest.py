@@ -148,6 +148,10 @@ class Bench:
             if not events:
                 return found
 
+    def read_to(self, incarnation: str) -> str:
+        """The id of the last entry that :meth:`events` has read."""
+        return self._read.get(incarnation, FIRST_ID)
+
     async def state(self, request_id: str) -> str:
         state = await self.redis.hget(self.keys.request(request_id), "state")
         return state.decode() if state else "missing"

@@ -70,7 +70,17 @@ def test_only_what_has_stopped_growing_may_be_free(giver: MemoryGiver, process: 
         process.held = process.live = held
         found.append(giver.may_have_free)
         giver.look()
-    assert found == [False, False, False, True, True, False, False]
+    assert found == [False, False, False, True, True, True, False]
+
+
+def test_what_never_stops_growing_is_looked_through_now_and_then(giver: MemoryGiver, process: _Process) -> None:
+    """It may be garbage that grows."""
+    found = []
+    for _ in range(16):
+        process.held = process.live = int(1.1 * process.held) + 1
+        found.append(giver.may_have_free)
+        giver.look()
+    assert found == [number in (6, 13) for number in range(16)]
 
 
 def test_a_look_that_sees_nothing_changes_nothing(giver: MemoryGiver, process: _Process) -> None:
