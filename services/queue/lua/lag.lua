@@ -1,9 +1,9 @@
 -- Library: gateways that lag behind what is published for them.
 
--- Whether a gateway lags: an entry that it has not handled is older than C.lag_ms, and its stream takes more than
--- C.lag_bytes. Returns the id of the last entry that it has handled, or nil where it does not lag. Nil, too, where it
--- has not said lately what it has handled (one of release 2d85cd8 never does), and where its keys are damaged: events
--- are published all the same.
+-- Whether a gateway lags: its stream takes more than C.lag_bytes and has an entry that it has not handled and that is
+-- older than C.lag_ms by now. Returns the id of the last entry that it has handled, or nil where it does not lag. Nil,
+-- too, where it has not said lately what it has handled (one of release 2d85cd8 never does), and where its keys are
+-- damaged: events are published all the same.
 local function overdue(gateway)
   local handled, results = redis.pcall('GET', P .. 'handled:' .. gateway), P .. 'results:' .. gateway
   if type(handled) ~= 'string' then return nil end
