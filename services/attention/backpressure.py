@@ -49,9 +49,8 @@ class Backpressure:
         self._hold = hold
         self._clock = clock
         self._ended = False
-        self._seen: dict[
-            str, tuple[str, float]
-        ] = {}  # by gateway the last entry it handled, and when that was first seen
+        self._seen: dict[str, tuple[str, float]] = {}
+        """By gateway the last entry that it handled, and when that was first seen."""
 
     def end(self) -> None:
         """Wait no more: the engine has ended, and what is left is to be published soon."""

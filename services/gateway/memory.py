@@ -17,8 +17,9 @@ _MORE = 1.1
 _WORTH_IT = 0.05
 """The share of the memory held that a call has to free to be worth another one soon."""
 _GROWTH = 1.05
+"""A process that holds more than this multiple of what it held at the last look is growing."""
 _MOST_GREW = 6
-"""Looks in a row at each of which the process holds more than so many times what it held at the one before."""
+"""After so many looks in a row at a growing process it is looked through all the same."""
 _ARENA_MAX = -8
 """M_ARENA_MAX of malloc.h."""
 _STATM = "/proc/self/statm"

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.abuse
 Note = Callable[..., None]
 _LONG, _SHORT, _ROWS, _STEPS = 32_000, 1_000, 8, 24
 _VOCABULARY = 8192
-_SCATTERS = 8
+_SCATTERS = 5
 """As many as it takes to look tokens up, to count them and to write them back, with what is computed between."""
 
 

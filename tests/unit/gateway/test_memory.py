@@ -137,6 +137,20 @@ async def test_garbage_goes_where_more_is_held_and_is_left_otherwise(monkeypatch
         await asyncio.wait({giving})
 
 
+def test_a_crowd_of_objects_is_not_looked_through_while_it_comes() -> None:
+    """In a process of its own, for what is frozen stays so."""
+    code = """
+import gc
+from services.gateway.memory import collect_seldom
+collect_seldom()
+before = gc.get_stats()[2]["collections"]
+crowd = [[number] for number in range(300_000)]
+print(gc.get_stats()[2]["collections"] - before, gc.get_freeze_count() > 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["0", "True"]
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library cannot be asked")
 def test_what_a_thread_has_used_goes_back() -> None:
     code = """
