@@ -203,9 +203,11 @@ class World:
         return {key: (max(await redis.pttl(key), 0), await redis.dump(key)) for key in await redis.keys("*")}
 
     async def rewind(self, saved: dict[bytes, tuple[int, bytes]]) -> None:
-        await self.bench.redis.flushall()
-        for key, (ttl, value) in saved.items():
-            await self.bench.redis.restore(key, ttl, value)
+        async with self.bench.redis.pipeline(transaction=True) as everything:  # gateways write meanwhile, too
+            everything.flushall()
+            for key, (ttl, value) in saved.items():
+                everything.restore(key, ttl, value)
+            await everything.execute()
         for name in await self.bench.redis.zrange(self.bench.keys.gateways, 0, -1):
             if name.decode() not in self.gateways:
                 await self.bench.redis.zadd(self.bench.keys.gateways, {name: 1})
