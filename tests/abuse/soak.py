@@ -36,7 +36,7 @@ KEEP_S, MEASURE_S = 60, 5.0
 SETTLE_S = KEEP_S + 40.0
 """Kept answers have ended then, and the gateway has looked for memory to give back, which it does each 30 s."""
 KEPT_MIB = 150
-"""Six warm-ups left 85, 88 or 125 MiB: it depends on where the last objects of a crowd happen to lie."""
+"""Six warm-ups left 85 to 126 MiB: how much depends on where the last objects of a crowd happen to lie."""
 _CROWDS = ("connections: 2,000 full heads", "streams: 4,000 of one tenant", "readers: 400 lists of tokens")
 
 
