@@ -77,7 +77,7 @@ def engine_flags(model: Path) -> list[str]:
 
 def drive_in_process(model: Path, max_tokens: int, per_stream: int) -> dict[str, float]:
     """Run ``STREAMS`` sequences at a time through the engine alone; tokens, wall seconds and the median step in ms."""
-    from services.attention.build import build
+    from services.attention.setup.build import build
     from services.config import load_settings
     from services.messages import GenerateRequest, SamplingParams
 

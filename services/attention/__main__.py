@@ -17,12 +17,9 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.attention.build import Built, build
-from services.attention.capacity import credit
-from services.attention.colocated import Colocated, Departure, LockStepEngine
-from services.attention.engine import Engine
 from services.attention.engine_thread import BUFFER_BYTES
-from services.attention.observer import (
+from services.attention.lockstep_engine import Colocated, Departure, LockStepEngine
+from services.attention.metrics import (
     ExpertObserver,
     MeshObserver,
     RefusalObserver,
@@ -30,13 +27,16 @@ from services.attention.observer import (
     StallObserver,
     StepObserver,
 )
-from services.attention.remote import TableFollower
+from services.attention.routing_table import TableFollower
+from services.attention.setup.build import Built, build
+from services.attention.setup.capacity import credit
+from services.attention.step.engine import Engine
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.errors import MeshBroken, MeshLeft, QueueUnavailable
-from services.fabric.experts import CountingLink
-from services.fabric.symm_link import SymmLink
-from services.fabric.tcp_link import TcpLink
+from services.fabric.link import CountingLink
+from services.fabric.shared_memory.link import SymmLink
+from services.fabric.tcp.link import TcpLink
 from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import WorkerMetrics
 from services.queue.clock import RedisClock
@@ -68,7 +68,8 @@ class AttentionRole:
 
     Args:
         registry: gets the worker's series.
-        beside_experts: this process has a seat of its own, see :func:`services.attention.remote_link.remote_link`.
+        beside_experts: this process has a seat of its own, see
+        :func:`services.attention.setup.remote_link.remote_link`.
     """
 
     def __init__(

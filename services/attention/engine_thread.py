@@ -21,7 +21,7 @@ BUFFER_BYTES = 64 * 1024 * 1024
 
 
 class SteppedEngine(Protocol):
-    """What the thread asks of an engine (:class:`services.attention.engine.Engine`). Not thread-safe."""
+    """What the thread asks of an engine (:class:`services.attention.step.engine.Engine`). Not thread-safe."""
 
     @property
     def has_work(self) -> bool: ...

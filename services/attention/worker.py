@@ -18,9 +18,9 @@ from typing import Any
 
 from services.attention.backpressure import Backpressure
 from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
-from services.attention.ledger import Ledger
+from services.attention.in_flight_requests import Ledger
 from services.attention.publisher import Publisher
-from services.attention.standing import Standing
+from services.attention.registration import Standing
 from services.errors import ErrorInfo, ExpertUnavailable, QueueUnavailable
 from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo
 from services.queue.backoff import Backoff, until_answered

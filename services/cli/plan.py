@@ -24,10 +24,10 @@ from services.cli.plan_figures import (
 )
 from services.config import OptionParser
 from services.errors import CheckpointError, ConfigError
-from services.fabric.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
-from services.fabric.placement.exchange import Cost, Nodes, Rows, exchange_cost
-from services.fabric.placement.layer_times import ACTIVATION_BYTES
 from services.model.spec import ModelSpec, load_spec
+from services.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
+from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
+from services.placement.planning.layer_times import ACTIVATION_BYTES
 
 
 def main(argv: Sequence[str]) -> int:

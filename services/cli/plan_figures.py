@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.fabric.placement.layer_times import MARGIN
+from services.placement.planning.layer_times import MARGIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from services.errors import ExpertMeshError, WeightsMismatch
 from services.experts.verify import Verifier
-from services.fabric.nccl_weights import Shapes, fetch
-from services.fabric.tcp_connect import Facts
+from services.fabric.nccl.weights import Shapes, fetch
+from services.fabric.tcp.connect import Facts
 from services.model.digests import Digests
 from services.model.experts import ExpertWeights
 from services.model.progress import NoProgress, Progress

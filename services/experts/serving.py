@@ -14,19 +14,19 @@ from torch import Tensor
 
 from services.config import Settings
 from services.experts.donors import Donors, Tables, given
-from services.fabric.counters import beside
+from services.fabric.device_counters import beside
 from services.fabric.faults import Faults
-from services.fabric.nccl_setup import Lanes, lanes_for
+from services.fabric.nccl.lanes import Lanes, lanes_for
 from services.fabric.secret import read_secret
-from services.fabric.symm_host import WAIT_S, Limits, SymmHost
-from services.fabric.symm_memory import memory_for
-from services.fabric.tcp_compute import Compute
-from services.fabric.tcp_connect import Facts
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_peer import Timing as ConnectionTiming
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_wire import MAX_BYTES, NAMES
-from services.fabric.tls import server_tls
+from services.fabric.shared_memory.memory import memory_for
+from services.fabric.shared_memory.server import WAIT_S, Limits, SymmHost
+from services.fabric.tcp.compute import Compute
+from services.fabric.tcp.connect import Facts
+from services.fabric.tcp.frames import MAX_BYTES, NAMES
+from services.fabric.tcp.handshake import Hello
+from services.fabric.tcp.peer import Timing as ConnectionTiming
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.tls import server_tls
 from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
 from services.model.progress import Stoppable, loading_progress

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from services.errors import WeightsMismatch
-from services.fabric.tcp_wire import DTYPES, bytes_of
+from services.fabric.tcp.frames import DTYPES, bytes_of
 from services.model.digests import Digests, hashing_threads
 
 _CHUNK = 16 << 20

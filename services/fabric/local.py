@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.fabric.expert_rows import ExpertRows
-from services.fabric.experts import Certain
+from services.fabric.link import Certain
+from services.fabric.row_counts import ExpertRows
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(x_TD, expert_ids_TK, weights_TK) -> y_TD``: all experts of one layer; -1 in the ids is skipped."""

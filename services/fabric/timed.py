@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from services.fabric.experts import ExpertLink
+from services.fabric.link import ExpertLink
 
 HandleT = TypeVar("HandleT")
 

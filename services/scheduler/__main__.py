@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from services.config import SCHEDULER, Settings
-from services.fabric.placement import Hysteresis
 from services.metrics import SchedulerMetrics
+from services.placement import Hysteresis
 from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits

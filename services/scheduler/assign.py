@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from services.errors import NotReady
-from services.fabric.placement import Load, assign_seats, strain
-from services.fabric.placement.groups import group_loads
-from services.fabric.placement.seats import capacities, next_move
+from services.placement import Load, assign_seats, strain
+from services.placement.groups import group_loads
+from services.placement.replicas import capacities, next_move
 from services.queue.seats import SeatState
 from services.routing import ShardGroup
 from services.scheduler.room import can_hold_some, with_room

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from services.errors import ConfigError
-from services.fabric.placement import Hysteresis, Load
 from services.messages import ExpertInfo
+from services.placement import Hysteresis, Load
 from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups

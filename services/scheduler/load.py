@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.fabric.placement import Load, smoothed
 from services.messages import SeatRows
+from services.placement import Load, smoothed
 from services.routing import RoutingTable
 
 FADE = 0.3

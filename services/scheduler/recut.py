@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from services.errors import ConfigError, NotReady
-from services.fabric.placement import Hysteresis, Load, Plan, replan
+from services.placement import Hysteresis, Load, Plan, replan
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup
 
@@ -97,7 +97,7 @@ class Recutter:
     """Looks for a better cut, on a thread of its own, and keeps it as the target until it stands.
 
     Args:
-        plan: as :func:`services.fabric.placement.replan`, which takes ten seconds for 48 layers of 128 experts.
+        plan: as :func:`services.placement.replan`, which takes ten seconds for 48 layers of 128 experts.
     """
 
     def __init__(

@@ -23,9 +23,9 @@ from testkit.tcp_fabric import linked, seat_of, serve, table_of
 
 from abuse.attack import Record
 from abuse.table import Book
-from services.attention.build import build
+from services.attention.setup.build import build
 from services.config import Settings
-from services.fabric.tcp_peer import Timing
+from services.fabric.tcp.peer import Timing
 from services.messages import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.abuse

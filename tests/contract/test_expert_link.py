@@ -23,9 +23,9 @@ from testkit.tcp_fabric import tcp_link
 from torch import Tensor
 
 from moe_kernels import reference
-from services.fabric.experts import ExpertLink
+from services.fabric.link import ExpertLink
 from services.fabric.local import LocalLink
-from services.fabric.mesh_build import MeshShape
+from services.fabric.lockstep.build import MeshShape
 from services.model.experts import ExpertShard, ExpertWeights
 
 EXPERTS = 8

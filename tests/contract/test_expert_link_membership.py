@@ -26,10 +26,10 @@ from testkit.tcp_fabric import FAST, SECRET, hello, scaled, seat_of, table_of
 from torch import Tensor
 
 from services.errors import ExpertUnavailable
-from services.fabric import tcp_handshake
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_stream import Stream
-from services.fabric.tcp_wire import Echo, Kind, Limits, frame_parts, message_of, read_frame
+from services.fabric.tcp import handshake as tcp_handshake
+from services.fabric.tcp.frames import Echo, Kind, Limits, frame_parts, message_of, read_frame
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.stream import Stream
 from services.routing import RoutingTable, Seat, even_groups
 
 EXPERTS, GROUPS = 8, 2

@@ -13,10 +13,10 @@ import pytest
 from msgspec import structs
 from testkit.expert_floor import Floor, expert
 
-from services.attention.remote import TableFollower
+from services.attention.routing_table import TableFollower
 from services.errors import CheckpointError, QueueUnavailable, StaleLeader
 from services.experts.worker import ExpertWorker, ServingFailed, Timing
-from services.fabric.placement import Hysteresis
+from services.placement import Hysteresis
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.tasks import end_tasks

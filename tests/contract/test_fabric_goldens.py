@@ -8,12 +8,15 @@ import torch
 from testkit.tcp_fabric import pair
 from torch import Tensor
 
-from services.fabric import symm_memory, symm_wire, tcp_handshake, tcp_wire
-from services.fabric.mesh_join import Facts
-from services.fabric.symm_memory import Ticket
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_versions import Versions
-from services.fabric.tcp_wire import Kind, Limits, Message, frame_parts, message_of, read_frame
+from services.fabric.lockstep.rendezvous import Facts
+from services.fabric.shared_memory import memory as symm_memory
+from services.fabric.shared_memory import messages as symm_wire
+from services.fabric.shared_memory.memory import Ticket
+from services.fabric.tcp import frames as tcp_wire
+from services.fabric.tcp import handshake as tcp_handshake
+from services.fabric.tcp.frames import Kind, Limits, Message, frame_parts, message_of, read_frame
+from services.fabric.tcp.handshake import Hello
+from services.fabric.tcp.versions import Versions
 
 NONCE = bytes(range(32))
 SECRET = b"secret"

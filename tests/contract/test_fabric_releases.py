@@ -11,8 +11,8 @@ from testkit.release_processes import peer
 from testkit.servers import free_port, wait_until
 from testkit.tcp_fabric import linked, seat_of, send, serve, table_of
 
-from services.fabric.tcp_peer import Timing
-from services.fabric.tcp_versions import SPOKEN, Versions
+from services.fabric.tcp.peer import Timing
+from services.fabric.tcp.versions import SPOKEN, Versions
 from services.routing import Seat
 
 LATER = Versions(2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.fabric.symm_time import GraphWatch
+from services.fabric.shared_memory.busy_time import GraphWatch
 
 EXCHANGES = 4
 CYCLES = 2_000_000

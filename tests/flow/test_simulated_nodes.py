@@ -6,7 +6,7 @@ import pytest
 from testkit.iproute import delay_obstacle, obstacle
 from testkit.simulated_nodes import Case, measure, reckoned
 
-from services.fabric.placement.exchange import Nodes, Rows, exchange_cost
+from services.placement.planning.exchange_cost import Nodes, Rows, exchange_cost
 
 pytestmark = pytest.mark.alone
 

@@ -41,9 +41,9 @@ from torch import Tensor  # noqa: E402
 
 from moe_kernels import backend  # noqa: E402
 from moe_kernels.paged_decode import paged_decode  # noqa: E402
-from services.attention import graphs  # noqa: E402
-from services.attention.forward import forward  # noqa: E402
-from services.attention.graphs import CudaCapture  # noqa: E402
+from services.attention.step import cuda_graphs as graphs  # noqa: E402
+from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
+from services.attention.step.forward import forward  # noqa: E402
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs  # noqa: E402
 
 POCKET = Path(__file__).resolve().parents[2] / "examples/pocket-moe"

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from testkit.simulated_nodes import Case, Measured, measure, reckoned
 
-from services.fabric.mesh_build import Way
-from services.fabric.placement.exchange import Cost, Nodes, Rows, exchange_cost
+from services.fabric.lockstep.build import Way
+from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
 
 MANY, FEW = (Rows(tokens=tokens, row_bytes=4096, experts=32, top_k=4) for tokens in (64, 4))
 LINKS = ((100.0, 0.0), (100.0, 0.005), (400.0, 0.02), (1000.0, 0.005))

@@ -41,9 +41,9 @@ from testkit.decode_bench import Parts, random_dense, random_experts, request  #
 from testkit.gpu_fabric import Way, to_workers  # noqa: E402
 from testkit.gpu_workers import GpuPool  # noqa: E402
 
-from services.attention.engine import Engine  # noqa: E402
-from services.attention.graphs import CudaCapture  # noqa: E402
-from services.fabric.symm_link import SymmLink  # noqa: E402
+from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
+from services.attention.step.engine import Engine  # noqa: E402
+from services.fabric.shared_memory.link import SymmLink  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
 from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec  # noqa: E402
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from services.fabric.local import LocalLink
-from services.fabric.mesh_build import MeshShape, mesh_link
-from services.fabric.mesh_nccl import NcclWire, nccl_group
-from services.fabric.mesh_wire import GlooWire, gloo_group
-from services.fabric.placement import place_experts
+from services.fabric.lockstep.build import MeshShape, mesh_link
+from services.fabric.lockstep.gloo import GlooWire, gloo_group
+from services.fabric.lockstep.nccl import NcclWire, nccl_group
 from services.model.experts import ExpertShard, ExpertWeights
+from services.placement import place_experts
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 TOKENS = (0, 1, 32, 256, 2048)

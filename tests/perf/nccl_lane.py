@@ -23,11 +23,11 @@ from testkit.nccl_processes import Process, Report, quantiles
 from torch import Tensor
 
 from services.fabric.local import LocalLink
-from services.fabric.nccl_setup import Lanes
-from services.fabric.nccl_weights import checksum, fetch
-from services.fabric.tcp_connect import Facts
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.weights import checksum, fetch
+from services.fabric.tcp.connect import Facts
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard
 from services.routing import Seat
 

@@ -21,9 +21,9 @@ import torch
 from testkit.expert_processes import Holding, OfModel, expert_processes
 from testkit.tcp_fabric import linked, table_of
 
-from services.attention.engine import Engine, EngineOptions
-from services.attention.overlap import Mode, OverlapPolicy
-from services.fabric.tcp_link import TcpLink
+from services.attention.step.engine import Engine, EngineOptions
+from services.attention.step.overlap import Mode, OverlapPolicy
+from services.fabric.tcp.link import TcpLink
 from services.messages import GenerateRequest, SamplingParams
 from services.model.dense import DenseModel
 from services.model.progress import NoProgress

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp.link import TcpLink
 from services.routing import even_groups
 from testkit.expert_processes import Asleep, ExpertProcess, Holding, Work, expert_processes
 from testkit.tcp_fabric import linked, table_of

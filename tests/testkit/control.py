@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from services.attention import engine as engine_module
-from services.attention.engine import Engine, EngineOptions
-from services.fabric.experts import Certain
+from services.attention.step import engine as engine_module
+from services.attention.step.engine import Engine, EngineOptions
+from services.fabric.link import Certain
 from services.messages import GenerateRequest, SamplingParams
 from services.model.attention_plan import AttentionPlan
 from services.model.dense import DenseModel

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.attention.engine import Engine, EngineOptions
-from services.attention.graphs import Capture
+from services.attention.step.cuda_graphs import Capture
+from services.attention.step.engine import Engine, EngineOptions
 from services.fabric.local import LocalLink
 from services.messages import GenerateRequest, SamplingParams
 from services.model.dense import DenseModel

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from services.fabric.tcp_wire import NAMES, bytes_of
+from services.fabric.tcp.frames import NAMES, bytes_of
 from services.model.digests import Digests, LayerDigests
 from services.model.experts import ExpertWeights
 

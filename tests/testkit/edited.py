@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.attention.draw_row import DrawRow
-from services.attention.edits import Edits
-from services.attention.engine import Engine
-from services.attention.histories import History
-from services.attention.plan import StepPlan
+from services.attention.batching.plan import StepPlan
+from services.attention.sampling.edits import Edits
+from services.attention.sampling.histories import History
+from services.attention.sampling.request_state import DrawRow
+from services.attention.step.engine import Engine
 
 
 def edited(logits_V: NDArray[np.float32], row: DrawRow, tokens: Sequence[int]) -> NDArray[np.float32]:

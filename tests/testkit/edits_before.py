@@ -1,5 +1,6 @@
 """Edits of logits row by row and from the whole list of a row's tokens, as it was done first: the host's work grew with
-the context. Stands in for :class:`services.attention.edits.Edits`, to measure both and to see that nothing changed.
+the context. Stands in for :class:`services.attention.sampling.edits.Edits`, to measure both and to see that nothing
+changed.
 
 Legend: R rows, V vocabulary, 1 a single token or none.
 """
@@ -13,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.attention.draw_row import DrawRow
-from services.attention.histories import History
+from services.attention.sampling.histories import History
+from services.attention.sampling.request_state import DrawRow
 from services.model.transfer import upload
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.fabric.placement.load import Load
-from services.fabric.placement.slots import Placement
+from services.placement.load import Load
+from services.placement.single_experts import Placement
 
 
 def eplb(load: Load, devices: int, slots_per_device: int) -> Placement:

@@ -8,10 +8,11 @@ import msgspec
 import torch
 from hypothesis import strategies as st
 
-from services.fabric import symm_wire, tcp_wire
-from services.fabric.symm_memory import Ticket
-from services.fabric.tcp_handshake import Nonce, Proof, Refused
-from services.fabric.tcp_wire import Kind, frame_parts
+from services.fabric.shared_memory import messages as symm_wire
+from services.fabric.shared_memory.memory import Ticket
+from services.fabric.tcp import frames as tcp_wire
+from services.fabric.tcp.frames import Kind, frame_parts
+from services.fabric.tcp.handshake import Nonce, Proof, Refused
 from testkit.tcp_fabric import hello
 
 IDS_RK = torch.tensor([[1, -1], [0, 2]], dtype=torch.int32)

@@ -8,7 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from services.attention.remote import TableFollower
+from services.attention.routing_table import TableFollower
 from services.messages import Assign, GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
 from services.queue.connect import connect
 from services.queue.gateway_side import GatewayQueue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
-from services.attention.observer import ExpertObserver
+from services.attention.metrics import ExpertObserver
 from services.metrics import ALL_LAYERS, ExpertMetrics, GatewayMetrics, WorkerMetrics
 
 

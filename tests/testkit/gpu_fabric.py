@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from services.fabric.experts import ExpertLink
+from services.fabric.link import ExpertLink
 from services.fabric.local import LocalLink
-from services.fabric.mesh_build import MeshShape
-from services.fabric.mesh_nccl import NcclWire, nccl_group
-from services.fabric.nccl_groups import NcclGroups
-from services.fabric.nccl_setup import Lanes
-from services.fabric.symm_cuda import CudaMemory
+from services.fabric.lockstep.build import MeshShape
+from services.fabric.lockstep.nccl import NcclWire, nccl_group
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.process_groups import NcclGroups
+from services.fabric.shared_memory.cuda_memory import CudaMemory
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, ShardGroup
 from testkit.gpu_workers import GpuPool, GpuServer, packed

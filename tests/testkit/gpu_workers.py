@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from services.fabric.nccl_groups import NcclGroups
-from services.fabric.nccl_setup import Lanes
-from services.fabric.symm_cuda import CudaMemory
-from services.fabric.symm_host import SymmHost
-from services.fabric.tcp_compute import Compute
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.process_groups import NcclGroups
+from services.fabric.shared_memory.cuda_memory import CudaMemory
+from services.fabric.shared_memory.server import SymmHost
+from services.fabric.tcp.compute import Compute
+from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from testkit.tcp_fabric import scaled, serve
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from services.attention.draw_row import DrawRow
-from services.attention.histories import History
+from services.attention.sampling.histories import History
+from services.attention.sampling.request_state import DrawRow
 
 
 def history_of(rows: Sequence[DrawRow], device: torch.device | None = None, block_size: int = 4) -> History:

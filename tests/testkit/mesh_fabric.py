@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from services.fabric.experts import Certain, CountingLink
-from services.fabric.mesh_build import MeshShape, mesh_link
-from services.fabric.mesh_wire import GlooWire, gloo_group
-from services.fabric.placement import Placement, place_experts
+from services.fabric.link import Certain, CountingLink
+from services.fabric.lockstep.build import MeshShape, mesh_link
+from services.fabric.lockstep.gloo import GlooWire, gloo_group
 from services.model.experts import ExpertShard, ExpertWeights, sliced
+from services.placement import Placement, place_experts
 
 MAX_ROWS = 64
 LOOPBACK = "127.0.0.1"

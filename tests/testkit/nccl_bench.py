@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.fabric.nccl_groups import GlooGroups, Groups, NcclGroups
-from services.fabric.nccl_setup import Lanes
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_peer import Timing
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.process_groups import GlooGroups, Groups, NcclGroups
+from services.fabric.tcp.handshake import Hello
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.peer import Timing
+from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 from testkit.nccl_processes import Process, say

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from services.fabric.tcp_link import TcpLink
+from services.fabric.tcp.link import TcpLink
 from testkit.nccl_bench import SCALED, SCALES, rows_of
 
 

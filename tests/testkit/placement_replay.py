@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pocket_moe.records import ExpertTrace
-from services.fabric.placement.load import Load, imbalance
-from services.fabric.placement.slots import Placement, device_loads, experts_to_load, place_experts
+from services.placement.load import Load, imbalance
+from services.placement.single_experts import Placement, device_loads, experts_to_load, place_experts
 from testkit.eplb import eplb
 
 Planner = Callable[[Sequence[Load], Placement | None], Placement]

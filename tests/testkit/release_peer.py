@@ -10,21 +10,30 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 import services
 from services.experts.donors import given
-from services.fabric.mesh_join import Facts as RankFacts
-from services.fabric.mesh_join import Meeting, join
-from services.fabric.nccl_weights import fetch
-from services.fabric.tcp_connect import Facts
-from services.fabric.tcp_peer import Timing
 from services.model.experts import ExpertWeights
 from services.routing import Seat
 from testkit.symm_fabric import linked_shared, serve_shared
 from testkit.tcp_fabric import SECRET, hello, lanes_of, linked, scaled, send, table_of
+
+
+def part(now: str, before: str) -> Any:
+    """The fabric's module ``now``, or where it was in the release before."""
+    found = now if find_spec(f"services.fabric.{now.rpartition('.')[0]}") else before
+    return import_module(f"services.fabric.{found}")
+
+
+rendezvous = part("lockstep.rendezvous", "mesh_join")
+fetch = part("nccl.weights", "nccl_weights").fetch
+Facts = part("tcp.connect", "tcp_connect").Facts
+Timing = part("tcp.peer", "tcp_peer").Timing
 
 PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
 IDS = (0, 2, 5)
@@ -88,12 +97,12 @@ def hopeless(given: Mapping[str, Any]) -> None:
 
 def rank(given: Mapping[str, Any]) -> None:
     """Meets the other rank and adds up with it."""
-    facts = RankFacts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
-    meeting = Meeting(
+    facts = rendezvous.Facts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
+    meeting = rendezvous.Meeting(
         rank=given["rank"], ranks=2, address="127.0.0.1", port=given["port"], host="127.0.0.1", timeout_s=60,
         secret=SECRET,
     )  # fmt: skip
-    joined = join(meeting, facts)
+    joined = rendezvous.join(meeting, facts)
     group = joined.group()
     sums = torch.tensor([given["rank"] + 1])
     group.allreduce([sums]).wait()

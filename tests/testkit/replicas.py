@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp.server import ExpertServer
 from services.routing import RoutingTable
 from testkit.gpu_fabric import Way
 from testkit.gpu_workers import GpuPool, GpuServer

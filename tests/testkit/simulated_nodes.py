@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from services.fabric.mesh_build import MeshShape, Way, mesh_link
-from services.fabric.mesh_wire import GlooWire, gloo_group
-from services.fabric.placement import place_experts
-from services.fabric.placement.exchange import Nodes, Rows
+from services.fabric.lockstep.build import MeshShape, Way, mesh_link
+from services.fabric.lockstep.gloo import GlooWire, gloo_group
+from services.placement import place_experts
+from services.placement.planning.exchange_cost import Nodes, Rows
 from testkit.netns import Host, open_network
 
 PORT = 7300

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_kernels.exchange_layout import Layout
-from services.fabric.nccl_setup import Lanes
-from services.fabric.symm_host import SymmHost
-from services.fabric.symm_link import SymmLink, SymmOptions
-from services.fabric.symm_memory import HostMemory, PeerMemory
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.memory import HostMemory, PeerMemory
+from services.fabric.shared_memory.server import SymmHost
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
 from services.routing import RoutingTable, ShardGroup
 from testkit.tcp_fabric import FAST, SECRET, Compute, facts_of, hello, part_of, serve, served

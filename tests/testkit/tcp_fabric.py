@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.fabric.nccl_groups import GlooGroups
-from services.fabric.nccl_setup import Lanes
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_peer import Timing
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_stream import Stream
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.process_groups import GlooGroups
+from services.fabric.tcp.handshake import Hello
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.peer import Timing
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.stream import Stream
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 

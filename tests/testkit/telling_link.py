@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from services.fabric.experts import Certain, ExpertLink
+from services.fabric.link import Certain, ExpertLink
 
 
 @dataclass

@@ -80,7 +80,7 @@ def _answer(alone_s: float, there: float, callers: float, prompts: float) -> flo
 
 
 def _stalls(answers: Sequence[float], step_s: float) -> tuple[float, ...]:
-    """As :class:`services.fabric.stalls.Stalls` counts: each moment is shared by those that are waited for."""
+    """As :class:`services.fabric.wait_times.Stalls` counts: each moment is shared by those that are waited for."""
     stalls, before, share = [0.0] * len(answers), 0.0, 0.0
     order = sorted(range(len(answers)), key=lambda group: answers[group])
     for passed, group in enumerate(order):

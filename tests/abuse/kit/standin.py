@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from abuse.kit.tokens import BABBLE, BURST, BURST_TOKENS, BURSTS, HOLD, POISON, Answers
-from services.attention.waiting_line import WaitingLine
+from services.attention.batching.waiting_line import WaitingLine
 from services.attention.worker import AttentionWorker, WorkerOptions
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob, WorkerInfo
 from services.model.spec import load_spec

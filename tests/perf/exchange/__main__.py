@@ -24,7 +24,7 @@ import torch
 from perf.exchange.children import Child, Children
 from perf.exchange.world import World
 
-from services.fabric.placement.layer_times import Batch, Gpus, LayerTimes, Link, Shapes
+from services.placement.planning.layer_times import Batch, Gpus, LayerTimes, Link, Shapes
 
 KIB = (64, 512, 4096)
 TOTALS = (32, 128, 512, 2048)

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.fabric.local import LocalLink
-from services.fabric.symm_lane import SharedSeat
-from services.fabric.symm_link import SymmLink, SymmOptions
-from services.fabric.symm_wire import bucket_of
-from services.fabric.tcp_link import TcpLink
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.messages import bucket_of
+from services.fabric.shared_memory.peers import SharedSeat
+from services.fabric.tcp.link import TcpLink
 
 
 class WatchedLink(SymmLink):

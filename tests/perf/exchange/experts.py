@@ -11,9 +11,9 @@ from perf.exchange.children import Parent
 from perf.exchange.ipc import memory_by
 from perf.exchange.world import SECRET, World, as_it_is, device_of, identity, log_to_stderr
 
-from services.fabric.symm_host import Limits, SymmHost
-from services.fabric.tcp_compute import Compute
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.shared_memory.server import Limits, SymmHost
+from services.fabric.tcp.compute import Compute
+from services.fabric.tcp.server import ExpertServer
 
 
 def serve_seat(

@@ -25,11 +25,11 @@ from perf.exchange.world import SECRET, World, device_of, identity, log_to_stder
 from torch import Tensor
 
 from services.experts.serving import JOIN_ROWS
-from services.fabric import symm_tempo
-from services.fabric.symm_host import Limits, SymmHost
-from services.fabric.symm_link import SymmLink, SymmOptions
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.shared_memory.joint import policy as symm_tempo
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.server import Limits, SymmHost
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
 
 STEPS, LAST, LAYERS, CYCLES_PER_US = 260, 130, 24, 1980
 """Times are those of the last steps of each guest."""

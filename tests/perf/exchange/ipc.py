@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
-from services.fabric.symm_cuda import CudaMemory, _Array
-from services.fabric.symm_memory import NONCE_BYTES, Mapping, Region, Ticket, decode_ticket, wrong_memory
+from services.fabric.shared_memory.cuda_memory import CudaMemory, _Array
+from services.fabric.shared_memory.memory import NONCE_BYTES, Mapping, Region, Ticket, decode_ticket, wrong_memory
 
 
 class _Handle(ctypes.Structure):
@@ -49,8 +49,8 @@ class IpcMemory(CudaMemory):
 
 def memory_by(name: str, device: torch.device) -> Any:
     """``vmm``, what the link uses, or ``ipc``."""
-    from services.fabric.symm_cuda import CudaMemory
-    from services.fabric.symm_memory import HostMemory
+    from services.fabric.shared_memory.cuda_memory import CudaMemory
+    from services.fabric.shared_memory.memory import HostMemory
 
     if device.type != "cuda":
         return HostMemory()

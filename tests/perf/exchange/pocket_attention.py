@@ -18,10 +18,10 @@ from perf.exchange.pocket import MOST_TOKENS, POCKET, SPEC, pocket_world, record
 from perf.exchange.world import SECRET, device_of, log_to_stderr
 from testkit.decode_bench import call_again, request
 
-from services.attention.engine import Engine, EngineOptions
-from services.attention.graphs import CudaCapture
-from services.fabric.symm_link import SymmLink, SymmOptions
-from services.fabric.tcp_link import TcpLink
+from services.attention.step.cuda_graphs import CudaCapture
+from services.attention.step.engine import Engine, EngineOptions
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.tcp.link import TcpLink
 from services.model.dense import DenseModel
 from services.model.weights import load_dense
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.exchange_layout import Layout
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_wire import NAMES
+from services.fabric.tcp.frames import NAMES
+from services.fabric.tcp.handshake import Hello
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 

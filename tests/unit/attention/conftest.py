@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.attention.engine import Engine, EngineOptions
-from services.attention.graphs import Capture
-from services.attention.overlap import OverlapPolicy
+from services.attention.step.cuda_graphs import Capture
+from services.attention.step.engine import Engine, EngineOptions
+from services.attention.step.overlap import OverlapPolicy
 from services.fabric.local import LocalHandle, LocalLink
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard

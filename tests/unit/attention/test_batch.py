@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.scores import packed, prompt_scores
 
-from services.attention.batch import BatchManager
-from services.attention.blocks import BlockPool
-from services.attention.plan import BatchLimits, Outcome, Piece, StepPlan
+from services.attention.batching.blocks import BlockPool
+from services.attention.batching.manager import BatchManager
+from services.attention.batching.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.errors import InternalError
 from services.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from services.attention.block_table import BlockTable
-from services.attention.fixed_inputs import FixedInputs
-from services.attention.sequence import SequenceState
+from services.attention.batching.sequence import SequenceState
+from services.attention.step.block_table import BlockTable
+from services.attention.step.fixed_inputs import FixedInputs
 from services.model.inputs import DecodeRows, StepInputs
 
 

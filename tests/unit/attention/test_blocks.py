@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.attention.blocks import BlockPool
+from services.attention.batching.blocks import BlockPool
 from services.prefix import prefix_chain
 
 BLOCKS, BLOCK_SIZE = 6, 2

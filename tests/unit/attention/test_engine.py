@@ -13,7 +13,7 @@ import torch
 from testkit.scores import prompt_scores
 from torch import Tensor
 
-from services.attention.engine import Engine
+from services.attention.step.engine import Engine
 from services.errors import ConfigError, ExpertUnavailable
 from services.fabric.local import LocalHandle, LocalLink
 from services.messages import GenerateRequest, SamplingParams, TokenEvent

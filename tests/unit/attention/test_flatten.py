@@ -6,10 +6,10 @@ import random
 
 import torch
 
-from services.attention.flatten import Flattener
-from services.attention.micro_batches import split
-from services.attention.plan import Piece, StepPlan
-from services.attention.sequence import SequenceState, open_sequence
+from services.attention.batching.plan import Piece, StepPlan
+from services.attention.batching.sequence import SequenceState, open_sequence
+from services.attention.step.flatten import Flattener
+from services.attention.step.micro_batches import split
 from services.messages import GenerateRequest, SamplingParams
 from services.model.inputs import StepInputs
 

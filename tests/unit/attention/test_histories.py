@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from testkit.edited import edited
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.attention import histories, penalties
-from services.attention.blocks import BlockPool
-from services.attention.cache import KVCache
-from services.attention.edits import Edits
-from services.attention.histories import Histories, History
-from services.attention.plan import StepPlan
-from services.attention.sequence import SequenceState, open_sequence
+from services.attention.batching.blocks import BlockPool
+from services.attention.batching.plan import StepPlan
+from services.attention.batching.sequence import SequenceState, open_sequence
+from services.attention.sampling import histories, penalties
+from services.attention.sampling.edits import Edits
+from services.attention.sampling.histories import Histories, History
+from services.attention.step.kv_cache import KVCache
 from services.messages import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from testkit.decode_bench import call_again
 from testkit.edited import WatchedEdits
 from torch import Tensor
 
-from services.attention import filters
-from services.attention.build import LOOKAHEAD
-from services.attention.engine import Engine, EngineOptions
-from services.attention.graphs import Capture
-from services.attention.plan import StepPlan
+from services.attention.batching.plan import StepPlan
+from services.attention.sampling import filters
+from services.attention.setup.build import LOOKAHEAD
+from services.attention.step.cuda_graphs import Capture
+from services.attention.step.engine import Engine, EngineOptions
 from services.errors import ExpertUnavailable, MeshBroken
 from services.fabric.local import LocalHandle, LocalLink
 from services.messages import GenerateRequest, SamplingParams, TokenEvent

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attention.overlap import FIRST_RETRY, LAST_RETRY, SAMPLES, OverlapPolicy, StepTime, balanced_cut
+from services.attention.step.overlap import FIRST_RETRY, LAST_RETRY, SAMPLES, OverlapPolicy, StepTime, balanced_cut
 
 SEQUENCES = [(1, 10)] * 8
 Times = Callable[[bool], StepTime]

@@ -15,8 +15,8 @@ from testkit.tcp_fabric import hello, linked, seat_of, serve, table_of
 from testkit.telling_link import TellingLink
 from torch import Tensor
 
-from services.attention.engine import Engine
-from services.attention.overlap import OverlapPolicy
+from services.attention.step.engine import Engine
+from services.attention.step.overlap import OverlapPolicy
 from services.errors import ExpertUnavailable
 from services.fabric.local import LocalHandle
 from services.messages import GenerateRequest, SamplingParams

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.attention.engine import Engine
-from services.attention.made_up import rounds
-from services.attention.plan import BatchLimits
+from services.attention.batching.plan import BatchLimits
+from services.attention.step.engine import Engine
+from services.attention.step.warmup import rounds
 from services.errors import ExpertUnavailable, InternalError
-from services.fabric.experts import Certain
+from services.fabric.link import Certain
 from services.fabric.local import LocalHandle
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
 

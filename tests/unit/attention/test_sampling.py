@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.histories import history_of
 
-from services.attention.draw_keys import draw_key
-from services.attention.draw_row import DrawRow
-from services.attention.filters import heads, thresholds, width
-from services.attention.logprobs import TokenScores
-from services.attention.noise import GumbelNoise
-from services.attention.plan import Outcome
-from services.attention.sampling import Sampler
+from services.attention.batching.plan import Outcome
+from services.attention.sampling.filters import heads, thresholds, width
+from services.attention.sampling.keys import draw_key
+from services.attention.sampling.logprobs import TokenScores
+from services.attention.sampling.noise import GumbelNoise
+from services.attention.sampling.request_state import DrawRow
+from services.attention.sampling.sampler import Sampler
 from services.messages import SamplingParams
 
 CPU = torch.device("cpu")

@@ -20,12 +20,13 @@ from services.errors import SeatLost, WeightsMismatch
 from services.experts.donors import given
 from services.experts.serving import Loader, TcpServing
 from services.experts.verify import Verifier
-from services.fabric import nccl_weights, tcp_server
-from services.fabric.nccl_weights import fetch
-from services.fabric.tcp_connect import Facts
-from services.fabric.tcp_handshake import Hello
-from services.fabric.tcp_peer import Peer
-from services.fabric.tcp_wire import Frame, Kind
+from services.fabric.nccl import weights as nccl_weights
+from services.fabric.nccl.weights import fetch
+from services.fabric.tcp import server as tcp_server
+from services.fabric.tcp.connect import Facts
+from services.fabric.tcp.frames import Frame, Kind
+from services.fabric.tcp.handshake import Hello
+from services.fabric.tcp.peer import Peer
 from services.model.digests import FILE, write_digests
 from services.model.experts import ExpertWeights
 from services.model.spec import ModelSpec, load_spec

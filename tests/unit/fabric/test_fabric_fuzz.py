@@ -24,17 +24,20 @@ from testkit.symm_fabric import serve_shared
 from testkit.tcp_fabric import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
 
 from services.errors import ExpertMeshError, FabricError, WireError
-from services.fabric import symm_wire, tcp_handshake, tcp_seat, tcp_wire
 from services.fabric.faults import Faults
-from services.fabric.mesh_gate import Gate, Tunnel
-from services.fabric.mesh_join import Facts
-from services.fabric.mesh_join import _told as told_by_rank
-from services.fabric.symm_memory import HostMemory, Ticket, decode_ticket
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_peer import Timing
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_stream import Stream
-from services.fabric.tcp_wire import Kind, Limits, frame_parts, read_frame
+from services.fabric.lockstep.rendezvous import Facts
+from services.fabric.lockstep.rendezvous import _told as told_by_rank
+from services.fabric.lockstep.store_proxy import Gate, Tunnel
+from services.fabric.shared_memory import messages as symm_wire
+from services.fabric.shared_memory.memory import HostMemory, Ticket, decode_ticket
+from services.fabric.tcp import connection as tcp_seat
+from services.fabric.tcp import frames as tcp_wire
+from services.fabric.tcp import handshake as tcp_handshake
+from services.fabric.tcp.frames import Kind, Limits, frame_parts, read_frame
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.peer import Timing
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.stream import Stream
 from services.routing import Seat
 
 PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)

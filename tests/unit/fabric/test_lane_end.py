@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from services.errors import SeatLost
-from services.fabric.nccl_groups import Broken
-from services.fabric.nccl_lane import ATTENTION, Lane, Launches
-from services.fabric.nccl_store import PairStore
+from services.fabric.nccl.lane import ATTENTION, Lane, Launches
+from services.fabric.nccl.pair_store import PairStore
+from services.fabric.nccl.process_groups import Broken
 
 LONG_S = 20.0
 

@@ -13,10 +13,10 @@ from testkit.mesh_fabric import Ranks, dealt_link, shared_ranks
 from torch import Tensor
 
 from services.errors import ConfigError, MeshBroken
-from services.fabric.mesh_build import MeshShape
-from services.fabric.mesh_routes import MeshRoutes
-from services.fabric.placement import place_experts
+from services.fabric.lockstep.build import MeshShape
+from services.fabric.lockstep.routes import MeshRoutes
 from services.model.experts import ExpertWeights
+from services.placement import place_experts
 
 HIDDEN = 8
 EXPERTS = 16

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed import HashStore
 
-from services.fabric.mesh_wire import GlooWire, gloo_group
+from services.fabric.lockstep.gloo import GlooWire, gloo_group
 
 
 class Late:

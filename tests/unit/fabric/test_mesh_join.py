@@ -16,12 +16,13 @@ from testkit.servers import free_port, wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMismatch
-from services.fabric import mesh_gate, tcp_handshake
 from services.fabric.faults import Faults
-from services.fabric.mesh_gate import Tunnel
-from services.fabric.mesh_join import Facts, Meeting, _compare, _store, join
-from services.fabric.tcp_reception import MOST_UNPROVEN, Arrival
-from services.fabric.tcp_versions import Versions
+from services.fabric.lockstep import store_proxy as mesh_gate
+from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _store, join
+from services.fabric.lockstep.store_proxy import Tunnel
+from services.fabric.tcp import handshake as tcp_handshake
+from services.fabric.tcp.reception import MOST_UNPROVEN, Arrival
+from services.fabric.tcp.versions import Versions
 
 SECRET = b"the secret of all ranks"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from services.errors import MeshBroken
-from services.fabric.mesh_steps import LockStep, StoreBell, linger, ring_out
+from services.fabric.lockstep.turns import LockStep, StoreBell, linger, ring_out
 from services.runtime import in_daemon
 
 LAYERS = (1, 3)

@@ -14,18 +14,20 @@ from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, s
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
 from services.experts.donors import Donors, given
-from services.fabric import nccl_setup, nccl_weights, tcp_seat
-from services.fabric.nccl_groups import GlooGroups, groups_for
-from services.fabric.nccl_lane import Lane
-from services.fabric.nccl_setup import Lanes
-from services.fabric.nccl_store import PairStore
-from services.fabric.nccl_weights import checksum, fetch
-from services.fabric.tcp_connect import Facts
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_peer import Peer
-from services.fabric.tcp_seat import SeatLink
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_wire import Frame, Kind, LaneNote
+from services.fabric.nccl import lanes as nccl_setup
+from services.fabric.nccl import weights as nccl_weights
+from services.fabric.nccl.lane import Lane
+from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.pair_store import PairStore
+from services.fabric.nccl.process_groups import GlooGroups, groups_for
+from services.fabric.nccl.weights import checksum, fetch
+from services.fabric.tcp import connection as tcp_seat
+from services.fabric.tcp.connect import Facts
+from services.fabric.tcp.connection import SeatLink
+from services.fabric.tcp.frames import Frame, Kind, LaneNote
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.peer import Peer
+from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
 from services.routing import ShardGroup, even_groups
 

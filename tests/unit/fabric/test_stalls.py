@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from services.fabric.stalls import Stalls
-from services.fabric.tcp_inbox import Call, Inbox
+from services.fabric.tcp.inbox import Call, Inbox
+from services.fabric.wait_times import Stalls
 
 
 def test_a_moment_is_shared_by_those_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

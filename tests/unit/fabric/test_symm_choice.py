@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.fabric.symm_choice import seat_for
+from services.fabric.shared_memory.step_choice import seat_for
 
 
 def seats(devices: dict[int, str], place: int) -> list[Any]:

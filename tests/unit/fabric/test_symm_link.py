@@ -24,13 +24,13 @@ from torch import Tensor
 from moe_kernels.exchange_layout import Layout
 from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
-from services.fabric import symm_host
-from services.fabric.symm_host import SymmHost
-from services.fabric.symm_lane import SharedSeat
-from services.fabric.symm_link import SymmLink, SymmOptions
-from services.fabric.symm_memory import HostMemory, memory_for
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.shared_memory import server as symm_host
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.memory import HostMemory, memory_for
+from services.fabric.shared_memory.peers import SharedSeat
+from services.fabric.shared_memory.server import SymmHost
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
 from services.routing import ShardGroup, even_groups
 
 CPU = torch.device("cpu")
@@ -371,7 +371,7 @@ def test_auto_shares_between_different_gpus(
 ) -> None:
     """The choice alone: the driver's memory is made up."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", lambda device, **_options: device)
+    monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", lambda device, **_options: device)
     assert (memory_for(choice, torch.device("cuda"), aside=aside) is not None) == shares
 
 
@@ -380,7 +380,7 @@ def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -
         raise FabricError("The driver is too old.")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("services.fabric.symm_cuda.CudaMemory", fail)
+    monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", fail)
     assert memory_for("auto", torch.device("cuda")) is None
 
 

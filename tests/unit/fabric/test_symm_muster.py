@@ -14,10 +14,10 @@ from testkit.servers import wait_until
 
 from moe_kernels.exchange_layout import Layout
 from services.errors import FabricError, WireError
-from services.fabric.symm_muster import HOLD_SHARE, PATIENCE_SHARE, Muster
-from services.fabric.symm_team import Guest, Joining, Team
-from services.fabric.symm_tempo import Hold, Tempo
-from services.fabric.symm_wire import Step
+from services.fabric.shared_memory.joint.policy import Hold, Tempo
+from services.fabric.shared_memory.joint.queue import HOLD_SHARE, PATIENCE_SHARE, Muster
+from services.fabric.shared_memory.joint.steps import Guest, Joining, Team
+from services.fabric.shared_memory.messages import Step
 
 LAYOUT, OTHER = (Layout(rows=rows, hidden=4, slots=2, dtype=torch.float32) for rows in (8, 16))
 LONG_S = 20.0

@@ -18,16 +18,16 @@ from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
 from torch import Tensor
 
 from moe_kernels.exchange_layout import Layout
-from services.fabric.symm_host import Limits, SymmHost
-from services.fabric.symm_link import SymmLink, SymmOptions
-from services.fabric.symm_memory import HostMemory
-from services.fabric.symm_muster import _Alike
-from services.fabric.symm_steps import Steps
-from services.fabric.symm_team import Guest, Joining, Team, TeamBody
-from services.fabric.symm_tempo import Hold, Tempo
-from services.fabric.symm_wire import Step
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.shared_memory.joint.policy import Hold, Tempo
+from services.fabric.shared_memory.joint.queue import _Alike
+from services.fabric.shared_memory.joint.steps import Guest, Joining, Team, TeamBody
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.memory import HostMemory
+from services.fabric.shared_memory.messages import Step
+from services.fabric.shared_memory.server import Limits, SymmHost
+from services.fabric.shared_memory.steps import Steps
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
 from services.routing import even_groups
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.fabric.symm_tempo import FIRST_BAR_S, FORGET_S, MOST_BAR_S, Hold, Tempo
+from services.fabric.shared_memory.joint.policy import FIRST_BAR_S, FORGET_S, MOST_BAR_S, Hold, Tempo
 
 ROWS, MOST_S = 64, 0.006
 

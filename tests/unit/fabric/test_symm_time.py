@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.fabric.symm_time import Occupied
+from services.fabric.shared_memory.busy_time import Occupied
 
 
 class Clock:

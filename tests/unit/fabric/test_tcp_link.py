@@ -16,12 +16,12 @@ from testkit.tcp_fabric import Compute, double, linked, part_of, seat_of, send, 
 from torch import Tensor
 
 from services.errors import ExpertUnavailable, FingerprintMismatch
-from services.fabric import tcp_server
 from services.fabric.local import LocalLink
-from services.fabric.tcp_inbox import Call, Inbox
-from services.fabric.tcp_link import TcpLink
-from services.fabric.tcp_seat import SeatLink
-from services.fabric.tcp_server import ExpertServer
+from services.fabric.tcp import server as tcp_server
+from services.fabric.tcp.connection import SeatLink
+from services.fabric.tcp.inbox import Call, Inbox
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import even_groups
 

@@ -18,16 +18,16 @@ from testkit.certificates import Authority
 from testkit.servers import free_port, wait_until
 from testkit.tcp_fabric import SECRET, linked, seat_of, send, serve, table_of
 
-from services.fabric import mesh_gate
-from services.fabric.fd_post import FdPost, fetch_fd
-from services.fabric.mesh_gate import Tunnel
-from services.fabric.mesh_join import Meeting, _store
-from services.fabric.tcp_handshake import Nonce
-from services.fabric.tcp_peer import Timing
-from services.fabric.tcp_reception import MOST_UNPROVEN
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_wire import Kind, frame_parts
-from services.fabric.tls import client_tls, server_tls
+from services.fabric.lockstep import store_proxy as mesh_gate
+from services.fabric.lockstep.rendezvous import Meeting, _store
+from services.fabric.lockstep.store_proxy import Tunnel
+from services.fabric.shared_memory.fd_server import FdPost, fetch_fd
+from services.fabric.tcp.frames import Kind, frame_parts
+from services.fabric.tcp.handshake import Nonce
+from services.fabric.tcp.peer import Timing
+from services.fabric.tcp.reception import MOST_UNPROVEN
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.tls import client_tls, server_tls
 
 PATIENT = Timing(handshake_s=60.0, alive_s=0.5, silence_s=30.0)
 """Nobody is shown out for being late while a test runs."""

@@ -15,11 +15,11 @@ from testkit.servers import wait_until
 from testkit.tcp_fabric import SECRET, hello, linked, pair, seat_of, send, serve, table_of
 
 from services.errors import ExpertMeshError, FabricError, ProtocolMismatch, SecretMismatch
-from services.fabric import tcp_handshake
-from services.fabric.tcp_handshake import HANDSHAKE_LIMITS, Agreed, Proof
-from services.fabric.tcp_stream import Stream
-from services.fabric.tcp_versions import Versions
-from services.fabric.tcp_wire import FIXED, Kind, frame_parts, message_of, read_frame
+from services.fabric.tcp import handshake as tcp_handshake
+from services.fabric.tcp.frames import FIXED, Kind, frame_parts, message_of, read_frame
+from services.fabric.tcp.handshake import HANDSHAKE_LIMITS, Agreed, Proof
+from services.fabric.tcp.stream import Stream
+from services.fabric.tcp.versions import Versions
 
 ONES = torch.ones(3, 4)
 

@@ -26,13 +26,14 @@ from services.errors import (
     SecretMismatch,
     WireError,
 )
-from services.fabric import tcp_handshake, tcp_wire
-from services.fabric.tcp_peer import Timing
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tcp_stream import Stream
-from services.fabric.tcp_versions import HANDSHAKE
-from services.fabric.tcp_wire import FIXED, MAGIC, Dispatch, Kind, Limits, frame_parts, read_frame
-from services.fabric.tls import client_tls, server_tls
+from services.fabric.tcp import frames as tcp_wire
+from services.fabric.tcp import handshake as tcp_handshake
+from services.fabric.tcp.frames import FIXED, MAGIC, Dispatch, Kind, Limits, frame_parts, read_frame
+from services.fabric.tcp.peer import Timing
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.stream import Stream
+from services.fabric.tcp.tls import client_tls, server_tls
+from services.fabric.tcp.versions import HANDSHAKE
 
 
 @pytest.fixture(scope="module")

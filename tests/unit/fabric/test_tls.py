@@ -16,12 +16,12 @@ from testkit.checkpoints import save_checkpoint
 from testkit.servers import wait_until
 from testkit.tcp_fabric import FAST, SECRET, linked, seat_of, send, serve, table_of
 
-from services.attention.remote_link import remote_link
+from services.attention.setup.remote_link import remote_link
 from services.config import Settings
 from services.errors import ConfigError
 from services.experts.serving import Loader
-from services.fabric.tcp_server import ExpertServer
-from services.fabric.tls import ClientTls, ServerTls, client_tls, server_tls
+from services.fabric.tcp.server import ExpertServer
+from services.fabric.tcp.tls import ClientTls, ServerTls, client_tls, server_tls
 from services.model.spec import load_spec
 from services.routing import RoutingTable, Seat, even_groups
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import ConfigError
-from services.fabric.topology import Topology, replica_choice
+from services.fabric.lockstep.topology import Topology, replica_choice
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 

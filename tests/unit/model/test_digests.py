@@ -16,7 +16,7 @@ from testkit.tiny_models import CONFIGS, save_model
 
 from services.cli.fetch import MARK, fetch
 from services.errors import CheckpointError
-from services.fabric.tcp_wire import bytes_of
+from services.fabric.tcp.frames import bytes_of
 from services.model.digests import FILE, read_digests, write_digests
 from services.model.spec import load_spec
 from services.model.weights import load_experts

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import ConfigError
-from services.fabric.placement.expertflow import parallel_plan
-from services.fabric.placement.groups import group_loads, shard_groups
-from services.fabric.placement.load import imbalance, smoothed, strain
+from services.placement.groups import group_loads, shard_groups
+from services.placement.load import imbalance, smoothed, strain
+from services.placement.planning.expertflow import parallel_plan
 from services.routing import RoutingTable
 
 LOAD = st.integers(1, 3).flatmap(

@@ -1,10 +1,12 @@
-"""The estimates against what was measured on 4 H200; their figures come from other measurements (layer_times.py)."""
+"""The estimates against what was measured on 4 H200; their figures come from other measurements
+(planning/layer_times.py).
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from services.fabric.placement.layer_times import MARGIN, Batch, Gpus, LayerTimes, Link, Shapes
+from services.placement.planning.layer_times import MARGIN, Batch, Gpus, LayerTimes, Link, Shapes
 
 QWEN3_30B = Shapes(
     hidden=2048, expert_width=768, experts=128, top_k=8, layers=48, dense_weights=2048 * (4096 + 1024 + 4096 + 128)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from services.errors import ConfigError
-from services.fabric.placement.layer_times import Batch, Gpus, Kernels, Link, Shapes
-from services.fabric.placement.mode import choose_mode
+from services.placement.planning.choose_mode import choose_mode
+from services.placement.planning.layer_times import Batch, Gpus, Kernels, Link, Shapes
 
 SMALL = Shapes(hidden=2048, expert_width=1024, experts=64, top_k=8, layers=16)
 BIG = Shapes(hidden=8192, expert_width=16384, experts=16, top_k=2, layers=60)

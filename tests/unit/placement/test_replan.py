@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
-from services.fabric.placement.replan import Hysteresis, Plan, replan
+from services.placement.replan import Hysteresis, Plan, replan
 from services.routing import RoutingTable, Seat, even_groups
 
 LAYERS, EXPERTS = 2, 8

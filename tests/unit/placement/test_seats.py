@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
-from services.fabric.placement.load import strain
-from services.fabric.placement.seats import assign_seats, capacities, next_move
+from services.placement.load import strain
+from services.placement.replicas import assign_seats, capacities, next_move
 
 
 def value(loads: list[list[float]], seats: list[float], group_S: list[int]) -> float:

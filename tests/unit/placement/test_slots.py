@@ -12,8 +12,8 @@ from testkit.placement_replay import greedy, helped_greedy, ours, replay, shifti
 
 from pocket_moe.records import ExpertTrace
 from services.errors import ConfigError
-from services.fabric.placement.load import Load, imbalance, strain
-from services.fabric.placement.slots import Placement, device_loads, experts_to_load, place_experts
+from services.placement.load import Load, imbalance, strain
+from services.placement.single_experts import Placement, device_loads, experts_to_load, place_experts
 
 TRACE = Path(__file__).resolve().parents[3] / "examples/pocket-moe/records/experts.npz"
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from services.errors import ConfigError
-from services.fabric.placement import Hysteresis, Plan
 from services.messages import ExpertInfo, SeatReport
+from services.placement import Hysteresis, Plan
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.recut import PATIENCE, Groups, Recutter, next_step

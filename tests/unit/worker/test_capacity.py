@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.attention.capacity import capacity, credit
+from services.attention.setup.capacity import capacity, credit
 from services.errors import ConfigError
 
 

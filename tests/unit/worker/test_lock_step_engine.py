@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.attention.colocated import LockStepEngine
+from services.attention.lockstep_engine import LockStepEngine
 from services.errors import MeshBroken
-from services.fabric.mesh_steps import LockStep
+from services.fabric.lockstep.turns import LockStep
 
 
 def engine_that(step: Any, *, has_work: bool = True) -> LockStepEngine:

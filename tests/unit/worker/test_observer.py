@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.attention.observer import ExpertObserver, RefusalObserver, SharingObserver, StepObserver
+from services.attention.metrics import ExpertObserver, RefusalObserver, SharingObserver, StepObserver
 from services.errors import ProtocolMismatch, SeatLost, WireError
 from services.experts.observer import ExpertsObserver
 from services.fabric.faults import Faults

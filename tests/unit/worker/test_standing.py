@@ -7,7 +7,7 @@ from typing import Any
 
 from testkit.roles import OPTIONS
 
-from services.attention.standing import LOOK_S, Standing
+from services.attention.registration import LOOK_S, Standing
 from services.queue.tasks import end_tasks
 
 

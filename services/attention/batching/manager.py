@@ -1,0 +1,306 @@
+"""The batch manager: decides, before every iteration, which tokens of which sequences are computed. Pure Python.
+
+Requests come in through :meth:`BatchManager.add`; ``plan`` says what the next step computes, and ``plan_ahead`` what
+the one after it does, before it is known what the first draws; ``complete`` takes that; :class:`TokenEvent`\\ s come
+out of :meth:`BatchManager.drain`. Every request that was accepted ends with exactly one event that has a ``finish``.
+
+Batching is per iteration with prompt and generated tokens flattened into one row dimension, without padding
+(ExpertFlow 4.2). Decoding sequences go first, one token each; what is left of the token budget goes to prompts, in
+chunks, and a :class:`WaitingLine` says who starts next. A sequence that is admitted gets blocks for all its known
+tokens at once, so only decoding can run out of blocks; then the sequence that was admitted last gives up its blocks
+and is recomputed later.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+from services.attention.batching.blocks import BlockPool
+from services.attention.batching.deferred_free import HeldBack
+from services.attention.batching.growth import make_room, reserve
+from services.attention.batching.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
+from services.attention.batching.prefixes import Prefixes
+from services.attention.batching.sequence import SequenceState, open_sequence, refusal
+from services.attention.batching.waiting_line import WaitingLine
+from services.errors import DeadlineExceeded, RequestError
+from services.messages import FinishReason, GenerateRequest, TokenEvent
+
+
+class BatchManager:
+    """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds."""
+
+    def __init__(self, limits: BatchLimits, pool: BlockPool, clock: Callable[[], int]) -> None:
+        assert limits.max_num_seqs > 0
+        assert limits.max_num_batched_tokens > 0
+        self.pool = pool
+        self.counters = BatchCounters()
+        self._limits = limits
+        self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
+        self._held_back = HeldBack(pool)
+        self._clock = clock
+        self._held: dict[str, SequenceState] = {}
+        self._waiting: WaitingLine[SequenceState] = WaitingLine()
+        self._running: list[SequenceState] = []
+        self._decodes: tuple[SequenceState, ...] = ()
+        """Of the last plan, as long as no sequence came or went."""
+        self._events: list[TokenEvent] = []
+        self._next_deadline_ms = math.inf
+        """No held request ends before it."""
+        self._arrivals = 0
+        self._admissions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._held or self._events)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def held(self) -> dict[str, int]:
+        """Attempt of every request that has not ended."""
+        return {request_id: state.request.attempt for request_id, state in self._held.items()}
+
+    def in_step(self) -> dict[str, int]:
+        """Attempt of every request that steps compute now; the others wait."""
+        return {state.request.id: state.request.attempt for state in self._running}
+
+    def add(self, request: GenerateRequest) -> None:
+        """Take ``request`` in. A higher attempt replaces the held one, without an event; other repeats are ignored."""
+        held = self._held.get(request.id)
+        if held is not None:
+            if held.request.attempt >= request.attempt:
+                return
+            self._drop(held)
+        self._arrivals += 1
+        state = open_sequence(request, self._arrivals, self._limits.eos_token_ids)
+        error = refusal(
+            request,
+            max_model_len=self._limits.max_model_len,
+            kv_tokens=self.pool.num_blocks * self.pool.block_size,
+            vocab_size=self._limits.vocab_size,
+        )
+        self._held[request.id] = state
+        self._next_deadline_ms = min(self._next_deadline_ms, request.deadline_ms)
+        if error is not None:
+            self._end(state, "error", error)
+        elif not state.wants_token and state.scored is None:
+            self._end(state, "length")
+        else:
+            self._waiting.add(state)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, but for
+        those of a row in a step launched ahead: then when that is completed."""
+        state = self._held.get(request_id)
+        if state is not None and state.request.attempt <= attempt:
+            self._end(state, "cancelled")
+
+    def plan(self) -> StepPlan:
+        """What to compute next. Empty only if nothing is held."""
+        self._expire()
+        if self._repeats():
+            return StepPlan(decodes=self._decodes)
+        budget = self._limits.max_num_batched_tokens
+        decodes, prompts = self._plan_decodes(budget), list[Piece]()
+        self._plan_prefills(prompts, budget - len(decodes))
+        self._admit(prompts, budget - len(decodes) - sum(piece.length for piece in prompts))
+        assert decodes or prompts or not self._held, "sequences are held, but none can make progress"
+        self._decodes = tuple(decodes)
+        return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after ``plan``, which is under way: each sequence one token on, whatever ``plan`` draws for it.
+
+        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: the rest of a prompt,
+        its scores, an admission, a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this
+        step, or :meth:`abandon`.
+        """
+        read_first = any(piece.scored or not piece.draws for piece in plan.prompts)
+        if read_first or self._clock() >= self._next_deadline_ms:
+            return None
+        alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
+        alive += tuple(piece.state for piece in plan.prompts)
+        goes_on = tuple(state for state in alive if len(state.token_ids) + 1 < state.limit)
+        may_admit = self._waiting and len(goes_on) < self._limits.max_num_seqs
+        if not goes_on or len(alive) < len(self._running) or may_admit or not make_room(self.pool, goes_on, 1):
+            return None
+        ahead = StepPlan(decodes=goes_on if plan.prompts or len(goes_on) < len(plan.decodes) else plan.decodes)
+        self._held_back.launched(ahead)
+        return ahead
+
+    def abandon(self, plan: StepPlan) -> None:
+        """``plan``, launched ahead, counts for nothing and left nothing behind. No sequence ended since."""
+        assert all(state.blocks for state in plan.decodes)
+        self._held_back.completing(plan)
+
+    def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
+        """Take in what the step computed, but for sequences that ended meanwhile. Returns the blocks to wipe: those of
+        pieces that failed."""
+        self._held_back.completing(plan)
+        decodes = len(plan.decodes)
+        wipe = self._complete_decodes(plan.decodes, outcomes[:decodes])
+        for piece, outcome in zip(plan.prompts, outcomes[decodes:], strict=True):
+            if outcome.error is not None:
+                wipe += self._fail(piece.state, outcome.error)
+            else:
+                self._advance(piece, outcome)
+        return wipe
+
+    def drain(self) -> list[TokenEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _expire(self) -> None:
+        now_ms = self._clock()
+        if now_ms < self._next_deadline_ms:
+            return
+        for state in [state for state in self._held.values() if state.request.deadline_ms <= now_ms]:
+            hint = "Ask for fewer tokens, or raise --request-timeout."
+            self._end(state, "error", DeadlineExceeded("The request ran past its deadline.", hint=hint))
+        self._next_deadline_ms = min((state.request.deadline_ms for state in self._held.values()), default=math.inf)
+
+    def _repeats(self) -> bool:
+        """Whether the step is as the one before, each sequence one token on; then they have room for it.
+
+        Only where every running sequence decodes and none can come in; nothing needs to be given up for room.
+        """
+        decodes = self._decodes
+        may_admit = self._waiting and self.running < self._limits.max_num_seqs
+        return len(self._running) == len(decodes) > 0 and not may_admit and make_room(self.pool, decodes, 0)
+
+    def _plan_decodes(self, budget: int) -> list[SequenceState]:
+        decodes: list[SequenceState] = []
+        index = 0
+        while index < len(self._running) and len(decodes) < budget:  # a preemption shortens the list from its tail
+            state = self._running[index]
+            index += 1
+            if not state.prefilling and self._grow(state):
+                decodes.append(state)
+        return decodes
+
+    def _grow(self, state: SequenceState) -> bool:
+        """Make room for the token to compute; False if ``state`` itself had to give way."""
+        pool = self.pool
+        if len(state.token_ids) <= len(state.blocks) * pool.block_size:
+            return True
+        while not pool.available:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is state:
+                return False
+        state.blocks += pool.take((), 1)
+        return True
+
+    def _preempt(self, state: SequenceState) -> None:
+        self.counters.preemptions += 1
+        self._drop(state)
+        state.computed, state.preempted, state.prefilling = 0, True, True
+        self._held[state.request.id] = state
+        self._waiting.add(state)
+
+    def _plan_prefills(self, pieces: list[Piece], budget: int) -> None:
+        for state in self._running:
+            if state.prefilling and budget > 0:
+                pieces.append(Piece.of(state, budget))
+                budget -= pieces[-1].length
+
+    def _admit(self, pieces: list[Piece], budget: int) -> None:
+        stretch = not self._limits.chunked_prefill
+        while self._waiting and self.running < self._limits.max_num_seqs and budget > 0:
+            state = self._waiting.first
+            matched = self._prefixes.match(state)
+            missing = len(state.token_ids) - len(matched) * self.pool.block_size
+            new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
+            if not self.pool.fits(matched, new + reserve(self.pool, self._running)):
+                break  # nothing passes by being small, or long prompts would starve
+            if not self._limits.chunked_prefill and missing > budget and not stretch:
+                break
+            self._start(state, matched, new)
+            piece = Piece.of(state, budget if self._limits.chunked_prefill else missing)
+            pieces.append(piece)
+            budget -= piece.length
+            stretch = False
+
+    def _start(self, state: SequenceState, matched: Sequence[int], new: int) -> None:
+        self._waiting.start(state)
+        if self._prefixes.looks_up(state):
+            self.pool.count_lookup(len(state.token_ids), matched)
+        state.blocks = self.pool.take(matched, new)
+        state.computed = len(matched) * self.pool.block_size
+        state.published = len(matched)
+        if not state.preempted:
+            state.cached_tokens = min(state.computed, state.request.prompt_len)
+        self._admissions += 1
+        state.admission = self._admissions
+        self._decodes = ()
+        insort(self._running, state, key=SequenceState.running_key)
+
+    def _complete_decodes(self, decodes: Sequence[SequenceState], outcomes: Sequence[Outcome]) -> list[int]:
+        """As :meth:`complete`. In one loop, since there are hundreds and the device waits."""
+        wipe: list[int] = []
+        block_size, events = self.pool.block_size, self._events
+        self.counters.decode_tokens += len(decodes)
+        for state, outcome in zip(decodes, outcomes, strict=True):
+            if outcome.error is not None or not state.blocks:
+                self.counters.decode_tokens -= 1
+                wipe += self._fail(state, outcome.error)
+                continue
+            state.computed += 1
+            if not state.computed % block_size:
+                self._prefixes.publish(state)
+            assert outcome.token_id is not None
+            event = state.take(outcome.token_id, outcome.logprob)
+            events.append(event)
+            if event.finish is not None:
+                self._drop(state)
+        return wipe
+
+    def _advance(self, piece: Piece, outcome: Outcome) -> None:
+        state = piece.state
+        state.computed = piece.end
+        if outcome.scores is not None:
+            self._events += state.score(outcome.scores)
+        self._prefixes.publish(state)
+        if state.prefilling:
+            self.counters.prefill_tokens += piece.length
+            state.prefilling = piece.end < len(state.token_ids)
+            self.counters.prefill_chunks += state.prefilling
+        if piece.draws:
+            assert outcome.token_id is not None
+            self.counters.decode_tokens += 1
+            self._events.append(state.take(outcome.token_id, outcome.logprob))
+            if self._events[-1].finish is not None:
+                self._drop(state)
+        elif not state.prefilling:
+            self._end(state, "length")
+
+    def _fail(self, state: SequenceState, error: RequestError | None) -> list[int]:
+        """End ``state``, unless it has ended already, and forget what it computed; returns the blocks that nobody else
+        holds."""
+        if not (blocks := state.blocks):
+            return self._held_back.free(state, failed=error is not None)
+        self._end(state, "error", error)
+        return self._held_back.forget(state, blocks)
+
+    def _end(self, state: SequenceState, finish: FinishReason, error: RequestError | None = None) -> None:
+        self._drop(state)
+        self._events.append(state.event(state.generated, finish=finish, error=error))
+
+    def _drop(self, state: SequenceState) -> None:
+        """Take ``state`` out of everything and free its blocks."""
+        del self._held[state.request.id]
+        self._decodes = ()
+        if state.blocks:
+            self._running.remove(state)
+        else:
+            self._waiting.remove(state)  # nothing to do for a request refused on arrival
+        self._held_back.release(state)
+        state.blocks, state.published = [], 0

@@ -1,0 +1,277 @@
+"""Co-located mode: this worker is one rank of several that each hold attention and a share of the experts.
+
+The engine steps only when all ranks step. In: what the batch manager plans, as anywhere. Out: rows to the other ranks,
+theirs through the experts here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from services.attention.step.engine import Engine, EngineStats
+from services.config import Settings
+from services.errors import MeshBroken, MeshLeft
+from services.fabric.faults import Faults
+from services.fabric.lockstep.build import MeshShape, mesh_link
+from services.fabric.lockstep.gloo import GlooWire, Traffic, Wire
+from services.fabric.lockstep.rendezvous import Facts, Joined, Meeting, join
+from services.fabric.lockstep.turns import LockStep, Rows, StoreBell, linger
+from services.fabric.secret import read_secret
+from services.messages import GenerateRequest, TokenEvent
+from services.model.experts import ExpertShard, sliced
+from services.model.progress import Progress
+from services.model.spec import ModelSpec
+from services.model.weights import load_experts
+from services.placement import Placement, place_experts
+from services.runtime import advertised, node_name
+
+MARGIN_S = 5.0
+"""The others hear later that this rank leaves, and have their last tokens to bring to Redis when they have drained."""
+
+log = logging.getLogger(__name__)
+
+
+class Colocated:
+    """One rank among all: its link, its experts, its bell. ``on_ring`` is set once there is somebody to wake."""
+
+    def __init__(self, settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._settings, self._spec, self._dtype, self._device = settings, spec, dtype, device
+        self.on_ring: Callable[[], None] = lambda: None
+        self.steps: LockStep[Any]
+        self.bell: StoreBell
+        self.traffic: Traffic
+        self.faults = Faults()
+        self._control: GlooWire
+
+    def connect(self, worker: str, progress: Progress) -> LockStep[Any]:
+        """Load the share of experts, meet the other ranks, link up. Waits for them.
+
+        Raises:
+            StartupError: options do not fit together, or the ranks do not.
+            MeshBroken: the ranks have to start again.
+        """
+        placement = self._placement()
+        shard = self._share(placement, progress)
+        joined = join(self._meeting(), self._facts(worker), self.faults)
+        shape = self._shape(joined.nodes)
+        near = shape.neighbours(self._settings.rank)
+        self._control = control = GlooWire(joined.group(), near=near, timeout_s=self._settings.mesh_timeout)
+        wire = self._wire(joined, control)
+        link = mesh_link(
+            wire,
+            shard.by_layer(),
+            placement=placement,
+            num_experts=self._spec.num_experts,
+            shape=shape,
+            max_rows=self._max_rows(),
+        )
+        self.traffic = wire.traffic
+        self.bell = joined.bell(lambda: self.on_ring())
+        layers = self._spec.moe_layers
+        self.steps = LockStep(link, control.agree, ranks=len(joined.nodes), layers=layers, no_rows=self._no_rows)
+        log.info("rank %d of %d is linked up, %s", self._settings.rank, len(joined.nodes), shape.way)
+        return self.steps
+
+    def linger(self) -> None:
+        """After the last request: stay for ranks that still drain."""
+        linger(self.steps, self.bell, self._settings.drain_timeout + MARGIN_S)
+
+    def close(self) -> None:
+        """When no thread steps: end the threads that this rank has inside torch, and wait for them."""
+        self.bell.close()
+        self._control.close()
+
+    def _placement(self) -> Placement:
+        settings, spec = self._settings, self._spec
+        groups = settings.ranks // settings.expert_slices
+        slots = settings.expert_slots or -(-spec.num_experts // max(groups, 1))
+        even = {layer: [1.0] * spec.num_experts for layer in spec.moe_layers}
+        return place_experts(even, groups, min(slots, spec.num_experts))
+
+    def _share(self, placement: Placement, progress: Progress) -> ExpertShard:
+        settings, spec = self._settings, self._spec
+        assert settings.model is not None, "load_settings requires it of this role"
+        mine = {layer: groups[settings.rank // settings.expert_slices] for layer, groups in placement.items()}
+        loaded = load_experts(
+            settings.model, spec, dtype=self._dtype, device=self._device, experts=mine, progress=progress
+        )
+        index, count = settings.rank % settings.expert_slices, settings.expert_slices
+        return ExpertShard(
+            {layer: sliced(whole, index, count) for layer, whole in loaded.items()}, num_experts=spec.num_experts
+        )
+
+    def _meeting(self) -> Meeting:
+        settings = self._settings
+        assert settings.mesh_address is not None, "load_settings requires it"
+        assert settings.fabric_secret_file is not None, "load_settings requires it"
+        address, _, port = settings.mesh_address.rpartition(":")
+        return Meeting(
+            rank=settings.rank,
+            ranks=settings.ranks,
+            address=address.strip("[]"),
+            port=int(port),
+            host=advertised(settings),
+            timeout_s=settings.mesh_timeout,
+            secret=read_secret(settings.fabric_secret_file),
+        )
+
+    def _facts(self, worker: str) -> Facts:
+        settings = self._settings
+        names = ("ranks", "mesh_exchange", "relay_pairs", "expert_slots", "expert_slices")
+        rows = {"max_rows": self._max_rows()}
+        return Facts(
+            worker=worker,
+            node=node_name(settings),
+            fingerprint=self._spec.fingerprint,
+            package=version("expertmesh"),
+            dtype=str(self._dtype).removeprefix("torch."),
+            exchange=", ".join(f"{name} {getattr(settings, name, rows.get(name))}" for name in (*names, *rows)),
+        )
+
+    def _shape(self, nodes: tuple[str, ...]) -> MeshShape:
+        settings = self._settings
+        way = settings.mesh_exchange
+        return MeshShape(
+            nodes=nodes,
+            way=("hierarchical" if len(set(nodes)) > 1 else "flat") if way == "auto" else way,
+            slices=settings.expert_slices,
+            pairs=settings.relay_pairs,
+        )
+
+    def _wire(self, joined: Joined, control: GlooWire) -> Wire:
+        if self._device.type != "cuda":
+            return control
+        from services.fabric.lockstep.nccl import NcclWire, nccl_group  # torch for CPUs has no NCCL
+
+        rank, ranks, seconds = self._settings.rank, len(joined.nodes), self._settings.mesh_timeout
+        group = nccl_group(joined.store("nccl"), rank, ranks, self._device, seconds)
+        return NcclWire(group, control, device=self._device, timeout_s=self._settings.mesh_timeout)
+
+    def _max_rows(self) -> int:
+        """A step has no more, on any rank; without chunks a prompt may stretch it by its whole length."""
+        settings = self._settings
+        longest = settings.max_model_len or self._spec.max_position
+        return settings.max_num_batched_tokens + (0 if settings.chunked_prefill else longest)
+
+    def _no_rows(self) -> Rows:
+        spec, device = self._spec, self._device
+        return (
+            torch.empty(0, spec.hidden_size, dtype=self._dtype, device=device),
+            torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+            torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
+        )
+
+
+class LockStepEngine:
+    """An engine that steps when any rank has work.
+
+    Args:
+        engine: its link is ``mesh.steps``.
+    """
+
+    def __init__(self, engine: Engine[Any], mesh: Colocated) -> None:
+        self._engine, self._mesh = engine, mesh
+        self._active = False
+        self.blamed: dict[str, int] = {}
+        """Attempts in the step in which the mesh broke: one of them may be why."""
+        self.has_room: Callable[[], bool] = lambda: True
+        """Whether results may be made; while they may not, this rank serves the others' rows only."""
+        self.on_leave: Callable[[], object] = lambda: None
+        """Called once, from the engine's thread, when another rank leaves: this one has to leave, too."""
+        mesh.bell.listen(mesh.steps.idle_turns)
+
+    @property
+    def has_work(self) -> bool:
+        steps = self._mesh.steps
+        return self._active or self._wants_step or steps.untold or self._mesh.bell.heard(steps.idle_turns)
+
+    def on_work(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, from any thread, when another rank has work."""
+        self._mesh.on_ring = wake
+
+    def leave(self) -> None:
+        """No more requests come. From any thread; the others hear of it with the next step, which needs a nudge."""
+        self._mesh.steps.leaving = True
+
+    def linger(self) -> None:
+        """After the last request, when no thread steps: stay for ranks that still drain."""
+        self._mesh.linger()
+
+    def add(self, request: GenerateRequest) -> None:
+        self._engine.add(request)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._engine.cancel(request_id, attempt)
+
+    def held(self) -> dict[str, int]:
+        return self._engine.held()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def step(self) -> list[TokenEvent]:
+        """One turn of all ranks, or the agreement that there is nothing to do.
+
+        Raises:
+            MeshBroken: a rank is gone; this one cannot go on either.
+        """
+        steps, bell = self._mesh.steps, self._mesh.bell
+        if not self._active and (self._wants_step or steps.untold):
+            bell.ring(steps.idle_turns)
+        before = steps.turns
+        events = self._engine_step() if self._wants_step else []
+        with torch.inference_mode():
+            steps.finish()
+            self._active = steps.turns > before or steps.begin(work=False)
+            steps.finish()
+        if not self._active:
+            bell.listen(steps.idle_turns)
+        if steps.some_leave and not steps.leaving:
+            steps.leaving = True
+            self.on_leave()
+        return events
+
+    def _engine_step(self) -> list[TokenEvent]:
+        try:
+            return self._engine.step()
+        except MeshBroken:
+            self.blamed = self._engine.in_step()
+            raise
+
+    @property
+    def _wants_step(self) -> bool:
+        return self._engine.has_work and self.has_room()
+
+
+class Departure:
+    """How one rank ends: it is told to, or another one leaves. To be made in the event loop, before the engine steps.
+
+    Args:
+        stop: this rank is told to end.
+        nudge: wakes the thread in which ``engine`` steps.
+    """
+
+    def __init__(self, engine: LockStepEngine, stop: asyncio.Event, nudge: Callable[[], None]) -> None:
+        self._engine, self._stop, self._nudge = engine, stop, nudge
+        self.begun = asyncio.Event()
+        engine.on_leave = partial(asyncio.get_running_loop().call_soon_threadsafe, self.begun.set)
+
+    async def follow(self) -> None:
+        """Ends when this rank is told to end, and has told the others."""
+        await self._stop.wait()
+        self._engine.leave()
+        self._nudge()
+        self.begun.set()
+
+    async def end(self) -> None:
+        """After the last request. Raises MeshLeft where this rank was not told: it has to start again."""
+        await asyncio.to_thread(self._engine.linger)
+        if not self._stop.is_set():
+            raise MeshLeft("Another rank has left; this one starts again, to meet those that come.")

@@ -1,0 +1,154 @@
+"""The tokens that came before a draw, on the device: read from the slots where their keys and values lie.
+
+A step writes its tokens into their slots before it draws (:mod:`services.attention.step.forward`), so all that come
+before a draw are there, also one that the host does not know yet. The host says where to look: a row's blocks, once,
+and how far, each step. Nothing is counted from one step to the next, so there is nothing to undo where a step runs
+again or is given up, and nothing to restore where a sequence is computed anew or takes its prefix from another.
+Legend: E rows that look back, P some of these, M blocks of a sequence, S slots, N blocks looked at, of all P together,
+B slots of a block, F blocks at the edges: the first and the last of each row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.attention.batching.plan import StepPlan
+from services.attention.step.kv_cache import KVCache
+from services.model.transfer import upload
+
+_SLACK = 16
+"""Columns more than are needed, so that the tensor grows seldom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of some rows, in whole blocks. A slot that was not asked for has a token of its row once more."""
+
+    row_N: Tensor
+    """Whose block, counted among these rows."""
+    token_NB: Tensor
+    edge_F: Tensor
+    """Blocks that may have such slots."""
+    asked_FB: Tensor
+    """Which of their slots are not."""
+
+    def of_row(self, values_P: Tensor) -> Tensor:
+        """``[N, 1]``: each block has the value of its row."""
+        return values_P.index_select(0, self.row_N)[:, None]
+
+    def times(self) -> Tensor:
+        """How often each token counts, ``[N, B]`` int32: once, or not at all."""
+        times_NB = torch.ones_like(self.token_NB, dtype=torch.int32)
+        times_NB[self.edge_F] = self.asked_FB.int()
+        return times_NB
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Of E rows. ``blocks_EM`` may name more blocks than there were when it was made, never others."""
+
+    token_ids_S: Tensor
+    block_size: int
+    blocks_EM: Tensor
+
+    def look(self, row_P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64]) -> Tokens:
+        """The tokens of rows ``row_P`` at the positions ``first_P .. end_P``, at least one of each."""
+        size, device = self.block_size, self.blocks_EM.device
+        column_P = first_P // size
+        count_P = -(-end_P // size) - column_P
+        assert (column_P + count_P).max() <= self.blocks_EM.shape[1], "a row is longer than its blocks"
+        start_P = count_P.cumsum() - count_P
+        shift_P = row_P * self.blocks_EM.shape[1] + column_P - start_P
+        count, shift = upload(np.stack((count_P, shift_P)), device)
+        row_N = torch.repeat_interleave(count, output_size=int(count_P.sum()))
+        at_N = torch.arange(len(row_N), device=device).add_(shift.index_select(0, row_N))
+        block_N = self.blocks_EM.view(-1).index_select(0, at_N)
+        token_NB = self.token_ids_S.view(-1, size).index_select(0, block_N)
+        ends_P = start_P + count_P - 1
+        edge_F, last_F = upload(
+            np.stack((np.concatenate((start_P, ends_P)), np.tile(ends_P * size + (end_P - 1) % size, 2))), device
+        )
+        begin_2P = np.stack((column_P, column_P + count_P - 1)) * size
+        asked_FB = upload(_between(begin_2P, first_P, end_P, size), device)
+        token_NB[edge_F] = torch.where(asked_FB, token_NB[edge_F], token_NB.view(-1)[last_F][:, None])
+        return Tokens(row_N, token_NB, edge_F, asked_FB)
+
+
+def _between(
+    begin_2P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64], size: int
+) -> NDArray[np.bool_]:
+    """``[2 P, size]``: which of the positions from ``begin_2P`` on lie in ``first_P .. end_P``."""
+    position_2PB = begin_2P[..., None] + np.arange(size)
+    return ((position_2PB >= first_P[:, None]) & (position_2PB < end_P[:, None])).reshape(-1, size)
+
+
+class Histories:
+    """Of the sequences of one engine, over the slots of ``kv``."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self._token_ids_S, self._block_size = kv.token_ids_S, kv.block_size
+        self._blocks = _BlockRows(kv.token_ids_S.device)
+
+    def of(self, plan: StepPlan) -> History | None:
+        """Of the rows of ``plan`` that look back, in their order; None where there are none."""
+        blocks_EM = self._blocks.of([state.blocks for state in plan.drawing if state.row.looks_back])
+        return History(self._token_ids_S, self._block_size, blocks_EM) if len(blocks_EM) else None
+
+
+class _BlockRows:
+    """Lists of blocks as a tensor, kept from step to step: what is there is not uploaded again.
+
+    A sequence's list only grows from its admission to its end; when it is admitted again it has another list.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._lists: Sequence[Sequence[int]] = ()
+        self._known: list[int] = []
+        """How much of each is in the tensor."""
+        self._blocks_EM = torch.zeros((0, _SLACK), dtype=torch.int64, device=device)
+
+    def of(self, lists: Sequence[Sequence[int]]) -> Tensor:
+        """``blocks_EM``; a list is known by its identity. Tensors returned before hold what they held."""
+        if len(lists) != len(self._lists) or any(
+            one is not other for one, other in zip(lists, self._lists, strict=True)
+        ):
+            self._adopt(lists)
+        grown = [row for row, blocks in enumerate(lists) if len(blocks) > self._known[row]]
+        if grown:
+            self._extend(grown)
+        return self._blocks_EM
+
+    def _adopt(self, lists: Sequence[Sequence[int]]) -> None:
+        """Rows of lists that stayed move, on the device; of the others nothing is known."""
+        before = {id(blocks): row for row, blocks in enumerate(self._lists)}
+        moved = [(row, before[id(blocks)]) for row, blocks in enumerate(lists) if id(blocks) in before]
+        known_before, old_EM = self._known, self._blocks_EM
+        width = max((len(blocks) for blocks in lists), default=0) + _SLACK  # back, when a long one has gone
+        self._lists, self._known = tuple(lists), [0] * len(lists)
+        self._blocks_EM = old_EM.new_zeros((len(lists), width))
+        if moved:
+            to, at = upload(np.array(moved).T.copy(), old_EM.device)
+            shared = min(width, old_EM.shape[1])
+            self._blocks_EM[to, :shared] = old_EM[at, :shared]
+        for row, old in moved:
+            self._known[row] = known_before[old]
+
+    def _extend(self, grown: Sequence[int]) -> None:
+        most = max(len(self._lists[row]) for row in grown)
+        if most > self._blocks_EM.shape[1]:
+            self._blocks_EM = torch.nn.functional.pad(self._blocks_EM, (0, most + _SLACK - self._blocks_EM.shape[1]))
+        parts = []
+        for row in grown:
+            blocks, known = self._lists[row], self._known[row]
+            new = np.frombuffer(array("q", blocks[known:]), dtype=np.int64)
+            parts.append(np.stack((np.full_like(new, row), np.arange(known, len(blocks)), new)))
+            self._known[row] = len(blocks)
+        row_L, column_L, block_L = upload(np.concatenate(parts, axis=1), self._blocks_EM.device)
+        self._blocks_EM[row_L, column_L] = block_L

@@ -1,0 +1,129 @@
+"""From a checkpoint and settings to an engine that is ready to step, its experts in this process or behind a link."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.attention.lockstep_engine import Colocated, LockStepEngine
+from services.attention.setup.capacity import Capacity, capacity
+from services.attention.setup.remote_link import remote_link
+from services.attention.step.cuda_graphs import CudaCapture
+from services.attention.step.engine import Engine, EngineOptions
+from services.attention.step.kv_cache import blocks_within
+from services.attention.step.overlap import OverlapPolicy
+from services.attention.step.pipeline import Lookahead
+from services.config import Settings
+from services.fabric.link import CountingLink
+from services.fabric.local import LocalLink
+from services.fabric.shared_memory.link import SymmLink
+from services.model.dense import DenseModel
+from services.model.device import serving_dtype, torch_device
+from services.model.experts import ExpertShard
+from services.model.progress import loading_progress
+from services.model.spec import ModelSpec, load_spec
+from services.model.weights import load_dense, load_experts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """An engine with what others need to know about it."""
+
+    spec: ModelSpec
+    capacity: Capacity
+    engine: Engine[Any] | LockStepEngine
+    link: CountingLink[Any]
+    mesh: Colocated | None = None
+    """The other ranks, where they share the experts."""
+
+
+def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_experts: bool = False) -> Built:
+    """Load the checkpoint and build its engine. Takes as long as reading the weights; ``worker`` is the incarnation,
+    ``beside_experts`` as :func:`services.attention.setup.remote_link.remote_link` says.
+
+    Raises:
+        ConfigError: options contradict each other, the model or the machine.
+        CheckpointError: the checkpoint is damaged or not supported.
+        MeshBroken: the ranks that share the experts have to start again.
+    """
+    assert settings.model is not None, "load_settings requires it of this role"
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    spec = load_spec(settings.model)
+    in_mesh = settings.experts == "mesh"
+    device = torch_device(settings.device, rank=settings.rank if in_mesh else settings.gpu, of_host=not in_mesh)
+    log.info("attention is computed on %s", device)
+    dtype = serving_dtype(settings.dtype, spec)
+    room = _capacity(settings, spec, dtype)
+    mesh = Colocated(settings, spec, dtype=dtype, device=device) if settings.experts == "mesh" else None
+    with loading_progress(log) as progress:
+        dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
+        link: CountingLink[Any]
+        if settings.experts == "tcp":
+            link = remote_link(settings, spec, dtype, device, worker, beside_experts=beside_experts)
+        elif mesh is not None:
+            link = mesh.connect(worker, progress)
+        else:
+            experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
+            shard = ExpertShard(experts, num_experts=spec.num_experts)
+            link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
+    model, options = DenseModel(spec, dense), _engine_options(settings, room, mesh=mesh is not None)
+    if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
+        engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
+        return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
+    capture = CudaCapture(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
+    engine = Engine(
+        model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link), capture=capture
+    )
+    return Built(spec=spec, capacity=room, engine=engine, link=link)
+
+
+def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capacity:
+    blocks = settings.kv_blocks or blocks_within(
+        settings.kv_memory_gib, spec, block_size=settings.block_size, dtype=dtype
+    )
+    room = capacity(
+        kv_blocks=blocks, block_size=settings.block_size, asked=settings.max_model_len, max_position=spec.max_position
+    )
+    if room.lowered:
+        log.warning(
+            "the %d KV blocks hold %d tokens, less than the model's %d: longer requests are refused; "
+            "give more --kv-blocks or --kv-memory-gib, or set --max-model-len",
+            room.kv_blocks,
+            room.kv_tokens,
+            spec.max_position,
+        )
+    return room
+
+
+def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> OverlapPolicy:
+    """Experts in this process leave nothing to hide."""
+    return OverlapPolicy(
+        "off" if settings.experts == "local" else settings.overlap,
+        tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
+        waits_seen=not isinstance(link, SymmLink),  # there the device waits, not the host
+    )
+
+
+LOOKAHEAD: dict[str, Lookahead] = {"off": "off", "auto": "replayed", "on": "all"}
+"""By option: after which steps another one may be launched before they are read."""
+
+
+def _engine_options(settings: Settings, room: Capacity, *, mesh: bool) -> EngineOptions:
+    return EngineOptions(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=room.max_model_len,
+        kv_blocks=room.kv_blocks,
+        block_size=settings.block_size,
+        prefix_cache=settings.prefix_cache,
+        prefix_cache_scope=settings.prefix_cache_scope,
+        chunked_prefill=settings.chunked_prefill,
+        lookahead="off" if mesh else LOOKAHEAD[settings.lookahead],
+    )

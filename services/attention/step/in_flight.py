@@ -1,0 +1,188 @@
+"""A step under way: launched on the device and not yet read by the host. In: what the device was told. Out: outcomes.
+
+While a step is in flight the engine may launch the one after it; :mod:`services.attention.step.pipeline` says when.
+Legend: T rows of a step, B decoding sequences, R rows whose logits are wanted, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from services.attention.batching.plan import Outcome, Piece, StepPlan
+from services.attention.sampling.histories import History
+from services.attention.sampling.logprobs import ScoreTable, TokenScores, joined
+from services.attention.sampling.sampler import Drawn, Sampler, broken_logits
+from services.errors import MeshBroken
+from services.model.dense import DenseModel
+from services.model.inputs import StepInputs
+from services.model.transfer import download, upload
+
+SCORED_ROWS = 64
+"""Prompt rows scored at a time, so that echoed log-probabilities do not need [prompt, vocabulary] floats at once."""
+
+
+class Awaited(Protocol):
+    """See :class:`services.model.transfer.Mark`."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Flight:
+    """One step. ``number`` names its exchanges; times in seconds by the host's clock."""
+
+    plan: StepPlan
+    number: int
+    began: float
+    inputs: StepInputs | None = None
+    history: History | None = None
+    sizes: Sequence[tuple[int, int]] = ()
+    """Of its sequences, where they matter for cutting it in two."""
+    split: bool = False
+    replayed: bool = False
+    waited_s: float = 0.0
+    top: Top | None = None
+    """None until it is launched."""
+    landing: Awaited | None = None
+    settled: bool = False
+    """The link's exchanges of it have ended well, or in ``error``."""
+    error: Exception | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """What fails in here is raised where the step is read."""
+        try:
+            yield
+        except MeshBroken:
+            raise
+        except Exception as error:  # noqa: BLE001
+            self.error, self.settled = error, True
+
+    @property
+    def redrawn(self) -> bool:
+        """Whether reading it took other draws than those that a step launched after it goes by."""
+        return self.top is not None and self.top.redrawn
+
+    def outcomes(self, model: DenseModel) -> list[Outcome]:
+        """One per sequence of the plan. Waits for the device. Raises what was noted."""
+        if self.error is not None:
+            raise self.error
+        assert self.top is not None
+        assert self.landing is not None
+        self.landing.wait()
+        return self.top.outcomes(model)
+
+    def tokens_for(self, plan: StepPlan) -> Tensor:
+        """On the device: what this step draws for the rows of ``plan``, which has no others. All its prompts draw."""
+        assert self.top is not None
+        assert self.top.drawn is not None
+        tokens_B = self.top.drawn.tokens_R
+        if plan.decodes is self.plan.decodes:
+            return tokens_B
+        row_of = {state: row for row, state in enumerate(self.plan.drawing)}
+        return tokens_B[upload(np.array([row_of[state] for state in plan.decodes]), tokens_B.device)]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Top:
+    """What comes of ``x_TD``, the rows after the last layer."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    drawn: Drawn | None
+    scored_RD: Tensor
+    """Rows that score prompts."""
+    finite_T: Tensor
+    redrawn: bool = field(init=False, default=False)
+    """Whether :meth:`outcomes` had to draw once more."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: StepPlan,
+        inputs: StepInputs,
+        x_TD: Tensor,
+        model: DenseModel,
+        sampler: Sampler,
+        history: History | None,
+        ahead: int,
+    ) -> Top:
+        """Draw, without waiting for anything. ``history`` and ``ahead`` as :meth:`Sampler.draw` takes them."""
+        rows = [state.row for state in plan.drawing]
+        x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD
+        drawn = sampler.draw(model.logits(x_RD[: len(rows)]), rows, history, ahead=ahead) if rows else None
+        finite_T = download(x_TD.isfinite().all(dim=-1))
+        return cls(plan=plan, inputs=inputs, drawn=drawn, scored_RD=x_RD[len(rows) :], finite_T=finite_T)
+
+    def outcomes(self, model: DenseModel) -> list[Outcome]:
+        """One per sequence of the plan, once the device has come so far."""
+        outcomes: list[Outcome] = []
+        if self.drawn is not None:
+            drawn = self.drawn.redrawn()
+            self.redrawn = drawn is not self.drawn
+            outcomes = drawn.outcomes()
+        if self.plan.prompts:
+            outcomes = self._with_prompts(outcomes, model)
+        if bool(self.finite_T.all()):
+            return outcomes
+        healthy = _healthy(self.finite_T, self.inputs)
+        return [o if fine else _broken() for o, fine in zip(outcomes, healthy, strict=True)]
+
+    def _with_prompts(self, drawn: Sequence[Outcome], model: DenseModel) -> list[Outcome]:
+        """One outcome per sequence of ``drawn``, one per draw, and of the rows that score prompts."""
+        decodes = len(self.plan.decodes)
+        draws, scores = iter(drawn[decodes:]), _scores(self.scored_RD, self.plan.prompts, model)
+        outcomes = list(drawn[:decodes])
+        for piece in self.plan.prompts:
+            outcome = next(draws) if piece.draws else Outcome()
+            outcomes.append(_with_scores(outcome, next(scores), piece))
+        return outcomes
+
+
+def _scores(x_RD: Tensor, pieces: Sequence[Piece], model: DenseModel) -> Iterator[ScoreTable | None]:
+    """Log-probabilities of the prompt tokens that each of ``pieces`` scores. Waits for the device."""
+    for width, alike in groupby(pieces, key=lambda piece: piece.state.request.sampling.prompt_logprobs or 0):
+        group = list(alike)
+        tokens = [piece.state.token_ids[position] for piece in group for position in piece.scored]
+        table = _score(x_RD[: len(tokens)], tokens, width, model) if tokens else None
+        x_RD = x_RD[len(tokens) :]
+        first = 0
+        for piece in group:
+            rows = slice(first, first := first + len(piece.scored))
+            yield table.part(rows) if table is not None and piece.scored else None
+
+
+def _score(x_RD: Tensor, tokens: Sequence[int], width: int, model: DenseModel) -> ScoreTable:
+    tables: list[ScoreTable] = []
+    for start in range(0, len(tokens), SCORED_ROWS):
+        logits_RV = model.logits(x_RD[start : start + SCORED_ROWS])
+        tokens_R = upload(np.array(tokens[start : start + SCORED_ROWS]), logits_RV.device)
+        tables.append(TokenScores(logits_RV, tokens_R, [width] * len(tokens_R)).wait().table())
+    return joined(tables)
+
+
+def _healthy(finite_T: Tensor, inputs: StepInputs) -> list[bool]:
+    """Whether all rows of each sequence are finite."""
+    decodes = len(inputs.decodes or ())
+    prompts = [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in inputs.sequences]
+    healthy: list[bool] = finite_T[:decodes].tolist()
+    return healthy + prompts
+
+
+def _with_scores(outcome: Outcome, scores: ScoreTable | None, piece: Piece) -> Outcome:
+    if scores is None or outcome.error is not None:
+        return outcome
+    if scores.broken:
+        return _broken()
+    return Outcome(token_id=outcome.token_id, logprob=outcome.logprob, scores=scores.message(piece.scored.start))
+
+
+def _broken() -> Outcome:
+    return Outcome(error=broken_logits())

@@ -1,0 +1,94 @@
+"""The paged KV cache: one key and one value tensor per layer, cut into blocks that the batch manager hands out.
+
+Legend: N blocks, B tokens per block, K key/value heads, H head dimension, S slots, T rows of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.errors import ConfigError
+from services.model.spec import ModelSpec
+
+
+class KVCache:
+    """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0.
+
+    One block more is nobody's: rows of no sequence are written there, and it is never read. Beside its keys and values
+    a slot keeps the id of its token, 8 bytes, for :mod:`services.attention.sampling.histories`.
+
+    Raises (constructor):
+        ConfigError: the device has no room for them.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
+        try:
+            self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
+        except RuntimeError as error:
+            needed = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
+            raise ConfigError(
+                f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, which do not fit into the memory of {device}.",
+                hint="Lower --kv-blocks or --kv-memory-gib.",
+            ) from error
+        self._num_blocks, self._block_size = num_blocks, block_size
+        self.token_ids_S = torch.zeros((num_blocks + 1) * block_size, dtype=torch.int64, device=device)
+        """Of each slot. What was never written is token 0."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def spare_slot(self) -> int:
+        """Where rows of no sequence go."""
+        return self._num_blocks * self._block_size
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """``(k_NBKH, v_NBKH)`` of one layer."""
+        kv_2NBKH = self._layers[layer]
+        return kv_2NBKH[0], kv_2NBKH[1]
+
+    def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
+        """Put a step's tokens into their slots, int64 both."""
+        self.token_ids_S.index_copy_(0, slots_T, token_ids_T)
+
+    def clear(self, slots_T: Tensor) -> None:
+        """Zero single slots, int64 on the device of the cache."""
+        for kv_2NBKH in self._layers:
+            kv_2NBKH.flatten(1, 2)[:, slots_T] = 0
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Zero ``blocks``: a NaN left behind would reach the next owner, since 0 x NaN is NaN."""
+        for kv_2NBKH in self._layers:
+            kv_2NBKH[:, torch.tensor(blocks, dtype=torch.int64, device=kv_2NBKH.device)] = 0
+
+
+def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def blocks_within(memory_gib: float, spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
+    """Blocks that fit into ``memory_gib``.
+
+    Raises:
+        ConfigError: not even one does.
+    """
+    each = block_bytes(spec, block_size=block_size, dtype=dtype)
+    blocks = int(memory_gib * 2**30) // each
+    if blocks < 1:
+        raise ConfigError(
+            f"--kv-memory-gib {memory_gib} is less than one KV block, which takes {each / 2**30:.3g} GiB.",
+            hint="Raise it, or set --kv-blocks.",
+        )
+    return blocks

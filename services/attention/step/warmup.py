@@ -1,0 +1,68 @@
+"""Requests that nobody asked for: with them an engine rehearses what it will be asked. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from services.attention.batching.plan import BatchLimits
+from services.messages import GenerateRequest, SamplingParams
+
+MOST_AT_ONCE = 512
+"""Larger batches take kernels of the same shapes."""
+DRAWN, SHORT = 3, 5
+NEVER_MS = 1 << 52
+
+
+def rounds(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest]]:
+    """What is to be asked at once: the longest prompt of a step, then batches of all sizes, each drawn the plain way
+    and in every other.
+
+    >>> bounds = BatchLimits(
+    ...     max_num_seqs=3, max_num_batched_tokens=64, max_model_len=32, vocab_size=100, eos_token_ids=()
+    ... )
+    >>> [(len(asked), len(asked[0].token_ids)) for asked in rounds(bounds, 4096)]
+    [(1, 29), (1, 5), (1, 5), (2, 5), (2, 5), (3, 5), (3, 5)]
+    """
+    room = min(limits.max_model_len, kv_tokens)
+    longest = min(limits.max_num_batched_tokens, room - DRAWN)
+    if longest < 1:
+        return
+    yield [_request(limits, 0, longest, _plain(DRAWN))]
+    for size in _sizes(min(limits.max_num_seqs, MOST_AT_ONCE)):
+        steps = -(-SHORT * size // max(1, limits.max_num_batched_tokens - size))  # until the last prompt is through
+        drawn, length = DRAWN + steps, min(SHORT, room - DRAWN - steps)
+        if length > 0:
+            kinds = _kinds(drawn)
+            yield [_request(limits, at, length, _plain(drawn)) for at in range(size)]
+            yield [_request(limits, at, length, kinds[at % len(kinds)]) for at in range(size)]
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two, and ``most``."""
+    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+
+
+def _plain(drawn: int) -> SamplingParams:
+    return SamplingParams(max_tokens=drawn, temperature=0.0, ignore_eos=True)
+
+
+def _kinds(drawn: int) -> list[SamplingParams]:
+    """Ways to draw that take kernels of their own."""
+    common: dict[str, Any] = {"max_tokens": drawn, "ignore_eos": True}
+    return [
+        SamplingParams(**common, logprobs=2, prompt_logprobs=1),
+        SamplingParams(**common, top_p=0.9, seed=1),
+        SamplingParams(**common, top_k=20, min_p=0.05),
+        SamplingParams(**common, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+        SamplingParams(**common, logit_bias={0: -1.0}, min_tokens=2),
+    ]
+
+
+def _request(limits: BatchLimits, number: int, length: int, sampling: SamplingParams) -> GenerateRequest:
+    """Of tokens from all over the vocabulary, so that no expert is favoured."""
+    tokens = [(7919 * number + 104_729 * at) % limits.vocab_size for at in range(length)]
+    return GenerateRequest(
+        id=f"rehearsal-{number}", attempt=1, token_ids=tokens, prompt_len=length, sampling=sampling,
+        deadline_ms=NEVER_MS, priority=0, tenant="", reply_to="",
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The ranks' store behind a door: torch's store asks nobody who he is, so it listens on loopback alone.
+
+    rank's store client -> Tunnel on its loopback ==(handshake, tcp/handshake.py)==> Gate of rank 0 -> store on loopback
+
+Only what knows the secret gets through the gate. What passes is neither encrypted nor signed, and other users of a
+rank's machine can reach its loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from services.errors import ExpertMeshError
+from services.fabric.faults import Faults
+from services.fabric.tcp.handshake import Hello, admit, greet
+from services.fabric.tcp.reception import Arrival, Reception
+from services.fabric.tcp.stream import Stream, shut_socket
+
+HANDSHAKE_S = 5.0
+LOOPBACK = "127.0.0.1"
+_CHUNK = 1 << 16
+_MOST = 4096
+"""Connections of ranks that have proven themselves: each has a few."""
+
+log = logging.getLogger(__name__)
+
+
+class _Door:
+    """Listens, and joins every connection that comes to one that :meth:`_other` opens; ends all with :meth:`close`."""
+
+    def __init__(self, listener: socket.socket, name: str, faults: Faults | None = None) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._gate = threading.Lock()
+        self._far: set[socket.socket] = set()
+        self._reception = Reception(listener, self._join, who="rank", faults=faults or Faults(), most=_MOST)
+        threading.Thread(target=self._reception.run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        self._reception.end()
+        self._reception.close()
+        with self._gate:
+            for sock in self._far:
+                shut_socket(sock)
+
+    def _other(self, near: Arrival) -> socket.socket:
+        """Raises ExpertMeshError or OSError."""
+        raise NotImplementedError
+
+    def _join(self, near: Arrival) -> None:
+        with self._other(near) as far:
+            self._reception.prove(near)
+            for sock in (near.sock, far):
+                sock.settimeout(None)  # a rank may be silent for as long as there is no work
+            with self._gate:
+                self._far.add(far)
+            try:
+                back = threading.Thread(target=_pass_on, args=(far, near.sock), daemon=True)
+                back.start()
+                _pass_on(near.sock, far)
+                back.join()
+            finally:
+                with self._gate:
+                    self._far.discard(far)
+
+
+class Gate(_Door):
+    """Rank 0's: lets those through to ``port`` on loopback who prove that they know ``secret``. ``package``: as
+    :class:`services.fabric.tcp.handshake.Hello` says."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        secret: bytes,
+        port: int,
+        name: str,
+        package: str = "",
+        faults: Faults | None = None,
+    ) -> None:
+        self._secret, self._store_port, self._hello = secret, port, _hello(name, package)
+        super().__init__(listener, "gate", faults)
+
+    def _other(self, near: Arrival) -> socket.socket:
+        stream = Stream(near.sock, silence_s=HANDSHAKE_S, name=near.name)
+        admit(stream, self._secret, self._hello, time.monotonic() + HANDSHAKE_S)
+        return socket.create_connection((LOOPBACK, self._store_port), HANDSHAKE_S)
+
+
+class Tunnel(_Door):
+    """Another rank's: what connects to ``port`` on loopback comes out behind the gate at ``address``."""
+
+    def __init__(self, address: str, port: int, *, secret: bytes, name: str, package: str = "") -> None:
+        self._address, self._secret, self._hello = (address, port), secret, _hello(name, package)
+        self._knock().close()
+        super().__init__(socket.create_server((LOOPBACK, 0)), "tunnel")
+
+    def _other(self, near: Arrival) -> socket.socket:  # noqa: ARG002 - any may knock
+        try:
+            return self._knock()
+        except (ExpertMeshError, OSError) as error:
+            log.warning("no way to the ranks' store: %s", error)
+            raise
+
+    def _knock(self) -> socket.socket:
+        """Raises SecretMismatch, ProtocolMismatch, OSError or FabricError."""
+        sock = socket.create_connection(self._address, HANDSHAKE_S)
+        try:
+            stream = Stream(sock, silence_s=HANDSHAKE_S, name="rank 0 at {}:{}".format(*self._address))
+            greet(stream, self._secret, self._hello, time.monotonic() + HANDSHAKE_S)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+
+def _hello(name: str, package: str) -> Hello:
+    """What ranks differ in is told by :class:`services.fabric.lockstep.rendezvous.Facts`; here they only prove the
+    secret.
+    """
+    return Hello(fingerprint="ranks", worker=name, hidden=0, dtype="float32", package=package)
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    """Until either ends; then both do."""
+    with suppress(OSError):
+        while data := source.recv(_CHUNK):
+            sink.sendall(data)
+    shut_socket(source)
+    shut_socket(sink)

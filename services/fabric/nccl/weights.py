@@ -1,0 +1,142 @@
+"""A group's weights from a seat that holds them to a worker that joins: tensor by tensor over the lane, checksummed.
+
+joiner -> FETCH    a layer and the experts wanted of it, for all layers at once
+seat   -> WEIGHTS  one tensor, its checksum; the tensor itself follows on the lane
+seat   -> FAILED   it holds other experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.errors import CallFailed, LaneFailed, WireError
+from services.fabric.tcp.connect import Facts, connect, prove
+from services.fabric.tcp.frames import Failed, Fetch, Frame, Kind, Weights, message_of
+from services.fabric.tcp.peer import Peer, soon
+from services.routing import Seat
+
+LayerTensors = Mapping[str, Tensor]
+"""A layer's tensors by name, expert by expert in the order of the group."""
+Shapes = Mapping[int, Mapping[str, tuple[int, ...]]]
+Take = Callable[[int, str, Tensor], None]
+"""``(layer, name, tensor)``: told of each that has come."""
+_TENSOR_S = 20.0
+"""Longest wait for the next one: who gives signs of life and no weights must not keep a worker from joining."""
+_WORDS, _WIDTH = 1 << 24, 1 << 11
+_MASK = (1 << 64) - 1
+
+
+def checksum(tensor: Tensor) -> int:
+    """64 bits of the tensor's memory, that tell each word's place, modulo 2**64. Computed where the tensor is.
+
+    Every word counts once by its row and once by its column in a table of 2048 columns, both numbered from 1.
+    """
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    words = flat.view(torch.int32) if len(flat) % 4 == 0 else flat
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for block in torch.split(words, _WORDS):
+        padded = torch.nn.functional.pad(block, (0, -len(block) % _WIDTH)).view(-1, _WIDTH)
+        by_row, by_column = padded.sum(1, dtype=torch.int64), padded.sum(0, dtype=torch.int64)
+        total = total * 1_000_003 + _numbered(by_row) * 8191 + _numbered(by_column)
+    return int(total) & _MASK
+
+
+def _numbered(sums: Tensor) -> Tensor:
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+def give(peer: Peer, frame: Frame, held: Mapping[int, tuple[tuple[int, ...], LayerTensors]]) -> None:
+    """Answer one FETCH from ``held``: layer -> ids of its experts and its tensors.
+
+    Raises:
+        WireError: the frame is malformed.
+    """
+    wanted = message_of(frame, Fetch)
+    if len(frame.payload) % 4:
+        raise WireError(f"{peer.name} asked for experts in {len(frame.payload)} bytes.")
+    ids = tuple(frame.payload.view(torch.int32).tolist())
+    of_layer = held.get(wanted.layer)
+    if of_layer is None or of_layer[0] != ids or peer.lane is None:
+        problem = f"these experts of layer {wanted.layer} are not held here" if peer.lane else "there is no lane"
+        peer.send(Kind.FAILED, Failed(call=0, code=CallFailed.code, message=f"No weights: {problem}."))
+        return
+    for name, tensor in of_layer[1].items():
+        with peer.reading():
+            message = Weights(layer=wanted.layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
+        peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
+
+
+def fetch(
+    seat: Seat,
+    facts: Facts,
+    wanted: Mapping[int, Sequence[int]],
+    shapes: Shapes,
+    dtype: torch.dtype,
+    stopped: Callable[[], bool] = lambda: False,
+    take: Take = lambda _layer, _name, _tensor: None,
+) -> dict[int, dict[str, Tensor]]:
+    """Layer -> name -> tensor, on the lane's device, from the worker in ``seat``. Waits for all of them.
+
+    Args:
+        take: may raise, which ends it. The checksums here are the giver's: they tell damage on the way, no more.
+
+    Raises:
+        OSError, ExpertMeshError: there is no lane, the seat went away or holds something else, a checksum is wrong,
+            or ``stopped``, asked between two tensors, said so.
+    """
+    assert facts.lanes is not None
+    peer, theirs = connect(seat, facts)
+    try:
+        prove(peer, facts.timing.handshake_s)
+        if not facts.lanes.agreed(theirs, peer.name):
+            raise LaneFailed(f"There can be no lane to {peer.name}.")
+        facts.lanes.join(peer)
+        for layer, ids in wanted.items():
+            peer.send(Kind.FETCH, Fetch(layer=layer), [torch.tensor(ids, dtype=torch.int32)])
+        return _receive_all(peer, shapes, dtype, facts.lanes.device, stopped, take)
+    finally:
+        peer.close()
+
+
+def _receive_all(
+    peer: Peer,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    take: Take,
+) -> dict[int, dict[str, Tensor]]:
+    found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
+    left, until = sum(map(len, shapes.values())), soon(_TENSOR_S)
+    while left:
+        if stopped():
+            raise CallFailed("The loading was stopped.")
+        frame = peer.receive(until)
+        if frame.kind == Kind.FAILED:
+            raise CallFailed(f"{peer.name} gives no weights: {message_of(frame, Failed).message}")
+        if frame.kind != Kind.WEIGHTS:
+            continue
+        message = message_of(frame, Weights)
+        if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
+            raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
+        found[message.layer][message.name] = tensor = _receive_one(peer, message, dtype, device)
+        take(message.layer, message.name, tensor)
+        left, until = left - 1, soon(_TENSOR_S)
+    return found
+
+
+def _receive_one(peer: Peer, message: Weights, dtype: torch.dtype, device: torch.device) -> Tensor:
+    into = torch.empty(message.shape, dtype=dtype, device=device)
+    if into.is_cuda:  # this memory may still be read by what had it before
+        torch.cuda.current_stream(device).synchronize()
+    peer.receive_into(into)
+    with peer.reading():
+        came = checksum(into)
+    if came != message.checksum:
+        raise WireError(
+            f"{message.name} of layer {message.layer} from {peer.name} has another checksum than announced."
+        )
+    return into

@@ -1,0 +1,38 @@
+"""How many rows each expert took: every link counts what it dispatches.
+
+Legend: T rows, K experts chosen per row, E experts, S = T x K pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from services.fabric.device_counters import Counters
+
+
+class ExpertRows:
+    """Counts on the device of the ids and does not wait for it: the sum is read only when metrics are."""
+
+    def __init__(self, layers: Iterable[int], num_experts: int) -> None:
+        self._rows = {layer: torch.zeros(num_experts, dtype=torch.int64) for layer in layers}
+        self._counters = Counters()
+
+    def count(self, layer: int, expert_ids_TK: Tensor) -> None:
+        counts_E = self._rows[layer]
+        if counts_E.device != expert_ids_TK.device:
+            counts_E = self._rows[layer] = counts_E.to(expert_ids_TK.device)
+        ids_S = expert_ids_TK.flatten()
+        counts_E.scatter_add_(0, ids_S.clamp(min=0), (ids_S >= 0).to(counts_E.dtype))
+
+    def totals(self) -> dict[int, list[int]]:
+        """Rows by layer and expert since the start; of a step under way those that were counted."""
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
+        for layer, counts_E in self._rows.items():
+            by_device.setdefault(counts_E.device, {})[layer] = counts_E
+        found: dict[int, list[int]] = {}
+        for counts in by_device.values():
+            found |= zip(counts, self._counters.read(list(counts.values())), strict=True)
+        return {layer: found[layer] for layer in self._rows}

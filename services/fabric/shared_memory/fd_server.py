@@ -1,0 +1,92 @@
+"""File descriptors from one process of a node to another, by a secret name: how peers get at each other's memory.
+
+The giver hangs a descriptor under a random key; whoever learns socket and key, over an authenticated connection,
+fetches it. Abstract unix sockets reach as far as the network namespace: a pod, or a host.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+
+from services.errors import FabricError
+from services.fabric.faults import Faults
+from services.fabric.tcp.reception import Arrival, Reception
+
+_KEY_BYTES = 16
+_WAIT_S = 5.0
+_AGAIN_S = 0.01
+
+
+class FdPost:
+    """Gives out what was hung up, from threads of its own, until :meth:`close`."""
+
+    def __init__(self) -> None:
+        self.name = f"expertmesh-{os.getpid()}-{secrets.token_hex(8)}"
+        self._gate = threading.Lock()
+        self._hung: dict[bytes, int] = {}
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{self.name}")
+        listener.listen(64)
+        self._reception = Reception(listener, self._give, who="neighbour", faults=Faults(), most=0)
+        threading.Thread(target=self._reception.run, name="fd post", daemon=True).start()
+
+    def hang(self, fd: int) -> bytes:
+        """The key by which ``fd``, which stays the caller's, can be fetched until it is taken down."""
+        key = secrets.token_bytes(_KEY_BYTES)
+        with self._gate:
+            self._hung[key] = fd
+        return key
+
+    def take_down(self, key: bytes) -> None:
+        with self._gate:
+            self._hung.pop(key, None)
+
+    def close(self) -> None:
+        self._reception.end()
+        self._reception.close()
+
+    def _give(self, arrival: Arrival) -> None:
+        """Whoever connects has proven nothing until it names a key, and is done then."""
+        arrival.sock.settimeout(_WAIT_S)
+        key = arrival.sock.recv(_KEY_BYTES, socket.MSG_WAITALL)
+        with self._gate:  # so that the descriptor is not closed, and its number given away, meanwhile
+            if key in self._hung:
+                socket.send_fds(arrival.sock, [b"+"], [self._hung[key]])
+
+
+def fetch_fd(name: str, key: bytes) -> int:
+    """A descriptor of one's own for what hangs under ``key`` at the post ``name``.
+
+    Raises:
+        FabricError: there is no such post within reach, or nothing hangs there.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_WAIT_S)
+        try:
+            _connect(connection, f"\0{name}")
+            connection.sendall(key)
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        except (OSError, ValueError) as error:
+            raise FabricError(f"No memory can be had from {name}: {error}.", hint=_HINT) from error
+    if not fds:
+        raise FabricError(f"{name} does not give out that memory (any more).")
+    return fds[0]
+
+
+def _connect(connection: socket.socket, address: str) -> None:
+    """Waits where the line at the post is long: a connection of this kind does not by itself."""
+    until = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+_HINT = "Do both workers run in the same network namespace?"

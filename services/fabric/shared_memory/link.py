@@ -1,0 +1,373 @@
+"""ExpertLink inside a node: a decode step's rows go to experts by memory that both sides map, the rest over tcp.
+
+Which groups have a seat that shares memory is looked at between steps. Rows of the other groups (cold experts on CPU
+workers, seats of other nodes), and of steps with more rows than the memory has room for, take the TcpLink inside.
+Legend: T rows, D hidden size, K experts chosen per row, E experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels.exchange import send_rows, sum_answers
+from moe_kernels.exchange_layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MOST_GROUPS, Layout
+from services.errors import ExpertUnavailable
+from services.fabric.device_counters import Counters
+from services.fabric.shared_memory.control_block import ControlBlock
+from services.fabric.shared_memory.memory import PeerMemory
+from services.fabric.shared_memory.messages import Step, bucket_of, buckets
+from services.fabric.shared_memory.peers import SharedSeat, SymmLane
+from services.fabric.shared_memory.step_choice import seat_for
+from services.fabric.tcp.calls import Rider
+from services.fabric.tcp.link import TcpHandle, TcpLink
+from services.routing import RoutingTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SymmOptions:
+    """``deadline_s``: longest wait for one exchange, ``beside_s`` where a seat shares its device with attention, if
+    that is longer; ``quarantine_s``: how long a seat that let one pass gets none; ``unavailable_s``: how long a step is
+    run again and again; ``crowded``: seats share this GPU, see :func:`moe_kernels.exchange.sum_answers`."""
+
+    deadline_s: float = 0.02
+    beside_s: float = 0.0
+    quarantine_s: float = 1.0
+    unavailable_s: float = 10.0
+    crowded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SymmHandle:
+    """A dispatch on its way; ``tcp``: of the groups without shared memory."""
+
+    layer: int
+    exchange: int
+    micro_batch: int
+    ids_TK: Tensor
+    weights_TK: Tensor
+    tcp: TcpHandle | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step under way: what was chosen for it."""
+
+    bucket: int = 0
+    micro_batches: int = 1
+    seats: dict[int, SharedSeat] = field(default_factory=dict)
+    """Group -> seat; groups not in here go over tcp."""
+    complete: bool = False
+    """Nothing goes over tcp."""
+    epoch: int = 0
+    free: list[int] = field(default_factory=list)
+    """Micro-batches that have no handle in flight, ascending."""
+
+    @property
+    def shares(self) -> bool:
+        return self.complete or bool(self.seats)
+
+
+OpenTcp = Callable[[Rider], TcpLink]
+
+
+class SymmLink:
+    """Like the engine it serves, for one thread; tables come from any.
+
+    Args:
+        open_tcp: makes the TcpLink inside, with a rider: the link's lane.
+        table: the one that it starts with.
+        layers: those with experts, in the order of the model.
+        layout: ``rows`` is the most of a micro-batch that go this way.
+        node: this machine, as seats name theirs.
+    """
+
+    def __init__(
+        self,
+        open_tcp: OpenTcp,
+        table: RoutingTable,
+        *,
+        memory: PeerMemory,
+        device: torch.device,
+        layers: Sequence[int],
+        layout: Layout,
+        node: str,
+        options: SymmOptions | None = None,
+    ) -> None:
+        self._options = options or SymmOptions()
+        self._layout, self._device, self._memory = layout, device, memory
+        self._order = {layer: at for at, layer in enumerate(layers)}
+        self._control = ControlBlock(device)
+        self._group_of_LE = torch.full((len(layers), table.num_experts), -1, dtype=torch.int32, device=device)
+        self._counts_LE = torch.zeros(len(layers), table.num_experts, dtype=torch.int64, device=device)
+        self._counters = Counters()
+        self._over_tcp_LE = torch.ones(len(layers), table.num_experts, dtype=torch.bool, device=device)
+        self._gate = threading.Lock()
+        self._table = self._next_table = table
+        self._slow_until: dict[SharedSeat, float] = {}
+        self._base = 0
+        self._failing_since: float | None = None
+        self._step = _Step(epoch=table.epoch)
+        self._under_way = False
+        self.shared_steps = 0
+        """Settled, with rows in shared memory."""
+        self.repeated_steps = 0
+        self.lane = SymmLane(memory, layout, node=node, on_lost=self._on_lost)
+        self.tcp = open_tcp(self.lane)
+        self._set_groups(table)
+        self._compile()
+
+    def begin_step(self, step: int, rows: Sequence[int]) -> None:
+        """Choose a seat for each group that has one, and start the step there. Does not wait for anything.
+
+        Args:
+            rows: of each micro-batch; with () the whole step goes over tcp.
+        """
+        assert not self._under_way, "settled() ends a step"
+        self.tcp.begin_step(step, rows)
+        self._follow_table()
+        self._step = chosen = self._choose(rows)
+        self.lane.begin(frozenset(chosen.seats.values()))
+        self._under_way = True
+        words = {BASE: self._base, DEADLINE: int(self._deadline_s(chosen) * 1e9)}
+        for group, seat in chosen.seats.items():
+            assert seat.inbox is not None
+            words[INBOX + self._numbers[group]] = seat.inbox.address
+            words[ANSWERS + self._numbers[group]] = seat.answers.bytes.data_ptr()
+        self._control.write(words)
+        self._over_tcp(chosen)
+        message = Step(
+            epoch=chosen.epoch, step=step, base=self._base, bucket=max(1, chosen.bucket),
+            micro_batches=chosen.micro_batches, deadline_s=self._deadline_s(chosen), whole=chosen.complete,
+        )  # fmt: skip
+        for seat in set(chosen.seats.values()):
+            seat.start(message)
+        if any(seat.lost for seat in chosen.seats.values()):  # before the lane knew that this step counts on it
+            self._control.abort()
+        self._base += len(self._order) * chosen.micro_batches
+
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SymmHandle:
+        """As :class:`services.fabric.link.ExpertLink` says; between ``begin_step`` and ``settled``."""
+        chosen, at = self._step, self._order[layer]
+        micro_batch = chosen.free.pop(0) if chosen.shares else 0
+        exchange = at * chosen.micro_batches + micro_batch
+        if chosen.shares:
+            assert x_TD.shape[0] <= chosen.bucket, "more rows than the step was begun with"
+            send_rows(
+                x_TD, expert_ids_TK, weights_TK, self._group_of_LE[at], self._counts_LE[at], self._control.words,
+                layout=self._layout, groups=len(self._numbers), bucket=chosen.bucket, exchange=exchange,
+                micro_batch=micro_batch,
+            )  # fmt: skip
+        tcp = None
+        if not chosen.complete:
+            ids_TK = expert_ids_TK
+            if chosen.seats:
+                over_tcp_TK = self._over_tcp_LE[at][expert_ids_TK.clamp(min=0)]
+                ids_TK = torch.where(over_tcp_TK & (expert_ids_TK >= 0), expert_ids_TK, -1)
+            tcp = self.tcp.dispatch(layer, x_TD, ids_TK, weights_TK)
+        return SymmHandle(layer, exchange, micro_batch, expert_ids_TK, weights_TK, tcp)
+
+    def combine(self, handle: SymmHandle) -> Tensor:
+        """As :class:`services.fabric.link.ExpertLink` says. Zeros where the step has failed: ask :meth:`settled`."""
+        chosen = self._step
+        y_TD = None if handle.tcp is None else self.tcp.combine(handle.tcp)
+        if not chosen.shares:
+            assert y_TD is not None
+            return y_TD
+        chosen.free = sorted([*chosen.free, handle.micro_batch])
+        shared_TD = sum_answers(
+            handle.ids_TK, handle.weights_TK, self._group_of_LE[self._order[handle.layer]], self._control.words,
+            layout=self._layout, groups=len(self._numbers), bucket=chosen.bucket, exchange=handle.exchange,
+            micro_batch=handle.micro_batch, crowded=self._options.crowded,
+        )  # fmt: skip
+        return shared_TD if y_TD is None else shared_TD + y_TD
+
+    def graph_key(self) -> Hashable | None:
+        """Seats and their memory are words on the device; how many groups there are is not."""
+        return self._key(self._step.bucket) if self._step.complete else None
+
+    @contextmanager
+    def rehearsal(self, rows: int) -> Iterator[Hashable | None]:
+        """As :class:`services.fabric.link.ExpertLink` says: kernels find the step aborted."""
+        assert not self._under_way, "settled() ends a step"
+        self._follow_table()
+        if rows > self._layout.rows or len(self._table.groups) > MOST_GROUPS:
+            yield None
+            return
+        bucket = bucket_of(rows, self._layout.rows)
+        self._control.write({FAILED: ABORTED})
+        self._step = _Step(bucket=bucket, complete=True, epoch=self._table.epoch, free=[0])
+        try:
+            yield self._key(bucket)
+        finally:
+            self._step = _Step(epoch=self._table.epoch)
+
+    def settled(self) -> bool:
+        """The step's exchanges have ended; False if one failed, and the step is to be begun again with the same rows.
+
+        Waits for the device. Seats that let a deadline pass get rows over tcp for a while, lost ones none.
+
+        Raises:
+            ExpertUnavailable: steps have failed for ``unavailable_s`` on end.
+        """
+        chosen, failed = self._step, 0
+        if chosen.seats:
+            failed = self._control.failed()
+        self.lane.end()
+        self._under_way = False
+        if not failed:
+            self._failing_since = None
+            self.shared_steps += bool(chosen.seats)
+            return True
+        self.repeated_steps += 1
+        self._judge(chosen, failed)
+        return False
+
+    def apply(self, table: RoutingTable) -> None:
+        """Use ``table`` from the next step on (over tcp: from the next dispatch on), unless a newer one is known."""
+        self.tcp.apply(table)
+        with self._gate:
+            if table.epoch > self._next_table.epoch:
+                self._next_table = table
+
+    def oldest_epoch(self) -> int:
+        """As :meth:`TcpLink.oldest_epoch`; a seat whose memory the step under way uses is needed until that ends."""
+        return self.tcp.oldest_epoch()
+
+    def missing(self) -> tuple[int, ...]:
+        return self.tcp.missing()
+
+    def wait_ready(self, seconds: float) -> bool:
+        return self.tcp.wait_ready(seconds)
+
+    def wait_shared(self, seconds: float) -> bool:
+        """Whether every group had a seat of shared memory at some moment of that time; not while steps are made."""
+        return self.lane.wait_for_groups(self._numbers.keys(), seconds)
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        """Layer -> pairs by expert since the start; those of a step that was run again count again."""
+        here, tcp = self._counters.read(self._counts_LE), self.tcp.expert_rows()
+        return {
+            layer: [one + other for one, other in zip(here[at], tcp[layer], strict=True)]
+            for layer, at in self._order.items()
+        }
+
+    def stalled_s(self) -> dict[int, float]:
+        """As :meth:`TcpLink.stalled_s`, of rows over tcp: the host does not see what a device waits for."""
+        return self.tcp.stalled_s()
+
+    def faults(self) -> dict[str, int]:
+        """As :meth:`TcpLink.faults`."""
+        return self.tcp.faults()
+
+    def shared(self) -> Mapping[int, int]:
+        """Group -> number of the seat that the last step used by shared memory."""
+        return {group: seat.link.seat.number for group, seat in self._step.seats.items()}
+
+    def shared_seats(self) -> int:
+        """How many share memory with this worker now."""
+        return len(self.lane.usable())
+
+    def close(self) -> None:
+        self._control.abort()
+        self.tcp.close()
+        self.lane.close()
+        self._memory.close()
+
+    def _deadline_s(self, chosen: _Step) -> float:
+        beside_s = self._options.beside_s if any(seat.beside for seat in chosen.seats.values()) else 0.0
+        return max(self._options.deadline_s, beside_s)
+
+    def _key(self, bucket: int) -> Hashable:
+        return "symm", bucket, len(self._numbers)
+
+    def _choose(self, rows: Sequence[int]) -> _Step:
+        most = max(rows, default=0)
+        if not 1 <= most <= self._layout.rows or len(rows) > self._layout.micro_batches:
+            return _Step(epoch=self._table.epoch)
+        now = time.monotonic()
+        usable = [seat for seat in self.lane.usable() if seat.link.usable]
+        self._slow_until = {seat: until for seat, until in self._slow_until.items() if until > now and seat in usable}
+        seats = {}
+        for group in self._numbers:
+            of_group = [seat for seat in usable if seat.link.seat.group == group]
+            prompt = [seat for seat in of_group if seat not in self._slow_until]  # tcp is patient with slow ones
+            if prompt:
+                own = [seat for seat in prompt if seat.inbox and seat.inbox.own]  # no row crosses the link
+                seats[group] = own[0] if own else seat_for(prompt)
+        return _Step(
+            bucket=bucket_of(most, self._layout.rows),
+            micro_batches=len(rows),
+            seats=seats,
+            complete=len(seats) == len(self._table.groups),
+            epoch=self._table.epoch,
+            free=list(range(len(rows))),
+        )
+
+    def _judge(self, chosen: _Step, failed: int) -> None:
+        """Each wait has its deadline, the connection knows the dead: who is late and not lost is slow. Nobody waits for
+        the rest of the step: seats left out of the next one would until they give up by themselves."""
+        for seat in set(chosen.seats.values()):
+            seat.stop()
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if now > self._failing_since + self._options.unavailable_s:
+            raise ExpertUnavailable(
+                f"A step was run again for {self._options.unavailable_s:g} s and never in time.",
+                hint="Try again when the expert workers are less busy.",
+                retry_after_s=self._options.unavailable_s,
+            )
+        until = now + self._options.quarantine_s
+        for group, seat in chosen.seats.items():
+            if seat.lost:
+                log.warning("%s was lost in a step, which runs again.", seat.link.name)
+            elif failed & (1 << self._numbers[group]):
+                self._slow_until[seat] = until
+                log.warning("%s let a deadline pass; the step runs again.", seat.link.name)
+
+    def _on_lost(self, _seat: SharedSeat) -> None:
+        self._control.abort()
+
+    def _follow_table(self) -> None:
+        with self._gate:
+            table = self._next_table
+        if table is not self._table:
+            self._table = table
+            self._set_groups(table)
+
+    def _set_groups(self, table: RoutingTable) -> None:
+        """Groups get consecutive numbers here; those past the device table's end, if any, go over tcp."""
+        self._numbers = {group.number: at for at, group in enumerate(table.groups[:MOST_GROUPS])}
+        rows = [[self._numbers.get(group, -1) for group in table.group_of[layer]] for layer in self._order]
+        self._group_of_LE.copy_(torch.tensor(rows, dtype=torch.int32))
+
+    def _compile(self) -> None:
+        """The kernels of every bucket, now: in a step it would take longer than seats wait for rows."""
+        layout = self._layout
+        self._control.write({FAILED: ABORTED})
+        for bucket in buckets(layout.rows):
+            x_TD = torch.zeros(bucket, layout.hidden, dtype=layout.dtype, device=self._device)
+            ids_TK = torch.full((bucket, layout.slots), -1, device=self._device)
+            weights_TK = torch.zeros(ids_TK.shape, device=self._device)
+            at: dict[str, Any] = {"layout": layout, "groups": 1, "bucket": bucket, "exchange": 0, "micro_batch": 0}
+            groups_E, words = self._group_of_LE[0], self._control.words
+            send_rows(x_TD, ids_TK, weights_TK, groups_E, self._counts_LE[0], words, **at)
+            sum_answers(ids_TK, weights_TK, groups_E, words, **at, crowded=self._options.crowded)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _over_tcp(self, chosen: _Step) -> None:
+        if chosen.seats and not chosen.complete:
+            shared = [at for group, at in self._numbers.items() if group in chosen.seats]
+            taken = torch.tensor(shared, dtype=torch.int32, device=self._device)
+            self._over_tcp_LE.copy_(~torch.isin(self._group_of_LE, taken))

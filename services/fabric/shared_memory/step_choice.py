@@ -1,0 +1,24 @@
+"""Which of a group's seats an attention worker sends its steps to. All of them see the same seats and need not agree:
+guests of one seat have different places there, by which they spread over the replicas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from services.fabric.shared_memory.peers import SharedSeat
+
+
+def seat_for(candidates: Sequence[SharedSeat]) -> SharedSeat:
+    """One of ``candidates``, of which there is one at least: no device serves two guests while another serves none.
+
+    Processes on one GPU take turns: steps of two seats there would wait for each other's turns in every layer.
+    """
+    taken: Counter[str] = Counter()
+    turns = list[tuple[int, SharedSeat]]()
+    for seat in sorted(candidates, key=lambda seat: seat.link.seat.number):
+        turns.append((taken[seat.device], seat))
+        taken[seat.device] += 1
+    turns.sort(key=lambda turn: turn[0])
+    return turns[turns[0][1].place % len(turns)][1]

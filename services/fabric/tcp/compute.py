@@ -1,0 +1,113 @@
+"""The one thread of an expert worker that computes: several waiting calls become one grouped call, then part again.
+
+Legend: R rows of a call, T rows of all joined calls, P pairs of a row and a slot held here, D hidden size, K slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from services.fabric.tcp.inbox import Call, Inbox
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``(layer, x_TD, expert_ids_TK, weights_TK) -> y_TD``, as :meth:`services.model.experts.ExpertShard.forward`."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start. Written by the thread that computes, read by whoever makes metrics of it."""
+
+    calls: int = 0
+    failed: int = 0
+    computations: int = 0
+    """Fewer than ``calls`` where some were joined."""
+    seconds: float = 0.0
+    layer_rows: Counter[int] = field(default_factory=Counter)
+    expert_rows: dict[int, Counter[int]] = field(default_factory=dict)
+    """Layer -> expert -> pairs."""
+
+
+class ComputeLoop:
+    """Serves an inbox until it is closed; see :meth:`run`."""
+
+    def __init__(self, compute: Compute, inbox: Inbox) -> None:
+        self._compute = compute
+        self._inbox = inbox
+        self.counts = Counts()
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            while calls := self._inbox.take():
+                for call, result in zip(calls, self._results(calls), strict=True):
+                    self._answer(call, result)
+
+    def _answer(self, call: Call, result: Tensor | Exception) -> None:
+        try:
+            call.answer(result)
+        except Exception:  # the thread's boundary: other calls go on
+            log.exception("Answering a call of layer %d failed.", call.layer)
+
+    def _results(self, calls: list[Call]) -> Sequence[Tensor | Exception]:
+        began = time.perf_counter()
+        results = self._attempt(calls)
+        self.counts.seconds += time.perf_counter() - began
+        self.counts.calls += len(calls)
+        self.counts.failed += sum(isinstance(result, Exception) for result in results)
+        for call in calls:
+            self._count_rows(call)
+        return results
+
+    def _attempt(self, calls: list[Call]) -> Sequence[Tensor | Exception]:
+        """An error in a joined computation concerns one of the calls: each is then computed alone."""
+        self.counts.computations += 1
+        try:
+            return joined(self._compute, calls)
+        except Exception as error:
+            if len(calls) > 1:
+                return [result for call in calls for result in self._attempt([call])]
+            log.warning("Computing %d rows of layer %d failed.", calls[0].rows, calls[0].layer, exc_info=error)
+            return [error]
+
+    def _count_rows(self, call: Call) -> None:
+        self.counts.layer_rows[call.layer] += call.rows
+        by_expert = self.counts.expert_rows.setdefault(call.layer, Counter())
+        by_expert.update(call.ids_RK[call.ids_RK >= 0].tolist())
+
+
+def joined(compute: Compute, calls: Sequence[Call]) -> list[Tensor]:
+    """The answer to each call, which all :meth:`Call.joins` the first: one computation on their rows in order."""
+    if calls[0].reduced:
+        rows = [call.rows for call in calls]
+        x_TD, ids, weights = (
+            _cat([getattr(call, name) for call in calls]) for name in ("x_RD", "ids_RK", "weights_RK")
+        )
+    else:
+        rows = [int((call.ids_RK >= 0).sum()) for call in calls]
+        x_TD, ids = (_cat(parts) for parts in zip(*map(_pairs, calls), strict=True))
+        weights = torch.ones(ids.shape)
+    y_TD = compute(calls[0].layer, x_TD, ids.long(), weights)
+    if y_TD.shape != x_TD.shape or y_TD.dtype != x_TD.dtype:
+        raise ValueError(f"The experts made {list(y_TD.shape)} {y_TD.dtype} of {list(x_TD.shape)} {x_TD.dtype}.")
+    y_TD = y_TD.to(x_TD.device)
+    if y_TD.is_cuda:  # what is answered, and how long it took, is known only once it is there
+        torch.cuda.current_stream(y_TD.device).synchronize()
+    return list(torch.split(y_TD, rows))
+
+
+def _pairs(call: Call) -> tuple[Tensor, Tensor]:
+    """``x_PD`` and ``ids_P1``, row by row and slot by slot."""
+    held_RK = call.ids_RK >= 0
+    return call.x_RD[held_RK.nonzero()[:, 0].to(call.x_RD.device)], call.ids_RK[held_RK].unsqueeze(1)
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

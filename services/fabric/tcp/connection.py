@@ -1,0 +1,354 @@
+"""The attention worker's end of one seat: connects, proves the connection, reconnects, matches answers with calls.
+
+Legend: N rows of an answer, D hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from torch import Tensor
+
+from services.errors import (
+    BadAnswer,
+    CallFailed,
+    ExpertMeshError,
+    LaneFailed,
+    SeatLeaving,
+    SeatLost,
+    WireError,
+)
+from services.fabric.nccl.lanes import Attempt, Lanes
+from services.fabric.tcp.calls import Call, Connection, Rider
+from services.fabric.tcp.connect import Facts, connect, prove, seat_name
+from services.fabric.tcp.frames import (
+    DTYPES,
+    Answer,
+    Dispatch,
+    Failed,
+    Frame,
+    Kind,
+    message_of,
+)
+from services.fabric.tcp.peer import soon
+from services.routing import Seat
+
+log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
+LANE_LATER_S = 10.0
+"""Where a rider carries small calls a lane is opened only for a call that it does not, one lane at a time, and not
+before the seat is so old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
+_WITHOUT_LANE_S = 60.0
+"""After a lane could not be made: how long rows go in frames before the next attempt."""
+
+
+class SeatLink:
+    """A thread that keeps one seat connected until it is retired or closed.
+
+    ``changed`` guards all of it; whoever calls :meth:`usable`, :meth:`busy`, :meth:`send` or :meth:`retire` holds it.
+    """
+
+    def __init__(self, seat: Seat, facts: Facts, changed: threading.Condition, rider: Rider | None = None) -> None:
+        self.seat = seat
+        self._rider = rider
+        self.outstanding_rows = 0
+        """Sent and not answered, those of abandoned calls included: the worker computes them all the same."""
+        self.turn = 0.0
+        """Calls sent, over the seat's speed, from where the group's turns were when it came."""
+        self.connections = 0
+        self.quarantined_until = 0.0
+        self.problem: ExpertMeshError | None = None
+        """Why it is not connected."""
+        self._facts = facts
+        self._changed = changed
+        self._connection: Connection | None = None
+        self._since = time.monotonic()
+        self._leaving = False
+        self._retire_by: float | None = None
+        self._lane_required = facts.lanes is not None and facts.lanes.required
+        self._no_lane_until = 0.0
+        self._stop = threading.Event()
+        self._ids = itertools.count(1)
+        self._thread = threading.Thread(target=self._run, name=f"seat {seat.number}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return seat_name(self.seat)
+
+    @property
+    def usable(self) -> bool:
+        """Connected and proven, and not about to leave. It may be in quarantine."""
+        if self._connection is None or self._leaving or self._retire_by is not None:
+            return False
+        return self.lane or not self._lane_required
+
+    @property
+    def lane(self) -> bool:
+        """Whether rows go from device to device."""
+        return self._connection is not None and self._connection.peer.lane is not None
+
+    @property
+    def awaits_lane(self) -> bool:
+        """Whether rows go in frames for now only: another replica may be faster."""
+        return self._connection is not None and self._connection.attempt is not None and not self.lane
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for it: for the answer to a call, or in a step that a rider counts it in."""
+        return self._connection is not None and self._busy(self._connection)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def most_rows(self, bytes_per_row: int) -> int:
+        """The largest call that the worker takes and may answer; 0 while it is not connected."""
+        if self._connection is None:
+            return 0
+        theirs = self._connection.theirs
+        room = min(theirs.max_bytes, self._facts.max_bytes) // max(1, bytes_per_row)
+        return max(1, min(theirs.max_rows, room))
+
+    def send(
+        self, dispatch: Dispatch, tensors: Sequence[Tensor], x_RD: Tensor, answer_rows: int, deadline: float
+    ) -> Call:
+        """Queue a call; ``dispatch.call`` is filled in. Only while :attr:`usable`."""
+        assert self._connection is not None
+        number = next(self._ids)
+        call = Call(
+            seat=self, connection=self.connections, rows=dispatch.rows, answer_rows=answer_rows, deadline=deadline
+        )
+        self._connection.calls[number] = call
+        self.outstanding_rows += call.rows
+        worth = self._worth_lane(max(dispatch.rows, answer_rows))
+        if worth and not self._carried(dispatch.rows):
+            self._connection.lane_wanted = True
+        by_lane = self.lane and worth
+        dispatch = msgspec.structs.replace(dispatch, call=number, lane=by_lane)
+        call.shipment = self._connection.peer.send(Kind.DISPATCH, dispatch, tensors, rows=x_RD, by_lane=by_lane)
+        return call
+
+    def _worth_lane(self, rows: int) -> bool:
+        hello, lanes = self._facts.hello, self._facts.lanes
+        return lanes is not None and rows * hello.hidden * DTYPES[hello.dtype].itemsize >= lanes.least_bytes
+
+    def retire(self, by: float) -> None:
+        """Take no new calls, and close when those in flight have ended, at the monotonic time ``by`` at the latest."""
+        self._retire_by = by
+        if not self.busy:
+            self.shut()
+
+    def shut(self) -> None:
+        """End the connection and do not connect again."""
+        self._stop.set()
+        if self._connection is not None:
+            self._connection.peer.shut()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._stop.is_set():
+            before, no_lane = self.connections, False
+            try:
+                self._converse()
+            except Exception as error:  # the thread's boundary: whatever it was, it connects again
+                no_lane = isinstance(error, LaneFailed)
+                self._facts.faults.ended_by(error)
+                if not isinstance(error, ExpertMeshError | OSError):
+                    log.exception("The connection to %s failed.", self.name)
+                self._tell(self._typed(error))
+            fine = self.connections > before and not no_lane
+            backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MOST_BACKOFF_S)
+            self._stop.wait(backoff_s)
+
+    def _typed(self, error: Exception) -> ExpertMeshError:
+        if isinstance(error, ExpertMeshError):
+            return error
+        if isinstance(error, OSError):
+            return SeatLost(f"Cannot reach {self.name}: {error}.")
+        return SeatLost(f"{self.name}: {type(error).__name__}: {error}")
+
+    def _tell(self, problem: ExpertMeshError) -> None:
+        with self._changed:
+            new = self.problem is None or self.problem.message != problem.message
+            self.problem = problem
+        if new and not self._stop.is_set():
+            log.warning("No connection to %s: %s", self.name, problem)
+
+    def _converse(self) -> None:
+        facts = self._facts
+        if not self._lane_required and time.monotonic() < self._no_lane_until:
+            facts = dataclasses.replace(facts, lanes=None)
+        peer, theirs = connect(self.seat, facts)
+        try:
+            prove(peer, facts.timing.handshake_s)
+            lanes = facts.lanes if facts.lanes is not None and facts.lanes.agreed(theirs, self.name) else None
+            self._use(Connection(peer, theirs), lanes)
+        finally:
+            peer.close()
+
+    def _use(self, connection: Connection, lanes: Lanes | None) -> None:
+        try:
+            if lanes is not None:
+                connection.lane_wanted = self._lane_required or not self._carried(1)
+                connection.lane_from = lanes, 0.0 if connection.lane_wanted else self._since + LANE_LATER_S
+                self._maybe_open_lane(connection)
+            if self._open(connection):
+                self._follow(connection)
+        finally:
+            if connection.attempt is not None:
+                connection.attempt.cancel()
+
+    def _open(self, connection: Connection) -> bool:
+        with self._changed:
+            if self._stop.is_set():
+                return False
+            self._connection, self._leaving = connection, False
+            self.connections += 1
+            self._note_usable()
+            return True
+
+    def _note_usable(self) -> None:
+        with self._changed:
+            if self.usable:
+                self.problem = None
+            self._changed.notify_all()
+
+    def _follow(self, connection: Connection) -> None:
+        try:
+            if self._rider is not None:
+                self._rider.opened(self, connection.peer)
+            while True:
+                self._take(connection, connection.peer.receive())
+        except Exception as error:
+            self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
+            raise
+
+    def _maybe_open_lane(self, connection: Connection) -> None:
+        """Asked with each frame: they come at least as often as signs of life."""
+        if connection.lane_from is None or not connection.lane_wanted:
+            return
+        lanes, since = connection.lane_from
+        with self._changed:
+            ending = self._leaving or self._retire_by is not None or self._stop.is_set()
+        if ending or soon(0) < since:
+            return
+        with self._lane_may_fail(connection):
+            opening = lanes.approach(connection.peer, self._note_usable, alone=since > 0)
+            if opening is None:
+                return
+            connection.attempt = Attempt(connection.peer, opening)
+        connection.lane_from = None
+
+    def _carried(self, rows: int) -> bool:
+        return self._rider is not None and self._rider.carries(self, rows)
+
+    @contextmanager
+    def _lane_may_fail(self, connection: Connection) -> Iterator[None]:
+        """Where there will be no lane rows go on in frames, unless one is required: then the connection ends."""
+        try:
+            yield
+        except LaneFailed as error:
+            attempt, connection.attempt = connection.attempt, None
+            self._no_lane_until = soon(_WITHOUT_LANE_S)
+            if attempt is not None:
+                attempt.give_up(error)
+            if self._lane_required:
+                raise
+            log.warning("Rows of %s go in frames: %s", self.name, error)
+
+    def _take(self, connection: Connection, frame: Frame) -> None:
+        self._maybe_open_lane(connection)
+        if connection.attempt is not None:
+            with self._lane_may_fail(connection):
+                if connection.attempt.over(frame):
+                    connection.attempt = None
+        match frame.kind:
+            case Kind.LANE if self._facts.lanes is not None:
+                pass  # also of an attempt that is over
+            case Kind.ANSWER:
+                self._take_answer(connection, message_of(frame, Answer), frame.payload)
+            case Kind.FAILED:
+                self._fail(connection, message_of(frame, Failed))
+            case Kind.LEAVING:
+                self._set_leaving()
+            case Kind.ALIVE:
+                with self._changed:
+                    self._close_if_retired(connection)
+            case _ if self._rider is None or not self._rider.take(self, frame):
+                raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
+
+    def _take_answer(self, connection: Connection, answer: Answer, payload: Tensor) -> None:
+        hidden, dtype = self._facts.hello.hidden, DTYPES[self._facts.hello.dtype]
+        with connection.peer.reading():
+            came_ND = connection.peer.receive_rows(answer.rows, hidden, dtype) if answer.lane else None
+            payload = payload if came_ND is None else came_ND.view(-1).view(torch.uint8)
+            if (call := connection.calls.get(answer.call)) is not None:
+                self._end(connection, answer.call, self._rows_of(answer, payload, call))
+
+    def _rows_of(self, answer: Answer, payload: Tensor, call: Call) -> Tensor | BadAnswer:
+        hidden, name = self._facts.hello.hidden, self._facts.hello.dtype
+        expected = call.answer_rows * hidden * DTYPES[name].itemsize
+        if (answer.rows, answer.dtype, len(payload)) != (call.answer_rows, name, expected):
+            return BadAnswer(
+                f"{self.name} answered {answer.rows} rows of {answer.dtype} in {len(payload)} bytes "
+                f"instead of {call.answer_rows} of {name} in {expected}.",
+                hint="Do both sides run the same version?",
+            )
+        return payload.view(DTYPES[name]).view(answer.rows, hidden)
+
+    def _fail(self, connection: Connection, failed: Failed) -> None:
+        if failed.code == SeatLeaving.code:
+            self._set_leaving()
+            self._end(connection, failed.call, SeatLeaving(failed.message))
+        else:
+            self._end(connection, failed.call, CallFailed(failed.message))
+
+    def _end(self, connection: Connection, number: int, outcome: Tensor | ExpertMeshError) -> None:
+        """An answer that nobody waits for any more, or that was never asked for, ends here."""
+        finite = not isinstance(outcome, Tensor) or bool(outcome.isfinite().all())
+        with self._changed:
+            if (call := connection.calls.pop(number, None)) is None:
+                return
+            self.outstanding_rows -= call.rows
+            call.outcome, call.finite = outcome, finite
+            self._close_if_retired(connection)
+            self._changed.notify_all()
+
+    def _lose(self, connection: Connection, error: ExpertMeshError) -> None:
+        if self._rider is not None:
+            self._rider.lost(self)
+        with self._changed:
+            self._connection = None
+            for call in connection.calls.values():
+                call.outcome = SeatLost(f"{self.name} was lost: {error.message}")
+            connection.calls, connection.lost = {}, connection.calls
+            self.outstanding_rows = 0
+            if self._retire_by is not None:
+                self._stop.set()
+            self._changed.notify_all()
+
+    def _set_leaving(self) -> None:
+        with self._changed:
+            self._leaving = True
+            self._changed.notify_all()
+
+    def _close_if_retired(self, connection: Connection) -> None:
+        if self._retire_by is not None and (not self._busy(connection) or time.monotonic() >= self._retire_by):
+            self.shut()
+
+    def _busy(self, connection: Connection) -> bool:
+        rider_busy = self._rider is not None and self._rider.busy(self)
+        return rider_busy or any(not call.abandoned for call in connection.calls.values())

@@ -1,0 +1,142 @@
+"""Who connects: a thread for each connection, from its first byte to its end. Strangers keep nobody out.
+
+Those that have proven nothing yet are counted apart from those that have. There is room for few of them, and the oldest
+gives way to the next: whoever connects and says nothing costs a thread for as long as a handshake may take, no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+from services.errors import ExpertMeshError, SeatFull, SeatLost
+from services.fabric.faults import CROWDED, Faults
+from services.fabric.tcp.stream import shut_socket
+
+MOST_UNPROVEN = 64
+_RETRY_S = 0.1
+_ENDS_S = 1.0
+"""A connection that was shut ends in less: its thread waits for nothing else."""
+_FULL = "Use another replica, or start more."
+
+log = logging.getLogger(__name__)
+
+
+class Arrival:
+    """A connection. ``sock`` is replaced where it is wrapped."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.sock, self.name = sock, name
+
+
+class Reception:
+    """Thread-safe.
+
+    Args:
+        converse: serves a connection until its end, in its thread, by whatever error.
+        who: what connects here, for names.
+        most: connections that have proven themselves, see :meth:`prove`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        converse: Callable[[Arrival], None],
+        *,
+        who: str,
+        faults: Faults,
+        most: int,
+        most_unproven: int = MOST_UNPROVEN,
+    ) -> None:
+        self._listener, self._converse, self._who = listener, converse, who
+        self._most, self._most_unproven = most, most_unproven
+        self._changed = threading.Condition()
+        self._threads: dict[Arrival, threading.Thread] = {}
+        self._unproven: dict[Arrival, None] = {}
+        self._ended = threading.Event()
+        self.faults = faults
+
+    def run(self) -> None:
+        """Until :meth:`stop`."""
+        while True:
+            try:
+                sock, address = self._listener.accept()
+                self._take(Arrival(sock, f"{self._who} at {address[0]}:{address[1]}" if address else self._who))
+            except (OSError, RuntimeError) as error:
+                if self._ended.wait(_RETRY_S):
+                    return
+                log.warning("could not take a connection: %s", error)  # no descriptors or threads left, say
+
+    def prove(self, arrival: Arrival) -> None:
+        """It knows the secret: from now on it gives way to nobody. Raises SeatFull where there is no room."""
+        with self._changed:
+            if len(self._threads) - len(self._unproven) >= self._most:
+                raise SeatFull(f"There are {self._most} connections here already.", hint=_FULL)
+            self._unproven.pop(arrival, None)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Take no more; those that are here stay."""
+        self._ended.set()
+        shut_socket(self._listener)
+
+    def end(self) -> list[threading.Thread]:
+        """Take no more and end all. Returns the threads that end by this."""
+        self.stop()
+        with self._changed:
+            for arrival in self._threads:
+                shut_socket(arrival.sock)
+            return list(self._threads.values())
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _take(self, arrival: Arrival) -> None:
+        thread = threading.Thread(target=self._serve, args=(arrival,), name=arrival.name, daemon=True)
+        with self._changed:
+            self._make_room()
+            if self._ended.is_set():
+                arrival.sock.close()
+                return
+            self._threads[arrival] = thread
+            self._unproven[arrival] = None
+        try:
+            thread.start()
+        except RuntimeError:
+            self._forget(arrival)
+            raise
+
+    def _make_room(self) -> None:
+        """Waits for the end of those that give way, so that there are never more threads than that."""
+        for oldest in list(self._unproven):
+            if len(self._unproven) < self._most_unproven:
+                return
+            shut_socket(oldest.sock)
+            if self.faults.note(CROWDED):
+                log.warning("%d connections have proven nothing: %s gives way", len(self._unproven), oldest.name)
+            self._changed.wait_for(lambda: len(self._unproven) < self._most_unproven, _ENDS_S)
+
+    def _serve(self, arrival: Arrival) -> None:
+        try:
+            self._converse(arrival)
+        except Exception as error:  # noqa: BLE001  the thread's boundary: the other connections live on
+            self._note_end(arrival, error)
+        finally:
+            self._forget(arrival)
+
+    def _note_end(self, arrival: Arrival, error: Exception) -> None:
+        told = self.faults.ended_by(error) or arrival not in self._unproven
+        if isinstance(error, SeatLost):
+            log.log(logging.INFO if told else logging.DEBUG, "%s", error)
+        elif told:
+            known = isinstance(error, ExpertMeshError | OSError)
+            log.warning("The connection of %s ended: %s", arrival.name, error, exc_info=None if known else error)
+
+    def _forget(self, arrival: Arrival) -> None:
+        arrival.sock.close()
+        with self._changed:
+            self._unproven.pop(arrival, None)
+            self._threads.pop(arrival, None)
+            self._changed.notify_all()

@@ -1,0 +1,286 @@
+"""The expert worker's end of the tcp fabric: rows of any attention worker in, what its experts make of them out.
+
+accept -> one thread per connection reads frames -> bounded inbox -> one thread computes -> one thread per connection
+sends. No call waits for another attention worker (ExpertFlow, section 3.2).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+import msgspec
+from torch import Tensor
+
+from services.errors import CallFailed, FabricError, SeatLeaving, WireError
+from services.fabric.faults import Faults
+from services.fabric.nccl.lanes import Lanes, Opening
+from services.fabric.nccl.weights import LayerTensors, give
+from services.fabric.shared_memory.server import SymmHost
+from services.fabric.tcp.compute import Compute, ComputeLoop, Counts
+from services.fabric.tcp.frames import (
+    DTYPES,
+    ECHO_BYTES,
+    HEADER_BYTES,
+    MAX_BYTES,
+    NAMES,
+    Answer,
+    Dispatch,
+    Echo,
+    Failed,
+    Frame,
+    Kind,
+    Limits,
+    message_of,
+    unpack_dispatch,
+)
+from services.fabric.tcp.handshake import Hello, Refused, admit, check_facts, refusal
+from services.fabric.tcp.inbox import Call, Inbox
+from services.fabric.tcp.peer import Peer, Timing, soon
+from services.fabric.tcp.reception import Arrival, Reception
+from services.fabric.tcp.stream import Stream, listen
+from services.fabric.tcp.tls import ServerTls
+from services.fabric.tcp.versions import SPOKEN, Versions
+
+log = logging.getLogger(__name__)
+
+
+class ExpertServer:
+    """Serves one seat from :meth:`start` until :meth:`drain` or :meth:`close`.
+
+    Args:
+        compute: called in one thread alone, under inference mode.
+        experts: layer -> ids of the experts held here; a call for others fails.
+        hello: what this worker is; rows and bytes are filled in here.
+        secret: shared by all workers of the cluster.
+        inbox_rows: rows accepted and not yet answered, over all connections.
+        join_rows: most rows that one computation takes of several calls.
+        max_bytes: largest payload accepted.
+        max_connections: of those that have proven themselves; the others are bounded apart.
+        tls: if connections are to be encrypted.
+        lanes: offered to attention workers, unless connections are encrypted: a lane is not.
+        weights: layer -> ids of the experts held here and their tensors, for workers that join; none are given away.
+        symm: serves attention workers of this node by shared memory.
+        spoken: versions of the protocol.
+        faults: counts who was refused, and why.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        *,
+        experts: Mapping[int, Collection[int]],
+        hello: Hello,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        inbox_rows: int = 8192,
+        join_rows: int = 2048,
+        max_bytes: int = MAX_BYTES,
+        max_connections: int = 256,
+        timing: Timing | None = None,
+        tls: ServerTls | None = None,
+        lanes: Lanes | None = None,
+        weights: Mapping[int, tuple[tuple[int, ...], LayerTensors]] | None = None,
+        symm: SymmHost | None = None,
+        spoken: Versions = SPOKEN,
+        faults: Faults | None = None,
+    ) -> None:
+        check_facts(hello, secret)
+        self._hello = msgspec.structs.replace(hello, max_rows=inbox_rows, max_bytes=max_bytes)
+        self._weights = weights or {}
+        self._lanes = lanes if tls is None else None
+        if self._lanes is not None:
+            self._hello = self._lanes.offered(self._hello)
+        self._experts = {layer: frozenset(ids) for layer, ids in experts.items()}
+        self._secret = secret
+        self._timing = timing or Timing()
+        self._tls = tls
+        self._symm = symm
+        self._spoken = spoken
+        self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
+        self._inbox = Inbox(inbox_rows, join_rows)
+        self._loop = ComputeLoop(compute, self._inbox)
+        self._gate = threading.Lock()
+        self._peers: set[Peer] = set()
+        self._leaving = False
+        self.failure: BaseException | None = None
+        """What ended one of its threads. It answers nobody any more: calls in flight go to replicas at once."""
+        self._listener = listen(host, port)
+        self.faults = faults or Faults()
+        self._reception = Reception(
+            self._listener, self._converse, who="attention worker", faults=self.faults, most=max_connections
+        )
+        self._threads = [
+            threading.Thread(target=self._guard, args=(self._reception.run,), name="experts accept", daemon=True),
+            threading.Thread(target=self._guard, args=(self._loop.run,), name="experts compute", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    @property
+    def counts(self) -> Counts:
+        return self._loop.counts
+
+    @property
+    def rows_in_flight(self) -> int:
+        return self._inbox.rows_in_flight
+
+    @property
+    def waited_s(self) -> float:
+        """As :attr:`services.fabric.tcp.inbox.Inbox.waited_s`."""
+        return self._inbox.waited_s
+
+    def drain(self, seconds: float) -> bool:
+        """Refuse new calls, finish those that are here, close. Whether all were answered within ``seconds``."""
+        with self._gate:
+            self._leaving = True
+            peers = list(self._peers)
+        self._reception.stop()
+        for peer in peers:
+            peer.send(Kind.LEAVING)
+        finished = self._inbox.wait_idle(seconds) and (self._symm is None or self._symm.wait_idle(seconds))
+        for peer in peers:
+            peer.finish()
+        self.close()
+        return finished
+
+    def close(self) -> None:
+        """End every connection and thread; calls in flight get no answer."""
+        for thread in [*self._threads, *self._end_connections()]:
+            if thread.ident is not None:
+                thread.join(self._timing.handshake_s)
+        self._reception.close()
+        if self._symm is not None:
+            self._symm.close()
+
+    def _end_connections(self) -> list[threading.Thread]:
+        """Returns the threads that end by this."""
+        with self._gate:
+            self._leaving = True
+            peers = list(self._peers)
+        self._inbox.close()
+        for peer in peers:
+            peer.shut()
+        return self._reception.end()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # the thread's boundary: whoever owns the server looks at it
+            self.failure = error
+            log.critical("Seat %d serves no more.", self._hello.seat, exc_info=error)
+            self._end_connections()
+
+    def _converse(self, arrival: Arrival) -> None:
+        until = soon(self._timing.handshake_s)
+        if self._tls is not None:
+            arrival.sock.settimeout(self._timing.handshake_s)
+            arrival.sock = encrypted = self._tls.wrap(arrival.sock)
+            encrypted.do_handshake()
+        stream = Stream(arrival.sock, silence_s=self._timing.silence_s, name=arrival.name)
+        proven = partial(self._prove, arrival)
+        agreed = admit(stream, self._secret, self._hello, until, spoken=self._spoken, proven=proven)
+        lanes = self._lanes if self._lanes is not None and self._lanes.agreed(agreed.theirs, arrival.name) else None
+        peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, patient=False, version=agreed.version)
+        try:
+            self._follow(peer, lanes)
+        finally:
+            with self._gate:
+                self._peers.discard(peer)
+            if self._symm is not None:
+                self._symm.lost(peer)
+            peer.close()
+
+    def _prove(self, arrival: Arrival) -> None:
+        if self._leaving:
+            raise SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica.")
+        self._reception.prove(arrival)
+
+    def _follow(self, peer: Peer, lanes: Lanes | None) -> None:
+        opening: Opening | None = None
+        with self._gate:
+            self._peers.add(peer)
+            leaving = self._leaving
+        if leaving:
+            peer.send(Kind.LEAVING)
+        try:
+            while True:
+                opening = self._take(peer, peer.receive(), lanes, opening)
+        finally:
+            if opening is not None:
+                opening.cancel()
+
+    def _take(self, peer: Peer, frame: Frame, lanes: Lanes | None, opening: Opening | None) -> Opening | None:
+        if frame.kind == Kind.DISPATCH:
+            self._dispatch(peer, frame)
+        elif frame.kind == Kind.ECHO:
+            peer.send(Kind.ECHO, _checked_echo(frame, peer.name), [frame.payload])
+        elif frame.kind == Kind.FETCH:
+            give(peer, frame, self._weights)
+        elif frame.kind == Kind.LANE and lanes is not None:
+            opening = opening or lanes.welcome(peer)
+            opening.heed(frame)
+        elif frame.kind == Kind.REFUSED:
+            raise refusal(message_of(frame, Refused), peer.name)
+        elif self._symm is not None and self._symm.take(peer, frame):
+            pass
+        elif frame.kind != Kind.ALIVE:
+            raise WireError(f"{peer.name} sent {frame.kind.name}, which no expert worker takes.")
+        return opening
+
+    def _dispatch(self, peer: Peer, frame: Frame) -> None:
+        facts = message_of(frame, Dispatch)
+        hidden, dtype = self._hello.hidden, DTYPES[self._hello.dtype]
+        came_RD = peer.receive_rows(facts.rows, hidden, dtype) if facts.lane else None
+        x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, hidden, dtype, came_RD)
+        if not facts.reduced and len(x_RD) > 1 and x_RD.nbytes * facts.slots > self._limits.payload:
+            raise WireError(f"{peer.name} asks for more than {self._limits.payload} bytes of answers.")
+        if self._leaving:
+            _fail(peer, facts.call, SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica."))
+            return
+        held = self._experts.get(facts.layer)
+        if held is None or (strangers := set(ids_RK.flatten().tolist()) - {-1} - held):
+            which = "any expert" if held is None else f"experts {sorted(strangers)[:8]}"
+            problem = f"Seat {self._hello.seat} does not hold {which} of layer {facts.layer}."
+            _fail(peer, facts.call, CallFailed(problem, hint="Is the routing table older than the worker?"))
+            return
+        call = Call(
+            layer=facts.layer,
+            reduced=facts.reduced,
+            x_RD=x_RD,
+            ids_RK=ids_RK,
+            weights_RK=weights_RK,
+            answer=lambda result: self._answer(peer, facts, call, result),
+        )
+        self._inbox.put(call)
+
+    def _answer(self, peer: Peer, facts: Dispatch, call: Call, result: Tensor | Exception) -> None:
+        release = partial(self._inbox.release, call)
+        if isinstance(result, Exception):
+            problem = f"Seat {self._hello.seat} failed in layer {facts.layer}: {type(result).__name__}: {result}"
+            _fail(peer, facts.call, CallFailed(problem[:1000]))
+            release()
+            return
+        answer = Answer(call=facts.call, rows=len(result), dtype=NAMES[result.dtype], lane=facts.lane)
+        peer.send(Kind.ANSWER, answer, rows=result, on_sent=release, by_lane=facts.lane)
+
+
+def _checked_echo(frame: Frame, name: str) -> Echo:
+    """What waits to be sent has no other bound than that of answers, which are asked for with rows."""
+    if len(frame.payload) > ECHO_BYTES:
+        raise WireError(f"{name} wants {len(frame.payload)} bytes back; at most {ECHO_BYTES} are.")
+    return message_of(frame, Echo)
+
+
+def _fail(peer: Peer, call: int, error: FabricError) -> None:
+    peer.send(Kind.FAILED, Failed(call=call, code=error.code, message=error.message))

@@ -1,0 +1,159 @@
+"""How many and which seats each shard group has: replicas by marginal benefit, seats of unequal capacity.
+
+Legend: L layers, G groups, S seats.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from services.errors import ConfigError, NotReady
+from services.placement.imbalance import Strains
+
+
+def assign_seats(
+    loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], current_S: Sequence[int | None] | None = None
+) -> list[int]:
+    """The group (index into ``loads_LG``'s columns) of each seat; every group has at least one.
+
+    Seats that ``current_S`` gives a group stay there, but where a group would have none. The others, the strongest
+    first, go where they lower the maximum load per unit of capacity most. Without ``current_S`` moves and exchanges
+    follow until none lowers it further; :func:`next_move` finds them one by one where seats have groups already.
+
+    Raises:
+        NotReady: there are fewer seats than groups. A seat cannot serve two groups: merge groups instead, as
+            :func:`replan` does where the memory of a seat allows.
+        ConfigError: a capacity is not above 0.
+    """
+    groups = len(loads_LG[0])
+    if len(capacity_S) < groups:
+        raise NotReady(
+            f"{groups} shard groups have only {len(capacity_S)} expert workers.",
+            hint="Start more expert workers, or split the experts into fewer groups.",
+        )
+    if min(capacity_S) <= 0:
+        raise ConfigError("A seat's capacity is not above 0.", hint="Give its speed against the others, 1 if alike.")
+    group_S: list[int | None] = [None] * len(capacity_S) if current_S is None else list(current_S)
+    _cover(loads_LG, capacity_S, group_S)
+    strains = Strains(loads_LG, capacities(group_S, capacity_S, groups))
+    total_G = _totals(loads_LG)
+    for seat in sorted(_unassigned(group_S), key=lambda seat: (-capacity_S[seat], seat)):
+        group = group_S[seat] = _best_group(strains, total_G, capacity_S[seat])
+        strains.add(group, capacity_S[seat])
+    assigned = [group for group in group_S if group is not None]
+    return _improved(loads_LG, capacity_S, assigned) if current_S is None else assigned
+
+
+def next_move(
+    loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
+) -> list[int] | None:
+    """``group_S`` after the one move that lowers the strain most; None if none does. Leaves no group without a seat.
+
+    Seats of one group with the same capacity are as good as each other, so the work grows with groups, not with seats.
+    """
+    strains = Strains(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
+    held_G, targets, capacity_G = Counter(group_S), sorted(strains.deciding()), strains.capacity_G
+    moves = [
+        (
+            strains.after({own: capacity_G[own] - size, group: capacity_G[group] + size}),
+            {seats[0 if group < own else -1]: group},
+        )
+        for (own, size), seats in _alike(capacity_S, group_S).items()
+        if held_G[own] > 1
+        for group in targets
+        if group != own
+    ]
+    return _best(strains.value, group_S, moves)
+
+
+def capacities(group_S: Sequence[int | None], capacity_S: Sequence[float], groups: int) -> list[float]:
+    """``[G]``: capacity of each group's seats together."""
+    total_G = [0.0] * groups
+    for group, capacity in zip(group_S, capacity_S, strict=True):
+        if group is not None:
+            total_G[group] += capacity
+    return total_G
+
+
+def _improved(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: list[int]) -> list[int]:
+    while True:
+        better = next_move(loads_LG, capacity_S, group_S) or _next_exchange(loads_LG, capacity_S, group_S)
+        if better is None:
+            return group_S
+        group_S = better
+
+
+def _next_exchange(
+    loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
+) -> list[int] | None:
+    """As :func:`next_move`, of two seats that change places."""
+    strains = Strains(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
+    capacity_G = strains.capacity_G
+    kinds = [(group, size, seats[0]) for (group, size), seats in _alike(capacity_S, group_S).items()]
+    exchanges = [
+        (
+            strains.after({first: capacity_G[first] - less + more, second: capacity_G[second] - more + less}),
+            {one: second, other: first},
+        )
+        for (first, less, one), (second, more, other) in itertools.combinations(kinds, 2)
+        if first != second and less != more
+    ]
+    return _best(strains.value, group_S, exchanges)
+
+
+def _alike(capacity_S: Sequence[float], group_S: Sequence[int]) -> dict[tuple[int, float], list[int]]:
+    """Seats, ascending, by group and capacity."""
+    found: dict[tuple[int, float], list[int]] = {}
+    for seat, kind in enumerate(zip(group_S, capacity_S, strict=True)):
+        found.setdefault(kind, []).append(seat)
+    return found
+
+
+def _best(here: float, group_S: Sequence[int], changes: list[tuple[float, dict[int, int]]]) -> list[int] | None:
+    """``group_S`` after the change (seat -> group) with the least strain, if that is below ``here``."""
+    value = min((value for value, _ in changes), default=here)
+    if value >= here * (1 - 1e-9):
+        return None
+    return min(_changed(group_S, change) for found, change in changes if found == value)
+
+
+def _changed(group_S: Sequence[int], change: Mapping[int, int]) -> list[int]:
+    return [change.get(seat, group) for seat, group in enumerate(group_S)]
+
+
+def _cover(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: list[int | None]) -> None:
+    """Give every group without seats one, the most loaded the strongest; where none is free, from a group with most."""
+    total_G = _totals(loads_LG)
+    empty = [group for group in range(len(total_G)) if group not in group_S]
+    for group in sorted(empty, key=lambda group: (-total_G[group], group)):
+        free = _unassigned(group_S) or _spare(total_G, capacity_S, group_S)
+        group_S[min(free, key=lambda seat: (-capacity_S[seat], seat))] = group
+
+
+def _spare(total_G: Sequence[float], capacity_S: Sequence[float], group_S: Sequence[int | None]) -> list[int]:
+    """Seats of the group of several seats that has the least load for its capacity."""
+    capacity_G = capacities(group_S, capacity_S, len(total_G))
+    several = [group for group in range(len(total_G)) if group_S.count(group) > 1]
+    donor = min(several, key=lambda group: (total_G[group] / capacity_G[group], group))
+    return [seat for seat, group in enumerate(group_S) if group == donor]
+
+
+def _best_group(strains: Strains, total_G: Sequence[float], capacity: float) -> int:
+    """Where a seat lowers the strain most; where several groups share the maximum, the one loaded most overall."""
+    capacity_G, deciding, here = strains.capacity_G, strains.deciding(), strains.value
+
+    def merit(group: int) -> tuple[float, float, int]:
+        value = strains.after({group: capacity_G[group] + capacity}) if group in deciding else here
+        return value, -total_G[group] / capacity_G[group], group
+
+    return min(range(len(total_G)), key=merit)
+
+
+def _totals(loads_LG: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(loads_L) for loads_L in zip(*loads_LG, strict=True)]
+
+
+def _unassigned(group_S: Sequence[int | None]) -> list[int]:
+    return [seat for seat, group in enumerate(group_S) if group is None]
