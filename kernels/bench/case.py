@@ -12,7 +12,7 @@ from bench import floors
 from bench.bank import QUANTISED, Bank
 from bench.draws import Draw
 from bench.shapes import LayerShape
-from moe_kernels.activations import Activation, activate, gated
+from moe_kernels.activations.op import Activation, activate, gated
 
 CHECKED_ROWS: Final = 6
 """Rows whose output is recomputed in float32; spread over the call."""
@@ -43,7 +43,7 @@ class Case:
     @property
     def activation(self) -> Activation:
         assert self.shape.gated == gated(self.shape.activation)
-        return self.shape.activation  # type: ignore[return-value]  # a name of moe_kernels.activations by construction
+        return self.shape.activation  # type: ignore[return-value]  # a name of moe_kernels.activations.op by construction
 
     @property
     def floor_us(self) -> float:

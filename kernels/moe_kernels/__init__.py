@@ -1,26 +1,26 @@
 """Ops of a Mixture-of-Experts layer: choose the experts, run them, sum what they return; and train them.
 
-Stands alone: imports torch and nothing of the server. On CUDA tensors the ops launch Triton kernels (``*_triton``
-modules, imported when first needed); elsewhere their twins in plain torch run; :mod:`moe_kernels.reference` says what
-they mean. Every op can be held in a CUDA graph.
+Stands alone: imports torch and nothing of the server. On CUDA tensors the ops launch Triton kernels (modules
+``kernel``, imported when first needed); elsewhere their twins in plain torch run; :mod:`moe_kernels.reference` says
+what they mean. Every op can be held in a CUDA graph.
 """
 
-from moe_kernels.activations import Activation
+from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import ArgumentError
-from moe_kernels.combine import combine
-from moe_kernels.experts import WeightsOn, fused_moe, grouped_mlp
-from moe_kernels.mixture_of_attention import MixtureOfAttention
-from moe_kernels.parallel_linear import parallel_linear
-from moe_kernels.plan import FirstCome, Plan, plan
-from moe_kernels.quant import (
+from moe_kernels.combine.op import combine
+from moe_kernels.experts.op import WeightsOn, fused_moe, grouped_mlp
+from moe_kernels.plan.op import FirstCome, Plan, plan
+from moe_kernels.quant.op import (
     QuantisationError,
     QuantisedWeight,
     dequantize_experts,
     quantisation_error,
     quantize_experts,
 )
-from moe_kernels.router import GroupScore, Order, Score, route
-from moe_kernels.sparse_mlp import SparseMLP, sparse_mlp
+from moe_kernels.router.op import GroupScore, Order, Score, route
+from moe_kernels.training.mixture_of_attention import MixtureOfAttention
+from moe_kernels.training.parallel_linear import parallel_linear
+from moe_kernels.training.sparse_mlp import SparseMLP, sparse_mlp
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_kernels.plan import Plan
+    from moe_kernels.plan.op import Plan
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TILE_ROWS = (16, 32, 64, 128)
@@ -85,7 +85,8 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_tile_rows(plan: Plan) -> None:
-    """Kernels hold a tile's rows in registers and shared memory; :func:`moe_kernels.plan` itself takes any number."""
+    """Kernels hold a tile's rows in registers and shared memory; :func:`moe_kernels.plan.op` itself takes any number.
+    """
     allowed = plan.block_rows in TILE_ROWS
     require(allowed, f"plan must have block_rows in {TILE_ROWS} for expert matrices, found {plan.block_rows}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_kernels.paged_decode import paged_decode
+from moe_kernels.paged_decode.op import paged_decode
 from services.model.attention_plan import DecodeGroup, PromptPiece, WindowPlan
 
 

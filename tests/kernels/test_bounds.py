@@ -12,7 +12,7 @@ from testkit.regimes import larger_tiles, regime
 from testkit.tolerances import assert_close
 
 from moe_kernels import ArgumentError
-from moe_kernels.quant import dequantize_experts, quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
 
 NAMES = ("x_TD", "w_in", "w_down", "weights_TK", "bias_in", "bias_down")
 
@@ -50,7 +50,7 @@ def test_quantised(bits: int, group: int) -> None:
 
 def test_more_tiles_than_a_grid_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid's second axis ends at 65,535: bands of 2 tiles of 16 rows here."""
-    from moe_kernels import swapped_gemm_launch as swapped
+    from moe_kernels.grouped_gemm.swapped import launch as swapped
 
     tiles = {"GROUP_M": 2, "BLOCK_M": 16}
     swapped.check_bands(65_535 * 32 - 16 * 4, 4, tiles)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import ArgumentError, combine
+from moe_kernels import ArgumentError
+from moe_kernels.combine import op as combine
 
 pytestmark = pytest.mark.usefixtures("path")
 

@@ -12,7 +12,7 @@ import pytest
 from testkit.mutations import PACKAGE, load
 
 HERE = Path(__file__).parent
-SOURCES = {path.name: path.read_text() for path in PACKAGE.glob("*.py")}
+SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
 MUTATIONS = load(HERE / "mutations.toml")
 
 
@@ -50,7 +50,7 @@ def test_a_line_of_its_body_is_mutated(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_its_machine_code_is_looked_at(name: str) -> None:
-    module = KERNELS[name][0].removesuffix(".py")
+    module = KERNELS[name][0].removesuffix(".py").replace("/", ".")
     texts = [path.read_text() for path in HERE.glob("test_*.py") if "compile_sm90(" in path.read_text()]
-    # The name may be put together: "moe_kernels.plan_triton:{kernel}".
+    # The name may be put together: "moe_kernels.plan.kernel:{kernel}".
     assert any(f"moe_kernels.{module}:" in text and name in text for text in texts), f"no test compiles {name}"

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange import send_answers, send_rows, sum_answers, take_rows
-from moe_kernels.exchange_layout import (
+from moe_kernels.exchange.layout import (
     ABORTED,
     ANSWERS,
     BASE,
@@ -21,6 +20,7 @@ from moe_kernels.exchange_layout import (
     WORDS,
     Layout,
 )
+from moe_kernels.exchange.op import send_answers, send_rows, sum_answers, take_rows
 
 EXPERTS, GROUPS, HIDDEN, SLOTS = 8, 2, 48, 3
 GROUP_OF_E = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1], dtype=torch.int32)

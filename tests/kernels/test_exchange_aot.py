@@ -21,7 +21,7 @@ def compiled(kernel: str, slots: int = 1, rows: int = 1, *, counts: bool) -> aot
     types, constants = _arguments(kernel, slots, counts)
     if "BLOCK_D" in constants:
         constants = {**constants, "ROWS": rows, "TILE": triton.next_power_of_2(rows)}
-    return aot.compile_sm90(f"moe_kernels.exchange_triton:{kernel}", types, constants)
+    return aot.compile_sm90(f"moe_kernels.exchange.kernel:{kernel}", types, constants)
 
 
 def _arguments(kernel: str, slots: int, counts: bool) -> tuple[dict[str, str], dict[str, Any]]:

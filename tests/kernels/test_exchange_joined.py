@@ -6,7 +6,7 @@ import pytest
 import torch
 from testkit.joined import HIDDEN, SLOTS, Guest, Seat, expected, layout_of, pair, rows_of
 
-from moe_kernels.exchange_layout import ABORTED, FAILED, LATE, MEMBER_GONE, MEMBER_OUT, MOST_MEMBERS
+from moe_kernels.exchange.layout import ABORTED, FAILED, LATE, MEMBER_GONE, MEMBER_OUT, MOST_MEMBERS
 
 pytestmark = pytest.mark.usefixtures("path")
 

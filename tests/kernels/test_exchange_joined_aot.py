@@ -16,13 +16,13 @@ WAITS = [(2, 1), (2, 8), (8, 256)]
 
 def compiled(kernel: str, slots: int = 1, rows: int = 1) -> aot.Compiled:
     types, constants = _arguments(kernel, slots, rows)
-    return aot.compile_sm90(f"moe_kernels.exchange_joined_triton:{kernel}", types, constants)
+    return aot.compile_sm90(f"moe_kernels.exchange.joined.kernel:{kernel}", types, constants)
 
 
 def compiled_wait(members: int, blocks: int) -> aot.Compiled:
     types = {"control": "*i64", "exchange": "i32"}
     constants = {"M": members, "BLOCKS": blocks, "TIMED": True}
-    return aot.compile_sm90("moe_kernels.exchange_joined_triton:take_joined_kernel", types, constants)
+    return aot.compile_sm90("moe_kernels.exchange.joined.kernel:take_joined_kernel", types, constants)
 
 
 def _arguments(kernel: str, slots: int, rows: int) -> tuple[dict[str, str], dict[str, Any]]:

@@ -10,8 +10,10 @@ import pytest
 import triton.language as tl
 from testkit.joined import Guest, Seat, pair, rows_of
 
-from moe_kernels import exchange_joined_launch, exchange_joined_torch, exchange_joined_triton
-from moe_kernels.exchange_layout import ABORTED, DEADLINE, FAILED, LATE, MEMBER_GONE, PATIENCE
+from moe_kernels.exchange.joined import kernel as exchange_joined_triton
+from moe_kernels.exchange.joined import launch as exchange_joined_launch
+from moe_kernels.exchange.joined import reference as exchange_joined_torch
+from moe_kernels.exchange.layout import ABORTED, DEADLINE, FAILED, LATE, MEMBER_GONE, PATIENCE
 
 MS = 1_000_000
 TICK_NS, PATIENCE_NS, DEADLINE_NS = MS, 6 * MS, 20 * MS

@@ -9,7 +9,8 @@ import pytest
 import torch
 from testkit.moe_layers import random_layer
 
-from moe_kernels import ArgumentError, plan
+from moe_kernels import ArgumentError
+from moe_kernels.plan import op as plan
 
 pytestmark = pytest.mark.usefixtures("path")
 

@@ -12,9 +12,9 @@ from testkit.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_l
 from testkit.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels import gemv_triton
-from moe_kernels.gemv_triton import gemv_moe
-from moe_kernels.quant import dequantize_experts, quantize_experts
+from moe_kernels.gemv import kernel as gemv_triton
+from moe_kernels.gemv.kernel import gemv_moe
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
 
 TILES = {"BLOCK_N": 16, "BLOCK_K": 32, "num_warps": 1, "num_stages": 2, "PDL": 0}
 QUANTISED_TILES = TILES | {"BLOCK_N": 128, "BLOCK_K": 128, "DOWN_BLOCK_K": 256}

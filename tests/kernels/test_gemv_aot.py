@@ -45,7 +45,7 @@ def compiled(
         **({"ACT": "swiglu", "PARTS": 2} if first else {"J": slots}),
         **changes,
     }
-    return aot.compile_sm90(f"moe_kernels.gemv_triton:{KERNELS[launch]}", signature, constants, num_warps=warps)
+    return aot.compile_sm90(f"moe_kernels.gemv.kernel:{KERNELS[launch]}", signature, constants, num_warps=warps)
 
 
 def loads(kernel: aot.Compiled, width: int) -> int:

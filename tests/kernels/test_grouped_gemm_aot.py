@@ -34,7 +34,7 @@ def grouped(
         "STAGES": stages, "PROGRAMS": programs, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
     }  # fmt: skip
     return aot.compile_sm90(
-        "moe_kernels.grouped_gemm_triton:grouped_gemm_kernel", signature, constants, num_warps=num_warps,
+        "moe_kernels.grouped_gemm.kernel:grouped_gemm_kernel", signature, constants, num_warps=num_warps,
         num_stages=stages, launch_pdl=True,
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def swapped(*, bits: int, block_m: int, block_n: int = 64, gated: bool = True, d
         "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": 128 if bits < 16 else 64,
     }  # fmt: skip
     return aot.compile_sm90(
-        "moe_kernels.swapped_gemm_triton:swapped_gemm_kernel", signature, constants, num_warps=4, num_stages=3,
+        "moe_kernels.grouped_gemm.swapped.kernel:swapped_gemm_kernel", signature, constants, num_warps=4, num_stages=3,
         launch_pdl=True,
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_dequantize_has_no_integer_conversion(dtype: str, bits: int) -> None:
     pointer = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
     signature = {"packed": "*u8", "scales": "*fp16", "out": pointer, "R": "i32:16", "I": "i32:16", "G": "i32:16"}
     constants = {"BITS": bits, "GROUP": 128, "DTYPE": f"tl.{dtype}", "BLOCK_R": 16, "BLOCK_B": 256}
-    code = aot.compile_sm90("moe_kernels.dequantize_triton:dequantize_kernel", signature, constants)
+    code = aot.compile_sm90("moe_kernels.quant.kernel:dequantize_kernel", signature, constants)
     aot.assert_no_i2f(code)
     check_resources(code)
 
@@ -131,14 +131,14 @@ def test_dequantize_has_no_integer_conversion(dtype: str, bits: int) -> None:
 def test_clearing_absent_rows(scatter: bool) -> None:
     signature = {"out": "*bf16", "order_S": "*i32", "ends_E": "*i32", "pairs": "i32", "WIDTH": "i32:16"}
     constants = {"LAST": 127, "SCATTER": scatter, "ROWS": 32, "BLOCK": 1024}
-    code = aot.compile_sm90("moe_kernels.grouped_gemm_triton:clear_absent_kernel", signature, constants)
+    code = aot.compile_sm90("moe_kernels.grouped_gemm.kernel:clear_absent_kernel", signature, constants)
     check_resources(code)
     assert "st.global.v4" in code.ptx
 
 
 def test_arranging_columns() -> None:
     signature = {"x": "*bf16", "out": "*bf16", "stride_x": "i32:16", "D": "i32:16"}
-    code = aot.compile_sm90("moe_kernels.swapped_gemm_triton:arrange_kernel", signature, {"BLOCK": 1024})
+    code = aot.compile_sm90("moe_kernels.grouped_gemm.swapped.kernel:arrange_kernel", signature, {"BLOCK": 1024})
     check_resources(code)
 
 
@@ -146,7 +146,7 @@ def test_arranging_columns() -> None:
 def test_experts_of_grouped_rows(experts: int) -> None:
     signature = {"counts_E": "*i64", "ids_N": "*i32", "ones_N": "*fp32", "rows": "i32", "E": "i32"}
     constants = {"BLOCK_E": experts, "BLOCK": 128}
-    code = aot.compile_sm90("moe_kernels.experts_triton:expert_of_row_kernel", signature, constants)
+    code = aot.compile_sm90("moe_kernels.experts.kernel:expert_of_row_kernel", signature, constants)
     check_resources(code)
 
 
@@ -156,7 +156,7 @@ def test_combine() -> None:
         "stride_y": "i32:16", "D": "i32:16",
     }  # fmt: skip
     constants = {"SLOTS": 8, "HAS_WEIGHTS": True, "EVEN": True, "PDL": True, "BLOCK_D": 1024}
-    code = aot.compile_sm90("moe_kernels.combine_triton:combine_kernel", signature, constants, launch_pdl=True)
+    code = aot.compile_sm90("moe_kernels.combine.kernel:combine_kernel", signature, constants, launch_pdl=True)
     check_resources(code)
     assert "ld.global.v4" in code.ptx
 

@@ -12,7 +12,7 @@ from testkit.pair_layouts import LAYOUTS, Case, case, random_ids
 from testkit.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels.grouped_outer import Rows, grouped_outer, grouped_sum
+from moe_kernels.training.grouped_outer.op import Rows, grouped_outer, grouped_sum
 
 both_paths = pytest.mark.usefixtures("path")
 TILES = {"block_o": 16, "block_i": 32, "block_m": 16, "num_warps": 4, "num_stages": 2, "group": 2}
@@ -145,7 +145,7 @@ def compiled(dy_rows: str, x_rows: str, *, dtype: str = "bf16", stages: int = 3,
     }
     integers = dict.fromkeys(("stride_dy", "stride_x", "O", "I"), "i32:16")
     return aot.compile_sm90(
-        "moe_kernels.grouped_outer_triton:grouped_outer_kernel",
+        "moe_kernels.training.grouped_outer.kernel:grouped_outer_kernel",
         {"dy": f"*{dtype}", "x": f"*{dtype}", "dw": f"*{dtype}", "order_S": "*i32", "ends_E": "*i32"}
         | descriptors
         | integers,

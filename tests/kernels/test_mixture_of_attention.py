@@ -12,8 +12,8 @@ from testkit.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError
-from moe_kernels.mixture_of_attention import MixtureOfAttention
-from moe_kernels.rotary import rotate_heads
+from moe_kernels.rotary.op import rotate_heads
+from moe_kernels.training.mixture_of_attention import MixtureOfAttention
 
 both_paths = pytest.mark.usefixtures("path")
 HIDDEN, SIZE, EXPERTS, SLOTS = 8, 4, 5, 2

@@ -58,4 +58,4 @@ def test_a_test_that_does_not_exist_is_no_proof(runner: Runner, tmp_path: Path) 
 def test_text_must_be_found_once(tmp_path: Path) -> None:
     for at, old in enumerate(("no such text", "import")):
         with pytest.raises(AssertionError, match="times"):
-            mutated_copy(Mutation(file="experts.py", old=old, new="", test=""), tmp_path / str(at))
+            mutated_copy(Mutation(file="experts/op.py", old=old, new="", test=""), tmp_path / str(at))

@@ -11,7 +11,7 @@ from testkit.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError
-from moe_kernels.paged_decode import paged_decode
+from moe_kernels.paged_decode.op import paged_decode
 
 pytestmark = pytest.mark.usefixtures("path")
 NO_BLOCK = 1 << 40

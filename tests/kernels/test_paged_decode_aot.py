@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from testkit import aot
 
-from moe_kernels.paged_decode_triton import cut, tiles_for
+from moe_kernels.paged_decode.kernel import cut, tiles_for
 
 SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
@@ -18,7 +18,7 @@ def compiled(dtype: str, group: int, head_dim: int, block_size: int = 16) -> aot
     sizes = dict.fromkeys(["window", "wanted", "stride_m", "J"], "i32")
     strides = {"stride_s": "i32:16", "stride_n": "i32:16" if head_dim % 16 == 0 else "i32"}
     return aot.compile_sm90(
-        "moe_kernels.paged_decode_triton:paged_decode_kernel",
+        "moe_kernels.paged_decode.kernel:paged_decode_kernel",
         {**tensors, "blocks_SM": "*i32", "kv_len_S": "*i32", "scale": "fp32", **sizes, **strides},
         {
             "G": group, "H": head_dim, "B": block_size, "BLOCK_G": max(16, 1 << (group - 1).bit_length()),
@@ -45,7 +45,7 @@ def test_products_on_tensor_cores_and_copies_of_16_bytes(block_size: int) -> Non
 
 def test_the_sum_of_parts_reads_wide() -> None:
     code = aot.compile_sm90(
-        "moe_kernels.paged_decode_triton:sum_parts_kernel",
+        "moe_kernels.paged_decode.kernel:sum_parts_kernel",
         {"sums": "*fp32", "logs": "*fp32", "kv_len_S": "*i32", "out": "*bf16"}
         | dict.fromkeys(["window", "wanted", "parts", "N"], "i32"),
         {"H": 128, "BLOCK_H": 128, "BLOCK_P": 64, "TILE": 8},

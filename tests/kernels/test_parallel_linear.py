@@ -9,7 +9,7 @@ from testkit.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError
-from moe_kernels.parallel_linear import parallel_linear
+from moe_kernels.training.parallel_linear import parallel_linear
 
 both_paths = pytest.mark.usefixtures("path")
 OUTPUTS = ["gates", "pair", "grouped"]

@@ -8,7 +8,7 @@ from testkit.pair_layouts import LAYOUTS, Case, by_layout, case, linear_by_pair,
 from testkit.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels.parallel_linear import parallel_linear
+from moe_kernels.training.parallel_linear import parallel_linear
 
 both_paths = pytest.mark.usefixtures("path")
 # Infinities in interpreted kernels are numpy's to warn of.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_kernels import ArgumentError, backend
-from moe_kernels.plan import Plan, plan
+from moe_kernels.plan.op import Plan, plan
 
 both_paths = pytest.mark.usefixtures("path")
 SORTS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ def plan_by(sort: str, ids_TK: Tensor, experts: int, **flags: Any) -> Plan:
     """The twin, or one of the kernels' ways with blocks small enough for a test."""
     if sort == "twin":
         return plan(ids_TK, experts, **flags)
-    from moe_kernels import plan_launch
+    from moe_kernels.plan import launch as plan_launch
 
     given_flags = {"block_rows": 128, "capacity": None, "first_come": "token", "keep_T": None, "local_E": None} | flags
     return plan_launch.launch(ids_TK, experts, **given_flags, **SORTS[sort])
@@ -226,7 +226,7 @@ def test_every_element_is_written(sort: str, flags: dict[str, Any], monkeypatch:
 
 
 def test_forced_kernels_are_what_plan_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_kernels import plan_launch
+    from moe_kernels.plan import launch as plan_launch
 
     launches: list[int] = []
     launch = plan_launch.launch

@@ -20,7 +20,7 @@ def compiled(kernel: str, pointers: str, sizes: str, flags: str, warps: int, **c
     signature = {name: special.get(name, "*i32") for name in pointers.split()}
     signature |= {name: SIZES[name] for name in sizes.split()}
     constexprs = {name: FLAGS[name] for name in flags.split()} | {"PDL": True} | constants
-    return aot.compile_sm90(f"moe_kernels.plan_triton:{kernel}", signature, constexprs, num_warps=warps)
+    return aot.compile_sm90(f"moe_kernels.plan.kernel:{kernel}", signature, constexprs, num_warps=warps)
 
 
 @pytest.mark.parametrize(("block", "warps"), [(128, 4), (1024, 8), (4096, 8)])

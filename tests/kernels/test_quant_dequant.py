@@ -9,7 +9,7 @@ from testkit import aot
 from testkit.dequant_triton import dot, unpack
 from torch import Tensor
 
-from moe_kernels.gemv_triton import P16, P256
+from moe_kernels.gemv.kernel import P16, P256
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 SHORT = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}

@@ -194,7 +194,7 @@ def compiled(experts: int, top_k: int, rows: int = 4, warps: int = 4, **flags: A
         "logits": "*bf16", "bias": "*fp32", "keep": "*u8", "ids": "*i64", "weights": "*fp32", "rows": "i32",
         "stride_t": "i32:16", "scale": "fp32",
     }  # fmt: skip
-    return aot.compile_sm90("moe_kernels.router_triton:_route_kernel", signature, constants | flags, num_warps=warps)
+    return aot.compile_sm90("moe_kernels.router.kernel:_route_kernel", signature, constants | flags, num_warps=warps)
 
 
 def _padded(size: int) -> int:
@@ -225,7 +225,7 @@ def test_machine_code_keeps_rows_in_registers(flags: dict[str, Any]) -> None:
 
 def test_experts_that_lie_too_far_apart_for_int32_are_copied() -> None:
     """Column-major logits of 8 million rows, without their memory."""
-    from moe_kernels.router_triton import near
+    from moe_kernels.router.kernel import near
 
     far = torch.empty_strided((2**23, 512), (1, 2**23), device="meta")
     assert near(far).is_contiguous()

@@ -12,7 +12,7 @@ from testkit.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_l
 from testkit.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels.quant import QuantisedWeight, dequantize_experts, quantize_experts
+from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts
 
 TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2, "PARTS_FP32": 1}
 TRUNCATED = {torch.bfloat16: 12.0}
@@ -26,7 +26,7 @@ def small(
     tiles: dict[str, int] | None = None,
     **more: Any,
 ) -> Tensor:
-    from moe_kernels.small_triton import small_moe
+    from moe_kernels.small.kernel import small_moe
 
     tiles = TILES | (tiles or {})
     flags = {name: getattr(layer, name) for name in ("activation", "bias_in", "bias_down", "weights_on")} | more
@@ -193,7 +193,7 @@ def test_quantised_in_other_blocks(bits: int, block_k: int) -> None:
 @pytest.mark.parametrize(("width", "block_k", "most"), [(768, 256, 4), (1024, 256, 3), (80, 16, 3), (1, 128, 4)])
 def test_no_split_is_empty(width: int, block_k: int, most: int) -> None:
     """One that began past the last column would read scales past the last row's."""
-    from moe_kernels.small_triton import runs
+    from moe_kernels.small.kernel import runs
 
     count, depth = runs(width, block_k, most)
     assert count <= most

@@ -40,9 +40,9 @@ def compiled(
         signature |= {"x": f"*{dtype}", "stride_x": "i32:16", "COUNTERS": "i32"}
         constants |= {"ACT": "swiglu", "GATED": True, "SCALED": False, "H_ARRANGED": bits < 16, "LISTED": bits < 16}
         constants |= {"BLOCK_S": pairs, "BLOCK_C": 64}
-    kernel = "small_down_triton:small_down_kernel" if down else "small_in_triton:small_in_kernel"
+    kernel = "down_kernel:small_down_kernel" if down else "in_kernel:small_in_kernel"
     return aot.compile_sm90(
-        f"moe_kernels.{kernel}", signature, constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=True
+        f"moe_kernels.small.{kernel}", signature, constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=True
     )  # fmt: skip
 
 
@@ -101,13 +101,13 @@ def test_lists_and_the_sum_in_launches_of_their_own(pairs: int) -> None:
     choice = {name: POINTERS[name] for name in ("ids", "local", "keep")}
     shared = {"SLOTS": 8, "HAS_LOCAL": True, "HAS_KEEP": True, "PDL": True}
     lists = aot.compile_sm90(
-        "moe_kernels.small_in_triton:small_lists_kernel",
+        "moe_kernels.small.in_kernel:small_lists_kernel",
         {"x": "*bf16", "out": "*bf16", "stride_x": "i32:16", "D": "i32:16", **LISTS, **choice, **sizes},
         shared | {"BY_PAIR": pairs <= 512, "ARRANGE": True, "BLOCK_S": pairs, "BLOCK_C": 64, "BLOCK_D": 1024},
         launch_pdl=True,
     )
     total = aot.compile_sm90(
-        "moe_kernels.small_down_triton:small_combine_kernel",
+        "moe_kernels.small.down_kernel:small_combine_kernel",
         {"parts": "*bf16", "y": "*bf16", "D": "i32:16", "weights": "*fp32", **choice}
         | {name: sizes[name] for name in ("T", "S", "IDS", "E")},
         shared | {"WEIGHTED": True, "SPLIT_K": 4, "BLOCK_T": 1, "BLOCK_N": 256},

@@ -13,11 +13,11 @@ from testkit.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError, route
-from moe_kernels.activation_gradients import activation_backward
-from moe_kernels.activations import Activation, activate, gated
-from moe_kernels.parallel_linear import parallel_linear
-from moe_kernels.plan import Plan, plan
-from moe_kernels.sparse_mlp import SparseMLP, softmax_gates, sparse_mlp
+from moe_kernels.activations.op import Activation, activate, gated
+from moe_kernels.plan.op import Plan, plan
+from moe_kernels.training.activation_gradients.op import activation_backward
+from moe_kernels.training.parallel_linear import parallel_linear
+from moe_kernels.training.sparse_mlp import SparseMLP, softmax_gates, sparse_mlp
 
 both_paths = pytest.mark.usefixtures("path")
 # Infinities in interpreted kernels are numpy's to warn of.

@@ -11,7 +11,8 @@ from testkit.tolerances import assert_close
 from torch import Tensor
 
 import moe_kernels as mk
-from moe_kernels import ArgumentError, Plan, SparseMLP, plan
+from moe_kernels import ArgumentError, Plan, SparseMLP
+from moe_kernels.plan import op as plan
 
 pytestmark = pytest.mark.usefixtures("path")
 IDS_TK = random_ids(12, 2, 3)
@@ -90,13 +91,13 @@ def test_a_plan_that_does_not_fit_is_named(record: bool) -> None:
         f"{fits}24 pairs of 4 slots and 3 experts": plan(IDS_TK.view(6, 4), 3),
         f"{fits}24 pairs of 2 slots and 4 experts": plan(IDS_TK, 4),
         "plan must have block_rows in .*, found 8": plan(IDS_TK, 3, block_rows=8),
-        "plan must be what moe_kernels.plan makes, found dict": {},
+        "plan must be what moe_kernels.plan.op makes, found dict": {},
     }.items():
         with pytest.raises(ArgumentError, match=words), torch.set_grad_enabled(record):
             module(x_TD, ids_TK=IDS_TK, gates_TK=gates_TK, plan=order)
 
 
 def test_the_op_is_public() -> None:
-    from moe_kernels.sparse_mlp import sparse_mlp
+    from moe_kernels.training.sparse_mlp import sparse_mlp
 
     assert mk.sparse_mlp is sparse_mlp

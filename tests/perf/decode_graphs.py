@@ -40,7 +40,7 @@ from testkit.tolerances import tolerance  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moe_kernels import backend  # noqa: E402
-from moe_kernels.paged_decode import paged_decode  # noqa: E402
+from moe_kernels.paged_decode.op import paged_decode  # noqa: E402
 from services.attention.step import cuda_graphs as graphs  # noqa: E402
 from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
 from services.attention.step.forward import forward  # noqa: E402
@@ -179,7 +179,7 @@ class Bench:
     # tune
 
     def tune(self) -> None:
-        from moe_kernels import paged_decode_triton as kernel
+        from moe_kernels.paged_decode import kernel
 
         context, before, least = self.options.context, kernel.tiles_for, kernel._PROGRAMS_PER_SM
         sizes = ((64, 4), (32, 4), (64, 8), (128, 8), (32, 2))

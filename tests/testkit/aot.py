@@ -1,7 +1,7 @@
 """Kernels compiled for an H200 (sm_90) on a machine without a GPU, and what must hold of the machine code.
 
     compiled = aot.compile_sm90(
-        "moe_kernels.plan_triton:_kernel",
+        "moe_kernels.plan.kernel:_kernel",
         {"ids": "*i32", "x": "*bf16", "y": "tensordesc<bf16[128,64]>", "rows": "i32:16", "scale": "fp32"},
         {"BLOCK": 128, "DTYPE": "tl.bfloat16"},
         num_warps=4, num_stages=3,  # and num_ctas, maxnreg, launch_pdl

@@ -1,9 +1,9 @@
-"""The unpacking helpers of moe_kernels.dequant_triton as whole kernels."""
+"""The unpacking helpers of moe_kernels.quant.decode_kernel as whole kernels."""
 
 import triton
 import triton.language as tl
 
-from moe_kernels.dequant_triton import int4_halves, int4_offset, int4_products, int8_products, int8_values
+from moe_kernels.quant.decode_kernel import int4_halves, int4_offset, int4_products, int8_products, int8_values
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """A seat's joined calls and fake guests of it, in one process.
 
-Guests' own ends are the twins of :mod:`moe_kernels.exchange`; the path that a test runs on is that of the joined calls.
+Guests' own ends are the twins of :mod:`moe_kernels.exchange.op`; the path that a test runs on is that of the joined
+calls.
 Legend: T rows of a guest, C rows of a call, D hidden size, K slots, E experts.
 """
 
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.exchange import send_rows, sum_answers
-from moe_kernels.exchange_joined import Joined, send_joined, take_joined
-from moe_kernels.exchange_layout import (
+from moe_kernels.exchange.joined.op import Joined, send_joined, take_joined
+from moe_kernels.exchange.layout import (
     ANSWERS,
     BASE,
     DEADLINE,
@@ -31,6 +31,7 @@ from moe_kernels.exchange_layout import (
     Layout,
     member_word,
 )
+from moe_kernels.exchange.op import send_rows, sum_answers
 
 EXPERTS, HIDDEN, SLOTS = 8, 48, 3
 GROUP_OF_E = torch.zeros(EXPERTS, dtype=torch.int32)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.plan import Plan, plan
+from moe_kernels.plan.op import Plan, plan
 
 LAYOUTS = ["token", "pair", "grouped"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.fabric.nccl.lanes import Lanes
 from services.fabric.shared_memory.link import SymmLink, SymmOptions
 from services.fabric.shared_memory.memory import HostMemory, PeerMemory

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moe_kernels as mk
-from moe_kernels.sparse_mlp import softmax_gates, sparse_mlp
+from moe_kernels.training.sparse_mlp import softmax_gates, sparse_mlp
 from pocket_moe.config import PocketConfig
 from pocket_moe.documents import Documents
 

@@ -13,11 +13,11 @@ from bench import draws
 from bench.bank import DTYPES
 from bench.checks.base import Check, kernels, layer, random, require
 from bench.checks.layers import act
-from moe_kernels.experts import fused_moe, grouped_mlp
-from moe_kernels.parallel_linear import parallel_linear
-from moe_kernels.plan import plan
-from moe_kernels.router import route
-from moe_kernels.sparse_mlp import sparse_mlp
+from moe_kernels.experts.op import fused_moe, grouped_mlp
+from moe_kernels.plan.op import plan
+from moe_kernels.router.op import route
+from moe_kernels.training.parallel_linear import parallel_linear
+from moe_kernels.training.sparse_mlp import sparse_mlp
 
 SHAPE: Final = "olmoe/4"
 Run = Callable[[], list[Tensor]]

@@ -12,8 +12,8 @@ from bench import draws
 from bench.bank import DTYPES, QUANTISED
 from bench.checks.base import Check, Layer, kernels, layer, random, share, twins
 from bench.draws import Draw
-from moe_kernels.activations import Activation
-from moe_kernels.experts import fused_moe, grouped_mlp
+from moe_kernels.activations.op import Activation
+from moe_kernels.experts.op import fused_moe, grouped_mlp
 
 DIVISORS: Final = {
     "mixtral": 4,
@@ -83,7 +83,7 @@ def exact(made: Layer, x_TD: Tensor, draw: Draw) -> Tensor:
 
 
 def act(made: Layer) -> Activation:
-    return made.shape.activation  # type: ignore[return-value]  # a name of moe_kernels.activations by construction
+    return made.shape.activation  # type: ignore[return-value]  # a name of moe_kernels.activations.op by construction
 
 
 def _counts(rows: int, experts: int, device: str) -> Tensor:

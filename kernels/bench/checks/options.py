@@ -17,9 +17,9 @@ from bench.draws import Draw
 from bench.tune import lookup
 from bench.tune_workers import Work
 from moe_kernels import tiles as table
-from moe_kernels.experts import fused_moe
-from moe_kernels.plan import plan
-from moe_kernels.quant import QuantisedWeight, dequantize_experts, quantize_experts
+from moe_kernels.experts.op import fused_moe
+from moe_kernels.plan.op import plan
+from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts
 
 SHAPE: Final = "olmoe/4"
 UNGATED: Final = "scattermoe/8"

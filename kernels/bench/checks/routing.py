@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 
 from bench.checks.base import Check, kernels, random, require, share, twins
-from moe_kernels.plan import Plan, plan
-from moe_kernels.router import route
+from moe_kernels.plan.op import Plan, plan
+from moe_kernels.router.op import route
 
 ROWS: Final = (0, 1, 3, 64, 513, 4096)
 FAMILIES: Final[dict[str, tuple[int, dict[str, Any]]]] = {

@@ -12,11 +12,11 @@ from torch import Tensor
 from bench import draws
 from bench.bank import DTYPES, QUANTISED
 from bench.checks.base import Check, Weight, exact_weight, kernels, random, share, twins
-from moe_kernels.activations import Activation, gated
-from moe_kernels.experts import fused_moe
-from moe_kernels.plan import plan
-from moe_kernels.quant import quantize_experts
-from moe_kernels.sparse_mlp import sparse_mlp
+from moe_kernels.activations.op import Activation, gated
+from moe_kernels.experts.op import fused_moe
+from moe_kernels.plan.op import plan
+from moe_kernels.quant.op import quantize_experts
+from moe_kernels.training.sparse_mlp import sparse_mlp
 
 SIZES: Final = ((256, 128, 16, 4), (1024, 384, 60, 6), (512, 1408, 10, 2))
 """Hidden size, width of an expert, experts, slots."""

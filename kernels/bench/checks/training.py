@@ -12,10 +12,10 @@ from torch import Tensor
 from bench import draws
 from bench.bank import DTYPES
 from bench.checks.base import Check, kernels, random, share, twins, unaligned
-from moe_kernels.mixture_of_attention import MixtureOfAttention
-from moe_kernels.parallel_linear import parallel_linear
-from moe_kernels.plan import plan
-from moe_kernels.sparse_mlp import sparse_mlp
+from moe_kernels.plan.op import plan
+from moe_kernels.training.mixture_of_attention import MixtureOfAttention
+from moe_kernels.training.parallel_linear import parallel_linear
+from moe_kernels.training.sparse_mlp import sparse_mlp
 
 ROWS: Final = (5, 130, 1000)
 EXPERTS: Final = 12
@@ -112,7 +112,7 @@ def check_mlp(activation: str, dtype: str, rows: int, device: str) -> float:
     def run(inputs: Inputs) -> Tensor:
         return sparse_mlp(
             inputs["x"], inputs["w_in"], inputs["w_out"], order, inputs["gates"], bias_in=inputs["bias_in"],
-            activation=activation,  # type: ignore[arg-type]  # a name of moe_kernels.activations
+            activation=activation,  # type: ignore[arg-type]  # a name of moe_kernels.activations.op
         )  # fmt: skip
 
     return _compare(run, inputs, DTYPES[dtype], device)

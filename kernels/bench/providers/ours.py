@@ -12,10 +12,10 @@ from bench.case import Case
 from bench.providers.base import require
 from bench.timing import Call
 from moe_kernels import backend
-from moe_kernels.experts import fused_moe, grouped_mlp
-from moe_kernels.parallel_linear import parallel_linear
-from moe_kernels.plan import plan
-from moe_kernels.router import route
+from moe_kernels.experts.op import fused_moe, grouped_mlp
+from moe_kernels.plan.op import plan
+from moe_kernels.router.op import route
+from moe_kernels.training.parallel_linear import parallel_linear
 
 
 def prepare_ours(case: Case) -> Call:

@@ -14,7 +14,7 @@ from bench.case import Case
 from bench.providers.base import Unsupported, require
 from bench.providers.ours import grouped_rows
 from bench.timing import Call
-from moe_kernels.activations import activate
+from moe_kernels.activations.op import activate
 
 
 def prepare_grouped_mm(case: Case) -> Call:

@@ -22,9 +22,9 @@ from bench.results import Row
 from bench.shapes import LayerShape, find
 from bench.suites.modules import timed
 from bench.timing import Call
-from moe_kernels.combine import combine
-from moe_kernels.plan import plan
-from moe_kernels.router import route
+from moe_kernels.combine.op import combine
+from moe_kernels.plan.op import plan
+from moe_kernels.router.op import route
 
 ROWS: Final = (128, 512, 2048, 8192)
 CAPACITY_FACTOR: Final = 1.25

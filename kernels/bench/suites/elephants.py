@@ -23,7 +23,7 @@ from bench.shapes import LayerShape
 from bench.suites.modules import timed
 from bench.timing import Call, copies_for
 from moe_kernels import backend
-from moe_kernels.quant import QuantisedWeight, quantize_experts
+from moe_kernels.quant.op import QuantisedWeight, quantize_experts
 
 ACTIVE: Final = (1, 4, 8, 16, 24, 32)
 ROWS_EACH: Final = 8
@@ -100,7 +100,7 @@ def _stored(w: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weights as stored, scales, and what they mean in float32."""
     if bits == 16:
         return w, w, w.float()
-    from moe_kernels.quant import dequantize_experts
+    from moe_kernels.quant.op import dequantize_experts
 
     q: QuantisedWeight = quantize_experts(w, bits, 0)
     return q.packed, q.scales, dequantize_experts(q)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.dequant_triton import int4_halves, int8_values
+from moe_kernels.quant.decode_kernel import int4_halves, int8_values
 
 
 @triton.jit

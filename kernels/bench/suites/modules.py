@@ -21,9 +21,9 @@ from bench.providers.torch_chains import sort_pairs
 from bench.results import Row
 from bench.shapes import LayerShape
 from bench.timing import Call, Timing, measure, peak_mib
-from moe_kernels.activations import Activation, activate
-from moe_kernels.plan import plan
-from moe_kernels.sparse_mlp import sparse_mlp
+from moe_kernels.activations.op import Activation, activate
+from moe_kernels.plan.op import plan
+from moe_kernels.training.sparse_mlp import sparse_mlp
 
 
 class Experts(nn.Module):

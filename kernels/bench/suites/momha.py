@@ -19,7 +19,7 @@ from bench.draws import Draw
 from bench.measuring import Settings
 from bench.results import Row
 from bench.suites.modules import forward_call, timed, training_call
-from moe_kernels.mixture_of_attention import MixtureOfAttention
+from moe_kernels.training.mixture_of_attention import MixtureOfAttention
 
 LENGTH: Final = 2048
 SEQUENCES: Final = 16

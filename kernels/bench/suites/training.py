@@ -21,7 +21,7 @@ from bench.results import Row
 from bench.shapes import LayerShape
 from bench.suites.modules import KINDS, Experts, timed
 from bench.timing import Call
-from moe_kernels.sparse_mlp import softmax_gates
+from moe_kernels.training.sparse_mlp import softmax_gates
 
 SHAPE: Final = LayerShape(name="mixtral-1.5b", title="Mixtral 1.5B", d=1024, f=3584, E=8, k=2, tuned=False)
 LAYERS: Final = 16

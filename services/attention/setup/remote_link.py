@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.config import Settings
 from services.fabric.nccl.lanes import lanes_for
 from services.fabric.secret import read_secret

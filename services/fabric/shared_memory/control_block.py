@@ -1,10 +1,10 @@
-"""The words by which a host steers a step's kernels, on the device: see :mod:`moe_kernels.exchange_layout`."""
+"""The words by which a host steers a step's kernels, on the device: see :mod:`moe_kernels.exchange.layout`."""
 
 from __future__ import annotations
 
 import torch
 
-from moe_kernels.exchange_layout import ABORTED, FAILED, WORDS
+from moe_kernels.exchange.layout import ABORTED, FAILED, WORDS
 
 _RING = 64
 

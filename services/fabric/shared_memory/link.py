@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange import send_rows, sum_answers
-from moe_kernels.exchange_layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MOST_GROUPS, Layout
+from moe_kernels.exchange.layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MOST_GROUPS, Layout
+from moe_kernels.exchange.op import send_rows, sum_answers
 from services.errors import ExpertUnavailable
 from services.fabric.device_counters import Counters
 from services.fabric.shared_memory.control_block import ControlBlock
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class SymmOptions:
     """``deadline_s``: longest wait for one exchange, ``beside_s`` where a seat shares its device with attention, if
     that is longer; ``quarantine_s``: how long a seat that let one pass gets none; ``unavailable_s``: how long a step is
-    run again and again; ``crowded``: seats share this GPU, see :func:`moe_kernels.exchange.sum_answers`."""
+    run again and again; ``crowded``: seats share this GPU, see :func:`moe_kernels.exchange.op.sum_answers`."""
 
     deadline_s: float = 0.02
     beside_s: float = 0.0

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.errors import ExpertMeshError, FabricError
 from services.fabric.shared_memory.memory import Mapping, PeerMemory, Region
 from services.fabric.shared_memory.messages import Offer, Step, Stop, Taken

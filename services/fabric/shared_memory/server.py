@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.device_counters import Counters, beside
 from services.fabric.shared_memory.busy_time import Occupied

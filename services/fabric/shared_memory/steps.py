@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange import send_answers, take_rows
-from moe_kernels.exchange_layout import ABORTED, BASE, DEADLINE, FAILED, LAST, PEER, Layout
+from moe_kernels.exchange.layout import ABORTED, BASE, DEADLINE, FAILED, LAST, PEER, Layout
+from moe_kernels.exchange.op import send_answers, take_rows
 from services.fabric.shared_memory.busy_time import GraphWatch, HostWatch, Watch
 from services.fabric.shared_memory.control_block import ControlBlock
 from services.fabric.shared_memory.messages import Step, buckets
@@ -61,7 +61,7 @@ class StepBody:
 
     Args:
         layers: in the order of the model; ``counts_LE`` has a row for each.
-        inbox: see :func:`moe_kernels.exchange.take_rows`.
+        inbox: see :func:`moe_kernels.exchange.op.take_rows`.
     """
 
     def __init__(

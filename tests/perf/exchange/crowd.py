@@ -11,8 +11,8 @@ import torch
 from perf.exchange.children import Parent
 from perf.exchange.world import World, device_of, whole_rows
 
-from moe_kernels.exchange import sum_answers, take_rows
-from moe_kernels.exchange_layout import ANSWERS, DEADLINE, LAST, WORDS
+from moe_kernels.exchange.layout import ANSWERS, DEADLINE, LAST, WORDS
+from moe_kernels.exchange.op import sum_answers, take_rows
 
 CALLS, SPIN_MS = 12, 30
 SHARES = (4, 2)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
 from services.model.experts import ExpertShard, ExpertWeights

@@ -22,7 +22,7 @@ from bench.results import COLUMNS, Row
 from bench.shapes import find
 from bench.suites import SUITES
 from bench.timing import Call, Timing, copies_for
-from moe_kernels.quant import quantize_experts
+from moe_kernels.quant.op import quantize_experts
 
 MACHINE = Machine(gpu="G", torch="2", triton="3", vllm="", date="2026-11-21", commit="abc")
 CPU = Settings(device="cpu", budget_s=0.0, scale=32, tokens=8, suite="test")
@@ -188,7 +188,7 @@ def test_marlins_words_hold_our_codes_in_order(bits: int) -> None:
     per_word = 32 // bits
     assert words.shape == (256 // per_word, 16)
     scale = weight.scales[0].float().repeat_interleave(128, dim=1)
-    from moe_kernels.quant import dequantize_experts
+    from moe_kernels.quant.op import dequantize_experts
 
     codes = (dequantize_experts(weight)[0] / scale).round().int() + 2 ** (bits - 1)
     for column in (0, 1, 63, 64, 130, 255):

@@ -21,7 +21,7 @@ from testkit.servers import wait_until
 from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
 from torch import Tensor
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
 from services.fabric.shared_memory import server as symm_host

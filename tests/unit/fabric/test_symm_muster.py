@@ -12,7 +12,7 @@ import pytest
 import torch
 from testkit.servers import wait_until
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.errors import FabricError, WireError
 from services.fabric.shared_memory.joint.policy import Hold, Tempo
 from services.fabric.shared_memory.joint.queue import HOLD_SHARE, PATIENCE_SHARE, Muster

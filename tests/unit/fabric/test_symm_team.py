@@ -17,7 +17,7 @@ from testkit.servers import wait_until
 from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
 from torch import Tensor
 
-from moe_kernels.exchange_layout import Layout
+from moe_kernels.exchange.layout import Layout
 from services.fabric.shared_memory.joint.policy import Hold, Tempo
 from services.fabric.shared_memory.joint.queue import _Alike
 from services.fabric.shared_memory.joint.steps import Guest, Joining, Team, TeamBody

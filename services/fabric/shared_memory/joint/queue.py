@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moe_kernels.exchange_layout import MOST_MEMBERS, Layout
+from moe_kernels.exchange.layout import MOST_MEMBERS, Layout
 from services.errors import ExpertMeshError, WireError
 from services.fabric.shared_memory.joint.policy import Tempo
 from services.fabric.shared_memory.joint.steps import Guest, Joining, Team

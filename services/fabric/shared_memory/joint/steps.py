@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange_joined import Joined, send_joined, take_joined
-from moe_kernels.exchange_layout import (
+from moe_kernels.exchange.joined.op import Joined, send_joined, take_joined
+from moe_kernels.exchange.layout import (
     DEADLINE,
     LATE,
     MEMBER_ANSWERS,

@@ -1,0 +1,88 @@
+"""One grouped call for the rows of several guests of a seat whose steps began together.
+
+In place of :func:`moe_kernels.exchange.op.take_rows` and :func:`~moe_kernels.exchange.op.send_answers`, for all of them
+at once; who sends and who sums notices nothing. Weights are read once for all rows of the call. A member that fails to
+come is left out for the rest of the step, and the others go on. Words of the control block are those that
+:mod:`moe_kernels.exchange.layout` names for members.
+Legend: M members, R rows that each has room for, C = M x R, D hidden size, K slots, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_kernels import backend
+from moe_kernels.exchange.layout import MOST_MEMBERS, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Room for the rows of a call, on the seat's device: member m has rows from ``m * bucket`` on.
+
+    ids are -1 where there are no rows.
+    """
+
+    x_CD: Tensor
+    taken_CK: Tensor
+    weights_CK: Tensor
+
+    @staticmethod
+    def room(rows: int, layout: Layout, device: torch.device) -> Joined:
+        """For calls of up to ``rows`` of all members."""
+        return Joined(
+            x_CD=torch.zeros(rows, layout.hidden, dtype=layout.dtype, device=device),
+            taken_CK=torch.full((rows, layout.slots), -1, dtype=torch.int32, device=device),
+            weights_CK=torch.zeros(rows, layout.slots, dtype=torch.float32, device=device),
+        )
+
+    def of(self, rows: int) -> Joined:
+        """The same with room for fewer rows."""
+        return Joined(self.x_CD[:rows], self.taken_CK[:rows], self.weights_CK[:rows])
+
+
+def take_joined(joined: Joined, control: Tensor, *, layout: Layout, members: int, bucket: int, exchange: int) -> None:
+    """Wait for the rows of an exchange of every member, then copy them into ``joined``.
+
+    Args:
+        layout: of every member's memory.
+        members: that the call has room for: 2, 4 or 8.
+        bucket: rows of each, at least as many as any member's.
+    """
+    assert members <= MOST_MEMBERS
+    assert joined.x_CD.shape[0] == members * bucket
+    with backend.device_of(control):
+        _ways(control).take_joined(joined, control, layout, members, bucket, exchange)
+
+
+def send_joined(
+    y: Tensor,
+    joined: Joined,
+    counts_E: Tensor,
+    control: Tensor,
+    *,
+    layout: Layout,
+    members: int,
+    bucket: int,
+    exchange: int,
+) -> None:
+    """``y_CD``, or ``y_CKD`` where they return unsummed, to the attention workers of all rows taken; then the flags.
+
+    Args:
+        counts_E: int64, pairs by expert so far.
+    """
+    with backend.device_of(y):
+        _ways(y).send_joined(y.contiguous(), joined, counts_E, control, layout, members, bucket, exchange)
+
+
+def _ways(tensor: Tensor) -> ModuleType:
+    if backend.use_triton(tensor):
+        from moe_kernels.exchange.joined import launch as exchange_joined_launch
+
+        return exchange_joined_launch
+    from moe_kernels.exchange.joined import reference as exchange_joined_torch
+
+    return exchange_joined_torch

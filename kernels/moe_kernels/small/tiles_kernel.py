@@ -1,0 +1,231 @@
+"""What both launches of the small-T layer share: which rows an expert has, and a block of its weights times those rows.
+
+Products run with the operands swapped: the weights' rows fill the 64 rows that Hopper's matrix instruction wants, the
+few tokens are its columns, so that 16 tokens cost no more arithmetic than one.
+Legend: S pairs (token, slot), K slots, E experts, N a block of the weight's rows, M a block of tokens, I input columns.
+
+Quantised weights are unpacked a 32-bit word at a time, where they lie (WORDS): a thread reads 16 bytes of a row and
+turns them into the registers of the matrix instruction, so it holds other columns, and other rows, than the
+instruction counts. For rows :func:`row_of` makes up for it at the end; for columns the activations lie in the same
+order beforehand, :func:`slot_of`. Unpacking then takes 1.4 instructions per int4 weight, and no exchange between
+threads; the H200's bandwidth leaves time for about four.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_kernels.quant.decode_kernel import int4_halves, int8_values
+
+RUN = tl.constexpr(128)
+"""Input columns in one run of the int4 layout: low nibbles are its first 64 columns, high nibbles the rest."""
+WORDS_WIDE = tl.constexpr(16)
+"""Words of a row that are unpacked together: four threads times 16 bytes. Loads of wider tiles are laid out over the
+threads in a way that no renaming turns into the instruction's."""
+
+
+@triton.jit
+def local_experts(ids, local, keep, pairs, S, IDS, E, SLOTS: tl.constexpr, HAS_LOCAL: tl.constexpr,
+                  HAS_KEEP: tl.constexpr):
+    """Expert of each pair in this process, int32; -1 if it is elsewhere, its token is masked out, or it is past S.
+
+    Example: ids ``[5, 2, 9]``, local table ``[-1, -1, 0, -1, -1, 1]``, E 2: ``[1, 0, -1]``.
+    """
+    inside = pairs < S
+    expert = tl.load(ids + pairs, mask=inside, other=-1)
+    if HAS_LOCAL:
+        known = (expert >= 0) & (expert < IDS)
+        expert = tl.load(local + expert, mask=known, other=-1)
+    if HAS_KEEP:
+        kept = tl.load(keep + pairs // SLOTS, mask=inside, other=0)
+        expert = tl.where(kept != 0, expert, -1)
+    return tl.where((expert >= 0) & (expert < E), expert, -1).to(tl.int32)
+
+
+@triton.jit
+def slot_of(column):
+    """Where a column of activations lies within its run of 64 if the weights it meets are read in WORDS.
+
+    Bits 54 of a column's number name the thread of four that reads its byte, 32 the word, 1 the half of a register, 0
+    the register; the matrix instruction expects the same value at bits 320541.
+    Example: columns 0, 1, 2, 3, 4, 16, 64 lie at 0, 8, 1, 9, 16, 2, 64.
+    """
+    word = column // 4 % 4 * 16 + column % 2 * 8
+    return column // 64 * 64 + word + column // 16 % 4 * 2 + column // 2 % 2
+
+
+@triton.jit
+def row_of(row, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """Which row of a weight block a row of its product is; the same one unless WORDS.
+
+    Warp w reads rows 8w..8w+7 of every 8 WARPS rows; the instruction counts the octets that a warp read first and
+    second as its rows 16w..16w+15. Example: WARPS 4: product rows 0, 8, 16, 64 are rows 0, 32, 8, 64.
+    """
+    if WORDS:
+        block = row // (16 * WARPS) * (16 * WARPS)
+        return block + row // 8 % 2 * (8 * WARPS) + row // 16 % WARPS * 8 + row % 8
+    else:
+        return row
+
+
+@triton.jit
+def _two(bits, minus, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """A word's halves as numbers, low half first, less ``minus`` (a word's halves too)."""
+    low = (bits & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    high = (bits >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    low_minus = (minus & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    high_minus = (minus >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    if UPCAST:
+        return tl.join((low.to(tl.float32) - low_minus.to(tl.float32)).to(DTYPE),
+                       (high.to(tl.float32) - high_minus.to(tl.float32)).to(DTYPE))
+    else:
+        return tl.join(low - low_minus, high - high_minus)
+
+
+@triton.jit
+def _code_pair(word, magic, BITS: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Codes in the low bits of a word's halves to ``[..., 2]`` numbers, exactly; ``dequant_triton`` has the argument.
+
+    magic: 0x64006400 (float16) or 0x43004300 (bfloat16), which is no constant on purpose: an instruction can take one
+    constant, the mask, so ``word & mask | magic`` is one instruction.
+    """
+    if BITS == 4:
+        bits = (word & 0x000F000F) | magic
+        minus = tl.full(word.shape, 0x64086408 if DTYPE == tl.float16 else 0x43084308, tl.uint32)
+    elif DTYPE == tl.float16:
+        bits = (word & 0x00FF00FF) | magic
+        minus = tl.full(word.shape, 0x64806480, tl.uint32)
+    else:
+        # 7 mantissa bits: the eighth bit of the code chooses between 128 and 256 to subtract.
+        bits = (word & 0x007F007F) | magic
+        minus = (word & 0x00800080) ^ (magic | 0x00800080)
+    return _two(bits, minus, DTYPE, UPCAST)
+
+
+@triton.jit
+def _numbers(tile, magic, BITS: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr, DTYPE: tl.constexpr,
+             UPCAST: tl.constexpr):
+    """A stored tile to ``[N, columns]`` of DTYPE, without scales; if WORDS in the order of row_of and slot_of."""
+    if BITS == 16:
+        return tile
+    elif WORDS:
+        word = tile.to(tl.uint32, bitcast=True)
+        N: tl.constexpr = tile.shape[0]
+        # [N, words, half, register]: bytes 0 and 2 of a word, then bytes 1 and 3.
+        low = tl.join(_code_pair(word, magic, BITS, DTYPE, UPCAST), _code_pair(word >> 8, magic, BITS, DTYPE, UPCAST))
+        # Rows become (block, octet, warp, row), words (thread, word).
+        if BITS == 4:
+            word = word >> 4
+            high = tl.join(_code_pair(word, magic, BITS, DTYPE, UPCAST),
+                           _code_pair(word >> 8, magic, BITS, DTYPE, UPCAST))
+            both = tl.join(low, high).reshape(N // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2)
+            return both.permute(0, 2, 1, 3, 8, 5, 7, 4, 6).reshape(N, 128)
+        else:
+            low = low.reshape(N // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2)
+            return low.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(N, 64)
+    elif BITS == 4:
+        low, high = int4_halves(tile, DTYPE)
+        return tl.join(low, high).permute(0, 2, 1).reshape(tile.shape[0], 2 * tile.shape[1])
+    else:
+        return int8_values(tile, DTYPE)
+
+
+@triton.jit
+def _weight_tile(w, row, column, rows_left, I, TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                 EVICT_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+    """``[BLOCK_N, COLUMNS]`` stored elements of the matrix ``[rows, I]``; zeros past its last column."""
+    if TMA:
+        return w.load([row.to(tl.int32), column])
+    else:
+        rows = tl.arange(0, BLOCK_N)
+        columns = column + tl.arange(0, COLUMNS)
+        at = w + (row + rows)[:, None] * I + columns[None, :]
+        policy: tl.constexpr = "evict_first" if EVICT_FIRST else ""
+        if EVEN_N and EVEN_K:
+            return tl.load(at, eviction_policy=policy)
+        else:
+            mask = (rows < rows_left)[:, None] & (columns < I)[None, :]
+            return tl.load(at, mask=mask, other=0, eviction_policy=policy)
+
+
+@triton.jit
+def _add(acc_NM, weight_NK, x_MK, scale_N, GROUPED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + weight x^T, the product times the scale of its row if GROUPED."""
+    if UPCAST:
+        weight_NK = weight_NK.to(tl.float32)
+        x_MK = x_MK.to(tl.float32)
+    if GROUPED:
+        part_NM = tl.dot(weight_NK, x_MK.T, input_precision=PRECISION)
+        return acc_NM + part_NM * scale_N.to(tl.float32)[:, None]
+    else:
+        return tl.dot(weight_NK, x_MK.T, acc_NM, input_precision=PRECISION)
+
+
+@triton.jit
+def products(
+    x, sources_M, valid_M, stride_x, w, scales, magic, row, up_rows, rows_left, k_from, k_to, I, G,
+    GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr,
+    TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT_FIRST: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Weight rows times tokens over columns k_from..k_to: ``[BLOCK_N, BLOCK_M]`` float32, scaled; a second one for
+    the rows ``up_rows`` further on if GATED. Rows come in the order of :func:`row_of`.
+
+    row: first row in the matrix ``[E * O, I]``; the first ``rows_left`` rows of the block count, the rest hold
+    anything. sources_M: rows of x, columns that are not valid_M come out as 0. GROUP: columns per scale, 0 if a row
+    has one. G: scales per row.
+    Example: w ``[[1, 2], [3, 4]]``, x ``[[10, 20]]``: ``[[50], [110]]``.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    GROUPED: tl.constexpr = GROUP > 0 and BITS < 16
+    # Columns per stored element: 1, or those of a byte or a word.
+    PACKED: tl.constexpr = 1 if BITS == 16 else (32 if WORDS else 8) // BITS
+    STEP: tl.constexpr = WORDS_WIDE * PACKED if WORDS else (RUN if BITS == 4 else BLOCK_K)
+    columns = tl.arange(0, STEP)
+    x_at = x + sources_M.to(tl.int64)[:, None] * stride_x + columns[None, :]
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    scale = valid_M
+    scale_up = valid_M
+    if BITS < 16:
+        rows = row_of(tl.arange(0, BLOCK_N), WARPS, WORDS)
+        scale_ok = rows < rows_left
+        scales_at = scales + (row + rows) * G
+        if GROUPED:
+            scale = tl.load(scales_at + k_from // GROUP, mask=scale_ok, other=0.0)
+            if GATED:
+                scale_up = tl.load(scales_at + up_rows * G + k_from // GROUP, mask=scale_ok, other=0.0)
+    for k in tl.range(k_from, k_to, BLOCK_K, num_stages=STAGES):
+        for piece in tl.static_range(BLOCK_K // STEP):
+            at = k + piece * STEP
+            # Weights first: their copies need not wait for the list of tokens.
+            tile = _weight_tile(w, row, at // PACKED, rows_left, I // PACKED, TMA, EVEN_N, EVEN_K, EVICT_FIRST, BLOCK_N,
+                                STEP // PACKED)
+            if GATED:
+                tile_up = _weight_tile(w, row + up_rows, at // PACKED, rows_left, I // PACKED, TMA, EVEN_N, EVEN_K,
+                                       EVICT_FIRST, BLOCK_N, STEP // PACKED)
+            if EVEN_K:
+                tokens = tl.load(x_at + at, mask=valid_M[:, None], other=0.0)
+            else:
+                tokens = tl.load(x_at + at, mask=valid_M[:, None] & (at + columns < I)[None, :], other=0.0)
+            if GROUPED:
+                # The next step's scales travel while this one computes.
+                following = (at + STEP) // GROUP
+                scale_next = tl.load(scales_at + following, mask=scale_ok & (at + STEP < k_to), other=0.0)
+            numbers = _numbers(tile, magic, BITS, WORDS, WARPS, DTYPE, UPCAST)
+            gate = _add(gate, numbers, tokens, scale, GROUPED, UPCAST, PRECISION)
+            if GROUPED:
+                scale = scale_next
+            if GATED:
+                if GROUPED:
+                    scale_next = tl.load(scales_at + up_rows * G + following, mask=scale_ok & (at + STEP < k_to),
+                                         other=0.0)
+                numbers = _numbers(tile_up, magic, BITS, WORDS, WARPS, DTYPE, UPCAST)
+                up = _add(up, numbers, tokens, scale_up, GROUPED, UPCAST, PRECISION)
+                if GROUPED:
+                    scale_up = scale_next
+    if BITS < 16 and GROUP == 0:
+        gate *= tl.load(scales_at, mask=scale_ok, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(scales_at + up_rows, mask=scale_ok, other=0.0).to(tl.float32)[:, None]
+    return gate, up
