@@ -83,7 +83,7 @@ async def _hold(url: str, model: str, sequences: int, seconds: float, prompt: in
 
 
 def measure(url: str, pages: Sequence[str], *, shards: int, seconds: float) -> dict[str, float]:
-    """As :class:`services.cli.day.times.ServiceTimes` names them; ``seconds`` for each round."""
+    """As :class:`services.planner.day.times.ServiceTimes` names them; ``seconds`` for each round."""
     model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
     def round_of(sequences: int, prompt: int, tokens: int) -> Totals:

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.cli.day.compare import compare
-from services.cli.day.fleet import Fleet
-from services.cli.day.flow import Demand, flow
-from services.cli.day.replay import ATTENTION, Plant, replay
-from services.cli.day.routing import even_shares, read_shares
-from services.cli.day.server import Targets
-from services.cli.day.sizing import peak_of, sized
-from services.cli.day.times import ServiceTimes, read_times
-from services.cli.day.trace import Minute, Trace, read_trace
 from services.cli.main import main
 from services.errors import ConfigError
+from services.planner.day.compare import compare
+from services.planner.day.fleet import Fleet
+from services.planner.day.flow import Demand, flow
+from services.planner.day.replay import ATTENTION, Plant, replay
+from services.planner.day.routing import even_shares, read_shares
+from services.planner.day.server import Targets
+from services.planner.day.sizing import peak_of, sized
+from services.planner.day.times import ServiceTimes, read_times
+from services.planner.day.trace import Minute, Trace, read_trace
 from services.scheduler.scaling import Bounds, ScalingOptions, Target
 
 HEAD = "minute,requests_per_s,prompt_tokens_mean,output_tokens_mean"

@@ -11,16 +11,16 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from services.cli.day.compare import compare
-from services.cli.day.replay import Plant
-from services.cli.day.report import figures, show
-from services.cli.day.routing import check_shards, even_shares, read_shares
-from services.cli.day.server import Targets
-from services.cli.day.times import read_times
-from services.cli.day.trace import Trace, read_trace
 from services.config import OptionParser, check_bounds
 from services.errors import ConfigError
 from services.model.spec import load_spec
+from services.planner.day.compare import compare
+from services.planner.day.replay import Plant
+from services.planner.day.report import figures, show
+from services.planner.day.routing import check_shards, even_shares, read_shares
+from services.planner.day.server import Targets
+from services.planner.day.times import read_times
+from services.planner.day.trace import Trace, read_trace
 from services.scheduler.scaling import Bounds, ScalingOptions
 
 MOST_SHARDS = 256

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.cli.day.flow import Demand, flow
-from services.cli.day.replay import ATTENTION, Plant
-from services.cli.day.trace import Minute, Trace
+from services.planner.day.flow import Demand, flow
+from services.planner.day.replay import ATTENTION, Plant
+from services.planner.day.trace import Minute, Trace
 from services.scheduler.scaling import Load, ScalingOptions, Signals, State, Target, decide
 from services.scheduler.scaling.meter import held_back
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.cli.day.times import ServiceTimes
+from services.planner.day.times import ServiceTimes
 
 ROUNDS = 6
 MOST_PREFILL = 0.9

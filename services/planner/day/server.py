@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from services.cli.day.flow import MOST_PREFILL, Demand, Flow, flow
-from services.cli.day.times import ServiceTimes
 from services.messages import LATENCY_BUCKETS, latency_bucket
+from services.planner.day.flow import MOST_PREFILL, Demand, Flow, flow
+from services.planner.day.times import ServiceTimes
 from services.scheduler.scaling import Load, Signals, Target
 from services.scheduler.scaling.meter import (
     LATENCY_HALF_LIFE_S,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.cli.day.fleet import Fleet
-from services.cli.day.server import NOTHING, Arrivals, Server, Tally, Targets
-from services.cli.day.times import ServiceTimes
-from services.cli.day.trace import Minute, Trace
+from services.planner.day.fleet import Fleet
+from services.planner.day.server import NOTHING, Arrivals, Server, Tally, Targets
+from services.planner.day.times import ServiceTimes
+from services.planner.day.trace import Minute, Trace
 from services.scheduler.scaling import ScalingOptions, State, Target, decide
 
 TICK_S = 2.0

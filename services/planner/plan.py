@@ -10,8 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from services.cli import plan_trace
-from services.cli.plan_figures import (
+from services.config import OptionParser
+from services.errors import CheckpointError, ConfigError
+from services.model.spec import ModelSpec, load_spec
+from services.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
+from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
+from services.placement.planning.layer_times import ACTIVATION_BYTES
+from services.planner import trace as plan_trace
+from services.planner.figures import (
     ACROSS_GB,
     ACROSS_US,
     KINDS,
@@ -22,12 +28,6 @@ from services.cli.plan_figures import (
     REACHED_LINK,
     Assumed,
 )
-from services.config import OptionParser
-from services.errors import CheckpointError, ConfigError
-from services.model.spec import ModelSpec, load_spec
-from services.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
-from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
-from services.placement.planning.layer_times import ACTIVATION_BYTES
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.cli.day.replay import Outcome, Plant, Way, replay
-from services.cli.day.sizing import peak_of, sized
-from services.cli.day.trace import Trace
+from services.planner.day.replay import Outcome, Plant, Way, replay
+from services.planner.day.sizing import peak_of, sized
+from services.planner.day.trace import Trace
 from services.scheduler.scaling import ScalingOptions, Target
 
 SEARCHES, MOST_TIMES = 6, 2.0

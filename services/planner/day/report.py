@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.day.compare import Comparison
-from services.cli.day.replay import ATTENTION, Outcome, Plant
-from services.cli.day.trace import Trace
+from services.planner.day.compare import Comparison
+from services.planner.day.replay import ATTENTION, Outcome, Plant
+from services.planner.day.trace import Trace
 
 HOUR = 60
 
