@@ -74,7 +74,7 @@ imports: env
 check: lint types imports test
 
 bench-cpu: env
-	$(BIN)/python -m loadgen.bench_cpu
+	$(BIN)/python -m perf.cpu.bench_cpu
 
 # Needs root for cuts and delays; without it, kills alone. CHAOS_ARGS='--kills 20 --most-gap 0.4': kills of replicas only.
 chaos: env
@@ -91,10 +91,10 @@ abuse-soak abuse-crowds abuse-pauses: abuse-%: env
 
 # Alone on its machine: it plays 2,000 workers as well. FLEET_ARGS='--experts 500': see --help.
 fleet: env
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m perf.fleet $(FLEET_ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m perf.fleet.control_plane $(FLEET_ARGS)
 
 fleet-nodes: env
-	KUBE_TOOL=$(KUBE_TOOL) PYTHONPATH=.:tests $(BIN)/python -m perf.fleet_nodes $(FLEET_ARGS)
+	KUBE_TOOL=$(KUBE_TOOL) PYTHONPATH=.:tests $(BIN)/python -m perf.fleet.nodes $(FLEET_ARGS)
 
 demo-model: env
 	examples/pocket-moe/rebuild.sh

@@ -85,7 +85,8 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_tile_rows(plan: Plan) -> None:
-    """Kernels hold a tile's rows in registers and shared memory; :func:`moe_kernels.plan.op` itself takes any number.
+    """Kernels hold a tile's rows in registers and shared memory; :func:`moe_kernels.plan.op` itself takes any
+    number.
     """
     allowed = plan.block_rows in TILE_ROWS
     require(allowed, f"plan must have block_rows in {TILE_ROWS} for expert matrices, found {plan.block_rows}")

@@ -1,4 +1,4 @@
-"""Pieces of ``tests/perf/nccl_lane.py``: experts whose results are known, worker processes, bare process groups."""
+"""Pieces of ``perf/fabric/nccl_lane.py``: experts whose results are known, worker processes, bare process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes, lines and figures of ``tests/perf/nccl_lane.py``."""
+"""Processes, lines and figures of ``perf/fabric/nccl_lane.py``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,403 @@
+"""The link through shared memory, over memory of the host: what a GPU's kernels do, threads do here.
+
+Not shown here: CUDA's memory and graphs, and the order in which GPUs see rows and flags; see ``perf/fabric/exchange``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from testkit.servers import wait_until
+from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
+from torch import Tensor
+
+from moe_kernels.exchange.layout import Layout
+from services.errors import ConfigError, FabricError
+from services.experts.serving import TcpServing
+from services.fabric.shared_memory import server as symm_host
+from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.memory import HostMemory, memory_for
+from services.fabric.shared_memory.peers import SharedSeat
+from services.fabric.shared_memory.server import SymmHost
+from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.server import ExpertServer
+from services.routing import ShardGroup, even_groups
+
+CPU = torch.device("cpu")
+HIDDEN, EXPERTS, SLOTS, ROWS = 4, 8, 2, 8
+GROUPS = even_groups([0], EXPERTS, 1)
+LONG_S = 30.0
+
+
+def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Expert e multiplies by e + 1."""
+    return x_TD * (weights_TK * (ids_TK + 1) * (ids_TK >= 0)).sum(1, keepdim=True)
+
+
+@dataclass
+class Seat:
+    """``held``: while it is set, the experts do not answer. ``beside``: attention is computed on their device, too."""
+
+    number: int
+    group: ShardGroup = GROUPS[0]
+    held: threading.Event = field(default_factory=threading.Event)
+    freed: threading.Event = field(default_factory=threading.Event)
+    beside: bool = False
+    host: SymmHost = field(init=False)
+    server: ExpertServer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host = SymmHost(
+            self._compute, memory=HostMemory(), device=CPU, layers=list(self.group.experts), num_experts=EXPERTS,
+            hidden=HIDDEN, dtype=torch.float32, aside=self.beside,
+        )  # fmt: skip
+        self.server = serve(scaled, seat=self.number, symm=self.host, experts=self.group.experts)
+
+    def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.held.is_set():
+            self.freed.wait(LONG_S)
+        return scaled(layer, x_TD, ids_TK, weights_TK)
+
+
+@contextmanager
+def linked(
+    seats: list[Seat],
+    *,
+    node: str = "here",
+    deadline_s: float = LONG_S,
+    beside_s: float = 0.0,
+    groups: tuple[ShardGroup, ...] = GROUPS,
+) -> Iterator[SymmLink]:
+    """Once all seats of this node share memory."""
+    places = [seat_of(seat.server, seat.number, seat.group.number) for seat in seats]
+    table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
+    link = SymmLink(
+        lambda rider: TcpLink(table, hello=hello(), secret=SECRET, timing=FAST, rider=rider, unavailable_s=LONG_S),
+        table,
+        memory=HostMemory(),
+        device=CPU,
+        layers=list(groups[0].experts),
+        layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
+        node=node,
+        options=SymmOptions(deadline_s=deadline_s, beside_s=beside_s, quarantine_s=LONG_S),
+    )
+    try:
+        assert link.wait_ready(LONG_S)
+        assert node != "here" or link.lane.wait_for(len(seats), LONG_S)
+        yield link
+    finally:
+        for seat in seats:
+            seat.freed.set()
+        link.close()
+        for seat in seats:
+            seat.server.close()
+
+
+def step(link: SymmLink, rows: int, *, known: bool = True) -> tuple[Tensor, Tensor, int]:
+    """What came back, what should, and how often the step ran."""
+    x_TD = torch.arange(rows * HIDDEN, dtype=torch.float32).view(rows, HIDDEN)
+    ids_TK = torch.tensor([[1, 6]]).expand(rows, SLOTS)
+    weights_TK = torch.tensor([[0.5, 2.0]]).expand(rows, SLOTS).contiguous()
+    for tries in range(1, 5):
+        link.begin_step(tries, [rows] if known else ())
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        if link.settled():
+            return y_TD, x_TD * (0.5 * 2 + 2.0 * 7), tries
+    raise AssertionError("the step never settled")
+
+
+def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
+    seat = Seat(0)
+    with linked([seat]) as link:
+        for rows in (1, 5, 8):
+            found, expected, tries = step(link, rows)
+            assert torch.equal(found, expected)
+            assert (tries, link.shared()) == (1, {0: 0})
+        serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
+        assert seat.server.counts.calls == 0
+        assert serving.rows() == {0: (0, 14, 0, 0, 0, 0, 14, 0)}
+        assert serving.layer_rows() == {0: 14}
+        assert link.expert_rows() == {0: [0, 14, 0, 0, 0, 0, 14, 0]}
+
+
+def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    computing_s, apart_s = 0.05, 0.3
+
+    def slow(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        time.sleep(computing_s)
+        return scaled(layer, x_TD, ids_TK, weights_TK)
+
+    monkeypatch.setattr(Seat, "_compute", lambda _, *call: slow(*call))
+    seat = Seat(0)
+    with linked([seat]) as link:
+        serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
+        assert serving.busy_s == 0.0
+        x_TD, ids_TK, weights_TK = torch.ones(1, HIDDEN), torch.tensor([[1, 6]]), torch.ones(1, SLOTS)
+        for number in (1, 2, 3):
+            link.begin_step(number, [1])
+            time.sleep(apart_s)  # the seat waits for rows
+            link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+            assert link.settled()
+        end = time.monotonic() + 10
+        while (told_s := serving.busy_s) < 3 * computing_s and time.monotonic() < end:
+            time.sleep(0.01)  # the last answer is there before its time is told
+        assert 3 * computing_s <= told_s < apart_s
+        assert seat.server.counts.seconds == 0.0
+    wait_until(lambda: not seat.host._guests, LONG_S, "the guest is gone")
+    assert serving.busy_s == told_s, "what it took stays"
+
+
+def test_rows_that_memory_has_room_for_need_no_lane() -> None:
+    with linked([Seat(0)]) as link:
+        (seat,) = link.tcp._seats.links.values()
+        assert link.lane.carries(seat, ROWS)
+        assert not link.lane.carries(seat, ROWS + 1)
+        link.lane._stay_on_tcp(seat, "no memory, say")
+        assert not link.lane.carries(seat, 1)
+    with linked([Seat(0)], node="elsewhere") as link:
+        (seat,) = link.tcp._seats.links.values()
+        assert not link.lane.carries(seat, 1)
+
+
+def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
+    """A rehearsal reaches no seat and counts nothing, and has the key of the steps that are like it."""
+    seat = Seat(0)
+    with linked([seat]) as link:
+        x_TD, ids_TK = torch.ones(5, HIDDEN), torch.tensor([[1, 6]]).expand(5, SLOTS)
+        step(link, 5)
+        counted = link.expert_rows()
+        with link.rehearsal(5) as key:
+            for _ in range(2):
+                assert not link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(5, SLOTS))).any()
+        assert link.expert_rows() == counted
+        assert link.graph_key() is None
+        keys = []
+        for rows, known in ((5, True), (7, True), (5, False)):
+            link.begin_step(1, [rows] if known else ())
+            keys.append(link.graph_key())
+            assert link.settled()
+        assert keys == [key, key, None]
+        found, expected, tries = step(link, 5)
+        assert torch.equal(found, expected)
+        assert (tries, seat.server.counts.calls) == (1, 0)
+        with link.rehearsal(ROWS + 1) as beyond:
+            assert beyond is None
+
+
+def test_nothing_is_replayed_where_rows_go_over_tcp() -> None:
+    with linked([Seat(0)], node="elsewhere") as link:
+        link.begin_step(1, [3])
+        assert link.graph_key() is None
+        assert link.settled()
+
+
+def test_memory_is_shared_with_all_groups_or_not_with_all() -> None:
+    groups = even_groups([0], EXPERTS, 2)
+    seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
+    with linked(seats, groups=groups) as link:
+        assert link.wait_shared(LONG_S)
+        seats[2].server.close()
+        wait_until(lambda: link.shared_seats() == 2, LONG_S, "the seat of the other group is lost")
+        assert not link.wait_shared(0.1), "two seats, but of one group"
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_of_replicas_the_one_of_this_process_is_taken(own: int) -> None:
+    with linked([Seat(0), Seat(1)]) as link:
+        for shared in link.lane.usable():
+            assert shared.inbox is not None
+            shared.inbox.own = shared.link.seat.number == own
+        found, expected, _ = step(link, 3, known=True)
+        assert torch.equal(found, expected)
+        assert link.shared() == {0: own}
+
+
+@pytest.mark.parametrize(("rows", "known", "node"), [(9, True, "here"), (3, False, "here"), (3, True, "elsewhere")])
+def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node: str) -> None:
+    seat = Seat(0)
+    with linked([seat], node=node) as link:
+        assert node == "here" or not link.lane.wait_for(1, 0.5), "seats of other machines get no offer"
+        found, expected, _ = step(link, rows, known=known)
+        assert torch.equal(found, expected)
+        assert link.shared() == {}
+        serving = TcpServing(GROUPS[0], seat.server, seat.host, SLOTS)
+        assert serving.rows() == {0: (0, rows, 0, 0, 0, 0, rows, 0)}
+        assert serving.layer_rows() == {0: rows}
+
+
+def test_a_seat_is_told_how_long_is_waited_and_whether_all_goes_through_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[float, bool]] = []
+    monkeypatch.setattr(SharedSeat, "start", lambda _, begun: told.append((begun.deadline_s, begun.whole)))
+    groups = even_groups([0], EXPERTS, 2)
+    with linked([Seat(0, groups[0]), Seat(1, groups[1])], groups=groups, deadline_s=3.0) as link:
+        link.begin_step(1, [3])
+        assert link.settled()
+        assert told == [(3.0, True)] * 2
+        other = next(shared for shared in link.lane.usable() if shared.link.seat.number == 1)
+        link._slow_until[other] = time.monotonic() + LONG_S
+        link.begin_step(2, [3])
+        assert link.settled()
+        assert told[2:] == [(3.0, False)]
+
+
+def test_a_seat_that_is_late_gets_the_step_again_over_tcp() -> None:
+    seat = Seat(0)
+    seat.held.set()
+    with linked([seat], deadline_s=0.2) as link:
+        found, expected, tries = step(link, 3)
+        assert torch.equal(found, expected)
+        assert (tries, link.shared()) == (2, {})
+        assert seat.server.counts.calls == 1
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_seat_beside_attention_may_be_late(beside: bool) -> None:
+    seat = Seat(0, beside=beside)
+    with linked([seat], deadline_s=0.1, beside_s=LONG_S) as link:
+        step(link, 1)
+        seat.held.set()
+        threading.Timer(0.4, lambda: (seat.held.clear(), seat.freed.set())).start()
+        _, _, tries = step(link, 1)
+        assert (tries == 1) is beside
+
+
+def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
+    seats = [Seat(0), Seat(1)]
+    seats[0].held.set()
+    with linked(seats) as link:
+        threading.Timer(0.2, seats[0].server.close).start()
+        began = time.monotonic()
+        link.begin_step(1, [3])
+        assert link.shared() == {0: 0}
+        x_TD, ids_TK = torch.ones(3, HIDDEN), torch.zeros(3, SLOTS, dtype=torch.int64)
+        link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(3, SLOTS)))
+        assert not link.settled()
+        assert time.monotonic() < began + LONG_S / 2
+        seats[0].freed.set()
+        found, expected, tries = step(link, 3)
+        assert torch.equal(found, expected)
+        assert (tries, link.shared()) == (1, {0: 1})
+
+
+def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_settled() -> None:
+    """The tables that follow do not list it; its connection stays, too, or the step would have to run again."""
+    seat = Seat(0)
+    with linked([seat]) as link:
+        x_TD, ids_TK, weights_TK = torch.ones(2, HIDDEN), torch.tensor([[1, 6]] * 2), torch.ones(2, SLOTS)
+        link.begin_step(1, [2])
+        for epoch in 2, 3:
+            link.apply(table_of(epoch=epoch, groups=GROUPS))
+            assert link.oldest_epoch() == 1
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        assert link.settled()
+        assert torch.equal(y_TD, (2.0 + 7.0) * x_TD)
+        assert link.oldest_epoch() == 3
+
+
+@contextmanager
+def linked_two_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SymmLink, list[Seat], Callable[..., Any]]]:
+    """Two seats of group 0, of which the first does not answer and dies soon, and one of group 1. With them what runs a
+    step: whether it settled, and what its first micro-batch gave."""
+    monkeypatch.setattr(symm_host, "WAIT_S", LONG_S)
+    groups = even_groups([0], EXPERTS, 2)
+    seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
+    seats[0].held.set()
+    x_TD, ids_TK, weights_TK = torch.ones(3, HIDDEN), torch.tensor([[1, 6]]).expand(3, SLOTS), torch.ones(3, SLOTS)
+
+    def run(number: int, micro_batches: int) -> tuple[bool, Tensor]:
+        link.begin_step(number, [3] * micro_batches)
+        y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
+        return link.settled(), y_TD
+
+    with linked(seats, groups=groups) as link:
+        threading.Timer(0.2, seats[0].server.close).start()
+        yield link, seats, run
+
+
+def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Group 1 gets no rows of the second micro-batch, since group 0's seat dies in the first. The step that follows has
+    one micro-batch: nothing of it comes where group 1's seat waits."""
+    with linked_two_groups(monkeypatch) as (link, seats, run):
+        began = time.monotonic()
+        assert not run(1, micro_batches=2)[0]
+        seats[0].freed.set()
+        settled, y_TD = run(2, micro_batches=1)
+        assert settled
+        assert link.shared() == {0: 1, 1: 2}
+        assert torch.equal(y_TD, torch.full((3, HIDDEN), 9.0))
+        assert time.monotonic() < began + LONG_S / 2
+
+
+def test_a_seat_waits_no_longer_for_a_step_given_up_though_no_other_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seat that let a deadline pass gets rows over tcp from then on, and its GPU is to be free for them."""
+    with linked_two_groups(monkeypatch) as (_, seats, run):
+        assert not run(1, micro_batches=2)[0]
+        wait_until(seats[2].host.idle, LONG_S / 2, "the seat that lives has ended the step")
+
+
+@pytest.mark.parametrize(("choice", "found"), [("off", type(None)), ("auto", type(None)), ("host", HostMemory)])
+def test_auto_changes_nothing_on_a_cpu(choice: str, found: type) -> None:
+    memory = memory_for(choice, CPU)
+    assert isinstance(memory, found)
+    if memory is not None:
+        memory.close()
+
+
+@pytest.mark.parametrize(
+    ("choice", "gpus", "aside", "shares"),
+    [
+        ("auto", 2, False, True),
+        ("auto", 1, False, False),
+        ("auto", 1, True, True),  # with the seat of its own process
+        ("off", 2, True, False),
+    ],
+)
+def test_auto_shares_between_different_gpus(
+    choice: str, gpus: int, aside: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice alone: the driver's memory is made up."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", lambda device, **_options: device)
+    assert (memory_for(choice, torch.device("cuda"), aside=aside) is not None) == shares
+
+
+def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_device: torch.device, **_options: object) -> None:
+        raise FabricError("The driver is too old.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", fail)
+    assert memory_for("auto", torch.device("cuda")) is None
+
+
+def test_memory_of_the_host_is_not_for_gpus() -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        memory_for("host", torch.device("cuda"))
+
+
+def test_a_link_that_closes_lets_go_of_all_memory() -> None:
+    before = memory_files()
+    with linked([Seat(0), Seat(1)]) as link:
+        step(link, 3)
+        assert memory_files() > before
+    wait_until(lambda: memory_files() == before, LONG_S, "nobody holds memory")
+
+
+def memory_files() -> int:
+    """Anonymous files that this process has open."""
+    found = (os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    return sum("memfd:expertmesh" in name for name in found)
