@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from testkit.iproute import obstacle
-from testkit.netns import Network, open_network
+from testkit.processes.iproute import obstacle
+from testkit.processes.netns import Network, open_network
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores are all there is; read when torch is first imported
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU is needed; read when triton is first imported
@@ -45,7 +45,7 @@ async def redis_url() -> AsyncIterator[str]:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """A switch to plug hosts into; see :mod:`testkit.netns`. Skips where the machine does not allow it."""
+    """A switch to plug hosts into; see :mod:`testkit.processes.netns`. Skips where the machine does not allow it."""
     if (reason := obstacle()) is not None:
         pytest.skip(f"hosts as network namespaces: {reason}")
     with open_network() as switch:

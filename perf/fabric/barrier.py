@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from testkit.barrier import Outcome, Source, measure, stage
+from testkit.fabric.barrier import Outcome, Source, measure, stage
 
 from pocket_moe.plots import Picture, Scale
 

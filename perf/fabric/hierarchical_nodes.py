@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from testkit.simulated_nodes import Case, Measured, measure, reckoned
+from testkit.processes.simulated_nodes import Case, Measured, measure, reckoned
 
 from services.fabric.lockstep.build import Way
 from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from testkit.mesh_fabric import part_of
+from testkit.fabric.lockstep import part_of
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import torch
-from testkit import nccl_bench as kit
-from testkit.nccl_bench import EXPERTS, HIDDEN, IDENTITY, RANDOM, SCALED, SCALES, WIDE
-from testkit.nccl_load import Load
-from testkit.nccl_processes import Process, Report, quantiles
+from testkit.fabric import nccl_bench as kit
+from testkit.fabric.nccl_bench import EXPERTS, HIDDEN, IDENTITY, RANDOM, SCALED, SCALES, WIDE
+from testkit.fabric.nccl_load import Load
+from testkit.fabric.nccl_processes import Process, Report, quantiles
 from torch import Tensor
 
 from services.fabric.local import LocalLink

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from testkit.expert_processes import Holding, OfModel, expert_processes
-from testkit.tcp_fabric import linked, table_of
+from testkit.fabric.expert_processes import Holding, OfModel, expert_processes
+from testkit.fabric.tcp import linked, table_of
 
 from services.attention.step.engine import Engine, EngineOptions
 from services.attention.step.overlap import Mode, OverlapPolicy

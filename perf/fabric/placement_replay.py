@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from testkit.placement_replay import Planner, first_only, greedy, helped_greedy, ours, replay, shifting, steady
+from testkit.fabric.placement_replay import Planner, first_only, greedy, helped_greedy, ours, replay, shifting, steady
 
 from pocket_moe.records import ExpertTrace
 

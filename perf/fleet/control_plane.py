@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:tests .venv/bin/python -m perf.fleet.control_plane --experts 2000 --groups 64
 
 A real redis-server, two scheduler processes, and in a few processes real expert workers that have nothing to load
-(testkit/fleet_experts.py), attention workers without an engine, and gateways (testkit/fleet_front.py). Reported, as a
+(testkit/fleet/experts.py), attention workers without an engine, and gateways (testkit/fleet/front.py). Reported, as a
 table and with ``--json FILE``:
 
     start        all workers begin at once: until every reader has a table of all of them
@@ -32,10 +32,10 @@ from typing import Any
 
 import psutil
 import redis
-from testkit.fleet_experts import FleetShape
-from testkit.fleet_processes import Remote, Scheduler, free_port, front, members
-from testkit.fleet_series import Series, series_of
-from testkit.redis_server import running_redis
+from testkit.fleet.experts import FleetShape
+from testkit.fleet.processes import Remote, Scheduler, free_port, front, members
+from testkit.fleet.series import Series, series_of
+from testkit.queue.redis_server import running_redis
 
 from services.queue.embedded import find_redis_server
 from services.routing import decode_table, encode_table

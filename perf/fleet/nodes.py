@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from testkit.chart import CHART
-from testkit.kube import IMAGES, TAG, Cluster, started
+from testkit.kube.chart import CHART
+from testkit.kube.cluster import IMAGES, TAG, Cluster, started
 
 NAMESPACE, RELEASE = "fleet-nodes", "mesh"
 LIMIT_BYTES = 1 << 20

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:tests .venv/bin/python perf/server/control_cost.py
 
-Model and experts cost nothing (testkit/control.py), so the step is all control. Times are in microseconds, medians.
-The parts are of the thread's own CPU clock, so other processes of the machine do not count:
+Model and experts cost nothing (testkit/models/control.py), so the step is all control. Times are in microseconds,
+medians. The parts are of the thread's own CPU clock, so other processes of the machine do not count:
 
     plan       what to compute: expiry, blocks to grow into, admissions
     inputs     token ids, positions and slots as tensors
@@ -28,7 +28,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from testkit.control import PARTS, ControlBench, SimulatedDevice
+from testkit.models.control import PARTS, ControlBench, SimulatedDevice
 
 from services.model.spec import load_spec
 

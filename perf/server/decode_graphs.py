@@ -29,13 +29,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from testkit.stand_ins import fill_in
+from testkit.gpu.stand_ins import fill_in
 
 MISSING = fill_in()
 
 import torch  # noqa: E402
-from testkit import decode_bench as kit  # noqa: E402
-from testkit.tolerances import tolerance  # noqa: E402
+from testkit.gpu import decode_bench as kit  # noqa: E402
+from testkit.models.tolerances import tolerance  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moe_kernels import backend  # noqa: E402

@@ -30,9 +30,9 @@ from chaos.faults import Done
 from chaos.load import Load, Outcome, faults_of, jobs
 from chaos.plan import Event
 from chaos.report import gaps_of, longest_apart, longest_per_event, quantiles
-from testkit.cluster import Cluster, Shape, places
-from testkit.pocket_answers import POCKET, recorded
-from testkit.servers import Bench, bench
+from testkit.pocket.answers import POCKET, recorded
+from testkit.processes.cluster import Cluster, Shape, places
+from testkit.processes.servers import Bench, bench
 
 SHARED_S, LEAVE_S, EFFECT_S, CALM_S, DRAIN_S = 60.0, 30.0, 1.0, 2.0, 12.0
 LONG_S = 0.06

@@ -32,14 +32,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from testkit.stand_ins import fill_in
+from testkit.gpu.stand_ins import fill_in
 
 fill_in()  # before the project's imports
 
 import torch  # noqa: E402
-from testkit.decode_bench import Parts, random_dense, random_experts, request  # noqa: E402
-from testkit.gpu_fabric import Way, to_workers  # noqa: E402
-from testkit.gpu_workers import GpuPool  # noqa: E402
+from testkit.gpu.decode_bench import Parts, random_dense, random_experts, request  # noqa: E402
+from testkit.gpu.fabric import Way, to_workers  # noqa: E402
+from testkit.gpu.workers import GpuPool  # noqa: E402
 
 from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
 from services.attention.step.engine import Engine  # noqa: E402

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from chaos.load import Load, Outcome, faults_of, jobs
 from chaos.report import gaps_of, quantiles
-from testkit.one_machine import Deployment, Machine
-from testkit.pocket_answers import recorded
-from testkit.servers import Bench, bench
+from testkit.pocket.answers import recorded
+from testkit.processes.one_machine import Deployment, Machine
+from testkit.processes.servers import Bench, bench
 
 STREAMS, CALM_S, EFFECT_S = 64, 3.0, 2.0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from testkit.servers import metric_sum
+from testkit.processes.servers import metric_sum
 
 from abuse.attack import Bounds, Target, judge, look
 from abuse.attacks.heads import Connections

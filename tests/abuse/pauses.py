@@ -24,9 +24,9 @@ from chaos.faults import Done, Faults
 from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.plan import Event
 from chaos.report import report, summary
-from testkit.cluster import Cluster, Here, Shape
-from testkit.pocket_answers import MOST_TOKENS, POCKET, recorded
-from testkit.servers import bench
+from testkit.pocket.answers import MOST_TOKENS, POCKET, recorded
+from testkit.processes.cluster import Cluster, Here, Shape
+from testkit.processes.servers import bench
 
 from abuse.kit.child import share_paths
 from abuse.table import as_markdown, setting, write

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.checkpoints import save_checkpoint
-from testkit.pocket_answers import POCKET
-from testkit.tcp_fabric import linked, seat_of, serve, table_of
+from testkit.fabric.tcp import linked, seat_of, serve, table_of
+from testkit.models.checkpoints import save_checkpoint
+from testkit.pocket.answers import POCKET
 
 from abuse.attack import Record
 from abuse.table import Book

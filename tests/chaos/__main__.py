@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from testkit.cluster import Cluster, Shape, places
-from testkit.iproute import delay_obstacle, obstacle
-from testkit.pocket_answers import POCKET, recorded
-from testkit.servers import bench
+from testkit.pocket.answers import POCKET, recorded
+from testkit.processes.cluster import Cluster, Shape, places
+from testkit.processes.iproute import delay_obstacle, obstacle
+from testkit.processes.servers import bench
 
 from chaos.faults import Faults
 from chaos.kills import AWAY_S, kill_replicas

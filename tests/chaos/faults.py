@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from testkit.cluster import Cluster
+from testkit.processes.cluster import Cluster
 
 from chaos.plan import CUT_S, DELAY_S, DELAYED_FOR_S, LEADER, Event
 

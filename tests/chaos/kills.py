@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from testkit.cluster import READY_S, Cluster
+from testkit.processes.cluster import READY_S, Cluster
 
 from chaos.faults import Faults
 from chaos.load import Job, Load, Outcome

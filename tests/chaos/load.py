@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from testkit.pocket_answers import END
+from testkit.pocket.answers import END
 
 from loadgen.client import StreamResult, stream_completion
 

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube import Cluster, started, table
+from testkit.kube.cluster import Cluster, started, table
 
 
 @pytest.fixture(scope="session")

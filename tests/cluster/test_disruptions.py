@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-from testkit.kube import Cluster, until
-from testkit.lost_node import lose
-from testkit.release import COMES_BACK, NAME, PLAIN, PREFIX, TAKES_UP, Manner, Outcome, Release
+from testkit.kube.cluster import Cluster, until
+from testkit.kube.lost_node import lose
+from testkit.kube.release import COMES_BACK, NAME, PLAIN, PREFIX, TAKES_UP, Manner, Outcome, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts")
 TWICE = (

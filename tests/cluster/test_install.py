@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from testkit.kube import TAG, Cluster, table, until
-from testkit.pocket_answers import MOST_TOKENS, recorded
-from testkit.release import NAME, PREFIX, PYTHON, Release
+from testkit.kube.cluster import TAG, Cluster, table, until
+from testkit.kube.release import NAME, PREFIX, PYTHON, Release
+from testkit.pocket.answers import MOST_TOKENS, recorded
 
 KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-redis-users", "-fabric", "-api-keys")}
 KINDS = (

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from testkit.kube import Cluster, until
-from testkit.leader_worker_sets import controlled, defined
-from testkit.release import COMES_BACK
-from testkit.scaled import Scaled
+from testkit.kube.cluster import Cluster, until
+from testkit.kube.leader_worker_sets import controlled, defined
+from testkit.kube.release import COMES_BACK
+from testkit.kube.scaled import Scaled
 
 RANKS = 2
 SETTINGS = ("attention.experts=mesh", f"attention.mesh.ranks={RANKS}")

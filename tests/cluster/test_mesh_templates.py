@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART
-from testkit.kube import Cluster
-from testkit.leader_worker_sets import defined
-from testkit.release import NAME
+from testkit.kube.chart import CHART
+from testkit.kube.cluster import Cluster
+from testkit.kube.leader_worker_sets import defined
+from testkit.kube.release import NAME
 
 PROFILES = ("dev", "single-node", "multi-node")
 MESH = {

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from testkit.kube import Cluster, until
-from testkit.release import NAME, PREFIX, Release
+from testkit.kube.cluster import Cluster, until
+from testkit.kube.release import NAME, PREFIX, Release
 
 from services.cli.main import main
 

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube import Cluster, until
-from testkit.pocket_answers import MOST_TOKENS, POCKET, recorded
-from testkit.release import NAME, PREFIX, Release
+from testkit.kube.cluster import Cluster, until
+from testkit.kube.release import NAME, PREFIX, Release
+from testkit.pocket.answers import MOST_TOKENS, POCKET, recorded
 
 FILE = POCKET / "model/model.safetensors"
 DIGEST = hashlib.sha256(FILE.read_bytes()).hexdigest()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from testkit.kube import IMAGES, TAG, Cluster, CommandFailed, until
-from testkit.release import COMES_BACK, NAME, PLAIN, PREFIX, Manner, Release
-from testkit.tls_redis import tls_redis
+from testkit.kube.cluster import IMAGES, TAG, Cluster, CommandFailed, until
+from testkit.kube.release import COMES_BACK, NAME, PLAIN, PREFIX, Manner, Release
+from testkit.kube.tls_redis import tls_redis
 
 from services.cli.main import main
 

@@ -13,13 +13,13 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from testkit.chart import helm_program
-from testkit.kube import Cluster, table, until
-from testkit.prometheus import ADDRESS, Prometheus
-from testkit.release import NAME, PREFIX, Release
-from testkit.scaling_picture import figures, timeline
-from testkit.slow_group import slow_group, slow_rows
-from testkit.tide import Tide
+from testkit.fabric.slow_group import slow_group, slow_rows
+from testkit.kube.chart import helm_program
+from testkit.kube.cluster import Cluster, table, until
+from testkit.kube.prometheus import ADDRESS, Prometheus
+from testkit.kube.release import NAME, PREFIX, Release
+from testkit.kube.scaling_picture import figures, timeline
+from testkit.kube.tide import Tide
 
 HOT, COLD = "experts-0", "experts-1"
 CLIENTS = 8

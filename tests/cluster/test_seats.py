@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from testkit.kube import Cluster, until
-from testkit.pocket_answers import MOST_TOKENS, recorded
-from testkit.release import NAME, Release
-from testkit.servers import metric_sum
+from testkit.kube.cluster import Cluster, until
+from testkit.kube.release import NAME, Release
+from testkit.pocket.answers import MOST_TOKENS, recorded
+from testkit.processes.servers import metric_sum
 
 WORKERS = 2
 SETTINGS = (

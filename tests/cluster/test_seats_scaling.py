@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube import Cluster
-from testkit.scaled import Scaled
+from testkit.kube.cluster import Cluster
+from testkit.kube.scaled import Scaled
 
 WORKERS = 2
 SETTINGS = ("attention.experts=seats", f"attention.seats.workers={WORKERS}", "attention.seats.shared=host")

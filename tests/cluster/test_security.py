@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube import TAG, Cluster, until
-from testkit.release import NAME, PREFIX, PYTHON, Release
+from testkit.kube.cluster import TAG, Cluster, until
+from testkit.kube.release import NAME, PREFIX, PYTHON, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 PORTS = {"gateway": 8000, "scheduler": 9100, "attention": 9100, "experts": 9100, "redis": 6379}

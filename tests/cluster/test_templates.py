@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
-from testkit.chart import CHART, ROOT
-from testkit.kube import Cluster
-from testkit.release import NAME, PREFIX
+from testkit.kube.chart import CHART, ROOT
+from testkit.kube.cluster import Cluster
+from testkit.kube.release import NAME, PREFIX
 
 from services.queue.acl import RULES
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.earlier import unpack
-from testkit.kube import IMAGES, LOCAL, TAG, Cluster, until
-from testkit.release import COMES_BACK, NAME, Release
+from testkit.kube.cluster import IMAGES, LOCAL, TAG, Cluster, until
+from testkit.kube.release import COMES_BACK, NAME, Release
+from testkit.processes.earlier import unpack
 
 FROM = os.environ.get("KUBE_FROM", "")
 OLD = f"{TAG}-from"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from redis.asyncio import Redis
-from testkit.expert_floor import Floor
-from testkit.redis_server import APPEND_ONLY, LOADS, NAMESPACE, RedisServer, running_redis
+from testkit.fabric.expert_floor import Floor
+from testkit.queue.redis_server import APPEND_ONLY, LOADS, NAMESPACE, RedisServer, running_redis
 
 from services.messages import (
     AttemptLost,
@@ -33,7 +33,7 @@ from services.queue.worker_side import WorkerQueue
 from services.wire import WIRE
 
 if TYPE_CHECKING:
-    from testkit.gpu_workers import GpuPool
+    from testkit.gpu.workers import GpuPool
 
 
 def _binaries() -> dict[str, str]:
@@ -290,7 +290,7 @@ async def durable_floor(
 @pytest.fixture(scope="session")
 def gpu_pools() -> Iterator[Callable[[int], GpuPool]]:
     """Expert workers on so many GPUs, for all tests; skips where there are fewer."""
-    from testkit.gpu_workers import GpuPool, why_not  # torch, which the queue needs not
+    from testkit.gpu.workers import GpuPool, why_not  # torch, which the queue needs not
 
     pools: dict[int, GpuPool] = {}
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from testkit.gpu_fabric import GpuLinks, gpu_links
-from testkit.mesh_fabric import dealt_link
-from testkit.symm_fabric import SLOTS, symm_link
-from testkit.tcp_fabric import tcp_link
+from testkit.fabric.lockstep import dealt_link
+from testkit.fabric.shared_memory import SLOTS, symm_link
+from testkit.fabric.tcp import tcp_link
+from testkit.gpu.fabric import GpuLinks, gpu_links
 from torch import Tensor
 
 from moe_kernels import reference

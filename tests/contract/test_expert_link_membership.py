@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.replicas import GPU_KINDS, KINDS, GpuSeats, Seats, Server, ThreadSeats
-from testkit.servers import wait_until
-from testkit.tcp_fabric import FAST, SECRET, hello, scaled, seat_of, table_of
+from testkit.fabric.replicas import GPU_KINDS, KINDS, GpuSeats, Seats, Server, ThreadSeats
+from testkit.fabric.tcp import FAST, SECRET, hello, scaled, seat_of, table_of
+from testkit.processes.servers import wait_until
 from torch import Tensor
 
 from services.errors import ExpertUnavailable
@@ -244,7 +244,7 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(seats: Seats) -> None:
 WORKER = """
 import sys, torch
 torch.set_num_threads(1)
-from testkit.replicas import KINDS, ThreadSeats
+from testkit.fabric.replicas import KINDS, ThreadSeats
 seats = ThreadSeats(KINDS[sys.argv[1]])
 number, server = seats.serve({0: range(8)}, compute=lambda layer, x, ids, weights: (sys.stdin.readline(), x)[1])
 print(*server.address, flush=True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from msgspec import structs
-from testkit.expert_floor import GROUPS, LEASE_S, WAITING, expert, table
+from testkit.fabric.expert_floor import GROUPS, LEASE_S, WAITING, expert, table
 
 from services.errors import FingerprintMismatch, QueueUnavailable, StaleLeader
 from services.messages import SeatReport, SeatRows

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
-from testkit.expert_floor import GROUPS, LEASE_S, WAITING, table
+from testkit.fabric.expert_floor import GROUPS, LEASE_S, WAITING, table
 
 from services.errors import QueueUnavailable, StaleTable
 from services.messages import SeatReport

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from msgspec import structs
-from testkit.expert_floor import Floor, expert
+from testkit.fabric.expert_floor import Floor, expert
 
 from services.attention.routing_table import TableFollower
 from services.errors import CheckpointError, QueueUnavailable, StaleLeader

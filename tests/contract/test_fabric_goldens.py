@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from testkit.tcp_fabric import pair
+from testkit.fabric.tcp import pair
 from torch import Tensor
 
 from services.fabric.lockstep.rendezvous import Facts

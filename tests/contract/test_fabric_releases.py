@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.earlier import LAST_RELEASE, ROOT, has_history, unpack
-from testkit.release_processes import peer
-from testkit.servers import free_port, wait_until
-from testkit.tcp_fabric import linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import linked, seat_of, send, serve, table_of
+from testkit.processes.earlier import LAST_RELEASE, ROOT, has_history, unpack
+from testkit.processes.release_processes import peer
+from testkit.processes.servers import free_port, wait_until
 
 from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.versions import SPOKEN, Versions

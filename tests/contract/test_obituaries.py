@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from testkit.expert_floor import LEASE_S, expert
+from testkit.fabric.expert_floor import LEASE_S, expert
 
 from services.queue.obituaries import Obituaries
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
-from testkit.queue_indexes import check
+from testkit.queue.indexes import check
 
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.connect import check_server, command, connect, queue_errors

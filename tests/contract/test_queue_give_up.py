@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from testkit.queue_indexes import check
+from testkit.queue.indexes import check
 
 from services.errors import ExpertUnavailable
 from services.messages import AttemptLost

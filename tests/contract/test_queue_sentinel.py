@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 from redis.asyncio import Redis
-from testkit.client import check, finish
-from testkit.roles import Deployment, eventually
-from testkit.sentinels import PASSWORD, Watched, watched_redis
-from testkit.stepping import SteppingEngine
+from testkit.models.stepping import SteppingEngine
+from testkit.processes.roles import Deployment, eventually
+from testkit.queue.client import check, finish
+from testkit.queue.sentinels import PASSWORD, Watched, watched_redis
 
 from services.config.redis_url import SentinelUrl
 from services.errors import ConfigError, QueueUnavailable

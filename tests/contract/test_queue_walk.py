@@ -5,8 +5,8 @@ exactly once with its whole text, and no counter leaks.
 from __future__ import annotations
 
 import pytest
-from testkit.queue_indexes import check
-from testkit.queue_world import World, ended_well, settle
+from testkit.queue.indexes import check
+from testkit.queue.world import World, ended_well, settle
 
 from services.queue.limits import QueueLimits
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
-from testkit.redis_server import NAMESPACE, RedisServer, version_of, write_users
+from testkit.queue.redis_server import NAMESPACE, RedisServer, version_of, write_users
 
 from services.errors import ConfigError, QueueUnavailable
 from services.gateway.key_stores import RedisKeys

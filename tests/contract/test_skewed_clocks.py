@@ -6,11 +6,11 @@ import asyncio
 import time
 
 import pytest
-from testkit.client import Stream
-from testkit.expert_floor import Floor
-from testkit.redis_server import RedisServer
-from testkit.roles import Deployment, eventually
-from testkit.stepping import continuation
+from testkit.fabric.expert_floor import Floor
+from testkit.models.stepping import continuation
+from testkit.processes.roles import Deployment, eventually
+from testkit.queue.client import Stream
+from testkit.queue.redis_server import RedisServer
 
 from services.queue.clock import RedisClock
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.checkpoints import save_checkpoint
-from testkit.pocket_answers import POCKET
-from testkit.servers import Server, bench
+from testkit.models.checkpoints import save_checkpoint
+from testkit.pocket.answers import POCKET
+from testkit.processes.servers import Server, bench
 
 
 @pytest.fixture(scope="session")

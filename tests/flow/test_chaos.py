@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 import redis
-from testkit.checkpoints import VOCAB, save_checkpoint
-from testkit.servers import Bench, Proc, Server, bench, free_port, wait_until
+from testkit.models.checkpoints import VOCAB, save_checkpoint
+from testkit.processes.servers import Bench, Proc, Server, bench, free_port, wait_until
 
 REQUESTS = 200
 CONCURRENT = 24

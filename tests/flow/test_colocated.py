@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.pocket_answers import assert_recorded, complete_all, recorded, serve_pocket
-from testkit.servers import Bench, Server, bench, wait_until
+from testkit.pocket.answers import assert_recorded, complete_all, recorded, serve_pocket
+from testkit.processes.servers import Bench, Server, bench, wait_until
 
 pytestmark = pytest.mark.alone
 

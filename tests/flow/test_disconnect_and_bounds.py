@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from testkit.servers import Server, bench, metric_sum, wait_until
+from testkit.processes.servers import Server, bench, metric_sum, wait_until
 
 PROMPT = list(range(3, 203))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit.pocket_answers import POCKET, answers_while, serve_pocket
-from testkit.servers import Server, bench, wait_until
+from testkit.pocket.answers import POCKET, answers_while, serve_pocket
+from testkit.processes.servers import Server, bench, wait_until
 
 from services.model.digests import write_digests
 

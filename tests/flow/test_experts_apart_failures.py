@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 import redis
-from testkit.pocket_answers import POCKET, answers_while, recorded
-from testkit.servers import Bench, Proc, Server, bench, free_port, wait_until
+from testkit.pocket.answers import POCKET, answers_while, recorded
+from testkit.processes.servers import Bench, Proc, Server, bench, free_port, wait_until
 
 from services.routing import decode_table
 

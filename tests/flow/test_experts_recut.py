@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import redis
-from testkit.pocket_answers import POCKET, assert_recorded, complete_all, recorded
-from testkit.servers import bench, free_port, wait_until
+from testkit.pocket.answers import POCKET, assert_recorded, complete_all, recorded
+from testkit.processes.servers import bench, free_port, wait_until
 
 from services.routing import RoutingTable, decode_table
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import httpx
 import psutil
 import pytest
-from testkit.hostile_bodies import hostile_bodies
-from testkit.pocket_answers import POCKET
-from testkit.servers import Bench, Server, bench, flags, free_port, wait_until
+from testkit.pocket.answers import POCKET
+from testkit.processes.hostile_bodies import hostile_bodies
+from testkit.processes.servers import Bench, Server, bench, flags, free_port, wait_until
 
 pytestmark = pytest.mark.alone
 

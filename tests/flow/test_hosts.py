@@ -8,10 +8,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from testkit.cluster import Cluster, Shape
-from testkit.netns import Network
-from testkit.pocket_answers import END, POCKET, recorded
-from testkit.servers import Server, bench
+from testkit.pocket.answers import END, POCKET, recorded
+from testkit.processes.cluster import Cluster, Shape
+from testkit.processes.netns import Network
+from testkit.processes.servers import Server, bench
 
 from loadgen.client import StreamResult, stream_completion
 

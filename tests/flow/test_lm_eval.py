@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.servers import Server
+from testkit.processes.servers import Server
 
 TOLERANCE = 1e-4
 QUESTIONS = [

@@ -13,10 +13,10 @@ import httpx
 import pytest
 import redis
 from chaos.load import Load, faults_of, jobs
-from testkit.cluster import Cluster, Here, Shape
-from testkit.earlier import LAST_RELEASE, has_history, unpack
-from testkit.pocket_answers import POCKET, recorded
-from testkit.servers import Bench, Proc, bench, wait_until
+from testkit.pocket.answers import POCKET, recorded
+from testkit.processes.cluster import Cluster, Here, Shape
+from testkit.processes.earlier import LAST_RELEASE, has_history, unpack
+from testkit.processes.servers import Bench, Proc, bench, wait_until
 
 pytestmark = [
     pytest.mark.alone,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from testkit.servers import Server
+from testkit.processes.servers import Server
 
 CHAT = [{"role": "user", "content": "Grüße, 世界! Tell me about lighthouses."}]
 

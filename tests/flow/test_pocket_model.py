@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from testkit.pocket_answers import assert_recorded, complete_all, recorded
-from testkit.servers import Server
+from testkit.pocket.answers import assert_recorded, complete_all, recorded
+from testkit.processes.servers import Server
 
 
 def test_recorded_answers(pocket: Server) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import redis
-from testkit.checkpoints import save_checkpoint
-from testkit.servers import Bench, Server, bench, free_port, wait_until
+from testkit.models.checkpoints import save_checkpoint
+from testkit.processes.servers import Bench, Server, bench, free_port, wait_until
 
 AT_ONCE, TOKENS = 8, 200
 LEASE_S, IDLE_S = 3.0, 6.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from testkit.redis_server import LOADS, NAMESPACE, write_users
-from testkit.servers import Bench, Server, bench, flags, free_port
+from testkit.processes.servers import Bench, Server, bench, flags, free_port
+from testkit.queue.redis_server import LOADS, NAMESPACE, write_users
 
 from services.queue.embedded import find_redis_server
 

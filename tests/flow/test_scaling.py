@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from testkit.servers import Bench, Server, bench, flags, free_port, metric_sum, wait_until
+from testkit.processes.servers import Bench, Server, bench, flags, free_port, metric_sum, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 4.0
@@ -36,7 +36,7 @@ class Deployment:
         compute = common | {"model": model, "dtype": "float32", "threads": 1, "fabric_secret_file": secret}
         scaling = {"autoscale": "on", "sleep_after": SLEEP_AFTER_S, "scale_down_after": 2}
         stage.role("scheduler", **common, **scaling, expert_groups=2, metrics_port=self._metrics)
-        slow = [sys.executable, str(ROOT / "tests/testkit/slow_seat.py"), str(CALL_S)]
+        slow = [sys.executable, str(ROOT / "tests/testkit/fabric/slow_seat.py"), str(CALL_S)]
         stage.start("slow seat", [*slow, *flags(**compute, expert_group=0)])
         stage.role("experts", **compute, expert_group=1)
         for _ in range(2):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testkit.servers import Server
+from testkit.processes.servers import Server
 
 EXAMPLES_PER_OPERATION = 150
 MIN_EXAMPLES = 1000

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from testkit.iproute import delay_obstacle, obstacle
-from testkit.simulated_nodes import Case, measure, reckoned
+from testkit.processes.iproute import delay_obstacle, obstacle
+from testkit.processes.simulated_nodes import Case, measure, reckoned
 
 from services.placement.planning.exchange_cost import Nodes, Rows, exchange_cost
 

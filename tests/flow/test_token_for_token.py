@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from testkit.checkpoints import FAMILIES, VOCAB, Answer, greedy_answers, router_margin, save_checkpoint
-from testkit.servers import bench
+from testkit.models.checkpoints import FAMILIES, VOCAB, Answer, greedy_answers, router_margin, save_checkpoint
+from testkit.processes.servers import bench
 
 from services.model.reference import ReferenceModel
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from testkit.pocket_answers import POCKET
-from testkit.servers import Bench, Server, bench, free_port, wait_until
+from testkit.pocket.answers import POCKET
+from testkit.processes.servers import Bench, Server, bench, free_port, wait_until
 
 TOP = [sys.executable, "-m", "services", "top"]
 WORKERS = 2

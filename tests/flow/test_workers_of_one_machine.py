@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.one_machine import Deployment
-from testkit.pocket_answers import answers_while, assert_recorded, complete_all, recorded
-from testkit.servers import bench
+from testkit.pocket.answers import answers_while, assert_recorded, complete_all, recorded
+from testkit.processes.one_machine import Deployment
+from testkit.processes.servers import bench
 
 WORKERS = 2
 """Of both kinds, on each machine."""

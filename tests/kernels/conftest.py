@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from testkit.regimes import REGIMES, REGIMES_AND_ROWS, regime
+from testkit.models.regimes import REGIMES, REGIMES_AND_ROWS, regime
 
 from moe_kernels import backend
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from testkit import aot
-from testkit.probe_triton import product
+from testkit.gpu import aot
+from testkit.gpu.probe_triton import product
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def compiled_product(block_m: int = 128, *, double: bool = False, **options: Any) -> aot.Compiled:
     return aot.compile_sm90(
-        "testkit.probe_triton:product",
+        "testkit.gpu.probe_triton:product",
         {
             "a_desc": f"tensordesc<bf16[{block_m},64]>",
             "b_desc": "tensordesc<bf16[128,64]>",
@@ -35,12 +35,12 @@ def compiled_product(block_m: int = 128, *, double: bool = False, **options: Any
 
 
 def compiled_convert(pointer: str) -> aot.Compiled:
-    return aot.compile_sm90("testkit.probe_triton:convert", {"x": pointer, "y": "*fp32"}, {"BLOCK": 1024})
+    return aot.compile_sm90("testkit.gpu.probe_triton:convert", {"x": pointer, "y": "*fp32"}, {"BLOCK": 1024})
 
 
 def compiled_crowded() -> aot.Compiled:
     return aot.compile_sm90(
-        "testkit.probe_triton:crowded", {"x": "*fp32", "y": "*fp32"}, {"BLOCK": 64}, num_warps=1, maxnreg=32
+        "testkit.gpu.probe_triton:crowded", {"x": "*fp32", "y": "*fp32"}, {"BLOCK": 64}, num_warps=1, maxnreg=32
     )
 
 
@@ -77,9 +77,9 @@ def test_alignment_widens_the_loads() -> None:
 
 def test_a_refused_kernel_names_the_reason() -> None:
     with pytest.raises(aot.CompileError, match="in neither or both"):
-        aot.compile_sm90("testkit.probe_triton:convert", {"x": "*i32"}, {"BLOCK": 1024})
+        aot.compile_sm90("testkit.gpu.probe_triton:convert", {"x": "*i32"}, {"BLOCK": 1024})
     with pytest.raises(aot.CompileError, match="power of 2"):
-        aot.compile_sm90("testkit.probe_triton:convert", {"x": "*i32", "y": "*fp32"}, {"BLOCK": 1000})
+        aot.compile_sm90("testkit.gpu.probe_triton:convert", {"x": "*i32", "y": "*fp32"}, {"BLOCK": 1000})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

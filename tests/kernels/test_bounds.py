@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testkit.guarded import guarded
-from testkit.moe_layers import Layer, random_layer
-from testkit.regimes import larger_tiles, regime
-from testkit.tolerances import assert_close
+from testkit.models.guarded import guarded
+from testkit.models.moe_layers import Layer, random_layer
+from testkit.models.regimes import larger_tiles, regime
+from testkit.models.tolerances import assert_close
 
 from moe_kernels import ArgumentError
 from moe_kernels.quant.op import dequantize_experts, quantize_experts

@@ -9,7 +9,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from testkit.mutations import PACKAGE, load
+from testkit.models.mutations import PACKAGE, load
 
 HERE = Path(__file__).parent
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.joined import HIDDEN, SLOTS, Guest, Seat, expected, layout_of, pair, rows_of
+from testkit.fabric.joined import HIDDEN, SLOTS, Guest, Seat, expected, layout_of, pair, rows_of
 
 from moe_kernels.exchange.layout import ABORTED, FAILED, LATE, MEMBER_GONE, MEMBER_OUT, MOST_MEMBERS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import triton
-from testkit import aot
+from testkit.gpu import aot
 
 D, K = 2048, 8
 WIDTHS = {"D": D, "K": K, "BLOCK_K": K, "BLOCK_D": D}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import triton.language as tl
-from testkit.joined import Guest, Seat, pair, rows_of
+from testkit.fabric.joined import Guest, Seat, pair, rows_of
 
 from moe_kernels.exchange.joined import kernel as exchange_joined_triton
 from moe_kernels.exchange.joined import launch as exchange_joined_launch

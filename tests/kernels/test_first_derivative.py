@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from testkit.tolerances import assert_close
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

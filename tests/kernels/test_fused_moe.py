@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.moe_layers import ACTIVATIONS, DTYPES, exact_layer, random_layer
-from testkit.regimes import REGIMES
-from testkit.tolerances import assert_close
+from testkit.models.moe_layers import ACTIVATIONS, DTYPES, exact_layer, random_layer
+from testkit.models.regimes import REGIMES
+from testkit.models.tolerances import assert_close
 
 from moe_kernels import fused_moe
 

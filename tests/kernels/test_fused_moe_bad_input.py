@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.moe_layers import random_layer
+from testkit.models.moe_layers import random_layer
 
 from moe_kernels import ArgumentError
 from moe_kernels.plan import op as plan

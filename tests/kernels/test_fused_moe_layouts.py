@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.layouts import LAYOUTS, rows_of_a_wider_one, strided, tail, transposed
-from testkit.moe_layers import Layer, exact_layer, random_layer
-from testkit.tolerances import assert_close
+from testkit.models.layouts import LAYOUTS, rows_of_a_wider_one, strided, tail, transposed
+from testkit.models.moe_layers import Layer, exact_layer, random_layer
+from testkit.models.tolerances import assert_close
 
 from moe_kernels import ArgumentError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.moe_layers import DTYPES, exact_layer, random_layer
-from testkit.tolerances import assert_close
+from testkit.models.moe_layers import DTYPES, exact_layer, random_layer
+from testkit.models.tolerances import assert_close
 
 from moe_kernels.plan import op as plan
 

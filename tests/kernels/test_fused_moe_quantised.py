@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testkit.layouts import LAYOUTS
-from testkit.moe_layers import DTYPES, Layer, random_layer
-from testkit.regimes import larger_tiles
-from testkit.tolerances import assert_close
+from testkit.models.layouts import LAYOUTS
+from testkit.models.moe_layers import DTYPES, Layer, random_layer
+from testkit.models.regimes import larger_tiles
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError, dequantize_experts, grouped_mlp, quantize_experts

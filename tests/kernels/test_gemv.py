@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_layer
-from testkit.tolerances import assert_close
+from testkit.models.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_layer
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels.gemv import kernel as gemv_triton

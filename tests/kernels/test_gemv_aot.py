@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from testkit import aot
+from testkit.gpu import aot
 
 KERNELS = {"in": "gemv_in_kernel", "down": "gemv_down_kernel"}
 

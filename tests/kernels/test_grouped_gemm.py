@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from testkit.tolerances import assert_close
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError, dequantize_experts, quantize_experts

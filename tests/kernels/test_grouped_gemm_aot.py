@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from testkit import aot
+from testkit.gpu import aot
 
 from moe_kernels.fitting import fitted
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.layouts import LAYOUTS, strided, tail
-from testkit.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, expert_output, random_layer
-from testkit.tolerances import assert_close
+from testkit.models.layouts import LAYOUTS, strided, tail
+from testkit.models.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, expert_output, random_layer
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError, grouped_mlp

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from testkit import aot
-from testkit.pair_layouts import LAYOUTS, Case, case, random_ids
-from testkit.tolerances import assert_close
+from testkit.gpu import aot
+from testkit.models.pair_layouts import LAYOUTS, Case, case, random_ids
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels.training.grouped_outer.op import Rows, grouped_outer, grouped_sum

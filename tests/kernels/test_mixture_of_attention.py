@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from testkit.pair_layouts import random_ids
-from testkit.tolerances import assert_close
+from testkit.models.pair_layouts import random_ids
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.mutations import Mutation, Runner, load, mutated_copy, plain_copy
+from testkit.models.mutations import Mutation, Runner, load, mutated_copy, plain_copy
 
 MUTATIONS = load(Path(__file__).with_name("mutations.toml"))
 

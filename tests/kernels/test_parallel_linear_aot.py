@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from testkit import aot
+from testkit.gpu import aot
 
 from moe_kernels.activations.op import Activation, gated
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.pair_layouts import LAYOUTS, Case, by_layout, case, linear_by_pair, random_ids
-from testkit.tolerances import assert_close
+from testkit.models.pair_layouts import LAYOUTS, Case, by_layout, case, linear_by_pair, random_ids
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels.training.parallel_linear import parallel_linear

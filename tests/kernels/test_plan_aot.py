@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from testkit import aot
+from testkit.gpu import aot
 
 SIZES = {"rows": "i32", "known": "i32", "M": "i32", "capacity": "i32", "blocks": "i32", "placing": "i32"}
 FLAGS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import triton.language as tl
-from testkit import aot
-from testkit.dequant_triton import dot, unpack
+from testkit.gpu import aot
+from testkit.gpu.dequant_triton import dot, unpack
 from torch import Tensor
 
 from moe_kernels.gemv.kernel import P16, P256
@@ -67,7 +67,7 @@ def test_products_of_integers_are_exact(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_no_conversion_instruction(bits: int, dtype: str) -> None:
     compiled = aot.compile_sm90(
-        "testkit.dequant_triton:unpack",
+        "testkit.gpu.dequant_triton:unpack",
         {"packed": "*u8", "values": f"*{dtype}"},
         {"BITS": bits, "DTYPE": SHORT[dtype], "BLOCK": 2048},
     )
@@ -81,7 +81,7 @@ def test_one_logic_instruction_per_product(bits: int) -> None:
     """Mask and pattern together: that is why the patterns are arguments."""
     codes = 32 // bits
     compiled = aot.compile_sm90(
-        "testkit.dequant_triton:dot",
+        "testkit.gpu.dequant_triton:dot",
         {"words": "*i32", "x": "*fp32", "y": "*fp32", "p16": "i32", "p256": "i32"},
         {"BITS": bits, "BLOCK": 1024},
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit import aot
+from testkit.gpu import aot
 from torch import Tensor
 
 from moe_kernels import ArgumentError, backend, route

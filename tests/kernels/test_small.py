@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.guarded import guarded
-from testkit.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_layer
-from testkit.tolerances import assert_close
+from testkit.models.guarded import guarded
+from testkit.models.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, random_layer
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from testkit import aot
+from testkit.gpu import aot
 
 NAMES = {"bf16": "bf16", "fp16": "f16"}
 POINTERS = {"ids": "*i64", "local": "*i32", "keep": "*u8", "weights": "*fp32", "scales": "*fp16"}

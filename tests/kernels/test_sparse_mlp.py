@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 import torch
-from testkit.pair_layouts import random_ids
-from testkit.tolerances import assert_close
+from testkit.models.pair_layouts import random_ids
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError, route

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.pair_layouts import random_ids
-from testkit.tolerances import assert_close
+from testkit.models.pair_layouts import random_ids
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 import moe_kernels as mk

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.layouts import EXPANDED, rows_of_a_wider_one, transposed
-from testkit.pair_layouts import case, random_ids
-from testkit.tolerances import assert_close
+from testkit.models.layouts import EXPANDED, rows_of_a_wider_one, transposed
+from testkit.models.pair_layouts import case, random_ids
+from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError, MixtureOfAttention, SparseMLP

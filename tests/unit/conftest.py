@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis.asyncio import Redis
-from testkit.redis_server import APPEND_ONLY, RedisServer, running_redis
+from testkit.queue.redis_server import APPEND_ONLY, RedisServer, running_redis
 
 from services.queue.connect import connect
 from services.queue.embedded import find_redis_server

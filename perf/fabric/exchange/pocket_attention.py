@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from testkit.decode_bench import call_again, request
+from testkit.gpu.decode_bench import call_again, request
 
 from perf.fabric.exchange.children import Parent
 from perf.fabric.exchange.ipc import memory_by

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import httpx
-from testkit.servers import flags, free_port, wait_until
+from testkit.processes.servers import flags, free_port, wait_until
 
 from abuse.attack import Attack, Target
 from abuse.kit.stage import Shape, write_keys

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from testkit.servers import in_main_thread
+from testkit.processes.servers import in_main_thread
 
 from services.runtime import die_with_parent
 

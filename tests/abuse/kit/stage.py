@@ -21,8 +21,8 @@ from pathlib import Path
 
 import httpx
 import redis
-from testkit.pocket_answers import POCKET
-from testkit.servers import Bench, Proc, flags, free_port, wait_until
+from testkit.pocket.answers import POCKET
+from testkit.processes.servers import Bench, Proc, flags, free_port, wait_until
 
 from abuse.kit.cage import MIB, Cage, Precedence, cage, precedence
 from abuse.kit.child import Child, raise_descriptors, share_paths

@@ -17,7 +17,7 @@ from abuse.kit.cage import MIB, cage
 from abuse.kit.honest import Crowd, Fault, _Choice, _Chunk, _Stream
 from abuse.kit.tokens import Answers
 from abuse.kit.wire import Door
-from testkit.pocket_answers import POCKET
+from testkit.pocket.answers import POCKET
 
 CALM: dict[str, Any] = {
     "health": 0.1, "ping": 0.01, "rss_before": 80.0, "rss_after": 90.0, "rss_peak": 100.0, "redis_peak": 6.0,

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from testkit.client import check, finish
-from testkit.redis_server import RedisServer
-from testkit.roles import Deployment
-from testkit.stepping import SteppingEngine
+from testkit.models.stepping import SteppingEngine
+from testkit.processes.roles import Deployment
+from testkit.queue.client import check, finish
+from testkit.queue.redis_server import RedisServer
 
 from services.attention import backpressure
 from services.attention.backpressure import LONGEST_S, LOOK_S, REMEMBERED_S, STALLED_S, Backpressure

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.decode_bench import call_again, load, request, run
+from testkit.gpu.decode_bench import call_again, load, request, run
 
 from moe_kernels import backend
 from services.attention.step.engine import Engine

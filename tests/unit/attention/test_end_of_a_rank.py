@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from testkit.servers import wait_until
+from testkit.processes.servers import wait_until
 
 from services.attention import __main__ as attention
 from services.attention.__main__ import AttentionRole

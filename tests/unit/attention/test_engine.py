@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from testkit.scores import prompt_scores
+from testkit.queue.scores import prompt_scores
 from torch import Tensor
 
 from services.attention.step.engine import Engine

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from testkit.stepping import SteppingEngine, continuation
+from testkit.models.stepping import SteppingEngine, continuation
 
 from services.attention.engine_thread import Add, EngineThread, Stop
 from services.messages import (

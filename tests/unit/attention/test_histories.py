@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from testkit.edited import edited
+from testkit.models.edited import edited
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.attention.batching.blocks import BlockPool

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from testkit.decode_bench import call_again
-from testkit.edited import WatchedEdits
+from testkit.gpu.decode_bench import call_again
+from testkit.models.edited import WatchedEdits
 from torch import Tensor
 
 from services.attention.batching.plan import StepPlan

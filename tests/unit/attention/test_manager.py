@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.scores import packed, prompt_scores
+from testkit.queue.scores import packed, prompt_scores
 
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager

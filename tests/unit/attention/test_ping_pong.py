@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.tcp_fabric import hello, linked, seat_of, serve, table_of
-from testkit.telling_link import TellingLink
+from testkit.fabric.tcp import hello, linked, seat_of, serve, table_of
+from testkit.fabric.telling_link import TellingLink
 from torch import Tensor
 
 from services.attention.step.engine import Engine

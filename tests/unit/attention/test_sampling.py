@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.histories import history_of
+from testkit.models.histories import history_of
 
 from services.attention.batching.plan import Outcome
 from services.attention.sampling.filters import heads, thresholds, width

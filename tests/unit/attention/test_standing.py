@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from testkit.roles import OPTIONS
+from testkit.processes.roles import OPTIONS
 
 from services.attention.registration import LOOK_S, Standing
 from services.queue.tasks import end_tasks

@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
-from testkit.client import Client, check, finish
-from testkit.redis_server import RedisServer
-from testkit.roles import KEYS, Deployment, RunningWorker, eventually
-from testkit.stepping import SteppingEngine
+from testkit.models.stepping import SteppingEngine
+from testkit.processes.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.queue.client import Client, check, finish
+from testkit.queue.redis_server import RedisServer
 
 from services.attention.worker import EngineError, EngineHung
 from services.errors import FingerprintMismatch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from testkit.client import check, finish
-from testkit.redis_server import RedisServer
-from testkit.roles import KEYS, Deployment, RunningWorker, eventually
-from testkit.stepping import SteppingEngine
+from testkit.models.stepping import SteppingEngine
+from testkit.processes.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.queue.client import check, finish
+from testkit.queue.redis_server import RedisServer
 
 from services.queue.scheduler_side import SchedulerQueue
 

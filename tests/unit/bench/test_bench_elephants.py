@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from testkit import aot
+from testkit.gpu import aot
 
 
 def compiled(bits: int, *, native: bool) -> aot.Compiled:

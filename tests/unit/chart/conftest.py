@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, Objects, Render, helm_program
+from testkit.kube.chart import CHART, Objects, Render, helm_program
 
 
 class NoTwice(yaml.SafeLoader):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, Objects, Render, named, pods
+from testkit.kube.chart import CHART, Objects, Render, named, pods
 
 from services.config import load_settings
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, ROOT, WORKLOADS, Render, pods
+from testkit.kube.chart import CHART, ROOT, WORKLOADS, Render, pods
 
 from services.config import load_settings
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from testkit.chart import CHART, Render
+from testkit.kube.chart import CHART, Render
 
 OUTSIDE = ("redis.enabled=false", "redis.external.url=redis://redis.db/0")
 SCALED = ("autoscaling.enabled=true", "metrics.podMonitor.enabled=true")

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from testkit.chart import ROOT
+from testkit.kube.chart import ROOT
 
 DOCKERFILE = ROOT / "helm/images/Dockerfile"
 SOURCES = """\

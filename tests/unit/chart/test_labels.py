@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.chart import CHART, WORKLOADS, Render, named, pods
+from testkit.kube.chart import CHART, WORKLOADS, Render, named, pods
 
 ROLE = "app.kubernetes.io/component"
 SELECTING = {"Service": "selector", "PodDisruptionBudget": "selector", "NetworkPolicy": "podSelector"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, Render, named
+from testkit.kube.chart import CHART, Render, named
 
 MESH = ("attention.experts=mesh", "attention.mesh.ranks=4", "attention.replicas=2", "attention.config.expert_slices=2")
 

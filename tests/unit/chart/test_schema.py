@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from testkit.chart import CHART, Render, named
+from testkit.kube.chart import CHART, Render, named
 
 MOUNT = ("gateway.extraVolumeMounts[0].name=a", "gateway.extraVolumeMounts[0].mountPath=/a")
 BAD = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART, Objects, Render, named
+from testkit.kube.chart import CHART, Objects, Render, named
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, Settings, concerned, load_settings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import CHART
+from testkit.kube.chart import CHART
 
 from services.queue.acl import RULES
 

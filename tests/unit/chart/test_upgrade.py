@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from testkit.chart import CHART, Render, named
+from testkit.kube.chart import CHART, Render, named
 
 ROLES = ("attention", "experts", "gateway", "redis", "scheduler")
 PROBE = '{{ include "expertmesh.unchanged" (dict "root" $ "found" .Values.global.found) }}'

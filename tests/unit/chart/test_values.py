@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.chart import Objects, Render, named, pods
+from testkit.kube.chart import Objects, Render, named, pods
 
 
 def config(objects: Objects, role: str) -> dict[str, Any]:

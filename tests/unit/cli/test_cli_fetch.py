@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from testkit.hub import hub
+from testkit.processes.hub import hub
 
 from services.cli.fetch import MARK, RECORD, fetch, main, wait
 from services.errors import CheckpointError, ConfigError

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.checkpoints import save_checkpoint
-from testkit.donated import digests_of
-from testkit.servers import wait_until
-from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, seat_of, serve, table_of
+from testkit.fabric.donated import digests_of
+from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, seat_of, serve, table_of
+from testkit.models.checkpoints import save_checkpoint
+from testkit.processes.servers import wait_until
 from torch import Tensor
 
 from services.config import Settings

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.pocket_answers import POCKET
+from testkit.pocket.answers import POCKET
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.errors import ContextLengthExceeded

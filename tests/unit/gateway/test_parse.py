@@ -12,7 +12,7 @@ from array import array
 from typing import Any
 
 import pytest
-from testkit.hostile_bodies import SIZE, hostile_bodies
+from testkit.processes.hostile_bodies import SIZE, hostile_bodies
 
 from services.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.parse import Parser
@@ -43,7 +43,7 @@ def test_a_wrong_body_costs_no_more_than_a_right_one(name):
 
 _MEMORY = """
     import resource, sys
-    from testkit.hostile_bodies import hostile_bodies
+    from testkit.processes.hostile_bodies import hostile_bodies
     from services.errors import InvalidRequest
     from services.gateway.parse import Parser
     from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from testkit.scores import packed
+from testkit.queue.scores import packed
 
 from services.gateway import openai_format
 from services.messages import TokenEvent, TokenLogprob

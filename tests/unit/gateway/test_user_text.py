@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.chat_tokenizers import END, KINDS, START, THINKING, TURNS, Kind, byte_level
+from testkit.models.chat_tokenizers import END, KINDS, START, THINKING, TURNS, Kind, byte_level
 
 from services.errors import InvalidRequest
 from services.gateway.any_of import any_of

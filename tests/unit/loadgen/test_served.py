@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from testkit.servers import free_port
+from testkit.processes.servers import free_port
 
 from loadgen.served import served
 

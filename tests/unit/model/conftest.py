@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.tiny_models import CONFIGS, QWEN2, save_model
+from testkit.models.tiny_models import CONFIGS, QWEN2, save_model
 
 
 @pytest.fixture(scope="session", params=CONFIGS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from testkit.tiny_models import QWEN2, QWEN3, save_model
+from testkit.models.tiny_models import QWEN2, QWEN3, save_model
 from torch import Tensor
 
 from services.errors import CheckpointError, UnsupportedModel

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.checkpoints import save_checkpoint
-from testkit.tiny_models import CONFIGS, save_model
+from testkit.models.checkpoints import save_checkpoint
+from testkit.models.tiny_models import CONFIGS, save_model
 
 from services.cli.fetch import MARK, fetch
 from services.errors import CheckpointError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.tiny_models import MIXTRAL, OLMOE, QWEN2, QWEN3, ServingPath, save_model
+from testkit.models.tiny_models import MIXTRAL, OLMOE, QWEN2, QWEN3, ServingPath, save_model
 
 from services.model.reference import ReferenceModel
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, YARN_ROPE
+from testkit.models.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, YARN_ROPE
 
 from services.model.rope import cos_sin, inverse_frequencies, rotate
 from services.model.spec import RopeSpec, load_spec

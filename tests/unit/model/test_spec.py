@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, OLMOE, QWEN2, QWEN3, YARN_ROPE
+from testkit.models.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, OLMOE, QWEN2, QWEN3, YARN_ROPE
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.spec import ModelSpec, load_spec

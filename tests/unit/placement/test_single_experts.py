@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.eplb import eplb
-from testkit.placement_replay import greedy, helped_greedy, ours, replay, shifting
+from testkit.fabric.eplb import eplb
+from testkit.fabric.placement_replay import greedy, helped_greedy, ours, replay, shifting
 
 from pocket_moe.records import ExpertTrace
 from services.errors import ConfigError

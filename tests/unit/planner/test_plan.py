@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from testkit.pocket_answers import POCKET
+from testkit.pocket.answers import POCKET
 
 from services.cli.main import main
 

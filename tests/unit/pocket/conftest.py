@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from testkit.pocket_card import make_records
-from testkit.pocket_evidence import script as load_script
-from testkit.pocket_runs import make_work
+from testkit.pocket.card import make_records
+from testkit.pocket.evidence import script as load_script
+from testkit.pocket.runs import make_work
 
 
 @pytest.fixture

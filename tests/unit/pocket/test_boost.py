@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from testkit.pocket_evidence import CONFIG, make_evidence, make_models, script
+from testkit.pocket.evidence import CONFIG, make_evidence, make_models, script
 
 from pocket_moe import export
 from pocket_moe.boost import BoostSettings, boost, right, train_one, union_share

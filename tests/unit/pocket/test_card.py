@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from testkit.pocket_card import DOMAINS, HEADER, TEXT
-from testkit.pocket_evidence import script
-from testkit.pocket_runs import make_work
+from testkit.pocket.card import DOMAINS, HEADER, TEXT
+from testkit.pocket.evidence import script
+from testkit.pocket.runs import make_work
 
 from pocket_moe.card_collect import collect
 from pocket_moe.card_facts import load_facts, training

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from testkit.pocket_card import skewed
-from testkit.pocket_evidence import script
+from testkit.pocket.card import skewed
+from testkit.pocket.evidence import script
 
 from pocket_moe.plots import steps
 from pocket_moe.plots_heat import domain_order, expert_order, heat_map, loads

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from testkit.pocket_packages import COPYRIGHT, TOPICS, write_packages
+from testkit.pocket.packages import COPYRIGHT, TOPICS, write_packages
 
 from pocket_moe.errors import PocketError
 from pocket_moe.manifest import licence_text

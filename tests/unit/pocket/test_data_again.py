@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from testkit.pocket_evidence import script
-from testkit.pocket_packages import SOURCES, write_packages
+from testkit.pocket.evidence import script
+from testkit.pocket.packages import SOURCES, write_packages
 
 Gather = Callable[..., int]
 

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from testkit.pocket_packages import base64_number, prose, write_dictd
+from testkit.pocket.packages import base64_number, prose, write_dictd
 
 from pocket_moe.clean_dictd import number, read_dictd
 from pocket_moe.clean_entries import devil_text, element_text, jargon_text

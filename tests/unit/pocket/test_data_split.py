@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.pocket_packages import TOPICS, prose
+from testkit.pocket.packages import TOPICS, prose
 
 from pocket_moe.clean_wordnet import Entry, Sense
 from pocket_moe.dedupe import Deduper, unlike

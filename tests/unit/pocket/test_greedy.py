@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket_evidence import WORDS, make_evidence, make_models, script
+from testkit.pocket.evidence import WORDS, make_evidence, make_models, script
 from torch import Tensor
 
 from pocket_moe.errors import PocketError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket_evidence import CONFIG, make_evidence, make_models, script
+from testkit.pocket.evidence import CONFIG, make_evidence, make_models, script
 
 from pocket_moe import export, measure_agreement
 from pocket_moe.errors import PocketError

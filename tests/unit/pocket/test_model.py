@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.pocket_runs import make_work
+from testkit.pocket.runs import make_work
 from torch import Tensor
 from torch.nn import functional as F
 

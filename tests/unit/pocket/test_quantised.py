@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.pocket_evidence import CONFIG
+from testkit.pocket.evidence import CONFIG
 
 import moe_kernels as mk
 from pocket_moe.config import tiny

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from random import Random
 
-from testkit.pocket_packages import write_packages
-from testkit.pocket_training import curve
+from testkit.pocket.packages import write_packages
+from testkit.pocket.training import curve
 
 from pocket_moe import export
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.pocket_evidence import make_evidence, make_models, script
+from testkit.pocket.evidence import make_evidence, make_models, script
 
 from pocket_moe import export
 from pocket_moe.errors import PocketError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from testkit.pocket_packages import TOPICS, prose
+from testkit.pocket.packages import TOPICS, prose
 from tokenizers import Tokenizer
 
 from pocket_moe.errors import PocketError

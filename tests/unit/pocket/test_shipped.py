@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket_evidence import ROOT
+from testkit.pocket.evidence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pocket_moe.records import ExpertTrace, Greedy, load_greedy, load_json

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.pocket_packages import TOPICS, prose
+from testkit.pocket.packages import TOPICS, prose
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from testkit.pocket_evidence import make_evidence
-from testkit.pocket_training import before_step, curve
+from testkit.pocket.evidence import make_evidence
+from testkit.pocket.training import before_step, curve
 
 from pocket_moe import checkpoint, export
 from pocket_moe import run as runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket_training import before_step, curve, stop_at
+from testkit.pocket.training import before_step, curve, stop_at
 
 from pocket_moe import checkpoint
 from pocket_moe import run as runs

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 import pytest
-from testkit.redis_server import RedisServer, running_redis
+from testkit.queue.redis_server import RedisServer, running_redis
 
 from services.errors import ConfigError
 from services.queue.connect import check_access, connect

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from testkit.servers import wait_until
+from testkit.processes.servers import wait_until
 
 from services.runtime import in_daemon, left_behind
 

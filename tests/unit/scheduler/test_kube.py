@@ -12,7 +12,7 @@ import pytest
 from kubernetes.client.api_client import ApiClient
 from kubernetes.client.configuration import Configuration
 from kubernetes.config.incluster_config import InClusterConfigLoader
-from testkit.workload_api import ApiServer, stateful_set
+from testkit.kube.workload_api import ApiServer, stateful_set
 
 from services.errors import ConfigError, KubernetesUnavailable
 from services.messages import ExpertInfo, SeatReport

@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
-from testkit.client import check, finish
-from testkit.redis_server import RedisServer
-from testkit.roles import KEYS, Deployment, RunningScheduler, eventually
-from testkit.stepping import SteppingEngine
+from testkit.models.stepping import SteppingEngine
+from testkit.processes.roles import KEYS, Deployment, RunningScheduler, eventually
+from testkit.queue.client import check, finish
+from testkit.queue.redis_server import RedisServer
 
 from services.errors import StaleLeader
 from services.queue.scheduler_side import SchedulerQueue

@@ -6,8 +6,8 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
-from testkit.redis_server import RedisServer
-from testkit.roles import KEYS, eventually
+from testkit.processes.roles import KEYS, eventually
+from testkit.queue.redis_server import RedisServer
 
 from services.metrics import SchedulerMetrics
 from services.queue.limits import QueueLimits

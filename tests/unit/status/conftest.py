@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.api_server import ApiServer, pod, running_api_server, workload
+from testkit.kube.api_server import ApiServer, pod, running_api_server, workload
 
 
 @pytest.fixture

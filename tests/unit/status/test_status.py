@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.api_server import ApiServer, Object, labels, pod, workload
+from testkit.kube.api_server import ApiServer, Object, labels, pod, workload
 
 from services.cli.main import main
 from services.status.kube import ClusterReader, connected

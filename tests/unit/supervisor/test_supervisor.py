@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.stand_in_roles import Notes, killed_and_told, notes_in, until
+from testkit.processes.stand_in_roles import Notes, killed_and_told, notes_in, until
 
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from testkit.servers import free_ports
-from testkit.stand_in_roles import killed_and_told, notes_in, until
+from testkit.processes.servers import free_ports
+from testkit.processes.stand_in_roles import killed_and_told, notes_in, until
 
 from services.config import Settings
 from services.errors import PortInUse

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.iproute import delay_obstacle, obstacle, run
-from testkit.netns import Host, Network, open_network, sweep
-from testkit.servers import wait_until
+from testkit.processes.iproute import delay_obstacle, obstacle, run
+from testkit.processes.netns import Host, Network, open_network, sweep
+from testkit.processes.servers import wait_until
 
 ECHO = """
 import socket, sys
@@ -106,7 +106,7 @@ def test_a_signal_reaches_the_process_itself(network: Network) -> None:
 
 ABANDONED = """
 import os, subprocess, sys
-from testkit.netns import Network
+from testkit.processes.netns import Network
 network = Network()
 host = network.host("left")
 process = subprocess.Popen(host.command([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]),

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import psutil
-from testkit.servers import free_port, wait_until
+from testkit.processes.servers import free_port, wait_until
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from testkit.servers import bench
+from testkit.processes.servers import bench
 with bench(Path(sys.argv[1])) as stage:
     print(stage.redis(port=int(sys.argv[2])).pid, flush=True)
     time.sleep(600)

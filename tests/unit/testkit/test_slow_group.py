@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from testkit.slow_group import slow_group, slow_rows
+from testkit.fabric.slow_group import slow_group, slow_rows
 
 EXPERTS = """
 class ExpertShard:

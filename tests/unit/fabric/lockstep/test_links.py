@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from testkit.mesh_fabric import Ranks, dealt_link, shared_ranks
+from testkit.fabric.lockstep import Ranks, dealt_link, shared_ranks
 from torch import Tensor
 
 from services.errors import ConfigError, MeshBroken

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace as replace_facts
-from testkit.servers import free_port, wait_until
+from testkit.processes.servers import free_port, wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMismatch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.servers import wait_until
+from testkit.processes.servers import wait_until
 from torch import Tensor
 from torch.distributed import TCPStore
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.donated import digests_of
-from testkit.tcp_fabric import FAST, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
+from testkit.fabric.donated import digests_of
+from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
 from services.experts.donors import Donors, given

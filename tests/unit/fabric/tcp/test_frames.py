@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.tcp_fabric import FAST, SECRET, double, hello, linked, pair, seat_of, send, serve, table_of
+from testkit.fabric.tcp import FAST, SECRET, double, hello, linked, pair, seat_of, send, serve, table_of
 
 from services.errors import (
     ConfigError,

@@ -18,10 +18,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testkit.fabric_frames import FRAMES, NONCE, TICKET, mutated, nearly_frames, nearly_messages
-from testkit.servers import free_port, wait_until
-from testkit.symm_fabric import serve_shared
-from testkit.tcp_fabric import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
+from testkit.fabric.frames import FRAMES, NONCE, TICKET, mutated, nearly_frames, nearly_messages
+from testkit.fabric.shared_memory import serve_shared
+from testkit.fabric.tcp import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
+from testkit.processes.servers import free_port, wait_until
 
 from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.faults import Faults

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from testkit.tcp_fabric import Compute, double, linked, part_of, seat_of, send, serve, table_of, tcp_link
+from testkit.fabric.tcp import Compute, double, linked, part_of, seat_of, send, serve, table_of, tcp_link
 from torch import Tensor
 
 from services.errors import ExpertUnavailable, FingerprintMismatch

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.certificates import Authority
-from testkit.servers import free_port, wait_until
-from testkit.tcp_fabric import SECRET, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import SECRET, linked, seat_of, send, serve, table_of
+from testkit.processes.certificates import Authority
+from testkit.processes.servers import free_port, wait_until
 
 from services.fabric.lockstep import store_proxy as mesh_gate
 from services.fabric.lockstep.rendezvous import Meeting, _store

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.certificates import Authority
-from testkit.checkpoints import save_checkpoint
-from testkit.servers import wait_until
-from testkit.tcp_fabric import FAST, SECRET, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import FAST, SECRET, linked, seat_of, send, serve, table_of
+from testkit.models.checkpoints import save_checkpoint
+from testkit.processes.certificates import Authority
+from testkit.processes.servers import wait_until
 
 from services.attention.setup.remote_link import remote_link
 from services.config import Settings

@@ -11,8 +11,8 @@ from contextlib import suppress
 import msgspec
 import pytest
 import torch
-from testkit.servers import wait_until
-from testkit.tcp_fabric import SECRET, hello, linked, pair, seat_of, send, serve, table_of
+from testkit.fabric.tcp import SECRET, hello, linked, pair, seat_of, send, serve, table_of
+from testkit.processes.servers import wait_until
 
 from services.errors import ExpertMeshError, FabricError, ProtocolMismatch, SecretMismatch
 from services.fabric.tcp import handshake as tcp_handshake

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from testkit.servers import wait_until
+from testkit.processes.servers import wait_until
 
 from moe_kernels.exchange.layout import Layout
 from services.errors import FabricError, WireError

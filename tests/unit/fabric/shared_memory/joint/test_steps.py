@@ -13,8 +13,8 @@ from typing import cast
 import msgspec
 import pytest
 import torch
-from testkit.servers import wait_until
-from testkit.tcp_fabric import FAST, SECRET, hello, seat_of, serve, table_of
+from testkit.fabric.tcp import FAST, SECRET, hello, seat_of, serve, table_of
+from testkit.processes.servers import wait_until
 from torch import Tensor
 
 from moe_kernels.exchange.layout import Layout

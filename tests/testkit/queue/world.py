@@ -1,0 +1,255 @@
+"""Simulated gateways, workers and a leader over a real queue: they follow its contract, die, forget and move."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import structs
+
+from services.errors import ExpertUnavailable, StaleLeader, TooManyRequests
+from services.messages import Cancel, GenerateRequest, TokenEvent
+from services.queue.gateway_side import FIRST_ID
+from testkit.queue.gateway import SimGateway, text
+from testkit.queue.indexes import check
+
+STARVED = ExpertUnavailable("No replica.").info()
+
+
+@dataclass
+class SimWorker:
+    id: str
+    last_id: str = FIRST_ID
+    held: dict[str, GenerateRequest] = field(default_factory=dict)
+
+
+class World:
+    """The actors, and the actions that a walk may take."""
+
+    def __init__(self, bench: Any, seed: int) -> None:
+        self.bench = bench
+        self.draw = random.Random(seed)
+        self.ends: dict[str, list[str]] = {}
+        self.owner: dict[str, SimGateway] = {}
+        self.gateways: dict[str, SimGateway] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.claimed: list[GenerateRequest] = []
+        self.names = 0
+
+    def name(self, kind: str) -> str:
+        self.names += 1
+        return f"{kind}{self.names}"
+
+    async def add_gateway(self) -> None:
+        name = self.name("g")
+        self.gateways[name] = SimGateway(self.bench.new_gateway(name), self.ends)
+        await self.gateways[name].queue.heartbeat(600)
+        if self.draw.random() < 0.7:  # the others write as an earlier release does
+            await self.gateways[name].queue.look()
+
+    async def add_worker(self) -> None:
+        worker = SimWorker(self.name("w"))
+        self.workers[worker.id] = worker
+        await self.bench.add_worker(worker.id, tokens=self.draw.choice([30, 100]), requests=6, lease_s=600)
+
+    async def admit(self) -> None:
+        name = self.draw.choice(list(self.gateways))
+        gateway = self.gateways[name]
+        tenant, priority = self.draw.choice("abc"), self.draw.choice([0, 5, 5, 5])
+        batch = [
+            self.bench.request(
+                self.name("r"), tenant=tenant, priority=priority, reply_to=name, max_tokens=self.draw.randint(1, 12)
+            )
+            for _ in range(self.draw.randint(1, 4))
+        ]
+        try:
+            admitted = await gateway.queue.admit(batch, timeout_s=3600)
+        except TooManyRequests:
+            return
+        for request in admitted:
+            gateway.live[request.id] = request
+            self.ends[request.id] = []
+
+    async def cancel(self) -> None:
+        gateway = self.draw.choice(list(self.gateways.values()))
+        for request_id in self.draw.sample(sorted(gateway.live), min(2, len(gateway.live))):
+            await gateway.queue.cancel([request_id], {request_id: gateway.live[request_id].delivered})
+            gateway.end(request_id, "cancelled")
+
+    async def claim(self) -> None:
+        claims = await self.bench.scheduler.claim(self.bench.epoch, self.draw.randint(1, 6))
+        self.claimed += [claim.request for claim in claims]
+
+    async def assign(self) -> None:
+        if self.workers:
+            pairs = [(request, self.draw.choice(list(self.workers))) for request in self.claimed]
+            await self.bench.scheduler.assign(self.bench.epoch, pairs)
+            self.claimed = []
+
+    async def release(self) -> None:
+        await self.bench.scheduler.release(self.bench.epoch, self.claimed)
+        self.claimed = []
+
+    async def forget_claims(self) -> None:
+        self.claimed = []
+
+    async def work(self) -> None:
+        for worker in list(self.workers.values()):
+            worker.last_id, messages = await self.bench.worker.read_inbox(worker.id, worker.last_id, 0)
+            for message in messages:
+                if isinstance(message, Cancel):
+                    if message.request_id in worker.held and worker.held[message.request_id].attempt <= message.attempt:
+                        del worker.held[message.request_id]
+                else:
+                    worker.held[message.request.id] = message.request
+            events = [self.next_token(request) for request in worker.held.values() if self.draw.random() < 0.8]
+            gone = await self.bench.worker.publish(worker.id, events)
+            for event in events:
+                request = worker.held[event.request_id]
+                worker.held[event.request_id] = structs.replace(request, token_ids=[*request.token_ids, event.token_id])
+                if event.finish or event.request_id in gone:
+                    del worker.held[event.request_id]
+
+    def next_token(self, request: GenerateRequest) -> TokenEvent:
+        index, whole = request.delivered, text(request)
+        return self.bench.token(
+            request, index, token_id=whole[index], finish="stop" if index + 1 == len(whole) else None
+        )
+
+    async def beat(self) -> None:
+        for worker in self.workers.values():
+            held = {request.id: request.attempt for request in worker.held.values()}
+            for request_id in await self.bench.worker.heartbeat(worker.id, held):
+                del worker.held[request_id]
+
+    async def give_up(self) -> None:
+        """A worker lacks experts for some of what it runs."""
+        for worker in self.workers.values():
+            given = self.draw.sample(sorted(worker.held), min(2, len(worker.held)))
+            attempts = {request_id: worker.held.pop(request_id).attempt for request_id in given}
+            await self.bench.worker.give_up(worker.id, attempts, STARVED)
+
+    async def pump(self) -> None:
+        for gateway in self.gateways.values():
+            await gateway.pump()
+
+    async def survey(self) -> None:
+        for gateway in self.gateways.values():
+            await gateway.queue.heartbeat(600)
+            await gateway.survey()
+
+    async def kill_worker(self) -> None:
+        if self.workers:
+            worker_id = self.draw.choice(list(self.workers))
+            del self.workers[worker_id]
+            await self.bench.redis.zadd(self.bench.keys.workers, {worker_id: 1}, xx=True)
+
+    async def leave_worker(self) -> None:
+        """With some of what it ran to blame, as a rank whose mesh broke has."""
+        if self.workers:
+            worker = self.workers.pop(self.draw.choice(list(self.workers)))
+            blamed = self.draw.sample(sorted(worker.held), min(1, len(worker.held)))
+            attempts = {request_id: worker.held[request_id].attempt for request_id in blamed}
+            await self.bench.worker.deregister(worker.id, attempts)
+
+    async def kill_gateway(self) -> None:
+        """Its requests are cancelled, except one that a client takes up elsewhere."""
+        if len(self.gateways) < 2:
+            return
+        name = self.draw.choice(list(self.gateways))
+        dead = self.gateways.pop(name)
+        await self.bench.redis.zadd(self.bench.keys.gateways, {name: 1}, xx=True)
+        heir = self.draw.choice(list(self.gateways))
+        for request_id in list(dead.live)[:2]:
+            await self.move(dead, heir, request_id)
+        for request_id in list(dead.live):
+            dead.end(request_id, "gateway died")
+
+    async def move(self, former: SimGateway, heir: str, request_id: str) -> None:
+        request = former.live[request_id]
+        fresh = structs.replace(request, token_ids=request.token_ids[: request.prompt_len], reply_to=heir)
+        try:
+            taken = await self.gateways[heir].queue.take_up(fresh, timeout_s=3600)
+        except TooManyRequests:
+            return
+        del former.live[request_id]
+        self.gateways[heir].live[request_id] = taken
+
+    async def take_up(self) -> None:
+        """The client comes back to another gateway while the first one lives."""
+        former, heir = (self.draw.choice(list(self.gateways)) for _ in range(2))
+        if former != heir and self.gateways[former].live:
+            await self.move(self.gateways[former], heir, self.draw.choice(sorted(self.gateways[former].live)))
+
+    async def new_leader(self) -> None:
+        await self.bench.redis.delete(self.bench.keys.leader)
+        await self.bench.lead()
+        self.claimed = []
+
+    async def expire_leases(self) -> None:
+        """Time passes for everything that no live worker or leader renews."""
+        held = {request_id for worker in self.workers.values() for request_id in worker.held}
+        kept = held | {request.id for request in self.claimed}
+        for member in await self.bench.redis.zrange(self.bench.keys.leases, 0, -1):
+            if member.decode() not in kept:
+                await self.bench.redis.zadd(self.bench.keys.leases, {member: 1})
+
+    async def reap(self) -> None:
+        await self.bench.scheduler.reap(self.bench.epoch, self.draw.choice([2, 100]))
+
+    async def snapshot(self) -> dict[bytes, tuple[int, bytes]]:
+        redis = self.bench.redis
+        return {key: (max(await redis.pttl(key), 0), await redis.dump(key)) for key in await redis.keys("*")}
+
+    async def rewind(self, saved: dict[bytes, tuple[int, bytes]]) -> None:
+        async with self.bench.redis.pipeline(transaction=True) as everything:  # gateways write meanwhile, too
+            everything.flushall()
+            for key, (ttl, value) in saved.items():
+                everything.restore(key, ttl, value)
+            await everything.execute()
+        for name in await self.bench.redis.zrange(self.bench.keys.gateways, 0, -1):
+            if name.decode() not in self.gateways:
+                await self.bench.redis.zadd(self.bench.keys.gateways, {name: 1})
+        for name in await self.bench.redis.zrange(self.bench.keys.workers, 0, -1):
+            if name.decode() not in self.workers:
+                await self.bench.redis.zadd(self.bench.keys.workers, {name: 1})
+
+    async def act(self, action: str) -> None:
+        try:
+            await getattr(self, action)()
+        except StaleLeader:
+            await self.new_leader()
+
+
+async def settle(world: World) -> None:
+    """Lets everything run to its end."""
+    await world.add_worker()
+    for _ in range(400):
+        for action in ("claim", "assign", "work", "beat", "pump", "survey", "expire_leases", "reap"):
+            await world.act(action)
+        records = await world.bench.redis.keys(world.bench.keys.request("*"))
+        states = [await world.bench.redis.hget(key, "state") for key in records]
+        if not any(gateway.live for gateway in world.gateways.values()) and all(state == b"done" for state in states):
+            return
+    raise AssertionError("requests are stuck")
+
+
+async def ended_well(world: World) -> None:
+    assert world.ends
+    assert {request_id: ends for request_id, ends in world.ends.items() if len(ends) != 1} == {}
+    await check(world.bench)
+    assert await world.bench.depth() == (0, 0)
+    for pattern in (
+        "queue:[0-9]*",
+        "ring:*",
+        "deficit:*",
+        "leases",
+        "claims",
+        "deadlines",
+        "held:*",
+        "tenant:*",
+        "owned:*",
+    ):
+        assert await world.bench.redis.keys(world.bench.keys.prefix + pattern) == []
+    assert all(s.outstanding_tokens == s.outstanding_requests == 0 for s in await world.bench.scheduler.workers())
