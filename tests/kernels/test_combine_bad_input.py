@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import ArgumentError
-from moe_kernels.combine import op as combine
+from moe_kernels import ArgumentError, combine
 
 pytestmark = pytest.mark.usefixtures("path")
 

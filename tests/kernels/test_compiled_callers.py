@@ -12,9 +12,7 @@ import torch
 from testkit.models.moe_layers import random_layer
 from torch import Tensor, nn
 
-from moe_kernels import MixtureOfAttention, SparseMLP, route
-from moe_kernels.plan import op as plan
-from moe_kernels.training import parallel_linear
+from moe_kernels import MixtureOfAttention, SparseMLP, parallel_linear, plan, route
 
 LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2)
 W_EOI = cast("Tensor", LAYER.w_down).mT.contiguous()

@@ -10,10 +10,8 @@ from testkit.models.tolerances import assert_close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_kernels import ArgumentError, SparseMLP
-from moe_kernels.plan import op as plan
+from moe_kernels import ArgumentError, SparseMLP, parallel_linear, plan, sparse_mlp
 from moe_kernels.rotary.op import rotate_heads
-from moe_kernels.training import parallel_linear, sparse_mlp
 
 pytestmark = pytest.mark.usefixtures("path")
 IDS_TK = torch.tensor([[0, 1], [2, 0], [1, 2]])

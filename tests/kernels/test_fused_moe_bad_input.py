@@ -9,8 +9,7 @@ import pytest
 import torch
 from testkit.models.moe_layers import random_layer
 
-from moe_kernels import ArgumentError
-from moe_kernels.plan import op as plan
+from moe_kernels import ArgumentError, plan
 
 pytestmark = pytest.mark.usefixtures("path")
 

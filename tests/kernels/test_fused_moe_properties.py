@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from testkit.models.moe_layers import DTYPES, exact_layer, random_layer
 from testkit.models.tolerances import assert_close
 
-from moe_kernels.plan import op as plan
+from moe_kernels import plan
 
 pytestmark = pytest.mark.usefixtures("regime")
 

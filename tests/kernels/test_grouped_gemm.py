@@ -9,11 +9,9 @@ import torch
 from testkit.models.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels import ArgumentError, dequantize_experts, quantize_experts
+from moe_kernels import ArgumentError, combine, dequantize_experts, plan, quantize_experts
 from moe_kernels.activations.op import Activation, activate
-from moe_kernels.combine import op as combine
 from moe_kernels.grouped_gemm.op import Gather, grouped_gemm
-from moe_kernels.plan import op as plan
 
 TILES = {"BLOCK_N": 32, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 4, "num_stages": 3}
 ROWS, SLOTS, EXPERTS = 9, 2, 3

@@ -17,15 +17,15 @@ from moe_kernels import (
     MixtureOfAttention,
     SparseMLP,
     backend,
+    combine,
     dequantize_experts,
     fused_moe,
     grouped_mlp,
+    parallel_linear,
+    plan,
     quantize_experts,
     route,
 )
-from moe_kernels.combine import op as combine
-from moe_kernels.plan import op as plan
-from moe_kernels.training import parallel_linear
 
 LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, biased=True)
 IDS_TK = LAYER.ids_TK

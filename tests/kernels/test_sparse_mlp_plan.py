@@ -11,8 +11,7 @@ from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 import moe_kernels as mk
-from moe_kernels import ArgumentError, Plan, SparseMLP
-from moe_kernels.plan import op as plan
+from moe_kernels import ArgumentError, Plan, SparseMLP, plan
 
 pytestmark = pytest.mark.usefixtures("path")
 IDS_TK = random_ids(12, 2, 3)

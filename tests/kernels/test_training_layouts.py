@@ -15,11 +15,8 @@ from testkit.models.pair_layouts import case, random_ids
 from testkit.models.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels import ArgumentError, MixtureOfAttention, SparseMLP
-from moe_kernels.combine import op as combine
+from moe_kernels import ArgumentError, MixtureOfAttention, SparseMLP, combine, parallel_linear, plan, sparse_mlp
 from moe_kernels.grouped_gemm.op import grouped_gemm
-from moe_kernels.plan import op as plan
-from moe_kernels.training import parallel_linear, sparse_mlp
 from moe_kernels.training.activation_gradients.op import activation_backward
 from moe_kernels.training.grouped_outer.op import grouped_sum
 from moe_kernels.training.pair_rows.op import group_rows, pair_dots

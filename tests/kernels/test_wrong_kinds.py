@@ -15,16 +15,17 @@ from moe_kernels import (
     MixtureOfAttention,
     QuantisedWeight,
     SparseMLP,
+    combine,
     dequantize_experts,
     fused_moe,
     grouped_mlp,
+    parallel_linear,
+    plan,
     quantisation_error,
     quantize_experts,
     route,
+    sparse_mlp,
 )
-from moe_kernels.combine import op as combine
-from moe_kernels.plan import op as plan
-from moe_kernels.training import parallel_linear, sparse_mlp
 
 pytestmark = pytest.mark.usefixtures("path")
 LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, activation="gelu", biased=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.combine import op as combine
+from moe_kernels import combine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
