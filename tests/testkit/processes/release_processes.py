@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_SCRIPT = Path(__file__).with_name("processes/release_peer.py")
+_SCRIPT = Path(__file__).with_name("release_peer.py")
 _PATIENCE_S = 120.0
 
 
