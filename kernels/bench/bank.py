@@ -17,7 +17,8 @@ from torch import Tensor
 from bench import floors
 from bench.shapes import LayerShape
 from bench.timing import copies_for
-from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QUANTISED: Final = {

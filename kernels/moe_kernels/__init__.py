@@ -9,14 +9,10 @@ from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import ArgumentError
 from moe_kernels.combine.op import combine
 from moe_kernels.experts.op import WeightsOn, fused_moe, grouped_mlp
-from moe_kernels.plan.op import FirstCome, Plan, plan
-from moe_kernels.quant.op import (
-    QuantisationError,
-    QuantisedWeight,
-    dequantize_experts,
-    quantisation_error,
-    quantize_experts,
-)
+from moe_kernels.plan.op import plan
+from moe_kernels.plan.types import FirstCome, Plan
+from moe_kernels.quant.op import QuantisationError, dequantize_experts, quantisation_error, quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 from moe_kernels.router.op import GroupScore, Order, Score, route
 from moe_kernels.training.mixture_of_attention import MixtureOfAttention
 from moe_kernels.training.parallel_linear import parallel_linear

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numbers
 import reprlib
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from moe_kernels.plan.op import Plan
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TILE_ROWS = (16, 32, 64, 128)
@@ -84,12 +81,12 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_tile_rows(plan: Plan) -> None:
+def check_tile_rows(block_rows: int) -> None:
     """Kernels hold a tile's rows in registers and shared memory; :func:`moe_kernels.plan.op` itself takes any
     number.
     """
-    allowed = plan.block_rows in TILE_ROWS
-    require(allowed, f"plan must have block_rows in {TILE_ROWS} for expert matrices, found {plan.block_rows}")
+    allowed = block_rows in TILE_ROWS
+    require(allowed, f"plan must have block_rows in {TILE_ROWS} for expert matrices, found {block_rows}")
 
 
 def check_combine(out_SD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> None:
@@ -228,3 +225,14 @@ def _check_quantisable(in_features: int, bits: int, group: int) -> None:
 def dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
     """The twins can be exact; kernels sum in float32."""
     return (*FLOATS, torch.float64) if device.type == "cpu" else FLOATS
+
+
+def check_first_derivative(op: str) -> None:
+    """The first line of every backward pass: recording gradients of gradients would leave terms out, unseen.
+
+    Plain backward passes, ``retain_graph`` and checkpoints run it without recording.
+
+    Raises:
+        ArgumentError: ``create_graph=True``.
+    """
+    require(not torch.is_grad_enabled(), f"{op} has no second derivative: do not pass create_graph=True")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_kernels import ArgumentError, backend
-from moe_kernels.plan.op import Plan, plan
+from moe_kernels.plan.op import plan
+from moe_kernels.plan.types import Plan
 
 both_paths = pytest.mark.usefixtures("path")
 SORTS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_kernels import ArgumentError
-from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantisation_error, quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantisation_error, quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 FORMATS = [(8, 0), (8, 128), (4, 0), (4, 128)]
 formats = pytest.mark.parametrize(("bits", "group"), FORMATS)

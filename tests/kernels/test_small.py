@@ -12,7 +12,8 @@ from testkit.models.moe_layers import ACTIVATIONS, DTYPES, Layer, exact_layer, r
 from testkit.models.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2, "PARTS_FP32": 1}
 TRUNCATED = {torch.bfloat16: 12.0}

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moe_kernels import ArgumentError, route
 from moe_kernels.activations.op import Activation, activate, gated
-from moe_kernels.plan.op import Plan, plan
+from moe_kernels.plan.op import plan
+from moe_kernels.plan.types import Plan
 from moe_kernels.training.activation_gradients.op import activation_backward
 from moe_kernels.training.parallel_linear import parallel_linear
 from moe_kernels.training.sparse_mlp import SparseMLP, softmax_gates, sparse_mlp

@@ -15,7 +15,8 @@ from torch import Tensor
 from bench.bank import DTYPES, QUANTISED, poison
 from bench.shapes import LayerShape, find
 from moe_kernels import backend
-from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 Weight = Tensor | QuantisedWeight
 

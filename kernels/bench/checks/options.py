@@ -19,7 +19,8 @@ from bench.tune_workers import Work
 from moe_kernels import tiles as table
 from moe_kernels.experts.op import fused_moe
 from moe_kernels.plan.op import plan
-from moe_kernels.quant.op import QuantisedWeight, dequantize_experts, quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 SHAPE: Final = "olmoe/4"
 UNGATED: Final = "scattermoe/8"

@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 
 from bench.checks.base import Check, kernels, random, require, share, twins
-from moe_kernels.plan.op import Plan, plan
+from moe_kernels.plan.op import plan
+from moe_kernels.plan.types import Plan
 from moe_kernels.router.op import route
 
 ROWS: Final = (0, 1, 3, 64, 513, 4096)

@@ -23,7 +23,8 @@ from bench.shapes import LayerShape
 from bench.suites.modules import timed
 from bench.timing import Call, copies_for
 from moe_kernels import backend
-from moe_kernels.quant.op import QuantisedWeight, quantize_experts
+from moe_kernels.quant.op import quantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 ACTIVE: Final = (1, 4, 8, 16, 24, 32)
 ROWS_EACH: Final = 8

@@ -17,14 +17,14 @@ from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation
 from moe_kernels.backend import packed
 from moe_kernels.combine.kernel import launch as combine
-from moe_kernels.experts.checks import Weight
+from moe_kernels.expert_arguments import Weight
 from moe_kernels.experts.reference import as_tensor
 from moe_kernels.gemv.kernel import gemv_moe
 from moe_kernels.grouped_gemm import launch as gemm
 from moe_kernels.grouped_gemm.swapped import launch as swapped
-from moe_kernels.plan.op import Plan
 from moe_kernels.plan.op import plan as make_plan
-from moe_kernels.quant.op import QuantisedWeight
+from moe_kernels.plan.types import Plan
+from moe_kernels.quant.weight import QuantisedWeight
 from moe_kernels.small.kernel import MAX_PAIRS, small_moe
 
 _IDS_BLOCK = 128

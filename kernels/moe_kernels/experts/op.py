@@ -15,9 +15,9 @@ from torch import Tensor
 from moe_kernels import backend
 from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import check_no_gradient
+from moe_kernels.expert_arguments import Weight, check_choice, check_counts, check_experts
 from moe_kernels.experts import reference as experts_torch
-from moe_kernels.experts.checks import Weight, check_choice, check_counts, check_experts
-from moe_kernels.plan.op import Plan
+from moe_kernels.plan.types import Plan
 
 WeightsOn = Literal["output", "input"]
 _INSTEAD = "call it under torch.no_grad() or inference_mode(), or train with SparseMLP or parallel_linear"
@@ -48,7 +48,7 @@ def fused_moe(
     Args:
         x_TD: float32, bfloat16 or float16.
         w_in: ``[E, 2F, D]``, gate rows and then up rows, if the activation is gated; else ``[E, F, D]``. In x's dtype
-            or a :class:`~moe_kernels.quant.op.QuantisedWeight`.
+            or a :class:`~moe_kernels.quant.weight.QuantisedWeight`.
         w_down: ``[E, D, F]``, likewise. Both contiguous.
         ids_TK: int32 or int64. An id outside 0..E-1 is an expert elsewhere: its slot contributes nothing.
         weights_TK: float32.

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_kernels.activations.op import Activation, activate
-from moe_kernels.experts.checks import Weight
+from moe_kernels.expert_arguments import Weight
 from moe_kernels.grouped_gemm.op import grouped_product
-from moe_kernels.plan.op import Plan, local_ids
-from moe_kernels.quant.op import QuantisedWeight, dequantize_experts
+from moe_kernels.plan.op import local_ids
+from moe_kernels.plan.types import Plan
+from moe_kernels.quant.op import dequantize_experts
+from moe_kernels.quant.weight import QuantisedWeight
 
 
 def fused_moe(

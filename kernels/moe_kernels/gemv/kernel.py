@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_kernels.activations.kernel import activate
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.quant.decode_kernel import int4_offset, int4_products, int8_products
-from moe_kernels.quant.op import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight
 
 P16, P256 = 0x41800000, 0x43800000
 """Patterns of 16.0 and 256.0 for the sums of codes. Runtime arguments on purpose: a register lets one LOP3 mask a code

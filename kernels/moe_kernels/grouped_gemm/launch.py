@@ -17,7 +17,7 @@ from moe_kernels.activations.op import Activation, gated
 from moe_kernels.fitting import HOPPER_BYTES, fitted
 from moe_kernels.grouped_gemm.kernel import clear_absent_kernel, grouped_gemm_kernel
 from moe_kernels.overlap import overlaps
-from moe_kernels.plan.op import Plan
+from moe_kernels.plan.types import Plan
 
 TMA_BYTES = 16
 """TMA needs rows and the first element at multiples of this."""

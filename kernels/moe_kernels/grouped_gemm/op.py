@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from moe_kernels import backend
 from moe_kernels.activations.op import Activation, activate, gated
-from moe_kernels.experts.checks import check_grouped_gemm
-from moe_kernels.plan.op import Plan
+from moe_kernels.expert_arguments import check_grouped_gemm
+from moe_kernels.plan.types import Plan
 
 Gather = Literal["token", "pair"] | None
 """Where grouped row p lies in x: at its token ``order[p] // K``, at its pair ``order[p]``, or at p itself."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_kernels.overlap import overlaps
 from moe_kernels.plan.kernel import count_kernel, place_kernel, scan_kernel, small_kernel
-from moe_kernels.plan.op import FirstCome, Plan, tile_bound
+from moe_kernels.plan.types import FirstCome, Plan, tile_bound
 
 SMALL_PAIRS = 4096
 SMALL_COMPARISONS = 2**19

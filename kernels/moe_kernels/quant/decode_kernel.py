@@ -1,4 +1,4 @@
-"""Codes of :class:`moe_kernels.quant.op.QuantisedWeight` to numbers inside kernels, without the conversion unit (I2F).
+"""Codes of :class:`moe_kernels.quant.weight.QuantisedWeight` to numbers inside kernels, without a conversion (I2F).
 
 A float whose unit in the last place is 1 holds a small integer in its low mantissa bits: or-ing the code into the
 pattern of 2^m (m mantissa bits) gives 2^m + code, and one subtraction takes 2^m and the code's bias away. Both numbers

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.quant.decode_kernel import int4_halves, int8_values
-from moe_kernels.quant.op import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight
 
 _BLOCK_ROWS = 16
 _BLOCK_BYTES = 256

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.training.checks import check_first_derivative
+from moe_kernels.arguments import check_first_derivative
 
 HEADS_FIRST = (0, 3, 2, 4, 1, 5)
 """From B L K G R C to B G K R L C, where all query heads of a key head lie next to each other."""

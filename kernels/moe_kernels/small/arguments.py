@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels import backend
-from moe_kernels.quant.op import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight
 
 MAX_PAIRS = 2048
 """A program holds all pairs' experts in registers: 16 per thread at most."""

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from moe_kernels.activations.op import Activation, gated
-from moe_kernels.quant.op import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight
 from moe_kernels.small.arguments import (
     MAX_PAIRS,
     Lists,

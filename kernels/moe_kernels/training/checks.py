@@ -16,19 +16,8 @@ from moe_kernels.arguments import (
     require_optional_tensors,
     require_tensors,
 )
-from moe_kernels.experts.checks import require_plan
-from moe_kernels.plan.op import Plan
-
-
-def check_first_derivative(op: str) -> None:
-    """The first line of every backward pass: recording gradients of gradients would leave terms out, unseen.
-
-    Plain backward passes, ``retain_graph`` and checkpoints run it without recording.
-
-    Raises:
-        ArgumentError: ``create_graph=True``.
-    """
-    require(not torch.is_grad_enabled(), f"{op} has no second derivative: do not pass create_graph=True")
+from moe_kernels.expert_arguments import require_plan
+from moe_kernels.plan.types import Plan
 
 
 def check_sizes(*, experts: int, top_k: int, **others: int) -> None:
@@ -145,6 +134,6 @@ def _check_matrix_of_experts(x: Tensor, w: Tensor, plan: Plan, name: str) -> Non
     experts = plan.ends_E.shape[0]
     require(w.shape[0] == experts, f"{name} must be of the plan's {experts} experts, found {describe(w)}")
     require(w.numel() > 0, f"{name} must have rows and columns, found {describe(w)}")
-    check_tile_rows(plan)
+    check_tile_rows(plan.block_rows)
     check_device(w, x, name, "x")
     check_device(plan.order_S, x, "plan", "x")

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
+from moe_kernels.arguments import check_first_derivative
 from moe_kernels.combine.op import combine_places
 from moe_kernels.grouped_gemm.op import Gather, grouped_gemm
-from moe_kernels.plan.op import Plan
-from moe_kernels.training.checks import check_first_derivative, check_parallel_linear
+from moe_kernels.plan.types import Plan
+from moe_kernels.training.checks import check_parallel_linear
 from moe_kernels.training.grouped_outer.op import Rows, grouped_outer, grouped_sum
 from moe_kernels.training.pair_rows.op import group_rows, pair_dots
 

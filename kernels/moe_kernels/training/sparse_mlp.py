@@ -14,22 +14,16 @@ from torch import Tensor, nn
 
 from moe_kernels import backend
 from moe_kernels.activations.op import Activation, gated
-from moe_kernels.arguments import FLOATS, require, require_tensors
+from moe_kernels.arguments import FLOATS, check_first_derivative, require, require_tensors
 from moe_kernels.combine.op import combine_places
-from moe_kernels.experts.checks import check_plan_of
+from moe_kernels.expert_arguments import check_plan_of
 from moe_kernels.experts.op import fused_moe
 from moe_kernels.grouped_gemm.op import grouped_gemm
-from moe_kernels.plan.op import Plan
 from moe_kernels.plan.op import plan as make_plan
+from moe_kernels.plan.types import Plan
 from moe_kernels.router.op import route
 from moe_kernels.training.activation_gradients.op import activate_rows, activation_backward
-from moe_kernels.training.checks import (
-    check_first_derivative,
-    check_module_choice,
-    check_module_rows,
-    check_sizes,
-    check_sparse_mlp,
-)
+from moe_kernels.training.checks import check_module_choice, check_module_rows, check_sizes, check_sparse_mlp
 from moe_kernels.training.grouped_outer.op import grouped_outer, grouped_sum
 from moe_kernels.training.pair_rows.op import pair_dots
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.exchange.joined.op import Joined, send_joined, take_joined
+from moe_kernels.exchange.joined.op import send_joined, take_joined
+from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import (
     ANSWERS,
     BASE,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.plan.op import Plan, plan
+from moe_kernels.plan.op import plan
+from moe_kernels.plan.types import Plan
 
 LAYOUTS = ["token", "pair", "grouped"]
 

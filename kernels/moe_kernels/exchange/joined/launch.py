@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 from torch import Tensor
 
 from moe_kernels.exchange.joined.kernel import gather_joined_kernel, send_joined_kernel, take_joined_kernel
+from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.launch import TIMED, tile_of
 from moe_kernels.exchange.layout import MOST_BLOCKS, Layout
-
-if TYPE_CHECKING:
-    from moe_kernels.exchange.joined.op import Joined
 
 
 def take_joined(joined: Joined, control: Tensor, layout: Layout, members: int, bucket: int, exchange: int) -> None:

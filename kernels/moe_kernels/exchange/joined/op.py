@@ -9,39 +9,13 @@ Legend: M members, R rows that each has room for, C = M x R, D hidden size, K sl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from moe_kernels import backend
+from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import MOST_MEMBERS, Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Room for the rows of a call, on the seat's device: member m has rows from ``m * bucket`` on.
-
-    ids are -1 where there are no rows.
-    """
-
-    x_CD: Tensor
-    taken_CK: Tensor
-    weights_CK: Tensor
-
-    @staticmethod
-    def room(rows: int, layout: Layout, device: torch.device) -> Joined:
-        """For calls of up to ``rows`` of all members."""
-        return Joined(
-            x_CD=torch.zeros(rows, layout.hidden, dtype=layout.dtype, device=device),
-            taken_CK=torch.full((rows, layout.slots), -1, dtype=torch.int32, device=device),
-            weights_CK=torch.zeros(rows, layout.slots, dtype=torch.float32, device=device),
-        )
-
-    def of(self, rows: int) -> Joined:
-        """The same with room for fewer rows."""
-        return Joined(self.x_CD[:rows], self.taken_CK[:rows], self.weights_CK[:rows])
 
 
 def take_joined(joined: Joined, control: Tensor, *, layout: Layout, members: int, bucket: int, exchange: int) -> None:

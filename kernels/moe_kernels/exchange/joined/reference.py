@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import (
     DEADLINE,
     FAILED,
@@ -28,9 +28,6 @@ from moe_kernels.exchange.layout import (
     member_word,
 )
 from moe_kernels.exchange.reference import PAUSE_S, at
-
-if TYPE_CHECKING:
-    from moe_kernels.exchange.joined.op import Joined
 
 
 def take_joined(joined: Joined, control: Tensor, layout: Layout, members: int, bucket: int, exchange: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels import backend
 from moe_kernels.activations.op import Activation, activate, gated
-from moe_kernels.plan.op import Plan
+from moe_kernels.plan.types import Plan
 
 
 def activate_rows(pre_S: Tensor, plan: Plan, activation: Activation) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.plan.op import Plan
+from moe_kernels.plan.types import Plan
 
 Rows = Literal["grouped", "token", "pair"]
 """How a matrix stores the rows of pairs: in the plan's grouped order; one row per token, shared by its K pairs; or one

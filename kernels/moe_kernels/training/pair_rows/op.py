@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
-from moe_kernels.plan.op import Plan
+from moe_kernels.plan.types import Plan
 from moe_kernels.training.grouped_outer.op import Rows, source_rows
 
 

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange.joined.op import Joined, send_joined, take_joined
+from moe_kernels.exchange.joined.op import send_joined, take_joined
+from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import (
     DEADLINE,
     LATE,

@@ -15,8 +15,8 @@ from moe_kernels.arguments import (
     require_optional_tensors,
     require_tensors,
 )
-from moe_kernels.plan.op import Plan
-from moe_kernels.quant.op import QuantisedWeight
+from moe_kernels.plan.types import Plan
+from moe_kernels.quant.weight import QuantisedWeight
 
 Weight = Tensor | QuantisedWeight
 """Experts' matrices ``[E, O, I]``, as numbers or quantised."""
@@ -71,7 +71,7 @@ def check_choice(
     if plan is not None:
         check_plan_of(plan, rows, slots, experts)
         _same_device(plan.order_S, x_TD, "plan")
-        check_tile_rows(plan)
+        check_tile_rows(plan.block_rows)
         given = [name for name, tensor in (("keep", keep_T), ("local", local_E)) if tensor is not None]
         require(not given, f"plan already says which pairs take part: make it with {given}, do not pass them again")
 
@@ -109,7 +109,7 @@ def check_grouped_gemm(
     require(gather in ("token", "pair", None), f"gather must be 'token', 'pair' or None, found {gather!r}")
     require(x_NI.shape == (rows, depth), f"x must be [{rows}, {depth}] for gather={gather!r}, found {describe(x_NI)}")
     require(w_EOI.numel() > 0, f"w must have experts, rows and columns, found {describe(w_EOI)}")
-    check_tile_rows(plan)
+    check_tile_rows(plan.block_rows)
     require(w_EOI.dtype == x_NI.dtype, f"w must be {x_NI.dtype} like x, found {describe(w_EOI)}")
     require(plan.ends_E.shape == (experts,), f"plan is for {plan.ends_E.numel()} experts, w is {describe(w_EOI)}")
     require(not is_gated or columns % 2 == 0, f"a gated w must have an even number of columns, found {describe(w_EOI)}")
