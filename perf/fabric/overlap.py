@@ -26,8 +26,9 @@ from services.attention.step.overlap import Mode, OverlapPolicy
 from services.fabric.tcp.link import TcpLink
 from services.messages import GenerateRequest, SamplingParams
 from services.model.dense import DenseModel
+from services.model.load_spec import load_spec
 from services.model.progress import NoProgress
-from services.model.spec import ModelSpec, load_spec
+from services.model.spec import ModelSpec
 from services.model.weights import load_dense
 from services.routing import even_groups
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from testkit.models.control import PARTS, ControlBench, SimulatedDevice
 
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/pocket-moe/model"
 

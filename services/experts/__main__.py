@@ -22,7 +22,8 @@ from services.experts.worker import ExpertWorker, Timing
 from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
 from services.model.device import serving_dtype, torch_device
-from services.model.spec import ModelSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 from services.queue.duty import on_duty
 from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys

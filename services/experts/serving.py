@@ -16,12 +16,14 @@ from services.config import Settings
 from services.experts.donors import Donors, Tables, given
 from services.fabric.device_counters import beside
 from services.fabric.faults import Faults
-from services.fabric.nccl.lanes import Lanes, lanes_for
+from services.fabric.nccl.lanes import Lanes, LaneServer, lanes_for
+from services.fabric.nccl.weights import WeightsGiver
 from services.fabric.secret import read_secret
-from services.fabric.shared_memory.memory import memory_for
+from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.shared_memory.server import WAIT_S, Limits, SymmHost
 from services.fabric.tcp.compute import Compute
 from services.fabric.tcp.connect import Facts
+from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import MAX_BYTES, NAMES
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.peer import Timing as ConnectionTiming
@@ -163,13 +165,19 @@ class Loader:
             port=self._settings.fabric_port,
             inbox_rows=self._settings.fabric_inbox_rows,
             tls=self._tls,
-            lanes=self._lanes,
-            weights=given(weights),
-            symm=symm,
+            extensions=self._extensions(weights, symm),
             faults=self.faults,
         )
         server.start()
         return TcpServing(group, server, symm, self._spec.top_k, self._lanes)
+
+    def _extensions(self, weights: dict[int, ExpertWeights], symm: SymmHost | None) -> list[ServerExtension]:
+        extensions: list[ServerExtension] = [WeightsGiver(given(weights))]
+        if self._lanes is not None and self._tls is None:  # a lane is not encrypted
+            extensions.append(LaneServer(self._lanes))
+        if symm is not None:
+            extensions.append(symm)
+        return extensions
 
     def _symm(self, group: ShardGroup, shard: ExpertShard) -> SymmHost | None:
         """Steps come whole: not where a layer has no experts here."""

@@ -42,7 +42,8 @@ from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
-from services.model.spec import ModelSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 from services.queue.connect import check_server, connect
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys

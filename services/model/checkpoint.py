@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry, read_header
+from services.model.load_spec import INDEX, read_index, unreadable
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
-from services.model.spec import INDEX, ModelSpec, read_index, unreadable
+from services.model.spec import ModelSpec
 
 if TYPE_CHECKING:  # whoever looks at files alone needs no torch
     from torch import Tensor

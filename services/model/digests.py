@@ -20,8 +20,9 @@ import msgspec
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.header import TensorEntry
+from services.model.load_spec import load_spec
 from services.model.names import TensorNames
-from services.model.spec import ModelSpec, load_spec
+from services.model.spec import ModelSpec
 
 FILE = ".expertmesh-digests"
 _FORMAT = 1

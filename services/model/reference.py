@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from services.model.checkpoint import Checkpoint
+from services.model.load_spec import load_spec
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes, expert_shapes
 from services.model.rope import inverse_frequencies
-from services.model.spec import ModelSpec, load_spec
+from services.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,12 @@ it is. Only ``families.py`` and ``names.py`` know families by name.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-from services.errors import CheckpointError
 
 DType = Literal["float32", "bfloat16", "float16"]
 QKNorm = Literal["none", "head", "projection"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
-INDEX = "model.safetensors.index.json"
-_MOST_INDEX_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,44 +101,3 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
-
-
-def load_spec(model_dir: Path) -> ModelSpec:
-    """The spec of the checkpoint in ``model_dir``. Reads no weights.
-
-    Raises:
-        CheckpointError: ``config.json`` is missing, damaged or contradicts itself.
-        UnsupportedModel: the architecture, or something the config switches on, is not implemented.
-    """
-    from services.model.families import spec_from_config  # families builds on the types above
-
-    spec = spec_from_config(model_dir)
-    return dataclasses.replace(spec, fingerprint=_fingerprint(spec, model_dir))
-
-
-def unreadable(model_dir: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"A weight file of {model_dir} cannot be read: {error}.",
-        hint="Check that it is a file, complete, and readable by this user.",
-    )
-
-
-def read_index(path: Path) -> bytes:
-    """The index of the checkpoint's files. Raises CheckpointError where it has more bytes than any can have."""
-    if path.stat().st_size > _MOST_INDEX_BYTES:
-        raise CheckpointError(f"{path} has more than {_MOST_INDEX_BYTES:,} bytes.", hint="Download it again.")
-    return path.read_bytes()
-
-
-def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
-    """Hash of the spec and of the names and sizes of the weights, or of their index where there is one."""
-    index = model_dir / INDEX
-    try:
-        if index.is_file():
-            weights = [read_index(index).hex()]
-        else:
-            weights = [f"{file.name}:{file.stat().st_size}" for file in sorted(model_dir.glob("*.safetensors"))]
-    except OSError as error:
-        raise unreadable(model_dir, error) from error
-    content = json.dumps([dataclasses.asdict(spec), weights], sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

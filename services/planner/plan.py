@@ -12,7 +12,8 @@ from rich.table import Table
 
 from services.config import OptionParser
 from services.errors import CheckpointError, ConfigError
-from services.model.spec import ModelSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 from services.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
 from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
 from services.placement.planning.layer_times import ACTIVATION_BYTES

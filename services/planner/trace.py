@@ -13,7 +13,7 @@ from rich.progress import Progress, TextColumn
 
 from services.config import OptionParser, check_bounds
 from services.errors import ConfigError
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 from services.planner.day.compare import compare
 from services.planner.day.replay import Plant
 from services.planner.day.report import figures, show

@@ -19,7 +19,7 @@ import httpx
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, check_sharing, colocated
 from services.errors import ConfigError
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 from services.queue.embedded import EmbeddedRedis
 from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from services.config import WORKERS, Role, Settings
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 from services.runtime import MetricsServer, configure_logging, run_process
 from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children

@@ -184,7 +184,7 @@ import resource, sys
 from pathlib import Path
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 folder = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -79,7 +79,7 @@ class Attention:
         hello = world.hello(facts["name"])
         self._link = WatchedLink(
             lambda lane: TcpLink(
-                table, hello=hello, secret=SECRET, rider=lane, unavailable_s=5.0, reduced=not world.unsummed
+                table, hello=hello, secret=SECRET, extension=lane, unavailable_s=5.0, reduced=not world.unsummed
             ),
             table,
             memory=memory_by(facts["memory"], self._device),

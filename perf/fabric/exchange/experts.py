@@ -49,7 +49,7 @@ def serve_seat(
         experts=experts,
         hello=world.hello(f"w{seat}", seat),
         secret=SECRET,
-        symm=host,
+        extensions=[host],
     )
     server.start()
     return server

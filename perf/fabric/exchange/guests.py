@@ -66,7 +66,7 @@ class Guest:
         table = world.table(1, [{"seat": 0, "group": 0, "port": server.address[1]}])
         hello = world.hello(f"guest{number}")
         self.link = SymmLink(
-            lambda lane: TcpLink(table, hello=hello, secret=SECRET, rider=lane, unavailable_s=5.0),
+            lambda lane: TcpLink(table, hello=hello, secret=SECRET, extension=lane, unavailable_s=5.0),
             table,
             memory=memory_by(memory, device),
             device=device,

@@ -50,7 +50,7 @@ class IpcMemory(CudaMemory):
 def memory_by(name: str, device: torch.device) -> Any:
     """``vmm``, what the link uses, or ``ipc``."""
     from services.fabric.shared_memory.cuda_memory import CudaMemory
-    from services.fabric.shared_memory.memory import HostMemory
+    from services.fabric.shared_memory.host_memory import HostMemory
 
     if device.type != "cuda":
         return HostMemory()

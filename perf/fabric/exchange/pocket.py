@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 from perf.fabric.exchange.world import World  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
-from services.model.spec import load_spec  # noqa: E402
+from services.model.load_spec import load_spec  # noqa: E402
 from services.model.weights import load_experts  # noqa: E402
 
 POCKET = Path(__file__).resolve().parents[3] / "examples/pocket-moe"

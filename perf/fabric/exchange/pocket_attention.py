@@ -34,7 +34,7 @@ class Decoding:
         table = world.table(0, [])
         self._link = SymmLink(
             lambda lane: TcpLink(
-                table, hello=world.hello(facts["name"]), secret=SECRET, rider=lane, call_s=2.0, unavailable_s=10.0
+                table, hello=world.hello(facts["name"]), secret=SECRET, extension=lane, call_s=2.0, unavailable_s=10.0
             ),
             table,
             memory=memory_by("vmm", self._device),

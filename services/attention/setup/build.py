@@ -24,8 +24,9 @@ from services.fabric.shared_memory.link import SymmLink
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
+from services.model.load_spec import load_spec
 from services.model.progress import loading_progress
-from services.model.spec import ModelSpec, load_spec
+from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from services.config import Settings
 from services.fabric.nccl.lanes import lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.shared_memory.link import SymmLink, SymmOptions
-from services.fabric.shared_memory.memory import PeerMemory, memory_for
-from services.fabric.tcp.calls import Rider
+from services.fabric.shared_memory.memory import PeerMemory
+from services.fabric.shared_memory.open_memory import memory_for
+from services.fabric.tcp.extension import ClientExtension
 from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.link import TcpLink
@@ -56,7 +57,7 @@ def remote_link(
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
     return SymmLink(
-        lambda rider: _tcp_link(settings, spec, table, dtype, device, worker, rider),
+        lambda extension: _tcp_link(settings, spec, table, dtype, device, worker, extension),
         table,
         memory=memory,
         device=device,
@@ -92,7 +93,7 @@ def _tcp_link(
     dtype: torch.dtype,
     device: torch.device,
     worker: str,
-    rider: Rider | None = None,
+    extension: ClientExtension | None = None,
 ) -> TcpLink:
     assert settings.fabric_secret_file is not None, "load_settings requires it"
     return TcpLink(
@@ -110,5 +111,5 @@ def _tcp_link(
         tls=client_tls(settings.fabric_tls_ca, settings.fabric_tls_name),
         reduced=settings.fabric_sums,
         lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
-        rider=rider,
+        extension=extension,
     )

@@ -1,34 +1,29 @@
-"""From two offers in a handshake to a lane that has carried bytes there and back. Never on the path of a call: rows go
-in frames meanwhile.
+"""The lanes of a process: whether two ends can have one, how many are opened at a time, and what ends with them.
 
-both       -> LANE  entries of the groups' stores, such as NCCL's unique id
-attention  ~~ bytes over the lane ~~> experts ~~> attention
-experts    -> LANE  ready, or the problem
+:mod:`services.fabric.nccl.opening` opens one.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import zlib
 from collections.abc import Callable
 
 import msgspec
 import torch
 
-from services.errors import ExpertMeshError, LaneFailed, ProtocolMismatch, SeatLeaving, SeatLost
+from services.errors import LaneFailed, ProtocolMismatch, SeatLeaving, SeatLost
 from services.fabric.nccl.lane import ATTENTION, EXPERTS, Lane, Launches
+from services.fabric.nccl.opening import Attempt, Opening
 from services.fabric.nccl.pair_store import PairStore
 from services.fabric.nccl.process_groups import Groups, groups_for
-from services.fabric.tcp.frames import ECHO_BYTES, Frame, Kind, LaneNote, bytes_of, message_of
+from services.fabric.tcp.extension import ServerExtension
+from services.fabric.tcp.frames import Frame, Kind
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.peer import Peer, soon
 
 log = logging.getLogger(__name__)
 
-_UNHANG_S = 0.2
-"""Whoever waits for an entry of a store ends sooner once that is closed."""
 OPENING_S = 30.0
 """Longest time from two offers to a lane; NCCL takes a second, more where a GPU is new to the process."""
 ENDING_S = 2.0
@@ -93,7 +88,7 @@ class Lanes:
             SeatLeaving, SeatLost, WireError: as frames say.
         """
         until = soon(self._opening_s)
-        opening = self.approach(peer, lambda: None)
+        opening = self._begin(peer, lambda: None)
         assert opening is not None, "not asked to be alone"
         try:
             while not opening.take(frame := _next_frame(peer, until)):
@@ -108,11 +103,15 @@ class Lanes:
         """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.heed`."""
         return Opening(self, peer, EXPERTS, self._opening_s)
 
-    def approach(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> Opening | None:
+    def approach(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> Attempt | None:
         """The attention side's part, in the background; None where it is to be ``alone`` and another one is under way.
 
         Raises LaneFailed as :meth:`refuse_if_many_hang`.
         """
+        opening = self._begin(peer, adopted, alone=alone)
+        return None if opening is None else Attempt(peer, opening)
+
+    def _begin(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> Opening | None:
         self.refuse_if_many_hang()
         with self._gate:
             under_way = [other for other in self._approaching if other.under_way]
@@ -155,134 +154,35 @@ def lanes_for(choice: str, device: torch.device, *, required: bool = False) -> L
     return Lanes(groups, required=required, least_bytes=FRAMES_BYTES if groups.name == "nccl" else 0)
 
 
-class Opening:
-    """One attempt at a lane, in a thread of its own: making a group has no deadline, so nobody waits inside."""
+class LaneServer(ServerExtension):
+    """An expert server's lanes: each connection of an attention worker that offers the same may have one.
 
-    def __init__(
-        self, lanes: Lanes, peer: Peer, rank: int, seconds: float, adopted: Callable[[], None] = lambda: None
-    ) -> None:
-        """``adopted`` is called, by that thread, when rows may go by the lane."""
-        self._lanes, self._peer, self._rank, self._adopted = lanes, peer, rank, adopted
-        self._seconds, self._until = seconds, soon(seconds)
-        self._told, self._cancelled = threading.Event(), threading.Event()
-        self._stores = PairStore("forth/", self._tell, seconds), PairStore("back/", self._tell, seconds)
-        self._problem: ExpertMeshError | None = None
-        self._thread = threading.Thread(target=self._run, name=f"lane of {peer.name}", daemon=True)
-        self._thread.start()
-
-    @property
-    def under_way(self) -> bool:
-        return self._thread.is_alive() and not self._cancelled.is_set()
-
-    def take(self, frame: Frame) -> bool:
-        """Whether the other end has its lane. Raises LaneFailed where it tells that it has none."""
-        if frame.kind != Kind.LANE:
-            return False
-        note = message_of(frame, LaneNote)
-        if note.problem:
-            raise LaneFailed(f"{self._peer.name} has no lane: {note.problem}")
-        for store in self._stores:
-            store.put(note.key, note.value)
-        if not note.key:
-            self._told.set()
-        return not note.key
-
-    def heed(self, frame: Frame) -> None:
-        """As :meth:`take`; an attention worker that gives the lane up sends its rows in frames."""
-        try:
-            self.take(frame)
-        except LaneFailed as error:
-            log.info("%s", error)
-            self.cancel()
-
-    def wait(self) -> None:
-        """Until the lane is there. Raises LaneFailed as :meth:`check`."""
-        self._thread.join(max(0.0, self._until - soon(0)))
-        self.check()
-
-    def check(self) -> None:
-        """Raises LaneFailed: there is no lane, or not in time."""
-        if self._problem is not None:
-            raise LaneFailed(f"No lane to {self._peer.name}: {self._problem.message}") from self._problem
-        if self._thread.is_alive() and soon(0) >= self._until:
-            raise LaneFailed(f"No lane to {self._peer.name} within {self._seconds:g} s.")
-
-    def cancel(self) -> None:
-        """Nobody waits for the lane any more. One that is there ends with its connection. Twice is once."""
-        if self._cancelled.is_set():
-            return
-        self._cancelled.set()
-        self._told.set()
-        for store in self._stores:
-            store.close()
-        self._thread.join(_UNHANG_S)
-        if self._thread.is_alive():
-            self._lanes.left(self._thread)
-
-    def _tell(self, key: str, value: bytes) -> None:
-        self._peer.send(Kind.LANE, LaneNote(key=key, value=value))
-
-    def _run(self) -> None:
-        try:
-            self._lanes.refuse_if_many_hang()
-            lane = self._lanes.open(self._stores, self._rank, self._peer.local_host)
-        except Exception as error:  # noqa: BLE001  the thread's boundary: `wait` and the other end are told
-            self._fail(_typed(error))
-            return
-        try:
-            (_prove if self._rank == ATTENTION else _echo)(lane, self._until, self._peer.broken)
-            if self._rank == ATTENTION:
-                self._wait_told()
-        except Exception as error:  # noqa: BLE001  as above
-            self._fail(_typed(error))
-            lane.abort()
-            return
-        self._peer.adopt(lane)
-        if self._rank == EXPERTS:
-            self._peer.send(Kind.LANE, LaneNote(key="", value=b""))
-        self._adopted()
-
-    def _wait_told(self) -> None:
-        """The other end reads rows from its lane only once it says that it has one."""
-        if not self._told.wait(max(0.0, self._until - soon(0))) or self._cancelled.is_set():
-            raise LaneFailed(f"{self._peer.name} did not say that it has its lane.")
-
-    def _fail(self, error: ExpertMeshError) -> None:
-        self._problem = error
-        if self._rank == EXPERTS:
-            log.warning("No lane to %s: %s", self._peer.name, error)
-            self._peer.send(Kind.LANE, LaneNote(key="", value=b"", problem=error.message[:1000]))
-
-
-class Attempt:
-    """The attention side's, beside calls that go in frames meanwhile. For the thread that receives.
-
-    Args:
-        opening: what came of :meth:`Lanes.approach`.
+    Connections under TLS must not be given this: a lane is not encrypted.
     """
 
-    def __init__(self, peer: Peer, opening: Opening) -> None:
-        self._peer, self._opening = peer, opening
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._openings: dict[Peer, Opening | None] = {}
+        """Of connections that may have a lane; None until the other end begins."""
 
-    def over(self, frame: Frame) -> bool:
-        """Whether rows go by the lane. Asked with each frame: they come at least as often as signs of life.
+    def offered(self, hello: Hello) -> Hello:
+        return self._lanes.offered(hello)
 
-        Raises:
-            LaneFailed: there is no lane at one end, or not in time.
-        """
-        if self._peer.lane is None:
-            self._opening.check()  # before what the other end says of it
-        self._opening.take(frame)
-        return self._peer.lane is not None
+    def opened(self, peer: Peer, theirs: Hello) -> None:
+        if self._lanes.agreed(theirs, peer.name):
+            self._openings[peer] = None
 
-    def give_up(self, error: LaneFailed) -> None:
-        """Tell the other end that none of its rows will come by a lane."""
-        self._opening.cancel()
-        self._peer.send(Kind.LANE, LaneNote(key="", value=b"", problem=error.message[:1000]))
+    def take(self, peer: Peer, frame: Frame) -> bool:
+        if frame.kind != Kind.LANE or peer not in self._openings:
+            return False
+        opening = self._openings[peer] or self._lanes.welcome(peer)
+        self._openings[peer] = opening
+        opening.heed(frame)
+        return True
 
-    def cancel(self) -> None:
-        """The connection has ended."""
-        self._opening.cancel()
+    def lost(self, peer: Peer) -> None:
+        if (opening := self._openings.pop(peer, None)) is not None:
+            opening.cancel()
 
 
 def _next_frame(peer: Peer, until: float) -> Frame:
@@ -292,25 +192,3 @@ def _next_frame(peer: Peer, until: float) -> Frame:
         if soon(0) < until:
             raise
         raise LaneFailed(f"{peer.name} made no lane in time.") from error
-
-
-def _prove(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
-    sent = torch.frombuffer(bytearray(os.urandom(ECHO_BYTES)), dtype=torch.uint8)
-    shipment = lane.pack(sent)
-    lane.post(shipment, broken, first=True)
-    with lane.reading():
-        came = lane.receive(torch.empty_like(shipment.rows), until, broken, first=True).cpu()
-    if zlib.crc32(bytes_of(came)) != zlib.crc32(bytes_of(sent)):
-        raise LaneFailed("Other bytes came back over the lane than were sent.")
-
-
-def _echo(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
-    with lane.reading():
-        came = lane.receive(torch.empty(ECHO_BYTES, dtype=torch.uint8, device=lane.device), until, broken, first=True)
-        shipment = lane.pack(came)
-    lane.post(shipment, broken, first=True)
-    lane.finish(until, broken)
-
-
-def _typed(error: Exception) -> ExpertMeshError:
-    return error if isinstance(error, ExpertMeshError) else LaneFailed(f"{type(error).__name__}: {error}")

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from services.errors import CallFailed, LaneFailed, WireError
+from services.fabric.nccl.messages import Fetch, Weights
 from services.fabric.tcp.connect import Facts, connect, prove
-from services.fabric.tcp.frames import Failed, Fetch, Frame, Kind, Weights, message_of
+from services.fabric.tcp.extension import ServerExtension
+from services.fabric.tcp.frames import Failed, Frame, Kind, message_of
 from services.fabric.tcp.peer import Peer, soon
 from services.routing import Seat
 
@@ -48,25 +50,35 @@ def _numbered(sums: Tensor) -> Tensor:
     return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
 
 
-def give(peer: Peer, frame: Frame, held: Mapping[int, tuple[tuple[int, ...], LayerTensors]]) -> None:
-    """Answer one FETCH from ``held``: layer -> ids of its experts and its tensors.
+class WeightsGiver(ServerExtension):
+    """Gives weights away to workers that join.
 
-    Raises:
-        WireError: the frame is malformed.
+    Args:
+        held: layer -> ids of the experts here and their tensors.
     """
-    wanted = message_of(frame, Fetch)
-    if len(frame.payload) % 4:
-        raise WireError(f"{peer.name} asked for experts in {len(frame.payload)} bytes.")
-    ids = tuple(frame.payload.view(torch.int32).tolist())
-    of_layer = held.get(wanted.layer)
-    if of_layer is None or of_layer[0] != ids or peer.lane is None:
-        problem = f"these experts of layer {wanted.layer} are not held here" if peer.lane else "there is no lane"
-        peer.send(Kind.FAILED, Failed(call=0, code=CallFailed.code, message=f"No weights: {problem}."))
-        return
-    for name, tensor in of_layer[1].items():
-        with peer.reading():
-            message = Weights(layer=wanted.layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
-        peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
+
+    def __init__(self, held: Mapping[int, tuple[tuple[int, ...], LayerTensors]]) -> None:
+        self._held = held
+
+    def take(self, peer: Peer, frame: Frame) -> bool:
+        if frame.kind != Kind.FETCH:
+            return False
+        wanted = message_of(frame, Fetch)
+        if len(frame.payload) % 4:
+            raise WireError(f"{peer.name} asked for experts in {len(frame.payload)} bytes.")
+        self._give(peer, wanted.layer, tuple(frame.payload.view(torch.int32).tolist()))
+        return True
+
+    def _give(self, peer: Peer, layer: int, ids: tuple[int, ...]) -> None:
+        of_layer = self._held.get(layer)
+        if of_layer is None or of_layer[0] != ids or peer.lane is None:
+            problem = f"these experts of layer {layer} are not held here" if peer.lane else "there is no lane"
+            peer.send(Kind.FAILED, Failed(call=0, code=CallFailed.code, message=f"No weights: {problem}."))
+            return
+        for name, tensor in of_layer[1].items():
+            with peer.reading():
+                message = Weights(layer=layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
+            peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
 
 
 def fetch(

@@ -27,7 +27,7 @@ from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.messages import Step, bucket_of, buckets
 from services.fabric.shared_memory.peers import SharedSeat, SymmLane
 from services.fabric.shared_memory.step_choice import seat_for
-from services.fabric.tcp.calls import Rider
+from services.fabric.tcp.extension import ClientExtension
 from services.fabric.tcp.link import TcpHandle, TcpLink
 from services.routing import RoutingTable
 
@@ -78,14 +78,14 @@ class _Step:
         return self.complete or bool(self.seats)
 
 
-OpenTcp = Callable[[Rider], TcpLink]
+OpenTcp = Callable[[ClientExtension], TcpLink]
 
 
 class SymmLink:
     """Like the engine it serves, for one thread; tables come from any.
 
     Args:
-        open_tcp: makes the TcpLink inside, with a rider: the link's lane.
+        open_tcp: makes the TcpLink inside, with the extension that it is given.
         table: the one that it starts with.
         layers: those with experts, in the order of the model.
         layout: ``rows`` is the most of a micro-batch that go this way.

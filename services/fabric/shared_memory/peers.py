@@ -15,7 +15,7 @@ from moe_kernels.exchange.layout import Layout
 from services.errors import ExpertMeshError, FabricError
 from services.fabric.shared_memory.memory import Mapping, PeerMemory, Region
 from services.fabric.shared_memory.messages import Offer, Step, Stop, Taken
-from services.fabric.tcp.connection import SeatLink
+from services.fabric.tcp.extension import ConnectedSeat
 from services.fabric.tcp.frames import Frame, Kind, message_of
 from services.fabric.tcp.peer import Peer
 
@@ -27,7 +27,7 @@ class SharedSeat:
     """A seat that has rows and answers in shared memory. ``place``: this worker's number among the seat's guests;
     ``beside``: it shares its device with an attention worker."""
 
-    link: SeatLink
+    link: ConnectedSeat
     peer: Peer
     answers: Region
     inbox: Mapping | None = None
@@ -54,7 +54,7 @@ class SharedSeat:
 
 
 class SymmLane:
-    """A :class:`services.fabric.tcp.connection.Rider`.
+    """A :class:`services.fabric.tcp.extension.ClientExtension`.
 
     Args:
         layout: of rows and answers, the same for all seats.
@@ -65,9 +65,9 @@ class SymmLane:
     def __init__(self, memory: PeerMemory, layout: Layout, *, node: str, on_lost: Callable[[SharedSeat], None]) -> None:
         self._memory, self._layout, self._node, self._on_lost = memory, layout, node, on_lost
         self._changed = threading.Condition()
-        self._seats: dict[SeatLink, SharedSeat] = {}
+        self._seats: dict[ConnectedSeat, SharedSeat] = {}
         self._left: list[SharedSeat] = []
-        self._on_tcp: frozenset[SeatLink] = frozenset()
+        self._on_tcp: frozenset[ConnectedSeat] = frozenset()
         """Seats of this node with which no memory can be shared."""
         self._in_step: frozenset[SharedSeat] = frozenset()
 
@@ -97,10 +97,10 @@ class SymmLane:
         with self._changed:
             self._in_step = frozenset()
 
-    def carries(self, seat: SeatLink, rows: int) -> bool:
+    def carries(self, seat: ConnectedSeat, rows: int) -> bool:
         return seat.seat.node == self._node and rows <= self._layout.rows and seat not in self._on_tcp
 
-    def opened(self, seat: SeatLink, peer: Peer) -> None:
+    def opened(self, seat: ConnectedSeat, peer: Peer) -> None:
         if seat.seat.node != self._node:
             return
         self._tidy()
@@ -121,7 +121,7 @@ class SymmLane:
         )
         peer.send(Kind.SYMM_OFFER, offer)
 
-    def take(self, seat: SeatLink, frame: Frame) -> bool:
+    def take(self, seat: ConnectedSeat, frame: Frame) -> bool:
         if frame.kind != Kind.SYMM_TAKEN:
             return False
         taken, shared = message_of(frame, Taken), self._seats.get(seat)
@@ -131,7 +131,7 @@ class SymmLane:
             self._map(shared, taken)
         return True
 
-    def lost(self, seat: SeatLink) -> None:
+    def lost(self, seat: ConnectedSeat) -> None:
         with self._changed:
             self._on_tcp -= {seat}
             shared = self._seats.pop(seat, None)
@@ -143,7 +143,7 @@ class SymmLane:
         if counted_on:
             self._on_lost(shared)
 
-    def busy(self, seat: SeatLink) -> bool:
+    def busy(self, seat: ConnectedSeat) -> bool:
         return any(shared.link is seat for shared in self._in_step)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class SymmLane:
             self._changed.notify_all()
         log.info("%s shares memory", shared.link.name)
 
-    def _stay_on_tcp(self, seat: SeatLink, problem: object) -> None:
+    def _stay_on_tcp(self, seat: ConnectedSeat, problem: object) -> None:
         log.warning("Rows of %s stay on tcp: %s", seat.name, problem)
         with self._changed:
             self._on_tcp |= {seat}

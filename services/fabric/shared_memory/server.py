@@ -26,6 +26,7 @@ from services.fabric.shared_memory.memory import PeerMemory, Region
 from services.fabric.shared_memory.messages import Offer, Step, Stop, Taken, buckets
 from services.fabric.shared_memory.steps import Shape, StepBody, Steps, prepared
 from services.fabric.tcp.compute import Compute
+from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import Frame, Kind, message_of
 from services.fabric.tcp.peer import Peer
 
@@ -78,8 +79,8 @@ class _Guest:
         return self.steps is None or self.steps.idle()
 
 
-class SymmHost:
-    """Rides on the connections of an :class:`services.fabric.tcp.server.ExpertServer`.
+class SymmHost(ServerExtension):
+    """Extends the connections of an :class:`services.fabric.tcp.server.ExpertServer` by steps through shared memory.
 
     Args:
         compute: takes tensors of ``device``; called from threads and captured in graphs.

@@ -11,7 +11,7 @@ import torch
 
 from services.errors import SeatLeaving, SeatLost, WireError
 from services.fabric.faults import Faults
-from services.fabric.nccl.lanes import Lanes
+from services.fabric.tcp.extension import Transports
 from services.fabric.tcp.frames import ECHO_BYTES, HEADER_BYTES, Echo, Kind, Limits, bytes_of, message_of
 from services.fabric.tcp.handshake import Hello, greet
 from services.fabric.tcp.peer import Peer, Timing, soon
@@ -30,7 +30,7 @@ class Facts:
     timing: Timing
     max_bytes: int
     tls: ClientTls | None = None
-    lanes: Lanes | None = None
+    lanes: Transports | None = None
     spoken: Versions = SPOKEN
     faults: Faults = field(default_factory=Faults)
 

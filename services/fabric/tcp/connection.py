@@ -26,9 +26,9 @@ from services.errors import (
     SeatLost,
     WireError,
 )
-from services.fabric.nccl.lanes import Attempt, Lanes
-from services.fabric.tcp.calls import Call, Connection, Rider
+from services.fabric.tcp.calls import Call, Connection
 from services.fabric.tcp.connect import Facts, connect, prove, seat_name
+from services.fabric.tcp.extension import ClientExtension, Transports
 from services.fabric.tcp.frames import (
     DTYPES,
     Answer,
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
 LANE_LATER_S = 10.0
-"""Where a rider carries small calls a lane is opened only for a call that it does not, one lane at a time, and not
+"""Where an extension carries small calls a lane is opened only for a call that it does not, one lane at a time, and not
 before the seat is so old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
 _WITHOUT_LANE_S = 60.0
 """After a lane could not be made: how long rows go in frames before the next attempt."""
@@ -57,9 +57,11 @@ class SeatLink:
     ``changed`` guards all of it; whoever calls :meth:`usable`, :meth:`busy`, :meth:`send` or :meth:`retire` holds it.
     """
 
-    def __init__(self, seat: Seat, facts: Facts, changed: threading.Condition, rider: Rider | None = None) -> None:
+    def __init__(
+        self, seat: Seat, facts: Facts, changed: threading.Condition, extension: ClientExtension | None = None
+    ) -> None:
         self.seat = seat
-        self._rider = rider
+        self._extension = extension
         self.outstanding_rows = 0
         """Sent and not answered, those of abandoned calls included: the worker computes them all the same."""
         self.turn = 0.0
@@ -104,7 +106,7 @@ class SeatLink:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for it: for the answer to a call, or in a step that a rider counts it in."""
+        """Whether somebody waits for it: for the answer to a call, or in a step that an extension counts it in."""
         return self._connection is not None and self._busy(self._connection)
 
     @property
@@ -125,9 +127,7 @@ class SeatLink:
         """Queue a call; ``dispatch.call`` is filled in. Only while :attr:`usable`."""
         assert self._connection is not None
         number = next(self._ids)
-        call = Call(
-            seat=self, connection=self.connections, rows=dispatch.rows, answer_rows=answer_rows, deadline=deadline
-        )
+        call = Call(connection=self.connections, rows=dispatch.rows, answer_rows=answer_rows, deadline=deadline)
         self._connection.calls[number] = call
         self.outstanding_rows += call.rows
         worth = self._worth_lane(max(dispatch.rows, answer_rows))
@@ -199,7 +199,7 @@ class SeatLink:
         finally:
             peer.close()
 
-    def _use(self, connection: Connection, lanes: Lanes | None) -> None:
+    def _use(self, connection: Connection, lanes: Transports | None) -> None:
         try:
             if lanes is not None:
                 connection.lane_wanted = self._lane_required or not self._carried(1)
@@ -228,8 +228,8 @@ class SeatLink:
 
     def _follow(self, connection: Connection) -> None:
         try:
-            if self._rider is not None:
-                self._rider.opened(self, connection.peer)
+            if self._extension is not None:
+                self._extension.opened(self, connection.peer)
             while True:
                 self._take(connection, connection.peer.receive())
         except Exception as error:
@@ -246,14 +246,13 @@ class SeatLink:
         if ending or soon(0) < since:
             return
         with self._lane_may_fail(connection):
-            opening = lanes.approach(connection.peer, self._note_usable, alone=since > 0)
-            if opening is None:
+            connection.attempt = lanes.approach(connection.peer, self._note_usable, alone=since > 0)
+            if connection.attempt is None:
                 return
-            connection.attempt = Attempt(connection.peer, opening)
         connection.lane_from = None
 
     def _carried(self, rows: int) -> bool:
-        return self._rider is not None and self._rider.carries(self, rows)
+        return self._extension is not None and self._extension.carries(self, rows)
 
     @contextmanager
     def _lane_may_fail(self, connection: Connection) -> Iterator[None]:
@@ -287,7 +286,7 @@ class SeatLink:
             case Kind.ALIVE:
                 with self._changed:
                     self._close_if_retired(connection)
-            case _ if self._rider is None or not self._rider.take(self, frame):
+            case _ if self._extension is None or not self._extension.take(self, frame):
                 raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
 
     def _take_answer(self, connection: Connection, answer: Answer, payload: Tensor) -> None:
@@ -328,8 +327,8 @@ class SeatLink:
             self._changed.notify_all()
 
     def _lose(self, connection: Connection, error: ExpertMeshError) -> None:
-        if self._rider is not None:
-            self._rider.lost(self)
+        if self._extension is not None:
+            self._extension.lost(self)
         with self._changed:
             self._connection = None
             for call in connection.calls.values():
@@ -350,5 +349,5 @@ class SeatLink:
             self.shut()
 
     def _busy(self, connection: Connection) -> bool:
-        rider_busy = self._rider is not None and self._rider.busy(self)
-        return rider_busy or any(not call.abandoned for call in connection.calls.values())
+        extension_busy = self._extension is not None and self._extension.busy(self)
+        return extension_busy or any(not call.abandoned for call in connection.calls.values())

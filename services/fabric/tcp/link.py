@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from services.errors import ExpertUnavailable, FingerprintMismatch
-from services.fabric.nccl.lanes import Lanes
 from services.fabric.row_counts import ExpertRows
-from services.fabric.tcp.calls import Rider
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.connection import SeatLink
+from services.fabric.tcp.extension import ClientExtension, Transports
 from services.fabric.tcp.frames import DTYPES, MAX_BYTES, Dispatch
 from services.fabric.tcp.handshake import Hello, check_facts
 from services.fabric.tcp.peer import Timing, soon
@@ -62,7 +61,7 @@ class TcpLink:
         quarantine_s: how long a seat that answered wrongly, or not in time, takes no calls.
         tls: if connections are to be encrypted.
         lanes: offered to seats, unless connections are encrypted: a lane is not.
-        rider: what else uses the connections.
+        extension: what else uses the connections.
         spoken: versions of the protocol.
     """
 
@@ -79,8 +78,8 @@ class TcpLink:
         max_bytes: int = MAX_BYTES,
         timing: Timing | None = None,
         tls: ClientTls | None = None,
-        lanes: Lanes | None = None,
-        rider: Rider | None = None,
+        lanes: Transports | None = None,
+        extension: ClientExtension | None = None,
         spoken: Versions = SPOKEN,
     ) -> None:
         check_facts(hello, secret)
@@ -93,7 +92,7 @@ class TcpLink:
             lanes=lanes if tls is None else None,
             spoken=spoken,
         )
-        self._rider = rider
+        self._extension = extension
         self._reduced = reduced
         self._call_s = call_s
         self._unavailable_s = unavailable_s
@@ -255,7 +254,7 @@ class TcpLink:
         self._seats.links = {
             _identity(seat): known.pop(_identity(seat))
             if _identity(seat) in known
-            else SeatLink(seat, self._facts, self._changed, self._rider)
+            else SeatLink(seat, self._facts, self._changed, self._extension)
             for seat in table.seats
         }
         self._seats.groups = {group.number: group for group in table.groups}

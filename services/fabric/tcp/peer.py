@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from services.errors import FabricError, SeatLost, WireError
-from services.fabric.nccl.lane import Lane, Shipment
 from services.fabric.tcp.frames import Frame, Kind, Limits, Message, frame_parts, read_frame
 from services.fabric.tcp.stream import Stream
+from services.fabric.tcp.transport import RowTransport, Shipment
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Peer:
         self._alive_s = alive_s
         self._patient = patient
         self._version = version
-        self._lane: Lane | None = None
+        self._lane: RowTransport | None = None
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._ended = False
@@ -130,10 +130,10 @@ class Peer:
         return nullcontext() if self._lane is None else self._lane.reading()
 
     @property
-    def lane(self) -> Lane | None:
+    def lane(self) -> RowTransport | None:
         return self._lane
 
-    def adopt(self, lane: Lane) -> None:
+    def adopt(self, lane: RowTransport) -> None:
         """Rows may go by ``lane`` from now on; it ends with the connection."""
         with self._gate:
             ended = self._ended

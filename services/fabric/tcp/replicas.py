@@ -37,6 +37,7 @@ class Part:
     rows: Rows
     dispatch: Dispatch
     call: Call | None = None
+    sent_to: SeatLink | None = None
     answer: Tensor | None = None
     not_finite: Tensor | None = None
     suspects: list[SeatLink] = field(default_factory=list)
@@ -114,23 +115,23 @@ class Seats:
         return min([part.starving_since + self._unavailable_s, *(end for end in ends if end > now)])
 
     def _take_outcome(self, part: Part) -> None:
-        call = part.call
-        if call is None or call.outcome is None:
+        call, link = part.call, part.sent_to
+        if call is None or link is None or call.outcome is None:
             return
         part.call = None
         if isinstance(call.outcome, ExpertMeshError):
             part.problem = call.outcome
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MOST_PAUSE_S)
-            part.again_at[call.seat.seat.number, call.connection] = soon(pause_s)
+            part.again_at[link.seat.number, call.connection] = soon(pause_s)
             if isinstance(call.outcome, BadAnswer):
-                self._quarantine(call.seat, call.outcome)
+                self._quarantine(link, call.outcome)
         elif call.finite or not part.rows.finite():
             part.answer = call.outcome
             if call.finite:
                 self._blame(part)
         else:
             part.not_finite = call.outcome
-            part.suspects.append(call.seat)
+            part.suspects.append(link)
 
     def _blame(self, part: Part) -> None:
         for link in part.suspects:
@@ -167,8 +168,7 @@ class Seats:
         return group is not None and part.rows.experts <= set(group.experts.get(part.dispatch.layer, ()))
 
     def _send(self, part: Part, link: SeatLink) -> None:
-        if part.call is not None:
-            late = part.call.seat
+        if part.call is not None and (late := part.sent_to) is not None:
             part.problem = DeadlineExceeded(f"{late.name} gave no answer within {self._call_s:g} s.")
             self._quarantine(late, part.problem)
             part.again_at[late.seat.number, part.call.connection] = late.quarantined_until
@@ -185,6 +185,7 @@ class Seats:
             part.starving_since = None
         part.again_at[connection] = math.inf
         part.sends += 1
+        part.sent_to = link
         part.call = link.send(part.dispatch, tensors, rows.x_RD, answer_rows, soon(self._call_s))
 
     def _starve(self, part: Part, now: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from services.errors import CallFailed, FabricError, SeatLeaving, WireError
 from services.fabric.faults import Faults
-from services.fabric.nccl.lanes import Lanes, Opening
-from services.fabric.nccl.weights import LayerTensors, give
-from services.fabric.shared_memory.server import SymmHost
 from services.fabric.tcp.compute import Compute, ComputeLoop, Counts
+from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import (
     DTYPES,
     ECHO_BYTES,
@@ -60,9 +58,7 @@ class ExpertServer:
         max_bytes: largest payload accepted.
         max_connections: of those that have proven themselves; the others are bounded apart.
         tls: if connections are to be encrypted.
-        lanes: offered to attention workers, unless connections are encrypted: a lane is not.
-        weights: layer -> ids of the experts held here and their tensors, for workers that join; none are given away.
-        symm: serves attention workers of this node by shared memory.
+        extensions: asked in this order to take frames that are not of this file.
         spoken: versions of the protocol.
         faults: counts who was refused, and why.
     """
@@ -82,23 +78,19 @@ class ExpertServer:
         max_connections: int = 256,
         timing: Timing | None = None,
         tls: ServerTls | None = None,
-        lanes: Lanes | None = None,
-        weights: Mapping[int, tuple[tuple[int, ...], LayerTensors]] | None = None,
-        symm: SymmHost | None = None,
+        extensions: Sequence[ServerExtension] = (),
         spoken: Versions = SPOKEN,
         faults: Faults | None = None,
     ) -> None:
         check_facts(hello, secret)
         self._hello = msgspec.structs.replace(hello, max_rows=inbox_rows, max_bytes=max_bytes)
-        self._weights = weights or {}
-        self._lanes = lanes if tls is None else None
-        if self._lanes is not None:
-            self._hello = self._lanes.offered(self._hello)
+        self._extensions = tuple(extensions)
+        for extension in self._extensions:
+            self._hello = extension.offered(self._hello)
         self._experts = {layer: frozenset(ids) for layer, ids in experts.items()}
         self._secret = secret
         self._timing = timing or Timing()
         self._tls = tls
-        self._symm = symm
         self._spoken = spoken
         self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
         self._inbox = Inbox(inbox_rows, join_rows)
@@ -148,7 +140,7 @@ class ExpertServer:
         self._reception.stop()
         for peer in peers:
             peer.send(Kind.LEAVING)
-        finished = self._inbox.wait_idle(seconds) and (self._symm is None or self._symm.wait_idle(seconds))
+        finished = self._inbox.wait_idle(seconds) and all(other.wait_idle(seconds) for other in self._extensions)
         for peer in peers:
             peer.finish()
         self.close()
@@ -160,8 +152,8 @@ class ExpertServer:
             if thread.ident is not None:
                 thread.join(self._timing.handshake_s)
         self._reception.close()
-        if self._symm is not None:
-            self._symm.close()
+        for extension in self._extensions:
+            extension.close()
 
     def _end_connections(self) -> list[threading.Thread]:
         """Returns the threads that end by this."""
@@ -190,15 +182,16 @@ class ExpertServer:
         stream = Stream(arrival.sock, silence_s=self._timing.silence_s, name=arrival.name)
         proven = partial(self._prove, arrival)
         agreed = admit(stream, self._secret, self._hello, until, spoken=self._spoken, proven=proven)
-        lanes = self._lanes if self._lanes is not None and self._lanes.agreed(agreed.theirs, arrival.name) else None
         peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, patient=False, version=agreed.version)
         try:
-            self._follow(peer, lanes)
+            for extension in self._extensions:
+                extension.opened(peer, agreed.theirs)
+            self._follow(peer)
         finally:
             with self._gate:
                 self._peers.discard(peer)
-            if self._symm is not None:
-                self._symm.lost(peer)
+            for extension in self._extensions:
+                extension.lost(peer)
             peer.close()
 
     def _prove(self, arrival: Arrival) -> None:
@@ -206,37 +199,24 @@ class ExpertServer:
             raise SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica.")
         self._reception.prove(arrival)
 
-    def _follow(self, peer: Peer, lanes: Lanes | None) -> None:
-        opening: Opening | None = None
+    def _follow(self, peer: Peer) -> None:
         with self._gate:
             self._peers.add(peer)
             leaving = self._leaving
         if leaving:
             peer.send(Kind.LEAVING)
-        try:
-            while True:
-                opening = self._take(peer, peer.receive(), lanes, opening)
-        finally:
-            if opening is not None:
-                opening.cancel()
+        while True:
+            self._take(peer, peer.receive())
 
-    def _take(self, peer: Peer, frame: Frame, lanes: Lanes | None, opening: Opening | None) -> Opening | None:
+    def _take(self, peer: Peer, frame: Frame) -> None:
         if frame.kind == Kind.DISPATCH:
             self._dispatch(peer, frame)
         elif frame.kind == Kind.ECHO:
             peer.send(Kind.ECHO, _checked_echo(frame, peer.name), [frame.payload])
-        elif frame.kind == Kind.FETCH:
-            give(peer, frame, self._weights)
-        elif frame.kind == Kind.LANE and lanes is not None:
-            opening = opening or lanes.welcome(peer)
-            opening.heed(frame)
         elif frame.kind == Kind.REFUSED:
             raise refusal(message_of(frame, Refused), peer.name)
-        elif self._symm is not None and self._symm.take(peer, frame):
-            pass
-        elif frame.kind != Kind.ALIVE:
+        elif frame.kind != Kind.ALIVE and not any(extension.take(peer, frame) for extension in self._extensions):
             raise WireError(f"{peer.name} sent {frame.kind.name}, which no expert worker takes.")
-        return opening
 
     def _dispatch(self, peer: Peer, frame: Frame) -> None:
         facts = message_of(frame, Dispatch)

@@ -24,7 +24,7 @@ from abuse.kit.tokens import BABBLE, BURST, BURST_TOKENS, BURSTS, HOLD, POISON, 
 from services.attention.batching.waiting_line import WaitingLine
 from services.attention.worker import AttentionWorker, WorkerOptions
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob, WorkerInfo
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 from services.queue.clock import RedisClock
 from services.queue.connect import connect
 from services.queue.keys import Keys

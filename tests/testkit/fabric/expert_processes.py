@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from services.model.experts import ExpertShard
+from services.model.load_spec import load_spec
 from services.model.progress import NoProgress
-from services.model.spec import load_spec
 from services.model.weights import load_experts
 from services.routing import Seat
 from testkit.fabric.slow import Compute, slow

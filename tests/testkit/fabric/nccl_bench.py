@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.lanes import Lanes, LaneServer
 from services.fabric.nccl.process_groups import GlooGroups, Groups, NcclGroups
+from services.fabric.nccl.weights import WeightsGiver
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.peer import Timing
@@ -137,12 +138,13 @@ def serve_worker(lane: str, gpu: int, seat: int, layers: int, mib: int) -> None:
         return x_TD.to(device, copy=True)
 
     warm(shard, device)
-    facts: dict[str, Any] = {"secret": SECRET, "timing": TIMING, "max_bytes": MAX_BYTES, "lanes": lanes}
+    facts: dict[str, Any] = {"secret": SECRET, "timing": TIMING, "max_bytes": MAX_BYTES}
     ids = tuple(range(EXPERTS))
     small = ExpertServer(
         moved,
         experts=dict.fromkeys((IDENTITY, SCALED, RANDOM), ids),
         hello=hello(HIDDEN, "float32", seat),
+        extensions=[LaneServer(lanes)],
         **facts,
     )
     generator = torch.Generator(device).manual_seed(seat)
@@ -152,7 +154,13 @@ def serve_worker(lane: str, gpu: int, seat: int, layers: int, mib: int) -> None:
         )
         for layer in range(layers)
     }  # fmt: skip
-    wide = ExpertServer(echo, experts={ECHO: (0,)}, hello=hello(WIDE, "bfloat16", seat), weights=held, **facts)
+    wide = ExpertServer(
+        echo,
+        experts={ECHO: (0,)},
+        hello=hello(WIDE, "bfloat16", seat),
+        extensions=[WeightsGiver(held), LaneServer(lanes)],
+        **facts,
+    )
     for server in (small, wide):
         server.start()
     say("served", *small.address, *wide.address)

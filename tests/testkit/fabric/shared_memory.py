@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from moe_kernels.exchange.layout import Layout
 from services.fabric.nccl.lanes import Lanes
+from services.fabric.shared_memory.host_memory import HostMemory
 from services.fabric.shared_memory.link import SymmLink, SymmOptions
-from services.fabric.shared_memory.memory import HostMemory, PeerMemory
+from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.server import SymmHost
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
@@ -136,8 +137,8 @@ def linked_shared(
     memory, layers = memory or HostMemory(), list(table.group_of)
     tensors = getattr(torch, dtype)
     link = SymmLink(
-        lambda rider: TcpLink(
-            table, hello=hello(hidden, dtype), secret=SECRET, timing=FAST, rider=rider, call_s=call_s,
+        lambda extension: TcpLink(
+            table, hello=hello(hidden, dtype), secret=SECRET, timing=FAST, extension=extension, call_s=call_s,
             unavailable_s=unavailable_s, reduced=not unsummed, lanes=lanes,
         ),
         table,

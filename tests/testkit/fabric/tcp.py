@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.lanes import Lanes, LaneServer
 from services.fabric.nccl.process_groups import GlooGroups
+from services.fabric.nccl.weights import WeightsGiver
+from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.peer import Timing
@@ -54,14 +56,20 @@ def serve(
     experts: Mapping[int, Sequence[int]] | None = None,
     hidden: int = 4,
     dtype: str = "float32",
+    lanes: Lanes | None = None,
+    weights: Mapping[int, Any] | None = None,
+    symm: ServerExtension | None = None,
     **options: Any,
 ) -> ExpertServer:
+    """``lane`` or ``lanes``, ``weights`` to give away and ``symm`` become extensions of the server."""
     held = {0: range(8)} if experts is None else experts
-    options = {
-        "timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat),
-        "lanes": lanes_of(lane, required=False),
-    } | options  # fmt: skip
-    server = ExpertServer(compute, experts=held, **options)
+    extensions: list[ServerExtension] = [WeightsGiver(weights or {})]
+    if (lanes := lanes or lanes_of(lane, required=False)) is not None:
+        extensions.append(LaneServer(lanes))
+    if symm is not None:
+        extensions.append(symm)
+    options = {"timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat)} | options
+    server = ExpertServer(compute, experts=held, extensions=extensions, **options)
     server.start()
     return server
 

@@ -21,7 +21,8 @@ from services.fabric.local import LocalLink
 from services.messages import GenerateRequest, SamplingParams
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard, ExpertWeights
-from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from services.model.weights import DenseWeights, LayerWeights, load_dense, load_experts
 
 

@@ -15,7 +15,8 @@ from services.fabric.local import LocalLink
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard
 from services.model.inputs import SequenceRows, StepInputs
-from services.model.spec import ModelSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
 
 BASE: dict[str, Any] = {

@@ -18,10 +18,10 @@ from services.attention.step.overlap import OverlapPolicy
 from services.fabric.local import LocalHandle, LocalLink
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard
+from services.model.load_spec import load_spec
 from services.model.names import dense_shapes, expert_shapes
 from services.model.progress import NoProgress
 from services.model.reference import ReferenceModel
-from services.model.spec import load_spec
 from services.model.weights import load_dense, load_experts
 
 CONFIG = {

@@ -21,8 +21,8 @@ from services.errors import ExpertUnavailable
 from services.fabric.local import LocalHandle
 from services.messages import GenerateRequest, SamplingParams
 from services.model.experts import ExpertShard
+from services.model.load_spec import load_spec
 from services.model.progress import NoProgress
-from services.model.spec import load_spec
 from services.model.weights import load_experts
 from services.routing import even_groups
 

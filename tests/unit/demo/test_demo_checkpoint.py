@@ -14,7 +14,7 @@ from services.demo import checkpoint
 from services.demo.checkpoint import make_demo_model
 from services.demo.tokenizer import VOCAB_SIZE
 from services.errors import ConfigError
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 
 _FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

@@ -29,7 +29,8 @@ from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.peer import Peer
 from services.model.digests import FILE, write_digests
 from services.model.experts import ExpertWeights
-from services.model.spec import ModelSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 from services.model.weights import load_experts
 from services.routing import ShardGroup, even_groups
 

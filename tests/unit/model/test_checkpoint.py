@@ -19,9 +19,9 @@ from torch import Tensor
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.checkpoint import Checkpoint
+from services.model.load_spec import load_spec
 from services.model.names import dense_shapes, expert_shapes
 from services.model.progress import BarProgress, LoadStopped, LogProgress, Stoppable, loading_progress
-from services.model.spec import load_spec
 from services.model.weights import load_dense, load_experts
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from services.cli.fetch import MARK, fetch
 from services.errors import CheckpointError
 from services.fabric.tcp.frames import bytes_of
 from services.model.digests import FILE, read_digests, write_digests
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 from services.model.weights import load_experts
 
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys(('torch', 'safetensors', 'numpy')));"

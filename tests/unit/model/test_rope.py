@@ -10,8 +10,9 @@ import pytest
 import torch
 from testkit.models.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, YARN_ROPE
 
+from services.model.load_spec import load_spec
 from services.model.rope import cos_sin, inverse_frequencies, rotate
-from services.model.spec import RopeSpec, load_spec
+from services.model.spec import RopeSpec
 
 HEAD_DIM = 64
 KINDS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,8 @@ import pytest
 from testkit.models.tiny_models import BASE, LLAMA3_ROPE, MIXTRAL, OLMOE, QWEN2, QWEN3, YARN_ROPE
 
 from services.errors import CheckpointError, UnsupportedModel
-from services.model.spec import ModelSpec, load_spec
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 
 
 def write_config(folder: Path, *configs: dict[str, Any], without: tuple[str, ...] = ()) -> Path:

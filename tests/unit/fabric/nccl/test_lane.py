@@ -18,13 +18,14 @@ from services.fabric.nccl import lanes as nccl_setup
 from services.fabric.nccl import weights as nccl_weights
 from services.fabric.nccl.lane import Lane
 from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.messages import LaneNote
 from services.fabric.nccl.pair_store import PairStore
 from services.fabric.nccl.process_groups import GlooGroups, groups_for
 from services.fabric.nccl.weights import checksum, fetch
 from services.fabric.tcp import connection as tcp_seat
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.connection import SeatLink
-from services.fabric.tcp.frames import Frame, Kind, LaneNote
+from services.fabric.tcp.frames import Frame, Kind
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.peer import Peer
 from services.fabric.tcp.server import ExpertServer
@@ -177,7 +178,7 @@ def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 1.0)
     few, many, began = torch.ones(64, 4), torch.ones(65, 4), time.monotonic()
     with linked(
-        table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False), rider=Carrier()
+        table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False), extension=Carrier()
     ) as link:
         time.sleep(1.0 + 3 * FAST.alive_s)
         assert torch.equal(send(link, few), 2 * few)
@@ -190,7 +191,7 @@ def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 2.0)
     began = time.monotonic()
     with linked(
-        table_of(seat_of(served(lane="gloo"), 1)), lanes=lanes_of("gloo", required=False), rider=Carrier()
+        table_of(seat_of(served(lane="gloo"), 1)), lanes=lanes_of("gloo", required=False), extension=Carrier()
     ) as link:
         assert torch.equal(send(link, many), 2 * many)
         assert settled(lambda: lanes_in_use(link)[1])
@@ -214,7 +215,7 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
     monkeypatch.setattr(nccl_setup, "_prove", slow)
     seats = [seat_of(served(lane="gloo"), number, number) for number in range(3)]
     groups, many = even_groups([0], 8, 3), torch.ones(65, 4)
-    with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), rider=Carrier()) as link:
+    with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), extension=Carrier()) as link:
         for expert in (0, 3, 7):
             assert torch.equal(send(link, many, expert), 2 * many)
         assert settled(lambda: bool(opening))
@@ -229,7 +230,7 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
 
 def test_a_required_lane_comes_at_once(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 3600.0)
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), lane="gloo", rider=Carrier()) as link:
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), lane="gloo", extension=Carrier()) as link:
         assert lanes_in_use(link) == {0: True}
 
 

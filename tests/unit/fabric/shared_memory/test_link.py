@@ -25,8 +25,9 @@ from moe_kernels.exchange.layout import Layout
 from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
 from services.fabric.shared_memory import server as symm_host
+from services.fabric.shared_memory.host_memory import HostMemory
 from services.fabric.shared_memory.link import SymmLink, SymmOptions
-from services.fabric.shared_memory.memory import HostMemory, memory_for
+from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.shared_memory.peers import SharedSeat
 from services.fabric.shared_memory.server import SymmHost
 from services.fabric.tcp.link import TcpLink
@@ -82,7 +83,9 @@ def linked(
     places = [seat_of(seat.server, seat.number, seat.group.number) for seat in seats]
     table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
     link = SymmLink(
-        lambda rider: TcpLink(table, hello=hello(), secret=SECRET, timing=FAST, rider=rider, unavailable_s=LONG_S),
+        lambda extension: TcpLink(
+            table, hello=hello(), secret=SECRET, timing=FAST, extension=extension, unavailable_s=LONG_S
+        ),
         table,
         memory=HostMemory(),
         device=CPU,

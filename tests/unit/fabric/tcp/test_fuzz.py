@@ -29,7 +29,8 @@ from services.fabric.lockstep.rendezvous import Facts
 from services.fabric.lockstep.rendezvous import _told as told_by_rank
 from services.fabric.lockstep.store_proxy import Gate, Tunnel
 from services.fabric.shared_memory import messages as symm_wire
-from services.fabric.shared_memory.memory import HostMemory, Ticket, decode_ticket
+from services.fabric.shared_memory.host_memory import HostMemory
+from services.fabric.shared_memory.memory import Ticket, decode_ticket
 from services.fabric.tcp import connection as tcp_seat
 from services.fabric.tcp import frames as tcp_wire
 from services.fabric.tcp import handshake as tcp_handshake

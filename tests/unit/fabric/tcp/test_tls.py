@@ -22,7 +22,7 @@ from services.errors import ConfigError
 from services.experts.serving import Loader
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.tls import ClientTls, ServerTls, client_tls, server_tls
-from services.model.spec import load_spec
+from services.model.load_spec import load_spec
 from services.routing import RoutingTable, Seat, even_groups
 
 NAME = "mesh-experts.models.svc"

@@ -18,11 +18,11 @@ from testkit.processes.servers import wait_until
 from torch import Tensor
 
 from moe_kernels.exchange.layout import Layout
+from services.fabric.shared_memory.host_memory import HostMemory
 from services.fabric.shared_memory.joint.policy import Hold, Tempo
 from services.fabric.shared_memory.joint.queue import _Alike
 from services.fabric.shared_memory.joint.steps import Guest, Joining, Team, TeamBody
 from services.fabric.shared_memory.link import SymmLink, SymmOptions
-from services.fabric.shared_memory.memory import HostMemory
 from services.fabric.shared_memory.messages import Step
 from services.fabric.shared_memory.server import Limits, SymmHost
 from services.fabric.shared_memory.steps import Steps
@@ -82,7 +82,9 @@ def guests(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[li
         found = []
         for _ in range(count):
             link = SymmLink(
-                lambda rider: TcpLink(table, hello=hello(), secret=SECRET, timing=FAST, rider=rider, reduced=True),
+                lambda extension: TcpLink(
+                    table, hello=hello(), secret=SECRET, timing=FAST, extension=extension, reduced=True
+                ),
                 table,
                 memory=HostMemory(),
                 device=CPU,
