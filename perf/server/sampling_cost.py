@@ -40,15 +40,15 @@ from testkit.models.edits_before import EditsBefore  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from perf.server.lookahead_gpu import random_parts, shapes  # noqa: E402
-from services.attention.batching.plan import StepPlan  # noqa: E402
-from services.attention.batching.sequence import open_sequence  # noqa: E402
+from services.attention.kv_cache import KVCache  # noqa: E402
 from services.attention.sampling import filters  # noqa: E402
 from services.attention.sampling.histories import Histories  # noqa: E402
 from services.attention.sampling.logprobs import TokenScores  # noqa: E402
 from services.attention.sampling.sampler import Sampler  # noqa: E402
+from services.attention.sequences.plan import StepPlan  # noqa: E402
+from services.attention.sequences.sequence import open_sequence  # noqa: E402
 from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
 from services.attention.step.engine import Engine  # noqa: E402
-from services.attention.step.kv_cache import KVCache  # noqa: E402
 from services.model.transfer import Mark, upload  # noqa: E402
 
 BLOCK = 16

@@ -8,8 +8,8 @@ be written to, nobody finds it by its name with such a row in it, and what the s
 from __future__ import annotations
 
 from services.attention.batching.blocks import BlockPool
-from services.attention.batching.plan import StepPlan
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.plan import StepPlan
+from services.attention.sequences.sequence import SequenceState
 
 
 class HeldBack:

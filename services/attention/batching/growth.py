@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.attention.batching.blocks import BlockPool
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.sequence import SequenceState
 
 
 def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> bool:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.deferred_free import HeldBack
 from services.attention.batching.growth import make_room, reserve
-from services.attention.batching.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
 from services.attention.batching.prefixes import Prefixes
-from services.attention.batching.sequence import SequenceState, open_sequence, refusal
 from services.attention.batching.waiting_line import WaitingLine
+from services.attention.sequences.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
+from services.attention.sequences.sequence import SequenceState, open_sequence, refusal
 from services.errors import DeadlineExceeded, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.attention.batching.blocks import BlockPool
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.sequence import SequenceState
 from services.prefix import PrefixScope
 
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.attention.batching.plan import StepPlan
-from services.attention.step.kv_cache import KVCache
+from services.attention.kv_cache import KVCache
+from services.attention.sequences.plan import StepPlan
 from services.model.transfer import upload
 
 _SLACK = 16

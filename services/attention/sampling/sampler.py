@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.attention.batching.plan import Outcome
 from services.attention.sampling.edits import Edits
 from services.attention.sampling.filters import heads, thresholds, width
 from services.attention.sampling.histories import History
-from services.attention.sampling.keys import draw_keys
 from services.attention.sampling.logprobs import TokenScores
 from services.attention.sampling.noise import GumbelNoise
-from services.attention.sampling.request_state import DrawRow
+from services.attention.sequences.keys import draw_keys
+from services.attention.sequences.plan import Outcome
+from services.attention.sequences.request_state import DrawRow
 from services.errors import InternalError, RequestError
 from services.model.transfer import Mark, download, upload
 

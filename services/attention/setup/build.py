@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from services.attention.kv_cache import blocks_within
 from services.attention.lockstep_engine import Colocated, LockStepEngine
 from services.attention.setup.capacity import Capacity, capacity
 from services.attention.setup.remote_link import remote_link
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions
-from services.attention.step.kv_cache import blocks_within
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead
 from services.config import Settings

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.sequence import SequenceState
 
 _SLACK = 16
 """Columns more than are needed, so that the array grows seldom."""

@@ -21,9 +21,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from services.attention.kv_cache import KVCache
 from services.attention.step.fixed_inputs import FixedInputs, row_buckets
 from services.attention.step.forward import forward
-from services.attention.step.kv_cache import KVCache
 from services.errors import ConfigError
 from services.fabric.link import ExpertLink
 from services.model.dense import DenseModel

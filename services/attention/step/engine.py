@@ -17,12 +17,12 @@ import torch
 
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager
-from services.attention.batching.plan import BatchLimits
+from services.attention.kv_cache import KVCache, blocks_within
 from services.attention.sampling.sampler import Sampler
+from services.attention.sequences.plan import BatchLimits
 from services.attention.step.cuda_graphs import Capture, StepGraphs
 from services.attention.step.flatten import Flattener
 from services.attention.step.forward import forward
-from services.attention.step.kv_cache import KVCache, blocks_within
 from services.attention.step.micro_batches import split
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Climbed, Lookahead, Stepper

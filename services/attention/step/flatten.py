@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.attention.batching.plan import Piece, StepPlan
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.plan import Piece, StepPlan
+from services.attention.sequences.sequence import SequenceState
 from services.attention.step.block_table import BlockTable
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 from services.model.transfer import upload

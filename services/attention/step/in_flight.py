@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from services.attention.batching.plan import Outcome, Piece, StepPlan
 from services.attention.sampling.histories import History
 from services.attention.sampling.logprobs import ScoreTable, TokenScores, joined
 from services.attention.sampling.sampler import Drawn, Sampler, broken_logits
+from services.attention.sequences.plan import Outcome, Piece, StepPlan
 from services.errors import MeshBroken
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs

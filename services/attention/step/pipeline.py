@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from services.attention.batching.manager import BatchManager
-from services.attention.batching.plan import Outcome, StepPlan
+from services.attention.kv_cache import KVCache
 from services.attention.sampling.histories import Histories
 from services.attention.sampling.sampler import Sampler
+from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.step.flatten import Flattener
 from services.attention.step.in_flight import Awaited, Flight, Top
-from services.attention.step.kv_cache import KVCache
 from services.attention.step.overlap import OverlapPolicy, StepTime
 from services.errors import InternalError, MeshBroken, RequestError
 from services.model.dense import DenseModel

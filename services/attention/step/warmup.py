@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from services.attention.batching.plan import BatchLimits
+from services.attention.sequences.plan import BatchLimits
 from services.messages import GenerateRequest, SamplingParams
 
 MOST_AT_ONCE = 512

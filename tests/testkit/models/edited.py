@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.attention.batching.plan import StepPlan
 from services.attention.sampling.edits import Edits
 from services.attention.sampling.histories import History
-from services.attention.sampling.request_state import DrawRow
+from services.attention.sequences.plan import StepPlan
+from services.attention.sequences.request_state import DrawRow
 from services.attention.step.engine import Engine
 
 

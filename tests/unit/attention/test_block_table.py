@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.sequence import SequenceState
 from services.attention.step.block_table import BlockTable
 from services.attention.step.fixed_inputs import FixedInputs
 from services.model.inputs import DecodeRows, StepInputs

@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from services.attention.batching.plan import Piece, StepPlan
-from services.attention.batching.sequence import SequenceState, open_sequence
+from services.attention.sequences.plan import Piece, StepPlan
+from services.attention.sequences.sequence import SequenceState, open_sequence
 from services.attention.step.flatten import Flattener
 from services.attention.step.micro_batches import split
 from services.messages import GenerateRequest, SamplingParams

@@ -16,12 +16,12 @@ from testkit.models.edited import edited
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.attention.batching.blocks import BlockPool
-from services.attention.batching.plan import StepPlan
-from services.attention.batching.sequence import SequenceState, open_sequence
+from services.attention.kv_cache import KVCache
 from services.attention.sampling import histories, penalties
 from services.attention.sampling.edits import Edits
 from services.attention.sampling.histories import Histories, History
-from services.attention.step.kv_cache import KVCache
+from services.attention.sequences.plan import StepPlan
+from services.attention.sequences.sequence import SequenceState, open_sequence
 from services.messages import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from testkit.gpu.decode_bench import call_again
 from testkit.models.edited import WatchedEdits
 from torch import Tensor
 
-from services.attention.batching.plan import StepPlan
 from services.attention.sampling import filters
+from services.attention.sequences.plan import StepPlan
 from services.attention.setup.build import LOOKAHEAD
 from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions

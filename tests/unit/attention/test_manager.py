@@ -13,7 +13,7 @@ from testkit.queue.scores import packed, prompt_scores
 
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager
-from services.attention.batching.plan import BatchLimits, Outcome, Piece, StepPlan
+from services.attention.sequences.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.errors import InternalError
 from services.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
 

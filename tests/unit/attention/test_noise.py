@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attention.sampling.keys import draw_key, draw_keys, sequence_key
 from services.attention.sampling.noise import GumbelNoise
+from services.attention.sequences.keys import draw_key, draw_keys, sequence_key
 
 CPU = torch.device("cpu")
 M32 = 2**32 - 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.attention.batching.plan import BatchLimits
+from services.attention.sequences.plan import BatchLimits
 from services.attention.step.engine import Engine
 from services.attention.step.warmup import rounds
 from services.errors import ExpertUnavailable, InternalError

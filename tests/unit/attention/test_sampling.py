@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.models.histories import history_of
 
-from services.attention.batching.plan import Outcome
 from services.attention.sampling.filters import heads, thresholds, width
-from services.attention.sampling.keys import draw_key
 from services.attention.sampling.logprobs import TokenScores
 from services.attention.sampling.noise import GumbelNoise
-from services.attention.sampling.request_state import DrawRow
 from services.attention.sampling.sampler import Sampler
+from services.attention.sequences.keys import draw_key
+from services.attention.sequences.plan import Outcome
+from services.attention.sequences.request_state import DrawRow
 from services.messages import SamplingParams
 
 CPU = torch.device("cpu")

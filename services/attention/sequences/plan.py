@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.attention.batching.sequence import SequenceState
+from services.attention.sequences.sequence import SequenceState
 from services.errors import RequestError
 from services.messages import PromptScores, TokenLogprob
 from services.prefix import PrefixScope

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.attention.sampling.keys import sequence_key
+from services.attention.sequences.keys import sequence_key
 from services.messages import SamplingParams
 
 
@@ -26,7 +26,7 @@ class DrawRow:
     filters: bool = field(init=False)
     """Whether that leaves tokens out."""
     key: int = field(init=False)
-    """See :func:`services.attention.sampling.keys.sequence_key`."""
+    """See :func:`services.attention.sequences.keys.sequence_key`."""
     narrow_heads: int = field(init=False, default=0)
     """Heads of the vocabulary that were too narrow for its filters; see :mod:`services.attention.sampling.filters`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.attention.sampling.request_state import DrawRow
+from services.attention.sequences.request_state import DrawRow
 from services.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob
 from services.prefix import PrefixScope, prefix_chain, prefix_root
