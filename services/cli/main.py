@@ -66,11 +66,11 @@ def _from(module: str) -> Callable[[Arguments], int]:
 
 COMMANDS = {
     "serve": Command("run all roles in one process tree (the default)", _serve),
-    "gateway": Command("run the REST API on its own", _from("services.gateway.__main__")),
-    "scheduler": Command("run a scheduler on its own, leader or standby", _from("services.scheduler.__main__")),
-    "attention": Command("run an attention worker on its own", _from("services.attention.__main__")),
-    "experts": Command("run an expert worker on its own", _from("services.experts.__main__")),
-    "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.__main__")),
+    "gateway": Command("run the REST API on its own", _from("services.gateway.role")),
+    "scheduler": Command("run a scheduler on its own, leader or standby", _from("services.scheduler.role")),
+    "attention": Command("run an attention worker on its own", _from("services.attention.role")),
+    "experts": Command("run an expert worker on its own", _from("services.experts.role")),
+    "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.role")),
     "workers": Command("run the workers of one machine, a process and a GPU each", _workers),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),

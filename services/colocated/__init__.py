@@ -1,1 +1,1 @@
-"""An attention worker and an expert worker in one process, on one device: see ``__main__``."""
+"""An attention worker and an expert worker in one process, on one device: see ``role``."""

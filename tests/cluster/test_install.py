@@ -66,7 +66,7 @@ def test_helm_test_passes(installed: Installed) -> None:
 def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str) -> None:
     """Of processor time: what else runs on this machine must not count."""
     release = installed.release
-    look = f"import services.{role}.__main__, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
+    look = f"import services.{role}.role, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
     python = ("deploy/" + f"{PREFIX}-{role}", "--", PYTHON, "-c", look)
     seconds = min(float(release.cluster.kubectl("-n", release.namespace, "exec", *python)) for _ in range(3))
     print(f"\n{role} loads in {seconds:.2f} s")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from services.experts.__main__ import main  # noqa: E402
+from services.experts.role import main  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
 from testkit.fabric.slow import slow_shards  # noqa: E402
 

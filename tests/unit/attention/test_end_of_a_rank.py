@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from testkit.processes.servers import wait_until
 
-from services.attention import __main__ as attention
-from services.attention.__main__ import AttentionRole
+from services.attention import role as attention
+from services.attention.role import AttentionRole
 from services.config import Settings
 from services.runtime import left_behind
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.colocated.__main__ import load_kernels_early, run_both
+from services.colocated.role import load_kernels_early, run_both
 
 
 class Role:

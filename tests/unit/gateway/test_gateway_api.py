@@ -442,7 +442,7 @@ async def test_a_long_path_is_cut_in_the_log(gateway, caplog):
 
 def test_the_process_never_loads_a_model_library():
     check = (
-        "import sys, services.gateway.__main__;"
+        "import sys, services.gateway.role;"
         "sys.exit(', '.join({'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)) or None)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)

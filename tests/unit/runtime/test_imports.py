@@ -13,7 +13,7 @@ _LOADED = "import {0}, json, sys; print(json.dumps(sorted({{name.split('.')[0] f
 
 
 MODULES = (
-    *("services.gateway.__main__", "services.scheduler.__main__", "services.top.__main__"),
+    *("services.gateway.role", "services.scheduler.role", "services.top.__main__"),
     *("services.cli.main", "services.cli.ask", "services.cli.fetch", "loadgen.client"),
 )
 

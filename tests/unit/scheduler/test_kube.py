@@ -242,7 +242,7 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path) -> None:
 
 
 def test_the_package_is_imported_where_it_is_needed_alone() -> None:
-    look = "import services.scheduler.__main__, sys, time; print('kubernetes' in sys.modules, time.process_time())"
+    look = "import services.scheduler.role, sys, time; print('kubernetes' in sys.modules, time.process_time())"
     known, seconds = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=120
     ).stdout.split()
@@ -253,7 +253,7 @@ def test_the_package_is_imported_where_it_is_needed_alone() -> None:
 def test_a_scheduler_that_watches_is_loaded_in_two_seconds() -> None:
     """Of processor time: what else runs on this machine must not count."""
     look = (
-        "import services.scheduler.__main__, time\nfrom services.scheduler.kube import connect_in_cluster\n"
+        "import services.scheduler.role, time\nfrom services.scheduler.kube import connect_in_cluster\n"
         "try: connect_in_cluster()\nexcept Exception as error: assert 'autoscaling.enabled' in str(error), error\n"
         "print(time.process_time())"
     )

@@ -1,0 +1,146 @@
+"""The expert role: an expert worker. Needs Redis, the checkpoint and the cluster's secret."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
+
+import torch
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.config import EXPERTS, Settings
+from services.errors import ConfigError, QueueUnavailable
+from services.experts.observer import ExpertsObserver
+from services.experts.serving import Loader
+from services.experts.worker import ExpertWorker, Timing
+from services.messages import ExpertInfo
+from services.metrics import ExpertMetrics
+from services.model.device import serving_dtype, torch_device
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
+from services.queue.duty import on_duty
+from services.queue.expert_side import ExpertQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.quarantine import Quarantine
+from services.queue.tables import TableReader
+from services.routing import RoutingTable
+from services.runtime import advertised, incarnation, node_name, run_role
+
+REFRESH_S = 1.0
+TABLE_S = 5.0
+"""How long a loading worker waits for the table that says who has its weights; then it reads the disk."""
+
+log = logging.getLogger(__name__)
+
+
+async def _observe(observer: ExpertsObserver) -> None:
+    while True:
+        await asyncio.to_thread(observer.refresh)  # reading a device's counters may wait for it
+        await asyncio.sleep(REFRESH_S)
+
+
+class ExpertsRole:
+    """Everything around one seat. ``registry`` gets the worker's series; ``beside_attention`` is as
+    :class:`services.experts.serving.Loader` says.
+
+    Raises:
+        ConfigError: the model has no experts.
+        CheckpointError: it cannot be told.
+    """
+
+    def __init__(
+        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, beside_attention: bool = False
+    ) -> None:
+        assert settings.model is not None, "load_settings requires it of this role"
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._settings, self._spec = settings, load_spec(settings.model)
+        if not self._spec.moe_layers:
+            raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
+        self._metrics, self._beside_attention = ExpertMetrics(registry), beside_attention
+        keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+        quarantine = Quarantine.of(redis, settings, EXPERTS, self._metrics.unreadable)
+        self._queue = ExpertQueue(redis, keys, limits, quarantine=quarantine)
+        self._reader = TableReader(redis, keys, limits, quarantine=quarantine)
+        self._worker: ExpertWorker | None = None
+        self._over = False
+
+    async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
+        """Take a seat, serve until ``stop`` or until the scheduler wants it gone, leave."""
+        settings, name = self._settings, incarnation()
+        device = torch_device(settings.device, rank=settings.gpu)
+        loader = Loader(
+            settings,
+            self._spec,
+            worker=name,
+            dtype=serving_dtype(settings.dtype, self._spec),
+            device=device,
+            version=version("expertmesh"),
+            tables=partial(_newest, self._reader, asyncio.get_running_loop()),
+            beside_attention=self._beside_attention,
+        )
+        self._worker = worker = ExpertWorker(
+            info=_info(settings, self._spec, name, metrics_url),
+            queue=self._queue,
+            reader=self._reader,
+            load=loader,
+            timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
+        )
+        log.info("expert worker %s on %s", name, device)
+        observer = ExpertsObserver(self._metrics, worker, loader.faults, by_layer=settings.layer_series)
+        observing = asyncio.create_task(_observe(observer))
+        try:
+            await worker.run(stop)
+            self._over = True
+        finally:
+            observing.cancel()
+
+    def missing(self) -> list[str]:
+        """What keeps it from serving; for /ready. Nothing once it has left."""
+        if self._over:
+            return []
+        return self._worker.missing() if self._worker else ["a seat"]
+
+
+def _newest(reader: TableReader, loop: asyncio.AbstractEventLoop) -> RoutingTable | None:
+    """From a thread beside the loop."""
+    asked = asyncio.run_coroutine_threadsafe(reader.read_table(), loop)
+    try:
+        return asked.result(TABLE_S)
+    except (QueueUnavailable, TimeoutError):
+        return None
+
+
+def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> ExpertInfo:
+    return ExpertInfo(
+        id=name,
+        fingerprint=spec.fingerprint,
+        num_experts=spec.num_experts,
+        layers=tuple(spec.moe_layers),
+        host=advertised(settings),
+        port=settings.fabric_port,
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        pid=os.getpid(),
+        version=version("expertmesh"),
+        node=node_name(settings),
+        metrics_url=metrics_url,
+        group=settings.expert_group,
+        max_experts=settings.expert_capacity,
+        pod=settings.pod,
+    )
+
+
+async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
+    """Run an expert worker until ``stop``; then leave its seat."""
+    await on_duty(settings, stop, partial(ExpertsRole, settings))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    return run_role(EXPERTS, host_experts, argv)

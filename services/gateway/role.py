@@ -1,0 +1,267 @@
+"""The gateway role: the HTTP front. Needs Redis and the checkpoint's configuration and tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from redis.asyncio import Redis
+
+from services.config import GATEWAY, Settings
+from services.errors import QueueUnavailable
+from services.gateway.acceptor import within_descriptors
+from services.gateway.app import Parts, build_app, build_metrics_app
+from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_required
+from services.gateway.chat_template import load_chat_template
+from services.gateway.connections import Bounds, Connections
+from services.gateway.door import Door, Rooms
+from services.gateway.exposition import Siblings, parse_upstreams
+from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.holdings import Holdings
+from services.gateway.intake import Intake
+from services.gateway.key_stores import FileKeys, RedisKeys
+from services.gateway.memory import collect_seldom, give_back_memory, keep_one_heap
+from services.gateway.offload import Offload
+from services.gateway.ports import Queue
+from services.gateway.prompts import PromptReader, ServedModel
+from services.gateway.pulse import Beat, Pulse
+from services.gateway.results import ResultFollower
+from services.gateway.server import Drain, HttpServer, listen
+from services.gateway.table import JobTable
+from services.gateway.targets import LatencyTargets
+from services.gateway.tokenize import TokenizerRoutes
+from services.gateway.tokenizer import load_codec, read_tokenizer_config
+from services.metrics import GatewayMetrics
+from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
+from services.queue.connect import check_server, connect
+from services.queue.gateway_side import GatewayQueue
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.loads import LoadNotes
+from services.queue.quarantine import Quarantine
+from services.queue.tasks import end_tasks
+from services.runtime import incarnation, run_role
+
+log = logging.getLogger(__name__)
+
+_OF_METRICS = Bounds(connections=16, spare=0, body_bytes=0)
+_SWITCH_S = 0.001
+"""For how long a thread keeps the interpreter's lock while the event loop waits for it; Python's default is five times
+as long, and the loop waits anew whenever it has looked for events."""
+
+
+def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
+    """What clients see of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
+    assert settings.model is not None, "load_settings requires it of this role"
+    config = read_tokenizer_config(settings.model)
+    codec = load_codec(settings.model, config)
+    return ServedModel(
+        name=settings.model_name,
+        vocab_size=spec.vocab_size,
+        max_len=min(settings.max_model_len or spec.max_position, spec.max_position),
+        codec=codec,
+        template=load_chat_template(settings.model, config, codec.special),
+        created=int(time.time()),
+    )
+
+
+def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
+    """Where API keys are looked up; None where clients need none."""
+    metrics.keys_usable.set(1)
+    if not keys_required(settings.auth, settings.host):
+        return None
+    if settings.api_keys_file is not None:
+        return FileKeys(settings.api_keys_file, log.error, tell=metrics.keys_usable.set)
+    log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
+    return RedisKeys(redis, Keys(settings.namespace).api_keys)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gateway:
+    """The parts of a gateway process that live as long as it does."""
+
+    queue: Queue
+    table: JobTable
+    follower: ResultFollower
+    parts: Parts
+    notes: LoadNotes
+    pulse: Pulse
+    bounds: Bounds
+
+
+async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
+    """Heartbeats of the gateway ``name`` over a connection of their own."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    redis = connect(settings.redis_url, max_connections=1)
+    try:
+        queue = GatewayQueue(redis, Keys(settings.namespace), name, QueueLimits.of(settings))
+        await keep(partial(queue.heartbeat, settings.own_gateway_lease))
+    finally:
+        await redis.aclose()
+
+
+@asynccontextmanager
+async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
+    """Builds a gateway over ``redis``; nothing runs yet."""
+    assert settings.model is not None, "load_settings requires it of this role"
+    spec = load_spec(settings.model)
+    model = served_model(settings, spec)
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
+    name = incarnation()
+    quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
+    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings), quarantine=quarantine)
+    pulse = Pulse(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
+    latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
+    offload = Offload(metrics)
+    holdings = Holdings(settings.answer_memory << 20)
+    metrics.answer_bytes.set_function(lambda: holdings.total)
+    table = JobTable(metrics, latencies, holdings)
+    follower = ResultFollower(
+        queue,
+        table,
+        metrics,
+        lease_s=settings.lease,
+        own_lease_s=settings.own_gateway_lease,
+        request_timeout_s=settings.request_timeout,
+        fingerprint=spec.fingerprint,
+        on_beat=pulse.tick,
+    )
+    prompts = PromptReader(model, lambda: follower.workers, offload)
+    intake = Intake(
+        prompts=prompts,
+        queue=queue,
+        table=table,
+        follower=follower,
+        metrics=metrics,
+        incarnation=name,
+        request_timeout_s=settings.request_timeout,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        keep_s=settings.idempotency_ttl,
+        offload=offload,
+    )
+    store = key_store(settings, redis, metrics)
+    authenticator = Authenticator(store)
+    bounds = within_descriptors(Bounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes))
+    rooms = Rooms.of(
+        metrics, connections=bounds.connections, shared=store is not None, max_body=settings.max_body_bytes
+    )
+    siblings = Siblings(parse_upstreams(settings.metrics_upstreams))
+    parts = Parts(
+        intake=intake,
+        follower=follower,
+        authenticator=authenticator,
+        door=Door(
+            authenticator=authenticator,
+            queue=queue,
+            rooms=rooms,
+            offload=offload,
+            max_body_bytes=settings.max_body_bytes,
+        ),
+        tokenizer=TokenizerRoutes(prompts, offload),
+        readiness=Readiness(follower, LeaderProbe(redis, keys.leader), store),
+        siblings=siblings,
+        registry=registry,
+        metrics=metrics,
+        offload=offload,
+        version=version("expertmesh"),
+        protected=store is not None,
+        same_machine=store is None and is_loopback(settings.host),
+        metrics_apart=bool(settings.metrics_port),
+    )
+    try:
+        notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
+        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse, bounds=bounds)
+    finally:
+        offload.close()
+        await siblings.close()
+
+
+async def front(settings: Settings, stop: asyncio.Event) -> None:
+    """Run a gateway until ``stop``; then let open requests end."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    sys.setswitchinterval(_SWITCH_S)
+    keep_one_heap()
+    listener = listen(settings.host, settings.port)
+    redis = connect(settings.redis_url)
+    try:
+        async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
+            await _greet(gateway, redis)
+            collect_seldom()
+            connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
+            gateway.pulse.start()
+            try:
+                await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
+            finally:
+                await gateway.pulse.stop()
+            with contextlib.suppress(QueueUnavailable):
+                await gateway.queue.leave()
+    finally:
+        listener.close()
+        await redis.aclose()
+
+
+@asynccontextmanager
+async def _metrics_apart(settings: Settings, parts: Parts) -> AsyncIterator[None]:
+    """Serves /metrics on a port of its own, if it has one."""
+    if not settings.metrics_port:
+        yield
+        return
+    listener = listen(settings.host, settings.metrics_port)
+    server = HttpServer(build_metrics_app(parts), listener, Connections(_OF_METRICS, parts.metrics, "metrics"))
+    serving = asyncio.create_task(server.run())
+    try:
+        yield
+    finally:
+        server.stop()
+        await serving
+        listener.close()
+
+
+async def _greet(gateway: Gateway, redis: Redis) -> None:
+    try:
+        await check_server(redis)
+        await gateway.follower.greet()
+    except QueueUnavailable as error:
+        log.warning("serving without a queue for now: %s", error.message)
+
+
+async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as group:
+        beside = [group.create_task(work) for work in (gateway.follower.run(), gateway.notes.run(), give_back_memory())]
+        serving = group.create_task(server.run())
+        log.info("listening on %s port %d", settings.host, settings.port)
+        drain = Drain(
+            gateway.parts.intake,
+            gateway.table,
+            gateway.follower,
+            settings.drain_timeout,
+            settings.drain_delay,
+            close_idle=server.close_idle,
+        )
+        try:
+            await stop.wait()
+            await drain.run()
+            server.stop()
+            await serving
+        finally:
+            await end_tasks(beside)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    return run_role(GATEWAY, front, argv)

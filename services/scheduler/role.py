@@ -1,0 +1,124 @@
+"""The scheduler role: one scheduler, leader or standby. Needs Redis, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from services.config import SCHEDULER, Settings
+from services.metrics import SchedulerMetrics
+from services.placement import Hysteresis
+from services.queue.connect import check_access, connect
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.loads import LoadReader
+from services.queue.quarantine import Quarantine
+from services.queue.scheduler_side import SchedulerQueue
+from services.queue.script_keeper import ScriptKeeper
+from services.queue.seats import WHOLE_S, SeatRegistry
+from services.queue.tables import TableReader
+from services.queue.tasks import end_tasks
+from services.runtime import MetricsServer, incarnation, run_role
+from services.scheduler.experts import ExpertPlacement
+from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
+from services.scheduler.loop import Scheduler
+from services.scheduler.observer import Observer
+from services.scheduler.policy import DispatchPolicy, PrefixMemory
+from services.scheduler.scaling import Autoscaler, ScalingOptions, Sources
+
+SWITCH_S = 0.0005
+"""For so long a thread that computes where experts go may keep the interpreter from a request; Python's own is 5 ms, at
+each answer from Redis again."""
+
+log = logging.getLogger(__name__)
+
+
+def _watched(settings: Settings) -> KubeReplicas | None:
+    """What Kubernetes says of replicas, with --kubernetes on."""
+    if settings.kubernetes == "off":
+        return None
+    assert settings.kubernetes_selector is not None, "load_settings requires it"
+    namespace, selector = own_namespace(), settings.kubernetes_selector
+    connect_in_cluster()  # what is missing is said at once
+    in_groups = settings.ranks > 1 and settings.colocated_by == "mesh"
+    return KubeReplicas(lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector), groups=in_groups)
+
+
+def _placement(
+    settings: Settings, reader: TableReader, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
+) -> Callable[[], ExpertPlacement]:
+    asked = settings.expert_groups
+    groups = asked or max(1, settings.expert_workers)
+    hysteresis = Hysteresis(wait_s=settings.rebalance_after)
+    return lambda: ExpertPlacement(
+        seats,
+        reader,
+        groups=groups,
+        asked=asked,
+        on_table=observer.tabled,
+        staying=watched.staying if watched else list,
+        hysteresis=hysteresis,
+    )
+
+
+def _autoscaler(settings: Settings, sources: Sources, observer: Observer) -> Callable[[], Autoscaler] | None:
+    if settings.autoscale == "off":
+        return None
+    options = ScalingOptions.of(settings)
+    groups = settings.expert_groups or settings.expert_workers
+    fresh_s = max(settings.lease, 2 * WHOLE_S)  # loads come with whole readings of the seats
+    return lambda: Autoscaler(sources, options, groups=groups, lease_s=fresh_s, on_decision=observer.decided)
+
+
+async def schedule(settings: Settings, stop: asyncio.Event) -> None:
+    """Run a scheduler until ``stop``; then resign, so that a standby leads at once."""
+    assert settings.redis_url is not None, "load_settings requires it of this role"
+    registry = CollectorRegistry()
+    watched = _watched(settings)
+    redis = connect(settings.redis_url)
+    keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
+    metrics = SchedulerMetrics(registry)
+    quarantine = Quarantine.of(redis, settings, SCHEDULER, metrics.unreadable)
+    queue = SchedulerQueue(redis, keys, limits, quarantine=quarantine)
+    seats = SeatRegistry(redis, keys, limits, quarantine=quarantine)
+    observer = Observer(metrics, queue, watched)
+    loads = LoadReader(redis, keys, limits, quarantine=quarantine)
+    sources = Sources(queue=queue, registry=seats, loads=loads, counts=watched)
+    token = incarnation()
+    scheduler = Scheduler(
+        queue,
+        DispatchPolicy(PrefixMemory(scope=settings.prefix_cache_scope)),
+        observer,
+        token=token,
+        lease_s=settings.lease,
+        placement=_placement(
+            settings, TableReader(redis, keys, limits, quarantine=quarantine), seats, observer, watched
+        ),
+        autoscaler=_autoscaler(settings, sources, observer),
+    )
+    server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)
+    keeping: list[asyncio.Task[None]] = []
+    try:
+        port = await server.start()
+        log.info("scheduler %s up, metrics on port %d", token, port)
+        await check_access(redis, stop)
+        if watched:
+            watched.start()
+        keeping.append(asyncio.create_task(ScriptKeeper(redis).run()))
+        await scheduler.run(stop)
+    finally:
+        await end_tasks(keeping)
+        if watched:
+            watched.close()
+        await server.close()
+        await redis.aclose()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the role."""
+    sys.setswitchinterval(SWITCH_S)
+    return run_role(SCHEDULER, schedule, argv)
