@@ -9,6 +9,7 @@ from testkit.fabric.tcp import pair
 from torch import Tensor
 
 from services.fabric.lockstep.rendezvous import Facts
+from services.fabric.nccl.messages import Fetch, LaneNote, Weights
 from services.fabric.shared_memory import memory as symm_memory
 from services.fabric.shared_memory import messages as symm_wire
 from services.fabric.shared_memory.memory import Ticket
@@ -84,9 +85,9 @@ MESSAGES: dict[Kind, tuple[Message | None, list[Tensor]]] = {
     Kind.ANSWER: (tcp_wire.Answer(call=1, rows=1, dtype="float32"), [X_RD]),
     Kind.FAILED: (tcp_wire.Failed(call=1, code="call_failed", message="m"), []),
     Kind.LEAVING: (None, []),
-    Kind.LANE: (tcp_wire.LaneNote(key="forth/x", value=b"v", problem="p"), []),
-    Kind.FETCH: (tcp_wire.Fetch(layer=3), [torch.tensor([0, 2], dtype=torch.int32)]),
-    Kind.WEIGHTS: (tcp_wire.Weights(layer=3, name="down", shape=(2, 3), checksum=1 << 63), []),
+    Kind.LANE: (LaneNote(key="forth/x", value=b"v", problem="p"), []),
+    Kind.FETCH: (Fetch(layer=3), [torch.tensor([0, 2], dtype=torch.int32)]),
+    Kind.WEIGHTS: (Weights(layer=3, name="down", shape=(2, 3), checksum=1 << 63), []),
     Kind.SYMM_OFFER: (symm_wire.Offer(ticket=b"t", rows=8, slots=2, micro_batches=2, unsummed=True), []),
     Kind.SYMM_TAKEN: (symm_wire.Taken(ticket=b"t", place=1, beside=True, problem="p"), []),
     Kind.SYMM_STEP: (

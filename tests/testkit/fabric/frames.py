@@ -8,6 +8,7 @@ import msgspec
 import torch
 from hypothesis import strategies as st
 
+from services.fabric.nccl.messages import Fetch, LaneNote, Weights
 from services.fabric.shared_memory import messages as symm_wire
 from services.fabric.shared_memory.memory import Ticket
 from services.fabric.tcp import frames as tcp_wire
@@ -46,9 +47,9 @@ FRAMES = [
     _frame(Kind.ANSWER, tcp_wire.Answer(call=1, rows=2, dtype="float32", lane=True)),
     _frame(Kind.FAILED, tcp_wire.Failed(call=1, code="call_failed", message="m")),
     _frame(Kind.LEAVING),
-    _frame(Kind.LANE, tcp_wire.LaneNote(key="", value=b"", problem="p")),
-    _frame(Kind.FETCH, tcp_wire.Fetch(layer=0), (torch.tensor([0, 2], dtype=torch.int32),)),
-    _frame(Kind.WEIGHTS, tcp_wire.Weights(layer=0, name="down", shape=(2, 3), checksum=1 << 63)),
+    _frame(Kind.LANE, LaneNote(key="", value=b"", problem="p")),
+    _frame(Kind.FETCH, Fetch(layer=0), (torch.tensor([0, 2], dtype=torch.int32),)),
+    _frame(Kind.WEIGHTS, Weights(layer=0, name="down", shape=(2, 3), checksum=1 << 63)),
     _frame(
         Kind.SYMM_OFFER,
         symm_wire.Offer(ticket=msgspec.msgpack.encode(TICKET), rows=8, slots=2, micro_batches=1, unsummed=True),

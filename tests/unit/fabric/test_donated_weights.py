@@ -21,12 +21,9 @@ from services.experts.donors import given
 from services.experts.serving import Loader, TcpServing
 from services.experts.verify import Verifier
 from services.fabric.nccl import weights as nccl_weights
-from services.fabric.nccl.weights import fetch
-from services.fabric.tcp import server as tcp_server
+from services.fabric.nccl.weights import WeightsGiver, fetch
 from services.fabric.tcp.connect import Facts
-from services.fabric.tcp.frames import Frame, Kind
 from services.fabric.tcp.handshake import Hello
-from services.fabric.tcp.peer import Peer
 from services.model.digests import FILE, write_digests
 from services.model.experts import ExpertWeights
 from services.model.load_spec import load_spec
@@ -66,7 +63,9 @@ class Joining:
     def joins(self) -> dict[int, tuple[tuple[int, ...], dict[str, Tensor]]]:
         """What it then holds itself."""
         self.serving = self.loader(self.group, 1, threading.Event())
-        return self.serving.server._weights  # type: ignore[return-value]
+        giver, *_ = self.serving.server._extensions
+        assert isinstance(giver, WeightsGiver)
+        return giver._held  # type: ignore[return-value]
 
     def holds_the_checkpoint(self) -> bool:
         held = self.joins()
@@ -159,11 +158,7 @@ def test_a_donor_that_lives_and_gives_nothing_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nccl_weights, "_TENSOR_S", 0.5)
     asked = threading.Event()
 
-    def silent(_peer: Peer, frame: Frame, _held: object) -> None:
-        assert frame.kind == Kind.FETCH
-        asked.set()
-
-    monkeypatch.setattr(tcp_server, "give", silent)
+    monkeypatch.setattr(WeightsGiver, "_give", lambda *_: asked.set())
     server, lanes = serve(lane="gloo"), lanes_of("gloo")
     facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes)
     try:

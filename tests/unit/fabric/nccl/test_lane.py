@@ -14,7 +14,8 @@ from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, linked, seat_of, s
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
 from services.experts.donors import Donors, given
-from services.fabric.nccl import lanes as nccl_setup
+from services.fabric.nccl import lanes as nccl_lanes
+from services.fabric.nccl import opening as nccl_opening
 from services.fabric.nccl import weights as nccl_weights
 from services.fabric.nccl.lane import Lane
 from services.fabric.nccl.lanes import Lanes
@@ -90,13 +91,13 @@ def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:
 
 def held_proof(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No lane is proven before this is set."""
-    go, real = threading.Event(), nccl_setup._prove
+    go, real = threading.Event(), nccl_opening._prove
 
     def waiting(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
         assert go.wait(20)
         real(lane, until, broken)
 
-    monkeypatch.setattr(nccl_setup, "_prove", waiting)
+    monkeypatch.setattr(nccl_opening, "_prove", waiting)
     return go
 
 
@@ -211,8 +212,8 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
         real(lane, until, broken)
         opening.pop()
 
-    real = nccl_setup._prove
-    monkeypatch.setattr(nccl_setup, "_prove", slow)
+    real = nccl_opening._prove
+    monkeypatch.setattr(nccl_opening, "_prove", slow)
     seats = [seat_of(served(lane="gloo"), number, number) for number in range(3)]
     groups, many = even_groups([0], 8, 3), torch.ones(65, 4)
     with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), extension=Carrier()) as link:
@@ -239,8 +240,8 @@ def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest
         real(lane, until, broken)
         raise LaneFailed("Other bytes came back.")
 
-    real = nccl_setup._prove
-    monkeypatch.setattr(nccl_setup, "_prove", damaged)
+    real = nccl_opening._prove
+    monkeypatch.setattr(nccl_opening, "_prove", damaged)
     with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
         assert settled(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
         assert torch.equal(send(link, ONES), 2 * ONES)
@@ -252,7 +253,7 @@ def test_an_expert_worker_whose_end_fails_is_sent_frames(served: Serve, monkeypa
     def failing(*_: Any) -> None:
         raise LaneFailed("No memory.")
 
-    monkeypatch.setattr(nccl_setup, "_echo", failing)
+    monkeypatch.setattr(nccl_opening, "_echo", failing)
     table = table_of(seat_of(served(lane="gloo"), 0))
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
         assert settled(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
@@ -264,7 +265,7 @@ def test_where_a_required_lane_fails_the_seat_is_not_used(served: Serve, monkeyp
     def failing(*_: Any) -> None:
         raise LaneFailed("No memory.")
 
-    monkeypatch.setattr(nccl_setup, "_prove", failing)
+    monkeypatch.setattr(nccl_opening, "_prove", failing)
     table = table_of(seat_of(served(lane="gloo"), 0))
     with linked(table, ready=False, lane="gloo", unavailable_s=0.3) as link:
         assert settled(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
@@ -284,7 +285,7 @@ def test_openings_that_hang_are_counted_and_no_thread_is_given_to_more(
             released.wait(20)
             raise RuntimeError("released")
 
-    monkeypatch.setattr(nccl_setup, "MOST_HUNG", 1)
+    monkeypatch.setattr(nccl_lanes, "MOST_HUNG", 1)
     lanes = Lanes(Hanging(), opening_s=0.3)
     try:
         for number in range(2):

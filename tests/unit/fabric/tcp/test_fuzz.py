@@ -28,6 +28,7 @@ from services.fabric.faults import Faults
 from services.fabric.lockstep.rendezvous import Facts
 from services.fabric.lockstep.rendezvous import _told as told_by_rank
 from services.fabric.lockstep.store_proxy import Gate, Tunnel
+from services.fabric.nccl.messages import Fetch, LaneNote, Weights
 from services.fabric.shared_memory import messages as symm_wire
 from services.fabric.shared_memory.host_memory import HostMemory
 from services.fabric.shared_memory.memory import Ticket, decode_ticket
@@ -53,9 +54,9 @@ MESSAGES = [
     tcp_wire.Answer(call=1, rows=1, dtype="float32"),
     tcp_wire.Failed(call=1, code="c", message="m"),
     tcp_wire.Echo(crc=1),
-    tcp_wire.LaneNote(key="k", value=b"v"),
-    tcp_wire.Fetch(layer=1),
-    tcp_wire.Weights(layer=1, name="n", shape=(1, 2), checksum=3),
+    LaneNote(key="k", value=b"v"),
+    Fetch(layer=1),
+    Weights(layer=1, name="n", shape=(1, 2), checksum=3),
     symm_wire.Offer(ticket=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
     symm_wire.Taken(ticket=b"t"),
     symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5),
