@@ -50,13 +50,14 @@ def seat(port: int) -> Seat:
 
 def serve(_: Mapping[str, Any]) -> None:
     """A seat with everything: frames, a lane over gloo, shared memory, weights to give."""
-    server = memory.serve_shared(tcp.scaled, lane="gloo", seat=0, weights=given(layer()), timing=PATIENT)
+    lanes = tcp.lanes_of("gloo", required=False)
+    assert lanes is not None
+    server = memory.serve_shared(tcp.scaled, lanes=lanes, seat=0, weights=given(layer()), timing=PATIENT)
     say(port=server.address[1])
     for _ in sys.stdin:
         say(calls=server.counts.calls)
     server.close()
-    assert server._lanes is not None
-    server._lanes.wait_ended()
+    lanes.wait_ended()
 
 
 def use(given: Mapping[str, Any]) -> None:
