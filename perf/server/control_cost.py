@@ -66,7 +66,7 @@ def main() -> None:
     print(f"\n{'sequences':>9} {'lookahead':>9} | {'idle':>7} {'p20':>7} {'p80':>7} {'ahead':>7}")
     for bench in benches:
         for lookahead in (False, True):
-            bench.engine._stepper._lookahead = "all" if lookahead else "off"
+            bench.engine._steps._lookahead = "all" if lookahead else "off"
             before = bench.engine.stats()
             idle = bench.idle(args.steps // 2, SimulatedDevice(args.step_ms / 1000))
             after = bench.engine.stats()

@@ -221,8 +221,8 @@ class Gaps:
 
     def attach(self, engine: Engine[Any]) -> None:
         """A step begins on the device when the host has told its link so."""
-        stepper: Any = engine._stepper
-        link: Any = engine._timed
+        stepper: Any = engine._steps
+        link: Any = engine._runner._link
         begin = link.begin_step
 
         def begun(*args: Any) -> None:
@@ -289,12 +289,12 @@ def timed(
 
     def finish() -> None:
         """No step is under way any more."""
-        engine._stepper._lookahead = "off"
-        while engine._stepper.under_way:
+        engine._steps._lookahead = "off"
+        while engine._steps.under_way:
             step()
 
     finish()  # from a clean start: its marks are not ours
-    engine._stepper._lookahead = "all" if lookahead else "off"
+    engine._steps._lookahead = "all" if lookahead else "off"
     gaps.attach(engine)
     times, hosts, waits = list[float](), list[float](), list[float]()
     for _ in range(steps):

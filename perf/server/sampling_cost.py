@@ -254,7 +254,7 @@ class Decoding:
 
     def __init__(self, engine: Engine[Any], prompt: list[int], rows: int, sampling: dict[str, Any]) -> None:
         self._engine, self._rows, self.waited_s = engine, rows, 0.0
-        self._stepper: Any = engine._stepper
+        self._stepper: Any = engine._steps
         self._stepper._mark = self._mark
         whole = request("r", prompt, len(prompt) // 2 + 300, **sampling)
         for row in range(rows):

@@ -67,7 +67,7 @@ class KVCache:
         for kv_2NBKH in self._layers:
             kv_2NBKH.flatten(1, 2)[:, slots_T] = 0
 
-    def wipe(self, blocks: Sequence[int]) -> None:
+    def zero(self, blocks: Sequence[int]) -> None:
         """Zero ``blocks``: a NaN left behind would reach the next owner, since 0 x NaN is NaN."""
         for kv_2NBKH in self._layers:
             kv_2NBKH[:, torch.tensor(blocks, dtype=torch.int64, device=kv_2NBKH.device)] = 0

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from services.attention.step.engine import Engine, EngineStats
+from services.attention.step.engine import Engine
+from services.attention.step.stats import EngineStats
 from services.config import Settings
 from services.errors import MeshBroken, MeshLeft
 from services.fabric.faults import Faults

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from prometheus_client import Counter
 
+from services.attention.step.stats import EngineStats
 from services.metrics import ALL_LAYERS, TOP_EXPERTS, WorkerMetrics
 
 HALF_LIFE_S = 30.0
@@ -16,57 +17,10 @@ SHARD = "0"
 """All experts in one process are one shard."""
 
 
-class EngineReading(Protocol):
-    """See :class:`services.attention.step.engine.EngineStats`."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_blocks(self) -> int: ...
-    @property
-    def kv_used(self) -> int: ...
-    @property
-    def kv_cached(self) -> int: ...
-    @property
-    def kv_empty(self) -> int: ...
-    @property
-    def prefix_query_tokens(self) -> int: ...
-    @property
-    def prefix_hit_tokens(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def prefill_chunks(self) -> int: ...
-    @property
-    def prefill_tokens(self) -> int: ...
-    @property
-    def decode_tokens(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def step_tokens(self) -> int: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def step_overlapped(self) -> bool: ...
-    @property
-    def overlapped_steps(self) -> int: ...
-    @property
-    def steps_ahead(self) -> int: ...
-    @property
-    def exchange_wait_seconds(self) -> float: ...
-    @property
-    def graph_steps(self) -> int: ...
-    @property
-    def graphs(self) -> int: ...
-
-
 class StepObserver:
     """Brings the engine's series up to date after each step. Runs on the engine's thread."""
 
-    def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineReading]) -> None:
+    def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineStats]) -> None:
         self._metrics = metrics
         self._read = read
         self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
@@ -107,7 +61,7 @@ class StepObserver:
                 counter.inc(total - seen)
                 self._totals[index] = (counter, name, total)
 
-    def _set_levels(self, reading: EngineReading) -> None:
+    def _set_levels(self, reading: EngineStats) -> None:
         self._metrics.graphs.set(reading.graphs)
         self._metrics.running.set(reading.running)
         self._metrics.waiting.set(reading.waiting)

@@ -190,13 +190,13 @@ class AttentionRole:
         link.expert_rows()  # makes what reading them needs
         if not (self._beside_experts and engine.on_gpu) or stopped():
             return
-        engine.rehearse(stopped)
+        engine.warm_up(stopped)
         if isinstance(link, SymmLink):
             until = time.monotonic() + SHARED_S
             while not (shared := link.wait_shared(SHARED_PAUSE_S)) and not stopped() and time.monotonic() < until:
                 pass
             if shared:
-                engine.rehearse(stopped)
+                engine.warm_up(stopped)
 
     def _watched(self, built: Built) -> list[Callable[[], None]]:
         metrics, link, mesh = self._metrics, built.link, built.mesh

@@ -17,7 +17,7 @@ HandleT = TypeVar("HandleT")
 class ExpertLink(Protocol[HandleT]):
     """Moves rows to the experts of a layer and brings back their weighted sum.
 
-    A step is ``begin_step``, its exchanges, ``settled``; if that is False the same step is begun again. Every
+    A step is ``begin_step``, its exchanges, ``finish_step``; if that is False the same step is begun again. Every
     ``dispatch`` is followed by exactly one ``combine`` of its handle. Two handles may be in flight at once and may be
     combined in either order (ping-pong micro-batches).
     """
@@ -36,12 +36,12 @@ class ExpertLink(Protocol[HandleT]):
         under an equal key with as many rows."""
         ...
 
-    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+    def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
         """Between steps: exchanges inside, of one micro-batch of ``rows``, are made as a step makes them and reach
         nobody, so they can be captured. Gives the key that steps like them have, None where there are none."""
         ...
 
-    def settled(self) -> bool:
+    def finish_step(self) -> bool:
         """Whether what the step's ``combine`` returned is right. May wait for the device.
 
         Raises:
@@ -78,11 +78,11 @@ class Certain:
     def graph_key(self) -> Hashable | None:
         return None
 
-    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+    def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
         del rows
         return nullcontext(None)
 
-    def settled(self) -> bool:
+    def finish_step(self) -> bool:
         return True
 
 

@@ -40,7 +40,7 @@ class LocalLink(Certain):
     def graph_key(self) -> Hashable | None:
         return "local"
 
-    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+    def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
         """Nothing goes anywhere: rows without ids are no expert's and are not counted."""
         del rows
         return nullcontext("local")

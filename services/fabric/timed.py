@@ -28,11 +28,11 @@ class TimedLink(Generic[HandleT]):
     def graph_key(self) -> Hashable | None:
         return self._link.graph_key()
 
-    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
-        return self._link.rehearsal(rows)
+    def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
+        return self._link.capture_context(rows)
 
-    def settled(self) -> bool:
-        return self._link.settled()
+    def finish_step(self) -> bool:
+        return self._link.finish_step()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
         return self._link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)

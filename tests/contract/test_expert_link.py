@@ -264,7 +264,7 @@ def test_a_rehearsal_reaches_nobody_and_has_the_key_of_steps_like_it(name: str) 
         link: Any = getattr(opened, "link", opened)  # the one inside, where steps are made of what is dispatched
         rows = link.expert_rows if hasattr(link, "expert_rows") else dict
         counted = rows()
-        with link.rehearsal(5) as key:
+        with link.capture_context(5) as key:
             for _ in range(2 if key is not None else 0):  # without ids, as the rows that fill a graph up
                 assert not link.combine(link.dispatch(0, batch[0], torch.full((5, SLOTS), -1), batch[2])).any()
         assert rows() == counted
@@ -275,7 +275,7 @@ def test_a_rehearsal_reaches_nobody_and_has_the_key_of_steps_like_it(name: str) 
                 link.begin_step(step, known)
                 keys.append(link.graph_key())
                 y_TD = link.combine(link.dispatch(0, *batch))
-                settled = link.settled()
+                settled = link.finish_step()
             assert_sum(IMPLEMENTATIONS[name], y_TD, batch, SCALES)
         assert {keys[0], keys[-1]} == {key}
         assert (key is not None) == name.startswith(("local", "symm"))

@@ -54,8 +54,8 @@ class WatchedLink(SymmLink):
     def _note(self, text: str) -> None:
         self.phases.append((time.time(), text))
 
-    def settled(self) -> bool:
-        good = super().settled()
+    def finish_step(self) -> bool:
+        good = super().finish_step()
         if not good:
             self._note("step ended")
         elif self.phases and self.phases[-1][1] != "run again":
@@ -271,7 +271,7 @@ class Attention:
             self._link.begin_step(self._step, rows)
             begun_us = (time.perf_counter() - began) * 1e6
             body()
-            if self._link.settled():
+            if self._link.finish_step():
                 return begun_us, tries
 
     def _replay(self) -> None:

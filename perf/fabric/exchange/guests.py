@@ -132,13 +132,13 @@ class Guest:
         timer.start()
         body()
         timer.join()
-        self.link.settled()
+        self.link.finish_step()
 
     def _settled(self, body: Callable[[], None]) -> int:
         for tries in range(1, 20):
             self.link.begin_step(tries, [self._case.world.rows])
             body()
-            if self.link.settled():
+            if self.link.finish_step():
                 return tries
         raise AssertionError("a step never settled")
 

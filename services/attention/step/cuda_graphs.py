@@ -1,4 +1,4 @@
-"""Steps by CUDA graph: the whole climb of a step's rows, from embedding to the last layer, in one launch.
+"""Steps as CUDA graphs: the whole forward pass of a step, from embedding to the last layer, in one launch.
 
 There is a graph for each number of rows that steps are rounded up to, and for each key of the link (see
 :meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are words on the device, so the
@@ -84,7 +84,7 @@ class CudaCapture:
 
 
 class StepGraphs(Generic[HandleT]):
-    """For one engine, used by one thread at a time. A step is :meth:`replayed`, then :meth:`settled`.
+    """For one engine, used by one thread at a time. A step is :meth:`replayed`, then :meth:`capture_missing` is called.
 
     Args:
         max_rows: of a step, at most; larger ones suit no graph.
@@ -174,8 +174,8 @@ class StepGraphs(Generic[HandleT]):
         self.steps += 1
         return self._x_TD[:count].clone()
 
-    def settled(self) -> None:
-        """The step has ended. What it lacked is captured now, for the next one."""
+    def capture_missing(self) -> None:
+        """Capture the graph that the last step lacked, for the next one. Called after a step has ended."""
         rows, self._missed = self._missed, 0
         if not rows or self._broken:
             return
@@ -187,15 +187,15 @@ class StepGraphs(Generic[HandleT]):
 
     def _capture_rows(self, rows: int) -> bool:
         """Whether there is a graph for the link's key now."""
-        with torch.inference_mode(), self._link.rehearsal(rows) as key:
+        with torch.inference_mode(), self._link.capture_context(rows) as key:
             if key is None or (rows, key) in self._graphs:
                 return key is not None
             self._inputs.clear(0, rows)
-            self._graphs[rows, key] = self._capture(partial(self._climb, rows))
+            self._graphs[rows, key] = self._capture(partial(self._forward, rows))
             self.captures += 1
             return True
 
-    def _climb(self, rows: int) -> None:
+    def _forward(self, rows: int) -> None:
         self._x_TD[:rows].copy_(forward(self._model, self._link, self._kv, (self._inputs.of(rows),)))
 
 

@@ -1,8 +1,7 @@
 """The engine of an attention worker: requests go in, every :meth:`Engine.step` computes one iteration, events come out.
 
-Single-threaded; it knows neither Redis nor asyncio. One step is: plan (batch manager), flatten, forward through dense
-part and experts, draw, account; :mod:`services.attention.step.pipeline` says when each of it is done.
-Legend: T rows of a step, D hidden size.
+The engine is single-threaded and knows neither Redis nor asyncio. One step is: plan (batch manager), flatten, forward
+through the dense part and the experts (runner), draw, account. :mod:`services.attention.step.pipeline` orders them.
 """
 
 from __future__ import annotations
@@ -22,31 +21,27 @@ from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import BatchLimits
 from services.attention.step.cuda_graphs import Capture, StepGraphs
 from services.attention.step.flatten import Flattener
-from services.attention.step.forward import forward
-from services.attention.step.micro_batches import split
 from services.attention.step.overlap import OverlapPolicy
-from services.attention.step.pipeline import Climbed, Lookahead, Stepper
-from services.attention.step.warmup import rounds
+from services.attention.step.pipeline import Lookahead, StepPipeline
+from services.attention.step.runner import StepRunner
+from services.attention.step.stats import EngineStats
+from services.attention.step.warmup import dummy_batches
 from services.errors import ConfigError, InternalError
 from services.fabric.link import ExpertLink
-from services.fabric.timed import TimedLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
-from services.model.inputs import StepInputs
 from services.prefix import PrefixScope
 
 HandleT = TypeVar("HandleT")
-PROBE_STEPS = 32
-"""Where a link gives no key a split may pay, which stands in a graph's way: how often a step is left whole then."""
-REHEARSAL_S = 120.0
-"""What has not been rehearsed by then is met in service."""
+WARMUP_S = 120.0
+"""The longest warm-up. Kernels that were not met by then are loaded when a request first needs them."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """The knobs of an engine, named as in :class:`services.config.Settings`."""
+    """The settings of an engine, named as in :class:`services.config.Settings`."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -60,43 +55,15 @@ class EngineOptions:
     lookahead: Lookahead = "off"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    """A reading of the engine. The first group are levels, the second totals, the third is the last step's."""
-
-    running: int
-    waiting: int
-    kv_blocks: int
-    kv_used: int
-    kv_cached: int
-    kv_empty: int
-
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    prefill_chunks: int
-    prefill_tokens: int
-    decode_tokens: int
-    steps: int
-
-    step_tokens: int
-    step_seconds: float
-    step_overlapped: bool
-
-    overlapped_steps: int
-    """Run as two micro-batches. A total, as are those below."""
-    exchange_wait_seconds: float
-    steps_ahead: int
-    """Launched before the step before them was read."""
-    graph_steps: int
-    """Run by CUDA graph; those that were run again count again."""
-    graphs: int
-    """Captured by now."""
-
-
 class Engine(Generic[HandleT]):
-    """``clock`` gives Redis TIME in milliseconds, by which deadlines are told; without ``overlap`` there is none, and
-    without ``capture`` no step is replayed."""
+    """Serves requests by iterations.
+
+    Args:
+        link: takes rows to their experts and back.
+        clock: returns the time of Redis in milliseconds; deadlines of requests are given in it.
+        overlap: whether steps are split into micro-batches; without it none is.
+        capture: how steps are captured as CUDA graphs; without it none is.
+    """
 
     def __init__(
         self,
@@ -142,29 +109,16 @@ class Engine(Generic[HandleT]):
             chunked_prefill=options.chunked_prefill,
         )
         self._sampler = Sampler(spec.vocab_size, model.device)
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        """Without requests, prefixes and figures."""
-        self._timed = TimedLink(self._link)
+    def _reset(self) -> None:
+        """Forget all requests, cached prefixes and figures."""
         self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
         self._batch = BatchManager(self._limits, self._pool, self._clock)
-        self._eager = 0
-        """Steps in a row that suited a graph and were run without."""
         if self._graphs is not None:
             self._graphs.steps = 0
-        self._stepper = Stepper(
-            batch=self._batch,
-            inputs=self._inputs,
-            climb=self._climb,
-            settled=self._settled,
-            waited_s=lambda: self._timed.waited_s,
-            model=self._model,
-            sampler=self._sampler,
-            kv=self._kv,
-            overlap=self._overlap,
-            lookahead=self._lookahead,
-        )
+        self._runner = StepRunner(self._model, self._link, self._kv, graphs=self._graphs, overlap=self._overlap)
+        self._steps = StepPipeline(self._batch, self._inputs, self._runner, self._sampler, lookahead=self._lookahead)
 
     def _drop_all(self) -> None:
         for request_id, attempt in self.held().items():
@@ -186,44 +140,46 @@ class Engine(Generic[HandleT]):
         if self._graphs:
             self._graphs.prepare()
 
-    def rehearse(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Answer made-up requests and forget them: kernels are compiled and loaded, and buffers made, before anybody
-        waits for it. Nothing may be held. Takes seconds on a GPU, most of them where that was never done; the experts
-        have to be there, and what comes without them is left to be met in service. Experts count its rows as any.
+    def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Serve dummy requests and forget them, so that kernels are compiled and loaded, and buffers made, before a
+        request waits for them. The engine must hold no request.
+
+        Takes seconds on a GPU, most of them on its first run. The experts have to be reachable: where they are not, the
+        warm-up ends early and a log line says so. Experts count its rows like any others.
 
         Args:
-            stopped: asked before each step; then the rest is left out.
+            stopped: asked before each step; the warm-up ends when it returns True.
 
         Raises:
             InternalError: a step failed that should not.
         """
         assert not self.has_work
         began, overlap = time.monotonic(), self._overlap
-        self._overlap = OverlapPolicy("off")  # nothing is to be learned from it
-        self._begin_anew()
+        self._overlap = OverlapPolicy("off")  # dummy steps must not teach it anything
+        self._reset()
         try:
-            for asked in rounds(self._limits, self.kv_tokens):
-                for request in asked:
+            for requests in dummy_batches(self._limits, self.kv_tokens):
+                for request in requests:
                     self.add(request)
                 while self.has_work:
-                    late = time.monotonic() > began + REHEARSAL_S
-                    told = next((event.error for event in self.step() if event.error), None)
-                    if told and told.code == InternalError.code:
-                        raise InternalError("A made-up request failed.", hint="The log has the cause.")
-                    if told or late or stopped():
-                        why = told.message if told else "it took too long" if late else "the worker is to end"
-                        log.warning("rehearsed in part only: %s", why)
+                    late = time.monotonic() > began + WARMUP_S
+                    error = next((event.error for event in self.step() if event.error), None)
+                    if error and error.code == InternalError.code:
+                        raise InternalError("A dummy request failed.", hint="The log has the cause.")
+                    if error or late or stopped():
+                        why = error.message if error else "it took too long" if late else "the worker is to end"
+                        log.warning("warmed up in part only: %s", why)
                         self._drop_all()
                         return
-            log.info("rehearsed after %.1f s", time.monotonic() - began)
+            log.info("warmed up after %.1f s", time.monotonic() - began)
         finally:
             self._overlap = overlap
-            self._begin_anew()
+            self._reset()
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has anything to compute or to tell."""
-        return self._batch.has_work or self._stepper.under_way
+        """Whether :meth:`step` has anything to compute or to report."""
+        return self._batch.has_work or self._steps.under_way
 
     def add(self, request: GenerateRequest) -> None:
         """Take ``request`` in; what cannot run ends with an error event in the next step."""
@@ -249,7 +205,7 @@ class Engine(Generic[HandleT]):
 
         A step that raises ends the requests that caused it, and no others; the engine lives on.
         """
-        self._stepper.step()
+        self._steps.step()
         return self._batch.drain()
 
     def stats(self) -> EngineStats:
@@ -267,47 +223,16 @@ class Engine(Generic[HandleT]):
             prefill_chunks=counters.prefill_chunks,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
-            steps=self._stepper.steps,
-            step_tokens=self._stepper.step_tokens,
-            step_seconds=self._stepper.step_seconds,
-            step_overlapped=self._stepper.step_overlapped,
-            overlapped_steps=self._stepper.overlapped_steps,
-            exchange_wait_seconds=self._timed.waited_s,
-            steps_ahead=self._stepper.launched_ahead,
+            steps=self._steps.steps,
+            step_tokens=self._steps.step_tokens,
+            step_seconds=self._steps.step_seconds,
+            step_overlapped=self._steps.step_overlapped,
+            overlapped_steps=self._steps.overlapped_steps,
+            exchange_wait_seconds=self._runner.waited_s,
+            steps_ahead=self._steps.launched_ahead,
             graph_steps=self._graphs.steps if self._graphs else 0,
             graphs=self._graphs.captures if self._graphs else 0,
         )
-
-    def _climb(self, inputs: StepInputs, number: int) -> Climbed:
-        """Whether it is right, :meth:`_settled` says; that has been asked where this raises. ``number`` names the step.
-
-        While steps that suit a graph are replayed none of them is split, unless the policy insists: launches in each
-        layer take longer than what a split would hide. Nor is anything learned from them about those that may be. While
-        they are not, for want of a key, one in a while is left whole to see.
-        """
-        suit = self._graphs is not None and self._graphs.suit(inputs)
-        whole = suit and not self._overlap.insists and self._eager % PROBE_STEPS == 0
-        sizes = inputs.sizes if self._overlap.active and not whole else ()
-        micro_batches = split(inputs, self._overlap.cut(sizes))
-        self._timed.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
-        try:
-            x_TD = self._graphs.replayed(micro_batches) if self._graphs and suit else None
-            replayed = x_TD is not None
-            if x_TD is None:
-                x_TD = forward(self._model, self._timed, self._kv, micro_batches)
-        except BaseException:
-            self._timed.settled()
-            raise
-        if suit:
-            self._eager = 0 if replayed else self._eager + 1
-        return Climbed(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
-
-    def _settled(self) -> bool:
-        """Whether the last climb is right; else it is to be done again."""
-        right = self._timed.settled()
-        if right and self._graphs:
-            self._graphs.settled()
-        return right
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

@@ -1,6 +1,6 @@
-"""The one loop over layers: rows of a step go up through the dense part here and through the experts by the link.
+"""The one loop over layers: rows of a step pass the dense part here and the experts behind the link.
 
-Micro-batches of a step climb by turns: while the rows of one are with the experts, another computes attention.
+Micro-batches alternate (ping-pong): while the rows of one are with the experts, the other one computes attention.
 Legend: T rows of the step, D hidden size, K experts per row.
 """
 
@@ -19,8 +19,8 @@ from services.model.dense import DenseModel
 from services.model.inputs import PagedKV, StepInputs
 
 HandleT = TypeVar("HandleT")
-Climb = Generator[None, None, Tensor]
-"""Stops wherever its rows are away; returns them after the last layer."""
+Layers = Generator[None, None, Tensor]
+"""Yields wherever its rows are with the experts; returns them after the last layer."""
 
 
 def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_batches: Sequence[StepInputs]) -> Tensor:
@@ -33,18 +33,18 @@ def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_bat
         ExpertUnavailable: the link found no replica of an expert. ``kv`` may then be partly written; running the
             same inputs again is safe.
     """
-    climbs = [_climb(model, link, kv, inputs) for inputs in micro_batches]
-    tops: list[Tensor] = []
+    passes = [_layers(model, link, kv, inputs) for inputs in micro_batches]
+    ended: list[Tensor] = []
     try:
-        while not tops:
-            tops = [x_TD for climb in climbs if (x_TD := _advance(climb)) is not None]
+        while not ended:
+            ended = [x_TD for one in passes if (x_TD := _advance(one)) is not None]
     finally:
-        for climb in climbs:
-            climb.close()
-    return tops[0] if len(tops) == 1 else torch.cat(tops)
+        for one in passes:
+            one.close()
+    return ended[0] if len(ended) == 1 else torch.cat(ended)
 
 
-def _climb(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: StepInputs) -> Climb:
+def _layers(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: StepInputs) -> Layers:
     plan = model.plan(inputs, kv.block_size)
     kv.write_tokens(inputs.slots_T, inputs.token_ids_T)
     x_TD = model.embed(inputs.token_ids_T)
@@ -69,11 +69,11 @@ def _climb(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: St
     return x_TD
 
 
-def _advance(climb: Climb) -> Tensor | None:
-    """To the next place where the rows are away, or to the top. All climbs of a step have as many places."""
+def _advance(layers: Layers) -> Tensor | None:
+    """Run to the next exchange, or to the end: then the rows. All micro-batches of a step have as many exchanges."""
     try:
-        next(climb)
-    except StopIteration as top:
-        x_TD: Tensor = top.value
+        next(layers)
+    except StopIteration as end:
+        x_TD: Tensor = end.value
         return x_TD
     return None

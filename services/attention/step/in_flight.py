@@ -1,4 +1,4 @@
-"""A step under way: launched on the device and not yet read by the host. In: what the device was told. Out: outcomes.
+"""A step in flight: launched on the device and not yet read by the host. Its plan goes in, its outcomes come out.
 
 While a step is in flight the engine may launch the one after it; :mod:`services.attention.step.pipeline` says when.
 Legend: T rows of a step, B decoding sequences, R rows whose logits are wanted, D hidden size, V vocabulary.
@@ -35,8 +35,8 @@ class Awaited(Protocol):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Flight:
-    """One step. ``number`` names its exchanges; times in seconds by the host's clock."""
+class InFlightStep:
+    """One step. ``number`` names its exchanges; times are in seconds of the host's clock."""
 
     plan: StepPlan
     number: int
@@ -44,46 +44,47 @@ class Flight:
     inputs: StepInputs | None = None
     history: History | None = None
     sizes: Sequence[tuple[int, int]] = ()
-    """Of its sequences, where they matter for cutting it in two."""
+    """(rows, length) of its sequences, where the overlap policy learns from it."""
     split: bool = False
     replayed: bool = False
     waited_s: float = 0.0
-    top: Top | None = None
+    last_hidden: LastHidden | None = None
     """None until it is launched."""
-    landing: Awaited | None = None
-    settled: bool = False
-    """The link's exchanges of it have ended well, or in ``error``."""
+    computed: Awaited | None = None
+    """When the device has computed it."""
+    finished: bool = False
+    """Whether the exchanges of the step have ended, well or in ``error``."""
     error: Exception | None = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """What fails in here is raised where the step is read."""
+        """An error inside this context is kept, and raised where the step is read."""
         try:
             yield
         except MeshBroken:
             raise
         except Exception as error:  # noqa: BLE001
-            self.error, self.settled = error, True
+            self.error, self.finished = error, True
 
     @property
     def redrawn(self) -> bool:
-        """Whether reading it took other draws than those that a step launched after it goes by."""
-        return self.top is not None and self.top.redrawn
+        """Whether reading it changed its draws, on which a step that was launched after it relies."""
+        return self.last_hidden is not None and self.last_hidden.redrawn
 
     def outcomes(self, model: DenseModel) -> list[Outcome]:
         """One per sequence of the plan. Waits for the device. Raises what was noted."""
         if self.error is not None:
             raise self.error
-        assert self.top is not None
-        assert self.landing is not None
-        self.landing.wait()
-        return self.top.outcomes(model)
+        assert self.last_hidden is not None
+        assert self.computed is not None
+        self.computed.wait()
+        return self.last_hidden.outcomes(model)
 
     def tokens_for(self, plan: StepPlan) -> Tensor:
         """On the device: what this step draws for the rows of ``plan``, which has no others. All its prompts draw."""
-        assert self.top is not None
-        assert self.top.drawn is not None
-        tokens_B = self.top.drawn.tokens_R
+        assert self.last_hidden is not None
+        assert self.last_hidden.drawn is not None
+        tokens_B = self.last_hidden.drawn.tokens_R
         if plan.decodes is self.plan.decodes:
             return tokens_B
         row_of = {state: row for row, state in enumerate(self.plan.drawing)}
@@ -91,8 +92,8 @@ class Flight:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Top:
-    """What comes of ``x_TD``, the rows after the last layer."""
+class LastHidden:
+    """The rows after the last layer, and what is drawn and scored from them."""
 
     plan: StepPlan
     inputs: StepInputs
@@ -113,7 +114,7 @@ class Top:
         sampler: Sampler,
         history: History | None,
         ahead: int,
-    ) -> Top:
+    ) -> LastHidden:
         """Draw, without waiting for anything. ``history`` and ``ahead`` as :meth:`Sampler.draw` takes them."""
         rows = [state.row for state in plan.drawing]
         x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD

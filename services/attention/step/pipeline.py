@@ -1,10 +1,10 @@
 """Steps one after the other: planned, launched, read, accounted for; and, with lookahead, the next one launched before.
 
-A step that only decodes what the one before it draws for is launched while that is under way: its tokens are on the
-device already. Meanwhile the host reads the earlier one, so the device does not wait for it. What the later
-one computes for a sequence that has ended by then is dropped (:mod:`services.attention.batching.deferred_free` says why
-that harms nobody). If the earlier step failed, or drew something else in the end, the later one is given up and planned
-anew. At most one step is launched ahead, and two are under way only within :meth:`Stepper.step`.
+A decode step N+1 is launched while step N runs: its input tokens are on the device already. The host then reads step N
+without stalling the device. Rows of sequences that ended in N are discarded
+(:mod:`services.attention.batching.deferred_free` says why they harm nobody). If N failed or had to draw again, N+1 is
+discarded and planned again. At most one step is launched ahead, and two are in flight only within
+:meth:`StepPipeline.step`.
 Legend: B decoding sequences.
 """
 
@@ -12,186 +12,155 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from services.attention.batching.manager import BatchManager
-from services.attention.kv_cache import KVCache
 from services.attention.sampling.histories import Histories
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.step.flatten import Flattener
-from services.attention.step.in_flight import Awaited, Flight, Top
-from services.attention.step.overlap import OverlapPolicy, StepTime
+from services.attention.step.in_flight import Awaited, InFlightStep, LastHidden
+from services.attention.step.overlap import StepTime
+from services.attention.step.runner import StepRunner
 from services.errors import InternalError, MeshBroken, RequestError
-from services.model.dense import DenseModel
-from services.model.inputs import StepInputs
 from services.model.transfer import Mark
 
 logger = logging.getLogger(__name__)
 Lookahead = Literal["off", "replayed", "all"]
 
 
-@dataclass(frozen=True, slots=True)
-class Climbed:
-    """``x_TD`` after the last layer; whether that took two micro-batches, and whether the host had but one launch.
-    ``sizes``: of the sequences, where the overlap policy is to learn from the step."""
-
-    x_TD: Tensor
-    split: bool
-    replayed: bool
-    sizes: Sequence[tuple[int, int]] = ()
-
-
-class Climb(Protocol):
-    """From the rows of a step to those after the last layer."""
-
-    def __call__(self, inputs: StepInputs, number: int) -> Climbed:
-        """Where it raises, the step counts as settled. ``number`` names it."""
-        ...
-
-
-class Stepper:
-    """Over the parts of an engine, in one thread.
+class StepPipeline:
+    """The steps of one engine, in one thread.
 
     Args:
-        settled: whether what ``climb`` returned is right, or to be made again. Asked once after each that returned,
-            before the next; as :meth:`services.fabric.link.ExpertLink.settled` says.
-        waited_s: for experts, since the start, by the host's clock.
-        lookahead: launch steps ahead where that can be: after ``replayed`` ones, or after ``all``. Where the host takes
-            part in every layer, launching ahead keeps the tokens of the step before back, and saves nothing.
+        batch: plans steps and accounts for their outcomes.
+        inputs: lays a plan out as tensors.
+        runner: runs the layers.
+        lookahead: after which steps the next one is launched before they are read: none (``off``), those that ran as
+            CUDA graphs (``replayed``), or ``all``. Where the host takes part in every layer, launching ahead delays the
+            tokens of the step before and saves nothing.
     """
 
     def __init__(
-        self,
-        *,
-        batch: BatchManager,
-        inputs: Flattener,
-        climb: Climb,
-        settled: Callable[[], bool],
-        model: DenseModel,
-        waited_s: Callable[[], float],
-        sampler: Sampler,
-        kv: KVCache,
-        overlap: OverlapPolicy,
-        lookahead: Lookahead,
+        self, batch: BatchManager, inputs: Flattener, runner: StepRunner[Any], sampler: Sampler, *, lookahead: Lookahead
     ) -> None:
-        self._batch, self._inputs, self._climb, self._settled = batch, inputs, climb, settled
-        self._model, self._sampler, self._kv, self._overlap = model, sampler, kv, overlap
-        self._waited_s, self._lookahead, self._histories = waited_s, lookahead, Histories(kv)
-        self._ahead: Flight | None = None
+        self._batch, self._inputs, self._runner, self._sampler = batch, inputs, runner, sampler
+        self._model, self._kv = runner.model, runner.kv
+        self._lookahead, self._histories = lookahead, Histories(runner.kv)
+        self._ahead: InFlightStep | None = None
         self._mark: Callable[[torch.device], Awaited] = Mark
-        self._launched, self._landed = 0, 0.0
+        self._launched, self._last_read = 0, 0.0
         self.steps, self.overlapped_steps, self.launched_ahead = 0, 0, 0
-        """Since the start; one launched ahead counts when it is read, for it may be given up before."""
+        """Totals since the start. A step that is launched ahead counts when it is read, for it may be discarded."""
         self.step_tokens, self.step_seconds, self.step_overlapped = 0, 0.0, False
-        """Of the last step. One launched ahead takes as long as it came after the one before."""
+        """Of the last step. The seconds of a step that was launched ahead begin where the step before it was read."""
 
     @property
     def under_way(self) -> bool:
-        """Whether a step was launched that was not read yet."""
+        """Whether a step was launched and is not read yet."""
         return self._ahead is not None
 
     def step(self) -> None:
-        """Read a step: that which is under way, or one launched now. Nothing, where there is nothing to compute."""
-        flight, self._ahead = self._ahead, None
-        self.launched_ahead += flight is not None
-        if flight is None and (plan := self._batch.plan()).sequences:
-            flight = self._launch(plan)
-        if flight is not None:
-            self._ahead = self._follow(flight)
-            self._land(flight)
+        """Read one step: the one in flight, or one launched now. Does nothing where there is nothing to compute."""
+        step, self._ahead = self._ahead, None
+        self.launched_ahead += step is not None
+        if step is None and (plan := self._batch.plan()).sequences:
+            step = self._launch(plan)
+        if step is not None:
+            self._ahead = self._launch_next(step)
+            self._read(step)
 
-    def _launch(self, plan: StepPlan) -> Flight:
-        """Tell the device to compute ``plan``. What fails is noted."""
-        flight = self._new(plan)
-        with flight.noting():
-            flight.inputs, flight.history = self._inputs.of(plan), self._histories.of(plan)
-            self._fly(flight)
-        return flight
+    def _launch(self, plan: StepPlan) -> InFlightStep:
+        """Launch ``plan`` on the device. An error is kept in the step."""
+        step = self._new(plan)
+        with step.noting():
+            step.inputs, step.history = self._inputs.of(plan), self._histories.of(plan)
+            self._run(step)
+        return step
 
-    def _follow(self, flight: Flight) -> Flight | None:
-        """Launch what comes after ``flight``, before that is read, where it can be known and nothing fails."""
-        follows = flight.replayed if self._lookahead == "replayed" else self._lookahead == "all"
-        if not follows or flight.error is not None:
+    def _launch_next(self, step: InFlightStep) -> InFlightStep | None:
+        """Launch the step after ``step`` before that is read; None where it cannot be known yet, or where one fails."""
+        follows = step.replayed if self._lookahead == "replayed" else self._lookahead == "all"
+        if not follows or step.error is not None:
             return None
-        plan = self._batch.plan_ahead(flight.plan)
+        plan = self._batch.plan_ahead(step.plan)
         if plan is None:
             return None
-        ahead, top = self._new(plan), flight.top
+        ahead, last_hidden = self._new(plan), step.last_hidden
         with ahead.noting():
-            tokens_B = flight.tokens_for(plan)
+            tokens_B = step.tokens_for(plan)
             ahead.inputs, ahead.history = self._inputs.of(plan, tokens_B), self._histories.of(plan)
-            with flight.noting():  # its exchanges have to end before others begin
-                self._settle(flight)
-            if flight.error is None and flight.top is top:
-                self._fly(ahead, ahead=1)
-        if ahead.top is None or ahead.error is not None:
+            with step.noting():  # its exchanges have to end before others begin
+                self._finish(step)
+            if step.error is None and step.last_hidden is last_hidden:
+                self._run(ahead, ahead=1)
+        if ahead.last_hidden is None or ahead.error is not None:
             if ahead.error is not None and not isinstance(ahead.error, RequestError):
-                logger.warning("A step launched ahead failed, and is planned anew.", exc_info=ahead.error)
-            self._abandon(ahead)  # planned anew; where it fails again, that is told
+                logger.warning("A step launched ahead failed, and is planned again.", exc_info=ahead.error)
+            self._discard(ahead)  # where it fails again, its requests get the error
             return None
         return ahead
 
-    def _fly(self, flight: Flight, *, ahead: int = 0) -> None:
-        """Up through the layers and to the draws. Again is safe: KV slots are overwritten, draws are keyed.
+    def _run(self, step: InFlightStep, *, ahead: int = 0) -> None:
+        """Launch all layers and the draws. Doing it again is safe: KV slots are overwritten, draws have keys.
 
         Args:
-            ahead: how many tokens its inputs are further than its sequences know.
+            ahead: how many tokens the inputs have that the sequences do not know yet.
         """
-        assert flight.inputs is not None
-        waited_s = self._waited_s()
-        climbed = self._climb(flight.inputs, flight.number)
-        flight.split, flight.replayed, flight.sizes = climbed.split, climbed.replayed, climbed.sizes
-        flight.waited_s += self._waited_s() - waited_s
+        assert step.inputs is not None
+        waited_s = self._runner.waited_s
+        output = self._runner.run(step.inputs, step.number)
+        step.split, step.replayed, step.sizes = output.split, output.replayed, output.sizes
+        step.waited_s += self._runner.waited_s - waited_s
         try:
-            flight.top = Top.of(
-                flight.plan, flight.inputs, climbed.x_TD, self._model, self._sampler, flight.history, ahead
+            step.last_hidden = LastHidden.of(
+                step.plan, step.inputs, output.x_TD, self._model, self._sampler, step.history, ahead
             )
         except BaseException:
-            self._settled()
+            self._runner.finish()
             raise
-        flight.landing = self._mark(self._model.device)
+        step.computed = self._mark(self._model.device)
 
-    def _settle(self, flight: Flight) -> None:
-        """Until its exchanges have ended well; the link bounds for how long."""
-        while not flight.settled:
-            flight.settled = self._settled()
-            if not flight.settled:
-                self._fly(flight)
+    def _finish(self, step: InFlightStep) -> None:
+        """Wait until the exchanges of ``step`` have ended, and run it again until its result is valid. The link bounds
+        the time."""
+        while not step.finished:
+            step.finished = self._runner.finish()
+            if not step.finished:
+                self._run(step)
 
-    def _land(self, flight: Flight) -> None:
-        """Read ``flight`` and account for it. The device computes what was launched after it."""
-        outcomes = self._outcomes(flight)
-        if flight.redrawn:
-            self._drop_ahead()
+    def _read(self, step: InFlightStep) -> None:
+        """Read ``step`` and account for it, while the device computes the step that was launched after it."""
+        outcomes = self._outcomes(step)
+        if step.redrawn:
+            self._discard_ahead()
         now = time.perf_counter()
-        seconds, self._landed = now - max(flight.began, self._landed), now
-        if flight.error is None:
-            self._overlap.note(flight.sizes, StepTime(seconds=seconds, waited_s=flight.waited_s), split=flight.split)
-        if wipe := self._batch.complete(flight.plan, outcomes):
-            self._kv.wipe(wipe)
+        seconds, self._last_read = now - max(step.began, self._last_read), now
+        if step.error is None:
+            timing = StepTime(seconds=seconds, waited_s=step.waited_s)
+            self._runner.overlap.note(step.sizes, timing, split=step.split)
+        if blocks := self._batch.complete(step.plan, outcomes):
+            self._kv.zero(blocks)
         self.steps += 1
-        self.overlapped_steps += flight.split
-        self.step_tokens, self.step_seconds, self.step_overlapped = flight.plan.tokens, seconds, flight.split
+        self.overlapped_steps += step.split
+        self.step_tokens, self.step_seconds, self.step_overlapped = step.plan.tokens, seconds, step.split
 
-    def _outcomes(self, flight: Flight) -> list[Outcome]:
-        plan = flight.plan
+    def _outcomes(self, step: InFlightStep) -> list[Outcome]:
+        plan = step.plan
         try:
-            self._settle(flight)
-            return flight.outcomes(self._model)
+            self._finish(step)
+            return step.outcomes(self._model)
         except RequestError as error:
             return [Outcome(error=error)] * plan.sequences
         except MeshBroken:
             raise  # no step can follow: this worker ends, and what it holds goes on elsewhere
         except Exception:
             logger.exception("A step of %d sequences failed; each is tried by itself.", plan.sequences)
-        self._drop_ahead()
+        self._discard_ahead()
         if plan.sequences == 1:
             return [Outcome(error=_step_failed())]
         return [outcome for alone in plan.one_by_one() for outcome in self._alone(alone)]
@@ -200,24 +169,24 @@ class Stepper:
         ended = any(not state.blocks for state in plan.decodes)
         return [Outcome(error=_step_failed())] if ended else self._outcomes(self._launch(plan))
 
-    def _drop_ahead(self) -> None:
-        """What was launched after the step that is being read follows from what is not so."""
-        flight, self._ahead = self._ahead, None
-        if flight is not None:
-            self._abandon(flight)
+    def _discard_ahead(self) -> None:
+        """Discard the step that was launched after the one that is being read: its inputs are wrong."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            self._discard(step)
 
-    def _abandon(self, flight: Flight) -> None:
-        """As if it had never been launched, with zeros where it wrote keys and values: no NaN stays behind."""
-        if flight.top is not None and not flight.settled:
+    def _discard(self, step: InFlightStep) -> None:
+        """Undo a launch. The keys and values that it wrote become zeros, so that no NaN stays behind."""
+        if step.last_hidden is not None and not step.finished:
             with suppress(RequestError):
-                self._settled()
-        if flight.inputs is not None:
-            self._kv.clear(flight.inputs.slots_T)
-        self._batch.abandon(flight.plan)
+                self._runner.finish()
+        if step.inputs is not None:
+            self._kv.clear(step.inputs.slots_T)
+        self._batch.abandon(step.plan)
 
-    def _new(self, plan: StepPlan) -> Flight:
+    def _new(self, plan: StepPlan) -> InFlightStep:
         self._launched += 1
-        return Flight(plan=plan, number=self._launched, began=time.perf_counter())
+        return InFlightStep(plan=plan, number=self._launched, began=time.perf_counter())
 
 
 def _step_failed() -> RequestError:

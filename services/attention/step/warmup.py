@@ -1,4 +1,4 @@
-"""Requests that nobody asked for: with them an engine rehearses what it will be asked. Pure Python."""
+"""Dummy requests with which an engine warms up. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DRAWN, SHORT = 3, 5
 NEVER_MS = 1 << 52
 
 
-def rounds(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest]]:
-    """What is to be asked at once: the longest prompt of a step, then batches of all sizes, each drawn the plain way
-    and in every other.
+def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest]]:
+    """Batches of requests, each to be served at once: the longest prompt of a step, then batches of all sizes, each
+    sampled greedily and in every other way.
 
     >>> bounds = BatchLimits(
     ...     max_num_seqs=3, max_num_batched_tokens=64, max_model_len=32, vocab_size=100, eos_token_ids=()
     ... )
-    >>> [(len(asked), len(asked[0].token_ids)) for asked in rounds(bounds, 4096)]
+    >>> [(len(asked), len(asked[0].token_ids)) for asked in dummy_batches(bounds, 4096)]
     [(1, 29), (1, 5), (1, 5), (2, 5), (2, 5), (3, 5), (3, 5)]
     """
     room = min(limits.max_model_len, kv_tokens)
@@ -63,6 +63,6 @@ def _request(limits: BatchLimits, number: int, length: int, sampling: SamplingPa
     """Of tokens from all over the vocabulary, so that no expert is favoured."""
     tokens = [(7919 * number + 104_729 * at) % limits.vocab_size for at in range(length)]
     return GenerateRequest(
-        id=f"rehearsal-{number}", attempt=1, token_ids=tokens, prompt_len=length, sampling=sampling,
+        id=f"warm-up-{number}", attempt=1, token_ids=tokens, prompt_len=length, sampling=sampling,
         deadline_ms=NEVER_MS, priority=0, tenant="", reply_to="",
     )  # fmt: skip

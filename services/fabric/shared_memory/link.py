@@ -133,7 +133,7 @@ class SymmLink:
         Args:
             rows: of each micro-batch; with () the whole step goes over tcp.
         """
-        assert not self._under_way, "settled() ends a step"
+        assert not self._under_way, "finish_step() ends a step"
         self.tcp.begin_step(step, rows)
         self._follow_table()
         self._step = chosen = self._choose(rows)
@@ -157,7 +157,7 @@ class SymmLink:
         self._base += len(self._order) * chosen.micro_batches
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SymmHandle:
-        """As :class:`services.fabric.link.ExpertLink` says; between ``begin_step`` and ``settled``."""
+        """As :class:`services.fabric.link.ExpertLink` says; between ``begin_step`` and ``finish_step``."""
         chosen, at = self._step, self._order[layer]
         micro_batch = chosen.free.pop(0) if chosen.shares else 0
         exchange = at * chosen.micro_batches + micro_batch
@@ -178,7 +178,7 @@ class SymmLink:
         return SymmHandle(layer, exchange, micro_batch, expert_ids_TK, weights_TK, tcp)
 
     def combine(self, handle: SymmHandle) -> Tensor:
-        """As :class:`services.fabric.link.ExpertLink` says. Zeros where the step has failed: ask :meth:`settled`."""
+        """As :class:`services.fabric.link.ExpertLink` says. Zeros where :meth:`finish_step` will say False."""
         chosen = self._step
         y_TD = None if handle.tcp is None else self.tcp.combine(handle.tcp)
         if not chosen.shares:
@@ -197,9 +197,9 @@ class SymmLink:
         return self._key(self._step.bucket) if self._step.complete else None
 
     @contextmanager
-    def rehearsal(self, rows: int) -> Iterator[Hashable | None]:
+    def capture_context(self, rows: int) -> Iterator[Hashable | None]:
         """As :class:`services.fabric.link.ExpertLink` says: kernels find the step aborted."""
-        assert not self._under_way, "settled() ends a step"
+        assert not self._under_way, "finish_step() ends a step"
         self._follow_table()
         if rows > self._layout.rows or len(self._table.groups) > MOST_GROUPS:
             yield None
@@ -212,7 +212,7 @@ class SymmLink:
         finally:
             self._step = _Step(epoch=self._table.epoch)
 
-    def settled(self) -> bool:
+    def finish_step(self) -> bool:
         """The step's exchanges have ended; False if one failed, and the step is to be begun again with the same rows.
 
         Waits for the device. Seats that let a deadline pass get rows over tcp for a while, lost ones none.

@@ -152,11 +152,11 @@ class TcpLink:
     def graph_key(self) -> Hashable | None:
         return None
 
-    def rehearsal(self, rows: int) -> AbstractContextManager[Hashable | None]:
+    def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
         del rows
         return nullcontext(None)
 
-    def settled(self) -> bool:
+    def finish_step(self) -> bool:
         """Always: what failed was sent elsewhere, or :meth:`combine` has raised."""
         return True
 

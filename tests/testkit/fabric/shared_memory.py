@@ -84,9 +84,9 @@ class SteppedLink:
             try:
                 found = self._exchanges(waiting, order, alike)
             except BaseException:
-                self.link.settled()
+                self.link.finish_step()
                 raise
-            if self.link.settled():
+            if self.link.finish_step():
                 break
         for handle, y_TD in zip(order, found, strict=True):
             handle.y_TD = y_TD

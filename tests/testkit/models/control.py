@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from services.attention.step import engine as engine_module
+from services.attention.step import runner
 from services.attention.step.engine import Engine, EngineOptions
 from services.fabric.link import Certain
 from services.messages import GenerateRequest, SamplingParams
@@ -177,7 +177,7 @@ class ControlBench:
             return plan(inputs, block_size)
 
         self._model.plan = begins  # type: ignore[method-assign]
-        self.engine._stepper._mark = device.mark
+        self.engine._steps._mark = device.mark
         for _ in range(steps + 2):
             self.engine.step()
         self._model.plan = plan  # type: ignore[method-assign]
@@ -215,10 +215,10 @@ class _PartClock:
         batch.plan_ahead = self._timed("plan", batch.plan_ahead)  # type: ignore[method-assign]
         batch.complete = self._timed("complete", batch.complete)  # type: ignore[method-assign]
         engine._sampler.draw = self._timed("draw", engine._sampler.draw)  # type: ignore[method-assign]
-        engine._stepper._outcomes = self._timed("draw", engine._stepper._outcomes)  # type: ignore[method-assign]
+        engine._steps._outcomes = self._timed("draw", engine._steps._outcomes)  # type: ignore[method-assign]
         model.plan = self._timed("attention", model.plan)  # type: ignore[method-assign]
         engine._inputs.of = self._timed("inputs", engine._inputs.of)  # type: ignore[method-assign]
-        engine_module.forward = self._timed("layers", engine_module.forward)
+        runner.forward = self._timed("layers", runner.forward)
 
     def step(self) -> dict[str, float]:
         self._spent = dict.fromkeys(PARTS, 0.0)

@@ -244,8 +244,8 @@ def test_cancelling_frees_blocks_at_once_or_with_the_step_under_way(make_engine:
     assert engine.stats().kv_used > 0
     assert engine.held() == {"r": 1}
     engine.cancel("r", 1)
-    ahead = engine._stepper._lookahead == "all"
-    assert (engine.stats().kv_used > 0, engine._stepper.under_way) == (ahead, ahead)
+    ahead = engine._steps._lookahead == "all"
+    assert (engine.stats().kv_used > 0, engine._steps.under_way) == (ahead, ahead)
     assert [event.finish for event in engine.step()] == ["cancelled"]
     assert engine.stats().kv_used == 0
     assert not engine.has_work

@@ -206,7 +206,7 @@ def test_a_step_ahead_follows_prompts_that_end_and_no_others(
     ahead = []
     for _ in range(8):
         engine.step()
-        ahead.append(engine._stepper.under_way)
+        ahead.append(engine._steps.under_way)
     assert ahead == [False, False, False, True, True, True, True, True], "old's; 7, 7 and 6 of the prompt; then decodes"
     assert not caplog.records, "none is given up"
 
@@ -216,10 +216,10 @@ def test_prompts_that_want_no_token_or_scores_are_followed_by_no_step(engine_of:
     engine.add(ask("old", [1, 2, 3], max_tokens=9))
     engine.add(ask("echo", [4, 5, 6], max_tokens=0, prompt_logprobs=1))
     engine.step()
-    assert not engine._stepper.under_way
+    assert not engine._steps.under_way
     engine.add(ask("scored", [4, 5, 6], max_tokens=5, prompt_logprobs=1))
     engine.step()
-    assert not engine._stepper.under_way, "its scores would wait for what follows"
+    assert not engine._steps.under_way, "its scores would wait for what follows"
     while engine.has_work:
         engine.step()
 
@@ -260,7 +260,7 @@ def test_a_broken_row_that_comes_too_late_leaves_nothing_behind(engine_of: MakeE
 
 
 class Unsure(LocalLink):
-    """Now and then zeros instead of the experts' answer, which ``settled`` owns up to. Checks the order of calls."""
+    """Now and then zeros instead of the experts' answer, as ``finish_step`` admits. Checks the order of calls."""
 
     def __init__(self, link: LocalLink, seed: int) -> None:
         self.__dict__.update(link.__dict__)
@@ -268,14 +268,14 @@ class Unsure(LocalLink):
         self.failed = 0
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:  # noqa: ARG002
-        assert not self._under_way, "settled() ends a step"
+        assert not self._under_way, "finish_step() ends a step"
         self._under_way, self._fails = True, self._draw.random() < 0.3
 
     def combine(self, handle: LocalHandle) -> Tensor:
         assert self._under_way
         return torch.zeros_like(handle.y_TD) if self._fails else handle.y_TD
 
-    def settled(self) -> bool:
+    def finish_step(self) -> bool:
         assert self._under_way
         self._under_way = False
         self.failed += self._fails
@@ -388,8 +388,8 @@ class Ending(LocalLink):
         self._maybe("combine")
         return handle.y_TD
 
-    def settled(self) -> bool:
-        self._maybe("settled")
+    def finish_step(self) -> bool:
+        self._maybe("finish_step")
         return True
 
     def _maybe(self, method: str) -> None:
@@ -404,21 +404,21 @@ def test_a_step_that_was_given_up_leaves_zeros_where_it_wrote(engine_of: MakeEng
     for _ in range(4):  # the fourth launches the fifth, which has written keys and values of its first layer by then
         engine.step()
     (state,) = engine._batch._held.values()
-    assert not engine._stepper.under_way
+    assert not engine._steps.under_way
     kv_2SE = engine._kv._layers[0].flatten(3).flatten(1, 2)
     before, slot = (state.blocks[at // 4] * 4 + at % 4 for at in (state.computed - 1, state.computed))
     assert bool(kv_2SE[:, before].any())
     assert not bool(kv_2SE[:, slot].any())
 
 
-@pytest.mark.parametrize("method", ["begin_step", "combine", "settled"])
+@pytest.mark.parametrize("method", ["begin_step", "combine", "finish_step"])
 def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
     engine_of: MakeEngine, tiny: Any, method: str
 ) -> None:
     engine = engine_of(True, link=Ending(tiny.link(), method, 5, ExpertUnavailable("Nobody is there.")))
     story = Plot(3).play(engine)
     ended = [of_one[-1][4] for of_one in story.values()]
-    if method == "settled":
+    if method == "finish_step":
         assert "expert_unavailable" in ended
     else:  # the step launched ahead failed; planned anew, it did not
         assert story == Plot(3).play(engine_of(False))

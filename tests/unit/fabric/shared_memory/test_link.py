@@ -114,7 +114,7 @@ def step(link: SymmLink, rows: int, *, known: bool = True) -> tuple[Tensor, Tens
     for tries in range(1, 5):
         link.begin_step(tries, [rows] if known else ())
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
-        if link.settled():
+        if link.finish_step():
             return y_TD, x_TD * (0.5 * 2 + 2.0 * 7), tries
     raise AssertionError("the step never settled")
 
@@ -150,7 +150,7 @@ def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(m
             link.begin_step(number, [1])
             time.sleep(apart_s)  # the seat waits for rows
             link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
-            assert link.settled()
+            assert link.finish_step()
         end = time.monotonic() + 10
         while (told_s := serving.busy_s) < 3 * computing_s and time.monotonic() < end:
             time.sleep(0.01)  # the last answer is there before its time is told
@@ -179,7 +179,7 @@ def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
         x_TD, ids_TK = torch.ones(5, HIDDEN), torch.tensor([[1, 6]]).expand(5, SLOTS)
         step(link, 5)
         counted = link.expert_rows()
-        with link.rehearsal(5) as key:
+        with link.capture_context(5) as key:
             for _ in range(2):
                 assert not link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(5, SLOTS))).any()
         assert link.expert_rows() == counted
@@ -188,12 +188,12 @@ def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
         for rows, known in ((5, True), (7, True), (5, False)):
             link.begin_step(1, [rows] if known else ())
             keys.append(link.graph_key())
-            assert link.settled()
+            assert link.finish_step()
         assert keys == [key, key, None]
         found, expected, tries = step(link, 5)
         assert torch.equal(found, expected)
         assert (tries, seat.server.counts.calls) == (1, 0)
-        with link.rehearsal(ROWS + 1) as beyond:
+        with link.capture_context(ROWS + 1) as beyond:
             assert beyond is None
 
 
@@ -201,7 +201,7 @@ def test_nothing_is_replayed_where_rows_go_over_tcp() -> None:
     with linked([Seat(0)], node="elsewhere") as link:
         link.begin_step(1, [3])
         assert link.graph_key() is None
-        assert link.settled()
+        assert link.finish_step()
 
 
 def test_memory_is_shared_with_all_groups_or_not_with_all() -> None:
@@ -246,12 +246,12 @@ def test_a_seat_is_told_how_long_is_waited_and_whether_all_goes_through_memory(
     groups = even_groups([0], EXPERTS, 2)
     with linked([Seat(0, groups[0]), Seat(1, groups[1])], groups=groups, deadline_s=3.0) as link:
         link.begin_step(1, [3])
-        assert link.settled()
+        assert link.finish_step()
         assert told == [(3.0, True)] * 2
         other = next(shared for shared in link.lane.usable() if shared.link.seat.number == 1)
         link._slow_until[other] = time.monotonic() + LONG_S
         link.begin_step(2, [3])
-        assert link.settled()
+        assert link.finish_step()
         assert told[2:] == [(3.0, False)]
 
 
@@ -286,7 +286,7 @@ def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
         assert link.shared() == {0: 0}
         x_TD, ids_TK = torch.ones(3, HIDDEN), torch.zeros(3, SLOTS, dtype=torch.int64)
         link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(3, SLOTS)))
-        assert not link.settled()
+        assert not link.finish_step()
         assert time.monotonic() < began + LONG_S / 2
         seats[0].freed.set()
         found, expected, tries = step(link, 3)
@@ -304,7 +304,7 @@ def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_settled() -> No
             link.apply(table_of(epoch=epoch, groups=GROUPS))
             assert link.oldest_epoch() == 1
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
-        assert link.settled()
+        assert link.finish_step()
         assert torch.equal(y_TD, (2.0 + 7.0) * x_TD)
         assert link.oldest_epoch() == 3
 
@@ -322,7 +322,7 @@ def linked_two_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SymmLin
     def run(number: int, micro_batches: int) -> tuple[bool, Tensor]:
         link.begin_step(number, [3] * micro_batches)
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
-        return link.settled(), y_TD
+        return link.finish_step(), y_TD
 
     with linked(seats, groups=groups) as link:
         threading.Timer(0.2, seats[0].server.close).start()

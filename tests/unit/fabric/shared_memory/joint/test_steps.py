@@ -133,7 +133,7 @@ def step(link: SymmLink, rows: int, seed: int, *, begun: threading.Event | None 
             rows_of_layer = call(rows, seed + layer)
             found = link.combine(link.dispatch(layer, *rows_of_layer))
             good = good and torch.equal(found, scaled(layer, *rows_of_layer))
-        if link.settled():
+        if link.finish_step():
             return good
     return False
 
@@ -265,7 +265,7 @@ def test_a_member_that_begins_again_is_left_out_of_the_old_step(together: Callab
         assert torch.equal(links[1].combine(links[1].dispatch(0, *first)), scaled(0, *first))
         together(set())
         links[1]._control.abort()
-        assert not links[1].settled()
+        assert not links[1].finish_step()
         assert step(links[1], 4, 30)
         assert steady.result(LONG_S)
         assert seat.calls[0] == 7
@@ -293,7 +293,7 @@ def test_a_member_that_is_late_is_left_out_and_comes_again(
         assert time.monotonic() - began < 0.9, "sooner than its own deadline"
         first = call(4, 20)
         assert not links[1].combine(links[1].dispatch(0, *first)).any()
-        assert not links[1].settled()
+        assert not links[1].finish_step()
         assert step(links[1], 4, 30), "alone"
         assert failed == [1]
 
@@ -307,7 +307,7 @@ def test_a_member_that_stops_is_waited_for_no_longer(together: Callable[[set[int
         links[1].begin_step(1, [4])
         wait_until(lambda: seat.waiting() == 0, LONG_S, "both have begun")
         links[1]._control.abort()
-        assert not links[1].settled()
+        assert not links[1].finish_step()
         assert steady.result(LONG_S / 5), "sooner than patience with it ends"
         assert seat.calls == [3] * LAYERS
 
@@ -320,7 +320,7 @@ def test_a_step_that_is_held_and_begun_again_begins_once(together: Callable[[set
         links[0].begin_step(1, [3])
         wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
         links[0]._control.abort()
-        assert not links[0].settled()
+        assert not links[0].finish_step()
         wait_until(lambda: seat.waiting() == 0, LONG_S, "it stopped")
         again = pool.submit(step, links[0], 3, 1)
         wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits again")
@@ -340,7 +340,7 @@ def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], Non
             handles = [link.dispatch(layer, *part) for part in parts]
             for part, handle in zip(parts, handles, strict=True):
                 assert torch.equal(link.combine(handle), scaled(layer, *part))
-        assert link.settled()
+        assert link.finish_step()
 
 
 def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -> None:

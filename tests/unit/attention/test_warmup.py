@@ -1,4 +1,4 @@
-"""An engine that rehearses: made-up requests leave nothing behind, also where experts fail meanwhile."""
+"""An engine that warms up: dummy requests leave nothing behind, also where experts fail meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from services.attention.sequences.plan import BatchLimits
 from services.attention.step.engine import Engine
-from services.attention.step.warmup import rounds
+from services.attention.step.warmup import dummy_batches
 from services.errors import ExpertUnavailable, InternalError
 from services.fabric.link import Certain
 from services.fabric.local import LocalHandle
@@ -52,12 +52,12 @@ def test_nothing_of_it_is_left(
     caplog.set_level(logging.INFO)
     fresh, engine = make_engine(), make_engine()
     before = engine.stats()
-    engine.rehearse()
+    engine.warm_up()
     assert engine.stats() == before
     assert not engine.held()
-    assert "rehearsed after" in caplog.text
-    made_up = next(rounds(engine._limits, engine.kv_tokens))[0].token_ids[:20]
-    assert _answer(engine, made_up) == _answer(fresh, made_up)
+    assert "warmed up after" in caplog.text
+    dummy = next(dummy_batches(engine._limits, engine.kv_tokens))[0].token_ids[:20]
+    assert _answer(engine, dummy) == _answer(fresh, dummy)
     assert engine.stats().prefix_hit_tokens == fresh.stats().prefix_hit_tokens == 0
 
 
@@ -73,13 +73,13 @@ def test_every_size_of_batch_is_met(
             return super().dispatch(layer, x_TD, *rest)
 
     link = Sized(tiny.link())
-    make_engine(link=link, max_num_seqs=most, max_num_batched_tokens=tokens, kv_blocks=512).rehearse()
+    make_engine(link=link, max_num_seqs=most, max_num_batched_tokens=tokens, kv_blocks=512).warm_up()
     wanted = [1 << power for power in range(10) if 1 << power <= min(most, tokens)]
     assert {*wanted, min(most, tokens)} <= sizes, "decode steps"
     assert max(sizes) == tokens, "a step of as many tokens as may be"
 
 
-def test_a_worker_that_is_to_end_rehearses_no_further(
+def test_a_worker_that_is_to_end_warms_up_no_further(
     make_engine: Callable[..., Engine[LocalHandle]], tiny: Any
 ) -> None:
     class Begun(Counted):
@@ -89,13 +89,13 @@ def test_a_worker_that_is_to_end_rehearses_no_further(
             super().begin_step(step, rows)
             self.begun += 1
 
-        def settled(self) -> bool:
+        def finish_step(self) -> bool:
             self.begun -= 1
-            return super().settled()
+            return super().finish_step()
 
     link = Begun(tiny.link())
     engine = make_engine(link=link)
-    engine.rehearse(lambda: link.exchanges > 20)
+    engine.warm_up(lambda: link.exchanges > 20)
     assert not engine.has_work
     assert link.exchanges < 60
     assert link.begun == 0, "a step launched ahead is settled, too"
@@ -109,14 +109,14 @@ def test_a_step_that_should_not_fail_ends_the_worker(
             raise RuntimeError("an illegal address")
 
     with pytest.raises(InternalError):
-        make_engine(link=Broken(tiny.link())).rehearse()
+        make_engine(link=Broken(tiny.link())).warm_up()
 
 
-def test_without_room_for_a_request_there_is_nothing_to_rehearse() -> None:
+def test_without_room_for_a_request_there_is_nothing_to_warm_up_with() -> None:
     tiny_limits = BatchLimits(
         max_num_seqs=4, max_num_batched_tokens=8, max_model_len=3, vocab_size=10, eos_token_ids=()
     )
-    assert not list(rounds(tiny_limits, 4096))
+    assert not list(dummy_batches(tiny_limits, 4096))
 
 
 def test_where_experts_go_meanwhile_it_serves_once_they_are_back(
@@ -124,8 +124,8 @@ def test_where_experts_go_meanwhile_it_serves_once_they_are_back(
 ) -> None:
     link = Counted(tiny.link(), fails_at=40)
     engine = make_engine(link=link)
-    engine.rehearse()
-    assert "rehearsed in part only: Nobody has these experts." in caplog.text
+    engine.warm_up()
+    assert "warmed up in part only: Nobody has these experts." in caplog.text
     assert not engine.has_work
     link.fails_at = None
     assert _answer(engine, [5, 9, 2]) == _answer(make_engine(), [5, 9, 2])

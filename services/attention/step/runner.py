@@ -1,0 +1,104 @@
+"""One step's forward pass: chooses between a CUDA graph, two micro-batches and plain launches, and confirms the result.
+
+Legend: T rows of a step, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from services.attention.kv_cache import KVCache
+from services.attention.step.cuda_graphs import StepGraphs
+from services.attention.step.forward import forward
+from services.attention.step.micro_batches import split
+from services.attention.step.overlap import OverlapPolicy
+from services.fabric.link import ExpertLink
+from services.fabric.timed import TimedLink
+from services.model.dense import DenseModel
+from services.model.inputs import StepInputs
+
+HandleT = TypeVar("HandleT")
+PROBE_STEPS = 32
+"""While the link cannot be captured (its ``graph_key()`` is None), steps may run as two micro-batches, and a split step
+is never captured. So one step in this many is left whole, to find out whether the link has become capturable."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a forward pass returns.
+
+    ``x_TD``: the rows after the last layer. ``split``: whether they ran as two micro-batches. ``replayed``: whether
+    they ran as one CUDA graph. ``sizes``: (rows, length) of each sequence, where the overlap policy learns from it.
+    """
+
+    x_TD: Tensor
+    split: bool
+    replayed: bool
+    sizes: Sequence[tuple[int, int]] = ()
+
+
+class StepRunner(Generic[HandleT]):
+    """Runs the layers of steps, one step at a time: :meth:`run`, then :meth:`finish`, again where that says False.
+
+    Args:
+        graphs: None where no step is captured.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        link: ExpertLink[HandleT],
+        kv: KVCache,
+        *,
+        graphs: StepGraphs[HandleT] | None,
+        overlap: OverlapPolicy,
+    ) -> None:
+        self.model, self.kv, self.overlap = model, kv, overlap
+        self._link, self._graphs = TimedLink(link), graphs
+        self._eager_steps = 0
+        """Steps in a row that a graph could have run and none did."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the host has waited for experts since the start."""
+        return self._link.waited_s
+
+    def run(self, inputs: StepInputs, number: int) -> StepOutput:
+        """Run all layers for one step. The result is valid only once :meth:`finish` returns True.
+
+        A step that a CUDA graph can run is not split into micro-batches, unless the policy is ``on``: launching every
+        kernel of a layer costs more than the overlap hides. Running the same inputs again is safe.
+
+        Args:
+            number: names the step to the experts.
+
+        Raises:
+            ExpertUnavailable: an expert has no replica. The step counts as finished then.
+        """
+        fits = self._graphs is not None and self._graphs.suit(inputs)
+        whole = fits and not self.overlap.insists and self._eager_steps % PROBE_STEPS == 0
+        sizes = inputs.sizes if self.overlap.active and not whole else ()
+        micro_batches = split(inputs, self.overlap.cut(sizes))
+        self._link.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
+        try:
+            x_TD = self._graphs.replayed(micro_batches) if self._graphs and fits else None
+            replayed = x_TD is not None
+            if x_TD is None:
+                x_TD = forward(self.model, self._link, self.kv, micro_batches)
+        except BaseException:
+            self._link.finish_step()
+            raise
+        if fits:
+            self._eager_steps = 0 if replayed else self._eager_steps + 1
+        return StepOutput(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
+
+    def finish(self) -> bool:
+        """Wait until the step's exchanges have ended. Returns whether its result is valid; else it has to run again."""
+        valid = self._link.finish_step()
+        if valid and self._graphs:
+            self._graphs.capture_missing()
+        return valid

@@ -1,0 +1,39 @@
+"""What an engine says of itself. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """A reading of the engine: first levels, then totals since the start, then the last step's figures."""
+
+    running: int
+    waiting: int
+    kv_blocks: int
+    kv_used: int
+    kv_cached: int
+    kv_empty: int
+
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prefill_chunks: int
+    prefill_tokens: int
+    decode_tokens: int
+    steps: int
+
+    step_tokens: int
+    step_seconds: float
+    step_overlapped: bool
+
+    overlapped_steps: int
+    """Steps that ran as two micro-batches. A total, like the fields below."""
+    exchange_wait_seconds: float
+    steps_ahead: int
+    """Steps that were launched before the one before them was read."""
+    graph_steps: int
+    """Steps that ran as a CUDA graph; a step that ran again counts again."""
+    graphs: int
+    """CUDA graphs captured by now."""
