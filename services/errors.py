@@ -28,7 +28,7 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- CallFailed          the expert worker could not compute a call
     |   |-- WeightsMismatch     weights that another worker gave are not those of the checkpoint
     |   |-- BadAnswer           the answer has another shape, or NaN where another replica has none
-    |   `-- MeshBroken          a rank of co-located experts died or fell behind: all ranks start again
+    |   `-- LockstepBroken          a rank of co-located experts died or fell behind: all ranks start again
     `-- RequestError            one request fails; nothing else does
         |-- InvalidRequest      400
         |   |-- UnsupportedParameter
@@ -211,11 +211,11 @@ class BadAnswer(FabricError):
     code = "bad_answer"
 
 
-class MeshBroken(FabricError):
+class LockstepBroken(FabricError):
     code = "mesh_broken"
 
 
-class MeshLeft(FabricError):
+class LockstepLeft(FabricError):
     """A rank left in order, and so has this one."""
 
     code = "mesh_left"

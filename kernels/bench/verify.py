@@ -1,4 +1,5 @@
-"""``python -m bench.verify``: every op's kernels against their twins on this machine's GPU; exit code 1 on any failure.
+"""``python -m bench.verify``: every op's kernels against their references on this machine's GPU; exit code 1 on any
+failure.
 
 Kernels compile in a pool of processes, one group of checks that share inputs after another. On a CPU the kernels run in
 Triton's interpreter (set TRITON_INTERPRET=1), which is slow: pick checks with ``--only``.
@@ -27,7 +28,7 @@ from bench.table import markdown
 from moe_kernels import backend
 
 MOST_PROCESSES: Final = 14
-"""Each holds a CUDA context and a layer of up to 200 MB with its float32 twin."""
+"""Each holds a CUDA context and a layer of up to 200 MB with its float32 reference."""
 NEAR: Final = 5
 """Names to offer where ``--only`` matches none."""
 
@@ -142,7 +143,7 @@ def _nothing_matches(text: str, names: Sequence[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.verify", description="Compares every op with its twin.")
+    parser = argparse.ArgumentParser(prog="bench.verify", description="Compares every op with its reference.")
     parser.add_argument("--only", action="append", default=[], help="run checks whose name contains this; repeatable")
     parser.add_argument("--list", action="store_true", help="print the names of the checks and stop")
     parser.add_argument("--scale", type=arguments.whole(1), default=1, help="divide the layers' widths by this")

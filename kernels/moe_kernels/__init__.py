@@ -1,8 +1,8 @@
 """Ops of a Mixture-of-Experts layer: choose the experts, run them, sum what they return; and train them.
 
 Stands alone: imports torch and nothing of the server. On CUDA tensors the ops launch Triton kernels (modules
-``kernel``, imported when first needed); elsewhere their twins in plain torch run; :mod:`moe_kernels.reference` says
-what they mean. Every op can be held in a CUDA graph.
+``kernel``, imported when first needed); elsewhere their references in plain torch run; :mod:`moe_kernels.reference`
+says what they mean. Every op can be held in a CUDA graph.
 """
 
 from moe_kernels.activations.op import Activation

@@ -223,7 +223,7 @@ def _check_quantisable(in_features: int, bits: int, group: int) -> None:
 
 
 def dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The twins can be exact; kernels sum in float32."""
+    """The references can be exact; kernels sum in float32."""
     return (*FLOATS, torch.float64) if device.type == "cpu" else FLOATS
 
 

@@ -1,4 +1,4 @@
-"""Which of an op's two implementations runs, the Triton kernel or its twin in plain torch, and how it is entered.
+"""Which of an op's two implementations runs, the Triton kernel or its reference in plain torch, and how it is entered.
 
 The device decides; :func:`forced` overrules it, for tests and measurements. Triton is not imported here.
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from services.fabric.local import LocalLink
-from services.fabric.lockstep.build import MeshShape, mesh_link
+from services.fabric.lockstep.build import LockstepShape, lockstep_link
 from services.fabric.lockstep.gloo import GlooWire, gloo_group
 from services.fabric.lockstep.nccl import NcclWire, nccl_group
 from services.model.experts import ExpertShard, ExpertWeights
@@ -67,10 +67,10 @@ def _rank(rank: int, gpus: int, port: int) -> None:
 
 
 def _link(way: Any, slices: int, wire: NcclWire, nodes: tuple[str, ...], experts: ExpertWeights) -> Any:
-    shape = MeshShape(nodes=nodes, way=way, slices=slices)
+    shape = LockstepShape(nodes=nodes, way=way, slices=slices)
     placement = place_experts({0: [1.0] * EXPERTS}, shape.groups, -(-EXPERTS // shape.groups))
     shard = part_of({0: experts}, placement, shape, wire.rank, EXPERTS)
-    return mesh_link(
+    return lockstep_link(
         wire,
         shard.by_layer(),
         placement=placement,

@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels:tests python3 perf/server/decode_graphs.py --out DIR                  (one GPU, some 4 minutes)
     PYTHONPATH=.:kernels:tests python3 perf/server/decode_graphs.py --parts kernel,pocket      (some of it)
 
-    kernel   decode attention against its twin on CUDA: shapes, types, windows; in one graph while lengths change
+    kernel   decode attention against its reference on CUDA: shapes, types, windows; in one graph while lengths change
     pocket   the pocket model in float32: greedy tokens by graph, eagerly and as recorded; step times of both
     apart    the pocket model with experts on other GPUs through shared memory (two GPUs or more), while one of two
              replicas is killed, a third joins, the other is killed; not among the default parts

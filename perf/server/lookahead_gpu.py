@@ -43,7 +43,7 @@ from testkit.gpu.workers import GpuPool  # noqa: E402
 
 from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
 from services.attention.step.engine import Engine  # noqa: E402
-from services.fabric.shared_memory.link import SymmLink  # noqa: E402
+from services.fabric.shared_memory.link import SharedMemoryLink  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
 from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec  # noqa: E402
 
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 @contextmanager
-def apart(parts: Parts, rows: int) -> Iterator[SymmLink]:
+def apart(parts: Parts, rows: int) -> Iterator[SharedMemoryLink]:
     """A link to a process that has the experts on the next GPU."""
     spec, pool = parts.model.spec, GpuPool(2)
     layers = random_experts(spec, parts.model.device, torch.bfloat16)
@@ -264,7 +264,14 @@ class _Wait:
 
 
 def timed(
-    parts: Parts, kind: str, sequences: int, steps: int, *, graphs: bool, lookahead: bool, link: SymmLink | None = None
+    parts: Parts,
+    kind: str,
+    sequences: int,
+    steps: int,
+    *,
+    graphs: bool,
+    lookahead: bool,
+    link: SharedMemoryLink | None = None,
 ) -> dict[str, Any]:
     draw, vocab = random.Random(1), parts.model.spec.vocab_size
     engine = engine_of(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from services.messages import TokenEvent
 
 
-class Ledger:
+class InFlightRequests:
     """Request id -> attempt, from the assignment until the end was published or proved to be nobody's business.
 
     It outlives the engine's own list: leases must be kept while the last events wait for Redis.

@@ -18,12 +18,12 @@ import torch
 from services.attention.step.engine import Engine
 from services.attention.step.stats import EngineStats
 from services.config import Settings
-from services.errors import MeshBroken, MeshLeft
+from services.errors import LockstepBroken, LockstepLeft
 from services.fabric.faults import Faults
-from services.fabric.lockstep.build import MeshShape, mesh_link
+from services.fabric.lockstep.build import LockstepShape, lockstep_link
 from services.fabric.lockstep.gloo import GlooWire, Traffic, Wire
 from services.fabric.lockstep.rendezvous import Facts, Joined, Meeting, join
-from services.fabric.lockstep.turns import LockStep, Rows, StoreBell, linger
+from services.fabric.lockstep.turns import LockstepTurns, Rows, StoreWakeUp, wait_for_peers
 from services.fabric.secret import read_secret
 from services.messages import GenerateRequest, TokenEvent
 from services.model.experts import ExpertShard, sliced
@@ -40,23 +40,25 @@ log = logging.getLogger(__name__)
 
 
 class Colocated:
-    """One rank among all: its link, its experts, its bell. ``on_ring`` is set once there is somebody to wake."""
+    """One rank among all: its link, its experts, its wake-up signal. ``on_notify`` is set once there is somebody to
+    wake.
+    """
 
     def __init__(self, settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._settings, self._spec, self._dtype, self._device = settings, spec, dtype, device
-        self.on_ring: Callable[[], None] = lambda: None
-        self.steps: LockStep[Any]
-        self.bell: StoreBell
+        self.on_notify: Callable[[], None] = lambda: None
+        self.steps: LockstepTurns[Any]
+        self.wake_up: StoreWakeUp
         self.traffic: Traffic
         self.faults = Faults()
         self._control: GlooWire
 
-    def connect(self, worker: str, progress: Progress) -> LockStep[Any]:
+    def connect(self, worker: str, progress: Progress) -> LockstepTurns[Any]:
         """Load the share of experts, meet the other ranks, link up. Waits for them.
 
         Raises:
             StartupError: options do not fit together, or the ranks do not.
-            MeshBroken: the ranks have to start again.
+            LockstepBroken: the ranks have to start again.
         """
         placement = self._placement()
         shard = self._share(placement, progress)
@@ -65,7 +67,7 @@ class Colocated:
         near = shape.neighbours(self._settings.rank)
         self._control = control = GlooWire(joined.group(), near=near, timeout_s=self._settings.mesh_timeout)
         wire = self._wire(joined, control)
-        link = mesh_link(
+        link = lockstep_link(
             wire,
             shard.by_layer(),
             placement=placement,
@@ -74,19 +76,19 @@ class Colocated:
             max_rows=self._max_rows(),
         )
         self.traffic = wire.traffic
-        self.bell = joined.bell(lambda: self.on_ring())
+        self.wake_up = joined.wake_up(lambda: self.on_notify())
         layers = self._spec.moe_layers
-        self.steps = LockStep(link, control.agree, ranks=len(joined.nodes), layers=layers, no_rows=self._no_rows)
+        self.steps = LockstepTurns(link, control.agree, ranks=len(joined.nodes), layers=layers, no_rows=self._no_rows)
         log.info("rank %d of %d is linked up, %s", self._settings.rank, len(joined.nodes), shape.way)
         return self.steps
 
-    def linger(self) -> None:
+    def wait_for_peers(self) -> None:
         """After the last request: stay for ranks that still drain."""
-        linger(self.steps, self.bell, self._settings.drain_timeout + MARGIN_S)
+        wait_for_peers(self.steps, self.wake_up, self._settings.drain_timeout + MARGIN_S)
 
     def close(self) -> None:
         """When no thread steps: end the threads that this rank has inside torch, and wait for them."""
-        self.bell.close()
+        self.wake_up.close()
         self._control.close()
 
     def _placement(self) -> Placement:
@@ -136,10 +138,10 @@ class Colocated:
             exchange=", ".join(f"{name} {getattr(settings, name, rows.get(name))}" for name in (*names, *rows)),
         )
 
-    def _shape(self, nodes: tuple[str, ...]) -> MeshShape:
+    def _shape(self, nodes: tuple[str, ...]) -> LockstepShape:
         settings = self._settings
         way = settings.mesh_exchange
-        return MeshShape(
+        return LockstepShape(
             nodes=nodes,
             way=("hierarchical" if len(set(nodes)) > 1 else "flat") if way == "auto" else way,
             slices=settings.expert_slices,
@@ -170,7 +172,7 @@ class Colocated:
         )
 
 
-class LockStepEngine:
+class LockstepEngine:
     """An engine that steps when any rank has work.
 
     Args:
@@ -186,24 +188,24 @@ class LockStepEngine:
         """Whether results may be made; while they may not, this rank serves the others' rows only."""
         self.on_leave: Callable[[], object] = lambda: None
         """Called once, from the engine's thread, when another rank leaves: this one has to leave, too."""
-        mesh.bell.listen(mesh.steps.idle_turns)
+        mesh.wake_up.listen(mesh.steps.idle_turns)
 
     @property
     def has_work(self) -> bool:
         steps = self._mesh.steps
-        return self._active or self._wants_step or steps.untold or self._mesh.bell.heard(steps.idle_turns)
+        return self._active or self._wants_step or steps.untold or self._mesh.wake_up.heard(steps.idle_turns)
 
     def on_work(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when another rank has work."""
-        self._mesh.on_ring = wake
+        self._mesh.on_notify = wake
 
     def leave(self) -> None:
         """No more requests come. From any thread; the others hear of it with the next step, which needs a nudge."""
         self._mesh.steps.leaving = True
 
-    def linger(self) -> None:
+    def wait_for_peers(self) -> None:
         """After the last request, when no thread steps: stay for ranks that still drain."""
-        self._mesh.linger()
+        self._mesh.wait_for_peers()
 
     def add(self, request: GenerateRequest) -> None:
         self._engine.add(request)
@@ -221,11 +223,11 @@ class LockStepEngine:
         """One turn of all ranks, or the agreement that there is nothing to do.
 
         Raises:
-            MeshBroken: a rank is gone; this one cannot go on either.
+            LockstepBroken: a rank is gone; this one cannot go on either.
         """
-        steps, bell = self._mesh.steps, self._mesh.bell
+        steps, wake_up = self._mesh.steps, self._mesh.wake_up
         if not self._active and (self._wants_step or steps.untold):
-            bell.ring(steps.idle_turns)
+            wake_up.ring(steps.idle_turns)
         before = steps.turns
         events = self._engine_step() if self._wants_step else []
         with torch.inference_mode():
@@ -233,7 +235,7 @@ class LockStepEngine:
             self._active = steps.turns > before or steps.begin(work=False)
             steps.finish()
         if not self._active:
-            bell.listen(steps.idle_turns)
+            wake_up.listen(steps.idle_turns)
         if steps.some_leave and not steps.leaving:
             steps.leaving = True
             self.on_leave()
@@ -242,7 +244,7 @@ class LockStepEngine:
     def _engine_step(self) -> list[TokenEvent]:
         try:
             return self._engine.step()
-        except MeshBroken:
+        except LockstepBroken:
             self.blamed = self._engine.in_step()
             raise
 
@@ -259,7 +261,7 @@ class Departure:
         nudge: wakes the thread in which ``engine`` steps.
     """
 
-    def __init__(self, engine: LockStepEngine, stop: asyncio.Event, nudge: Callable[[], None]) -> None:
+    def __init__(self, engine: LockstepEngine, stop: asyncio.Event, nudge: Callable[[], None]) -> None:
         self._engine, self._stop, self._nudge = engine, stop, nudge
         self.begun = asyncio.Event()
         engine.on_leave = partial(asyncio.get_running_loop().call_soon_threadsafe, self.begun.set)
@@ -272,7 +274,7 @@ class Departure:
         self.begun.set()
 
     async def end(self) -> None:
-        """After the last request. Raises MeshLeft where this rank was not told: it has to start again."""
-        await asyncio.to_thread(self._engine.linger)
+        """After the last request. Raises LockstepLeft where this rank was not told: it has to start again."""
+        await asyncio.to_thread(self._engine.wait_for_peers)
         if not self._stop.is_set():
-            raise MeshLeft("Another rank has left; this one starts again, to meet those that come.")
+            raise LockstepLeft("Another rank has left; this one starts again, to meet those that come.")

@@ -149,7 +149,7 @@ class RefusalObserver:
 
 
 class SharingLink(Protocol):
-    """See :class:`services.fabric.shared_memory.link.SymmLink`."""
+    """See :class:`services.fabric.shared_memory.link.SharedMemoryLink`."""
 
     @property
     def shared_steps(self) -> int: ...
@@ -175,7 +175,7 @@ class SharingObserver:
         self._seen = now
 
 
-class MeshTraffic(Protocol):
+class LockstepTraffic(Protocol):
     """See :class:`services.fabric.lockstep.gloo.Traffic`."""
 
     @property
@@ -184,10 +184,10 @@ class MeshTraffic(Protocol):
     def bytes(self) -> Mapping[str, int]: ...
 
 
-class MeshObserver:
+class LockstepObserver:
     """What goes to other ranks that share the experts."""
 
-    def __init__(self, metrics: WorkerMetrics, traffic: MeshTraffic, turns: Callable[[], int]) -> None:
+    def __init__(self, metrics: WorkerMetrics, traffic: LockstepTraffic, turns: Callable[[], int]) -> None:
         self._metrics, self._traffic, self._turns = metrics, traffic, turns
         self._seen: dict[str, int] = {}
 

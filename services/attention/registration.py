@@ -33,7 +33,7 @@ class CreditOptions(Protocol):
     def lease_s(self) -> float: ...
 
 
-class Standing:
+class Registration:
     """``lacks`` names what keeps the engine from computing; it is asked often."""
 
     def __init__(

@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.attention.engine_thread import BUFFER_BYTES
-from services.attention.lockstep_engine import Colocated, Departure, LockStepEngine
+from services.attention.lockstep_engine import Colocated, Departure, LockstepEngine
 from services.attention.metrics import (
     ExpertObserver,
-    MeshObserver,
+    LockstepObserver,
     RefusalObserver,
     SharingObserver,
     StallObserver,
@@ -32,18 +32,18 @@ from services.attention.setup.capacity import credit
 from services.attention.step.engine import Engine
 from services.attention.worker import AttentionWorker, EngineError, EngineHung, WorkerOptions
 from services.config import ATTENTION, Settings
-from services.errors import MeshBroken, MeshLeft, QueueUnavailable
+from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
 from services.fabric.link import CountingLink
-from services.fabric.shared_memory.link import SymmLink
+from services.fabric.shared_memory.link import SharedMemoryLink
 from services.fabric.tcp.link import TcpLink
 from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import WorkerMetrics
 from services.queue.clock import RedisClock
-from services.queue.duty import on_duty
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
+from services.queue.role_service import run_role_service
 from services.queue.tables import TableReader
 from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
@@ -91,8 +91,8 @@ class AttentionRole:
             built = await _unless_stopped(self._build, stop)
             if built is not None:
                 await self._with_experts(built, metrics_url, stop)
-        except (MeshBroken, MeshLeft) as error:
-            (log.info if isinstance(error, MeshLeft) else log.error)("%s", error.message)
+        except (LockstepBroken, LockstepLeft) as error:
+            (log.info if isinstance(error, LockstepLeft) else log.error)("%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
         finally:
             if built is not None and built.mesh is not None:
@@ -109,7 +109,7 @@ class AttentionRole:
 
     async def _with_experts(self, built: Built, metrics_url: str, stop: asyncio.Event) -> None:
         """Serves once all experts can be reached; where they are in this process that is at once."""
-        if not isinstance(built.link, TcpLink | SymmLink):
+        if not isinstance(built.link, TcpLink | SharedMemoryLink):
             await self._serve(built, metrics_url, stop)
             return
         keys, limits = Keys(self._settings.namespace), QueueLimits.of(self._settings)
@@ -161,7 +161,7 @@ class AttentionRole:
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
         beside = [_watch(self._watched(built)), self._load_notes(built, steps).run()]
         departure = None
-        if isinstance(built.engine, LockStepEngine):
+        if isinstance(built.engine, LockstepEngine):
             built.engine.has_room = partial(worker.has_room, settings.publish_buffer_tokens, BUFFER_BYTES)
             built.engine.on_work(worker.nudge)
             departure = Departure(built.engine, stop, worker.nudge)
@@ -175,9 +175,9 @@ class AttentionRole:
             log.exception("exiting at once")
             os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
         except EngineError as error:
-            if not isinstance(error.__cause__, MeshBroken):
+            if not isinstance(error.__cause__, LockstepBroken):
                 raise
-            blamed = built.engine.blamed if isinstance(built.engine, LockStepEngine) else {}
+            blamed = built.engine.blamed if isinstance(built.engine, LockstepEngine) else {}
             await self._hand_over(self._id, blamed)
             raise error.__cause__ from error
         finally:
@@ -191,7 +191,7 @@ class AttentionRole:
         if not (self._beside_experts and engine.on_gpu) or stopped():
             return
         engine.warm_up(stopped)
-        if isinstance(link, SymmLink):
+        if isinstance(link, SharedMemoryLink):
             until = time.monotonic() + SHARED_S
             while not (shared := link.wait_shared(SHARED_PAUSE_S)) and not stopped() and time.monotonic() < until:
                 pass
@@ -202,19 +202,19 @@ class AttentionRole:
         metrics, link, mesh = self._metrics, built.link, built.mesh
         by_layer = self._settings.layer_series
         watched: list[Callable[[], None]] = [ExpertObserver(metrics, link.expert_rows, by_layer=by_layer).refresh]
-        if isinstance(link, TcpLink | SymmLink):
+        if isinstance(link, TcpLink | SharedMemoryLink):
             watched.append(StallObserver(metrics, link.stalled_s).refresh)
             watched.append(RefusalObserver(metrics, link.faults).refresh)
-        if isinstance(link, SymmLink):
+        if isinstance(link, SharedMemoryLink):
             watched.append(SharingObserver(metrics, link).refresh)
         if mesh:
-            watched.append(MeshObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
+            watched.append(LockstepObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
             watched.append(RefusalObserver(metrics, mesh.faults.totals).refresh)
         return watched
 
     def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:
         link, began = built.link, time.monotonic()
-        stalled_s = link.stalled_s if isinstance(link, TcpLink | SymmLink) else dict
+        stalled_s = link.stalled_s if isinstance(link, TcpLink | SharedMemoryLink) else dict
 
         def load() -> WorkerLoad:
             up_s = time.monotonic() - began
@@ -292,7 +292,7 @@ async def _ended(mesh: Colocated) -> None:
 
 async def attend(settings: Settings, stop: asyncio.Event) -> None:
     """Run an attention worker until ``stop``; then drain."""
-    await on_duty(settings, stop, partial(AttentionRole, settings))
+    await run_role_service(settings, stop, partial(AttentionRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

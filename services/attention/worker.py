@@ -18,9 +18,9 @@ from typing import Any
 
 from services.attention.backpressure import Backpressure
 from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
-from services.attention.in_flight_requests import Ledger
+from services.attention.in_flight_requests import InFlightRequests
 from services.attention.publisher import Publisher
-from services.attention.registration import Standing
+from services.attention.registration import Registration
 from services.errors import ErrorInfo, ExpertUnavailable, QueueUnavailable
 from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo
 from services.queue.backoff import Backoff, until_answered
@@ -92,7 +92,7 @@ class AttentionWorker:
         self._on_refused = on_refused
         self._on_given_up = on_given_up
         self._on_held_back = on_held_back
-        self._ledger = Ledger()
+        self._in_flight = InFlightRequests()
         self._loop = asyncio.get_running_loop()
         self._engine_ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = EngineThread(
@@ -105,8 +105,8 @@ class AttentionWorker:
         )
         self._backpressure = Backpressure(queue, self._thread.hold)
         self._publisher = Publisher(self._thread, self._publish, self._note_published, self._hold_back)
-        self._pulse = Backoff(max_s=min(1.0, options.lease_s / 8))
-        self._standing = Standing(info, queue, options, lacks)
+        self._heartbeat_backoff = Backoff(max_s=min(1.0, options.lease_s / 8))
+        self._registration = Registration(info, queue, options, lacks)
 
     @property
     def unpublished(self) -> int:
@@ -123,13 +123,13 @@ class AttentionWorker:
 
     def held(self) -> dict[str, int]:
         """Attempts that this worker answers for, by request id."""
-        return self._ledger.held()
+        return self._in_flight.held()
 
     def missing(self) -> list[str]:
         """What keeps the worker from taking requests; for /ready."""
-        if not self._standing.registered:
+        if not self._registration.registered:
             return ["registration"]
-        return ["Redis"] if self._pulse.failing else []
+        return ["Redis"] if self._heartbeat_backoff.failing else []
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``, then drain.
@@ -144,7 +144,7 @@ class AttentionWorker:
             asyncio.ensure_future(self._follow_inbox()),
             asyncio.ensure_future(self._keep_leases()),
             asyncio.ensure_future(self._watch_engine()),
-            asyncio.ensure_future(self._standing.keep(self._hand_back)),
+            asyncio.ensure_future(self._registration.keep(self._hand_back)),
             self._engine_ended,
         ]
         self._thread.start()
@@ -160,7 +160,7 @@ class AttentionWorker:
             await asyncio.to_thread(halt)
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        registration = asyncio.ensure_future(self._standing.enter(self._clock.sync))
+        registration = asyncio.ensure_future(self._registration.enter(self._clock.sync))
         stopped = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait({registration, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,11 +174,11 @@ class AttentionWorker:
         pause_s = self._options.lease_s / HEARTBEATS_PER_LEASE
         while True:
             await asyncio.sleep(pause_s)
-            if self._standing.registered:
-                await until_answered("heartbeat", self._heartbeat, self._pulse)
+            if self._registration.registered:
+                await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)
 
     async def _heartbeat(self) -> None:
-        held = self._ledger.held()
+        held = self._in_flight.held()
         try:  # a reply lost on the way must not cost the lease
             async with asyncio.timeout(self._options.lease_s / HEARTBEATS_PER_LEASE):
                 stale = await self._queue.heartbeat(self._info.id, held)
@@ -200,14 +200,14 @@ class AttentionWorker:
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case Assign(request):
-                if self._ledger.open(request.id, request.attempt):
+                if self._in_flight.open(request.id, request.attempt):
                     self._thread.send(Add(request))
             case Cancel(request_id, attempt):
                 self._abandon(request_id, attempt)
 
     def _abandon(self, request_id: str, attempt: int) -> None:
         """Redis has already moved on from this attempt: stop it, and tell nobody."""
-        self._ledger.close(request_id, attempt)
+        self._in_flight.close(request_id, attempt)
         self._thread.send(Stop(request_id, attempt))
 
     async def _publish(self, events: Sequence[TokenEvent]) -> set[str]:
@@ -225,12 +225,12 @@ class AttentionWorker:
     async def _give_up(self, attempts: Mapping[str, int], error: ErrorInfo) -> None:
         log.warning("giving %d requests up: %s", len(attempts), error.message)
         for request_id, attempt in attempts.items():  # first: the same attempt may be assigned before the reply
-            self._ledger.close(request_id, attempt)
+            self._in_flight.close(request_id, attempt)
         await self._queue.give_up(self._info.id, attempts, error)
         self._on_given_up(len(attempts))
 
     def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
-        self._ledger.close_ended(event for event in events if not _given_up(event))
+        self._in_flight.close_ended(event for event in events if not _given_up(event))
         for request_id, attempt in refused.items():
             self._abandon(request_id, attempt)
         if refused:
@@ -241,16 +241,16 @@ class AttentionWorker:
 
         None of it counts as failed.
         """
-        if not self._standing.registered:
+        if not self._registration.registered:
             return
-        log.info("draining %d requests", len(self._ledger))
+        log.info("draining %d requests", len(self._in_flight))
         try:
-            async with asyncio.timeout(self._options.drain_s if len(self._ledger) else FLUSH_S):
-                await until_answered("draining", self._standing.withdraw, Backoff())
+            async with asyncio.timeout(self._options.drain_s if len(self._in_flight) else FLUSH_S):
+                await until_answered("draining", self._registration.withdraw, Backoff())
                 await until_answered("draining", self._hand_back, Backoff())
-                await self._ledger.emptied()
+                await self._in_flight.emptied()
         except TimeoutError:
-            log.warning("handing %d requests over, time is up", len(self._ledger))
+            log.warning("handing %d requests over, time is up", len(self._in_flight))
         await asyncio.to_thread(self._thread.stop)
         self._backpressure.end()
         try:
@@ -261,7 +261,7 @@ class AttentionWorker:
             log.warning("left without a farewell: Redis does not answer, leases will expire")
 
     async def _hand_back(self) -> None:
-        held = self._ledger.held()
+        held = self._in_flight.held()
         for request_id in await self._queue.hand_back(self._info.id):
             if request_id in held:
                 self._abandon(request_id, held[request_id])

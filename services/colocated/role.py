@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from services.attention.role import AttentionRole
 from services.config import COLOCATED, Settings, colocated
 from services.experts.role import ExpertsRole
-from services.queue.duty import Duty, on_duty
+from services.queue.role_service import RoleService, run_role_service
 from services.queue.tasks import end_tasks
 from services.runtime import run_role
 
@@ -29,7 +29,7 @@ FAREWELL_S = 2.0
 log = logging.getLogger(__name__)
 
 
-async def run_both(attention: Duty, experts: Duty, metrics_url: str, stop: asyncio.Event) -> None:
+async def run_both(attention: RoleService, experts: RoleService, metrics_url: str, stop: asyncio.Event) -> None:
     """Both until ``stop``. The seat leaves last: what attention has to end needs it, and the others may, too.
 
     What ends one of them by an error ends both; the seat still says farewell. One that the scheduler wants gone leaves
@@ -82,7 +82,7 @@ async def colocate(settings: Settings, stop: asyncio.Event) -> None:
     """Run attention and experts until ``stop``; then drain."""
     settings = colocated(settings)
     load_kernels_early(os.environ)
-    await on_duty(settings, stop, partial(ColocatedRole, settings))
+    await run_role_service(settings, stop, partial(ColocatedRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Every knob and where it comes from: command line > environment (EXPERTMESH_*) > YAML file > default.
+"""Every setting and where it comes from: command line > environment (EXPERTMESH_*) > YAML file > default.
 
 Roles receive a :class:`Settings` by constructor and never read the environment themselves.
 """

@@ -115,7 +115,7 @@ def load_layered(
 
 
 def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """What was given in ``argv``: the knobs in ``names``, ``config``, and the arguments ``parser`` had before.
+    """What was given in ``argv``: the settings in ``names``, ``config``, and the arguments ``parser`` had before.
 
     Raises:
         ConfigError: an option is unknown, does not belong here, or lacks its value.
@@ -422,7 +422,7 @@ def _config_error(error: ValidationError, source: _Source) -> ConfigError:
 
 
 def expected(name: str) -> str:
-    """What may be written for the knob ``name``: type, bounds or choices."""
+    """What may be written for the setting ``name``: type, bounds or choices."""
     field = Settings.model_fields[name]
     kind = bare(field.annotation)
     if name == "redis_url":

@@ -1,4 +1,4 @@
-"""The command line, generated from the knobs. Values stay text here; ``load`` validates them with all others."""
+"""The command line, generated from the settings. Values stay text here; ``load`` validates them with all others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _COUNTS = ("attention_workers", "expert_workers", "colocated_workers", "expert_g
 
 
 def concerned(role: Role | None) -> list[str]:
-    """Names of the knobs of ``role``; of all roles for None."""
+    """Names of the settings of ``role``; of all roles for None."""
     if role in (COLOCATED, WORKERS):
         both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*_OF_LOCK_STEP, *_SETTLED[role]}
         known = both | {*(_COUNTS if role == WORKERS else ())}
@@ -64,7 +64,7 @@ def concerned(role: Role | None) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Adds ``--config`` and one option per knob in ``names``; what is not given is absent from the namespace."""
+    """Adds ``--config`` and one option per setting in ``names``; what is not given is absent from the namespace."""
     group = parser.add_argument_group("options of the server")
     group.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
     for name in names:

@@ -23,11 +23,11 @@ from services.metrics import ExpertMetrics
 from services.model.device import serving_dtype, torch_device
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
-from services.queue.duty import on_duty
 from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Quarantine
+from services.queue.role_service import run_role_service
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 from services.runtime import advertised, incarnation, node_name, run_role
@@ -138,7 +138,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
 
 async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
     """Run an expert worker until ``stop``; then leave its seat."""
-    await on_duty(settings, stop, partial(ExpertsRole, settings))
+    await run_role_service(settings, stop, partial(ExpertsRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from services.config import Settings
-from services.experts.donors import Donors, Tables, given
+from services.experts.weight_sources import Tables, WeightSources, given
 from services.fabric.device_counters import beside
 from services.fabric.faults import Faults
 from services.fabric.nccl.lanes import Lanes, LaneServer, lanes_for
 from services.fabric.nccl.weights import WeightsGiver
 from services.fabric.secret import read_secret
 from services.fabric.shared_memory.open_memory import memory_for
-from services.fabric.shared_memory.server import WAIT_S, Limits, SymmHost
+from services.fabric.shared_memory.server import WAIT_S, Limits, SharedMemoryServer
 from services.fabric.tcp.compute import Compute
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.extension import ServerExtension
@@ -52,7 +52,7 @@ class TcpServing:
 
     group: ShardGroup
     server: ExpertServer
-    symm: SymmHost | None = None
+    symm: SharedMemoryServer | None = None
     slots: int = 1
     """Experts that a row chooses."""
     lanes: Lanes | None = None
@@ -155,7 +155,7 @@ class Loader:
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
         if self._device.type == "cuda":
             _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
-        symm = self._symm(group, shard)
+        symm = self._shared_memory(group, shard)
         server = ExpertServer(
             shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward, aside=self._beside),
             experts=group.experts,
@@ -171,7 +171,7 @@ class Loader:
         server.start()
         return TcpServing(group, server, symm, self._spec.top_k, self._lanes)
 
-    def _extensions(self, weights: dict[int, ExpertWeights], symm: SymmHost | None) -> list[ServerExtension]:
+    def _extensions(self, weights: dict[int, ExpertWeights], symm: SharedMemoryServer | None) -> list[ServerExtension]:
         extensions: list[ServerExtension] = [WeightsGiver(given(weights))]
         if self._lanes is not None and self._tls is None:  # a lane is not encrypted
             extensions.append(LaneServer(self._lanes))
@@ -179,7 +179,7 @@ class Loader:
             extensions.append(symm)
         return extensions
 
-    def _symm(self, group: ShardGroup, shard: ExpertShard) -> SymmHost | None:
+    def _shared_memory(self, group: ShardGroup, shard: ExpertShard) -> SharedMemoryServer | None:
         """Steps come whole: not where a layer has no experts here."""
         layers = self._spec.moe_layers
         if not all(group.experts.get(layer) for layer in layers):
@@ -187,7 +187,7 @@ class Loader:
         memory = memory_for(self._settings.fabric_shared, self._device, aside=self._beside)
         if memory is None:
             return None
-        return SymmHost(
+        return SharedMemoryServer(
             shard.forward,
             memory=memory,
             device=self._device,
@@ -215,8 +215,8 @@ class Loader:
         )
         digests = partial(read_digests, self._model, self._spec, NAMES[self._dtype])
         with loading_progress(log) as progress:
-            donors = Donors(self._tables, facts, self._spec, self._dtype, digests)
-            return donors.weights(group, stopped.is_set, progress)
+            weight_sources = WeightSources(self._tables, facts, self._spec, self._dtype, digests)
+            return weight_sources.weights(group, stopped.is_set, progress)
 
     def _read(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights]:
         with loading_progress(log) as progress:

@@ -100,7 +100,7 @@ class ExpertWorker:
         self._rows_due, self._told = 0.0, ""
         self._counting: tuple[str, asyncio.Future[dict[int, tuple[int, ...]]]] | None = None
         self._news = asyncio.Event()
-        self._pulse = Backoff(max_s=min(1.0, timing.lease / 8))
+        self._heartbeat_backoff = Backoff(max_s=min(1.0, timing.lease / 8))
 
     @property
     def seat(self) -> int:
@@ -201,7 +201,7 @@ class ExpertWorker:
         await until_answered("seat", partial(self._queue.join, info, self._timing.lease), Backoff())
         self._serving_since = time.monotonic()
         self._serving, self._held, self._info, self._status = serving, wanted, info, "ready"
-        await until_answered("heartbeat", self._heartbeat, self._pulse)
+        await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)
         log.info("group %d is ready on port %d", wanted.group.number, serving.port)
 
     async def _loaded(self, group: ShardGroup) -> Serving:
@@ -240,7 +240,7 @@ class ExpertWorker:
         while True:
             newer = partial(self._reader.read_table, table.epoch if table else 0)
             table = await until_answered("routing table", newer, Backoff()) or table
-            await until_answered("heartbeat", self._heartbeat, self._pulse)  # asks which epochs are in use
+            await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)  # asks which epochs are in use
             if unused(table, self._info.id, self._orders.oldest_epoch):
                 return
             await asyncio.sleep(min(0.1, self._timing.lease / HEARTBEATS_PER_LEASE))
@@ -250,7 +250,7 @@ class ExpertWorker:
         while True:
             if self._serving and (failure := self._serving.failure):
                 raise ServingFailed("A thread that serves experts died.") from failure
-            await until_answered("heartbeat", self._heartbeat, self._pulse)
+            await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)
             pause_s = min(2 * pause_s, self._timing.lease / HEARTBEATS_PER_LEASE)
             await asyncio.sleep(pause_s)
 

@@ -24,7 +24,7 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pinned: dict[tuple[int, int], Tensor] = {}
 
@@ -34,7 +34,7 @@ class Counters:
         if not len(counts) or counts[0].device.type != "cuda":
             return [counts_E.tolist() for counts_E in counts]
         device, shape = counts[0].device, (len(counts), len(counts[0]))
-        with self._gate, torch.cuda.device(device), torch.inference_mode():
+        with self._lock, torch.cuda.device(device), torch.inference_mode():
             stream = self._streams.get(device) or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._streams[device] = stream
             if shape not in self._pinned:

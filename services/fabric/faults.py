@@ -21,14 +21,14 @@ class Faults:
     """Thread-safe. Reasons are codes of :mod:`services.errors` and few others: never text of a peer."""
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._quiet_until: dict[str, float] = {}
 
     def note(self, reason: str) -> bool:
         """Whether to tell it in the log, too: strangers must not fill that."""
         now = time.monotonic()
-        with self._gate:
+        with self._lock:
             self._counts[reason] += 1
             if now < self._quiet_until.get(reason, now):
                 return False
@@ -41,7 +41,7 @@ class Faults:
         return reason is not None and self.note(reason)
 
     def totals(self) -> dict[str, int]:
-        with self._gate:
+        with self._lock:
             return dict(self._counts)
 
 

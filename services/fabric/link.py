@@ -69,7 +69,7 @@ class ExpertLink(Protocol[HandleT]):
         ...
 
 
-class Certain:
+class SynchronousLink:
     """Of links whose ``combine`` is right or raises: nothing to prepare for a step, nothing to run again or replay."""
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:

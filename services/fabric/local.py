@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.fabric.link import Certain
+from services.fabric.link import SynchronousLink
 from services.fabric.row_counts import ExpertRows
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,7 +25,7 @@ class LocalHandle:
     y_TD: Tensor
 
 
-class LocalLink(Certain):
+class LocalLink(SynchronousLink):
     """Calls a layer's experts in place and counts the rows each expert took.
 
     Args:

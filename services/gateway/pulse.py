@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Beat = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Pulse:
+class HeartbeatBackoff:
     """``session`` runs in the thread, on its own event loop: it opens what a beat needs, and hands the beat to what
     it is given, which returns at the end."""
 

@@ -34,7 +34,7 @@ from services.gateway.memory import collect_seldom, give_back_memory, keep_one_h
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
-from services.gateway.pulse import Beat, Pulse
+from services.gateway.pulse import Beat, HeartbeatBackoff
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
@@ -96,7 +96,7 @@ class Gateway:
     follower: ResultFollower
     parts: Parts
     notes: LoadNotes
-    pulse: Pulse
+    pulse: HeartbeatBackoff
     bounds: Bounds
 
 
@@ -124,7 +124,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     name = incarnation()
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
     queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings), quarantine=quarantine)
-    pulse = Pulse(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
+    pulse = HeartbeatBackoff(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
     holdings = Holdings(settings.answer_memory << 20)

@@ -26,7 +26,7 @@ class TensorNames:
     def __init__(self, family: str) -> None:
         mixtral = family == "mixtral"
         self._moe = "block_sparse_moe" if mixtral else "mlp"
-        self._gate, self._up, self._down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        self._lock, self._up, self._down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
 
     def layer(self, layer: int, part: str) -> str:
         """``part`` (such as ``self_attn.q_proj.weight``) of a layer."""
@@ -39,7 +39,7 @@ class TensorNames:
         return self.layer(layer, "mlp.shared_expert_gate.weight")
 
     def expert(self, layer: int, expert: int) -> FfnNames:
-        return self._ffn(layer, f"{self._moe}.experts.{expert}", self._gate, self._up, self._down)
+        return self._ffn(layer, f"{self._moe}.experts.{expert}", self._lock, self._up, self._down)
 
     def shared_expert(self, layer: int) -> FfnNames:
         return self._ffn(layer, "mlp.shared_expert", "gate_proj", "up_proj", "down_proj")

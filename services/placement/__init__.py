@@ -1,7 +1,7 @@
 """Where experts lie: what the scheduler decides from measured load. Policy without torch, clock or I/O."""
 
 from services.placement.groups import shard_groups
-from services.placement.load import Load, imbalance, smoothed, strain
+from services.placement.load import Load, imbalance, peak_load, smoothed
 from services.placement.moves import Move
 from services.placement.planning.choose_mode import Mode, choose_mode
 from services.placement.planning.expertflow import ParallelPlan, parallel_plan
@@ -28,9 +28,9 @@ __all__ = [
     "experts_to_load",
     "imbalance",
     "parallel_plan",
+    "peak_load",
     "place_experts",
     "replan",
     "shard_groups",
     "smoothed",
-    "strain",
 ]

@@ -1,4 +1,5 @@
-"""The strain of a placement while capacity moves between shard groups: what one change would do, without a whole sum.
+"""The peak load of a placement while capacity moves between shard groups: what one change would do, without a whole
+sum.
 
 Legend: L layers, G groups.
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from services.placement.load import per_capacity
 
 
-class Strains:
+class PeakLoads:
     """Of each layer the three groups with the highest load per capacity: any change of two groups leaves one of them.
 
     ``capacity_G`` is kept and changed by :meth:`add`.
@@ -25,15 +26,15 @@ class Strains:
 
     @property
     def value(self) -> float:
-        """As :func:`services.placement.load.strain`."""
+        """As :func:`services.placement.load.peak_load`."""
         return sum(top[0][0] for top in self._top_L)
 
     def deciding(self) -> set[int]:
-        """Groups that alone have the highest ratio of some layer: more capacity elsewhere lowers no strain."""
+        """Groups that alone have the highest ratio of some layer: more capacity elsewhere lowers no peak load."""
         return {top[0][1] for top in self._top_L if len(top) == 1 or top[0][0] > top[1][0]}
 
     def after(self, change: Mapping[int, float]) -> float:
-        """The strain with other capacities for at most two groups."""
+        """The peak load with other capacities for at most two groups."""
         total = 0.0
         for loads_G, top in zip(self._loads_LG, self._top_L, strict=True):
             highest = 0.0

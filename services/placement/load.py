@@ -40,7 +40,7 @@ def smoothed(before: Load | None, measured: Load, *, weight: float = 0.5) -> dic
     }
 
 
-def strain(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
+def peak_load(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
     """Sum over the layers of the highest load per unit of capacity; inf where load meets no capacity.
 
     Layers run one after the other and each waits for its slowest bin, so a step's time is proportional to this.
@@ -48,14 +48,14 @@ def strain(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> 
     return sum(max(map(per_capacity, loads_B, capacity_B)) for loads_B in loads_LB)
 
 
-def even_strain(load: Load, capacity_B: Sequence[float]) -> float:
-    """:func:`strain` if the load of each layer were split perfectly; 0 without load."""
+def even_peak_load(load: Load, capacity_B: Sequence[float]) -> float:
+    """:func:`peak_load` if the load of each layer were split perfectly; 0 without load."""
     return sum(map(sum, load.values())) / sum(capacity_B)
 
 
 def imbalance(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
-    """max / mean: :func:`strain` over that of a perfect split, 1 at best."""
-    return strain(loads_LB, capacity_B) * sum(capacity_B) / sum(map(sum, loads_LB))
+    """max / mean: :func:`peak_load` over that of a perfect split, 1 at best."""
+    return peak_load(loads_LB, capacity_B) * sum(capacity_B) / sum(map(sum, loads_LB))
 
 
 def per_capacity(load: float, capacity: float) -> float:

@@ -87,7 +87,7 @@ class Arrangement:
             )
             each_E = [load / len(holders) for load, holders in zip(loads_E, self._holders, strict=True)]
             promised = (
-                (max(self._strain(loads_B, number, change) for number, change in estimates), changes)
+                (max(self._peak_load(loads_B, number, change) for number, change in estimates), changes)
                 for estimates, changes in self._touching(hot, each_E)
             )
             yield from (changes for _, changes in heapq.nsmallest(_TRIED // len(self._loads_WB), promised))
@@ -132,7 +132,7 @@ class Arrangement:
         """What one more copy leaves of the load of each."""
         return len(self._holders[expert]) / (len(self._holders[expert]) + 1)
 
-    def _strain(self, loads_B: Sequence[float], number: int, change: float) -> float:
+    def _peak_load(self, loads_B: Sequence[float], number: int, change: float) -> float:
         return (loads_B[number] + change) / self._bins.capacity_B[number]
 
     def _absent(self, number: int) -> list[int]:
@@ -167,8 +167,10 @@ class Arrangement:
     def _value(self, loads_WB: Sequence[Sequence[float]]) -> float:
         total = 0.0
         for loads_B in loads_WB:
-            strains_B = [load / capacity for load, capacity in zip(loads_B, self._bins.capacity_B, strict=True)]
-            total += max(strains_B) + _LEVELLING * sum(strain * strain for strain in strains_B) / len(strains_B)
+            peak_loads_B = [load / capacity for load, capacity in zip(loads_B, self._bins.capacity_B, strict=True)]
+            total += max(peak_loads_B) + _LEVELLING * sum(peak_load * peak_load for peak_load in peak_loads_B) / len(
+                peak_loads_B
+            )
         return total
 
     def _price(self, number: int, expert: int) -> float:

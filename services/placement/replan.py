@@ -12,7 +12,7 @@ import msgspec
 
 from services.errors import ConfigError
 from services.placement.groups import group_loads, regrouped
-from services.placement.load import Load, checked_load, even_strain, strain
+from services.placement.load import Load, checked_load, even_peak_load, peak_load
 from services.placement.membership import settled
 from services.placement.moves import Layout, Move, loaded_fraction, moves_between
 from services.placement.replicas import capacities, next_move
@@ -94,7 +94,7 @@ def replan(
     layout = settled(current, rows, seats, wanted=wanted, limit=limit, price=hysteresis.price)
     if elapsed_s >= hysteresis.wait_s:
         layout = _improved(layout, rows, capacity_S, hysteresis, Room(limit=limit, rooms=rooms))
-    even = even_strain(rows, capacity_S)
+    even = even_peak_load(rows, capacity_S)
     plan_seats = tuple(
         msgspec.structs.replace(seat, group=layout.groups[group].number)
         for seat, group in zip(seats, layout.group_S, strict=True)
@@ -104,19 +104,19 @@ def replan(
     return Plan(
         table=current if unchanged else msgspec.structs.replace(table, epoch=current.epoch + 1),
         moves=moves_between(current, table),
-        before=_strain_of(current, rows, [seat for seat in current.seats if _stays(seat, seats)]) / even,
-        after=_strain_of(table, rows, table.seats) / even,
+        before=_peak_load_of(current, rows, [seat for seat in current.seats if _stays(seat, seats)]) / even,
+        after=_peak_load_of(table, rows, table.seats) / even,
     )
 
 
 def _improved(layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresis: Hysteresis, room: Room) -> Layout:
     """Each step gains at least ``hysteresis.gain`` of what is left, so there are few."""
     while True:
-        here = _layout_strain(layout, rows, capacity_S)
+        here = _layout_peak_load(layout, rows, capacity_S)
         found = [
             (value * (1 + hysteresis.price * loaded_fraction(layout, candidate)), position, candidate)
             for position, candidate in enumerate(_candidates(layout, rows, capacity_S, hysteresis.price, room))
-            if (value := _layout_strain(candidate, rows, capacity_S)) < here * (1 - hysteresis.gain)
+            if (value := _layout_peak_load(candidate, rows, capacity_S)) < here * (1 - hysteresis.gain)
         ]
         score, _, best = min(found, key=lambda entry: entry[:2], default=(here, 0, layout))
         if score >= here:
@@ -145,13 +145,13 @@ def _regrouped(layout: Layout, rows: Load, capacity_S: Sequence[float], price: f
     return Layout(groups=groups, group_S=layout.group_S)
 
 
-def _layout_strain(layout: Layout, rows: Load, capacity_S: Sequence[float]) -> float:
-    return strain(group_loads(rows, layout.groups), capacities(layout.group_S, capacity_S, len(layout.groups)))
+def _layout_peak_load(layout: Layout, rows: Load, capacity_S: Sequence[float]) -> float:
+    return peak_load(group_loads(rows, layout.groups), capacities(layout.group_S, capacity_S, len(layout.groups)))
 
 
-def _strain_of(table: RoutingTable, rows: Load, seats: Sequence[Seat]) -> float:
+def _peak_load_of(table: RoutingTable, rows: Load, seats: Sequence[Seat]) -> float:
     capacity_G = [sum(seat.capacity for seat in seats if seat.group == group.number) for group in table.groups]
-    return strain(group_loads(rows, table.groups), capacity_G)
+    return peak_load(group_loads(rows, table.groups), capacity_G)
 
 
 def _stays(seat: Seat, seats: Sequence[Seat]) -> bool:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from services.errors import ConfigError, NotReady
-from services.placement.imbalance import Strains
+from services.placement.imbalance import PeakLoads
 
 
 def assign_seats(
@@ -37,11 +37,11 @@ def assign_seats(
         raise ConfigError("A seat's capacity is not above 0.", hint="Give its speed against the others, 1 if alike.")
     group_S: list[int | None] = [None] * len(capacity_S) if current_S is None else list(current_S)
     _cover(loads_LG, capacity_S, group_S)
-    strains = Strains(loads_LG, capacities(group_S, capacity_S, groups))
+    peak_loads = PeakLoads(loads_LG, capacities(group_S, capacity_S, groups))
     total_G = _totals(loads_LG)
     for seat in sorted(_unassigned(group_S), key=lambda seat: (-capacity_S[seat], seat)):
-        group = group_S[seat] = _best_group(strains, total_G, capacity_S[seat])
-        strains.add(group, capacity_S[seat])
+        group = group_S[seat] = _best_group(peak_loads, total_G, capacity_S[seat])
+        peak_loads.add(group, capacity_S[seat])
     assigned = [group for group in group_S if group is not None]
     return _improved(loads_LG, capacity_S, assigned) if current_S is None else assigned
 
@@ -49,15 +49,15 @@ def assign_seats(
 def next_move(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
-    """``group_S`` after the one move that lowers the strain most; None if none does. Leaves no group without a seat.
+    """``group_S`` after the one move that lowers the peak load most; None if none does. Leaves no group without a seat.
 
     Seats of one group with the same capacity are as good as each other, so the work grows with groups, not with seats.
     """
-    strains = Strains(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
-    held_G, targets, capacity_G = Counter(group_S), sorted(strains.deciding()), strains.capacity_G
+    peak_loads = PeakLoads(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
+    held_G, targets, capacity_G = Counter(group_S), sorted(peak_loads.deciding()), peak_loads.capacity_G
     moves = [
         (
-            strains.after({own: capacity_G[own] - size, group: capacity_G[group] + size}),
+            peak_loads.after({own: capacity_G[own] - size, group: capacity_G[group] + size}),
             {seats[0 if group < own else -1]: group},
         )
         for (own, size), seats in _alike(capacity_S, group_S).items()
@@ -65,7 +65,7 @@ def next_move(
         for group in targets
         if group != own
     ]
-    return _best(strains.value, group_S, moves)
+    return _best(peak_loads.value, group_S, moves)
 
 
 def capacities(group_S: Sequence[int | None], capacity_S: Sequence[float], groups: int) -> list[float]:
@@ -89,18 +89,18 @@ def _next_exchange(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
     """As :func:`next_move`, of two seats that change places."""
-    strains = Strains(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
-    capacity_G = strains.capacity_G
+    peak_loads = PeakLoads(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
+    capacity_G = peak_loads.capacity_G
     kinds = [(group, size, seats[0]) for (group, size), seats in _alike(capacity_S, group_S).items()]
     exchanges = [
         (
-            strains.after({first: capacity_G[first] - less + more, second: capacity_G[second] - more + less}),
+            peak_loads.after({first: capacity_G[first] - less + more, second: capacity_G[second] - more + less}),
             {one: second, other: first},
         )
         for (first, less, one), (second, more, other) in itertools.combinations(kinds, 2)
         if first != second and less != more
     ]
-    return _best(strains.value, group_S, exchanges)
+    return _best(peak_loads.value, group_S, exchanges)
 
 
 def _alike(capacity_S: Sequence[float], group_S: Sequence[int]) -> dict[tuple[int, float], list[int]]:
@@ -112,7 +112,7 @@ def _alike(capacity_S: Sequence[float], group_S: Sequence[int]) -> dict[tuple[in
 
 
 def _best(here: float, group_S: Sequence[int], changes: list[tuple[float, dict[int, int]]]) -> list[int] | None:
-    """``group_S`` after the change (seat -> group) with the least strain, if that is below ``here``."""
+    """``group_S`` after the change (seat -> group) with the least peak load, if that is below ``here``."""
     value = min((value for value, _ in changes), default=here)
     if value >= here * (1 - 1e-9):
         return None
@@ -136,16 +136,16 @@ def _spare(total_G: Sequence[float], capacity_S: Sequence[float], group_S: Seque
     """Seats of the group of several seats that has the least load for its capacity."""
     capacity_G = capacities(group_S, capacity_S, len(total_G))
     several = [group for group in range(len(total_G)) if group_S.count(group) > 1]
-    donor = min(several, key=lambda group: (total_G[group] / capacity_G[group], group))
-    return [seat for seat, group in enumerate(group_S) if group == donor]
+    source = min(several, key=lambda group: (total_G[group] / capacity_G[group], group))
+    return [seat for seat, group in enumerate(group_S) if group == source]
 
 
-def _best_group(strains: Strains, total_G: Sequence[float], capacity: float) -> int:
-    """Where a seat lowers the strain most; where several groups share the maximum, the one loaded most overall."""
-    capacity_G, deciding, here = strains.capacity_G, strains.deciding(), strains.value
+def _best_group(peak_loads: PeakLoads, total_G: Sequence[float], capacity: float) -> int:
+    """Where a seat lowers the peak load most; where several groups share the maximum, the one loaded most overall."""
+    capacity_G, deciding, here = peak_loads.capacity_G, peak_loads.deciding(), peak_loads.value
 
     def merit(group: int) -> tuple[float, float, int]:
-        value = strains.after({group: capacity_G[group] + capacity}) if group in deciding else here
+        value = peak_loads.after({group: capacity_G[group] + capacity}) if group in deciding else here
         return value, -total_G[group] / capacity_G[group], group
 
     return min(range(len(total_G)), key=merit)

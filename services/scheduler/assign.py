@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from services.errors import NotReady
-from services.placement import Load, assign_seats, strain
+from services.placement import Load, assign_seats, peak_load
 from services.placement.groups import group_loads
 from services.placement.replicas import capacities, next_move
 from services.queue.seats import SeatState
@@ -73,7 +73,7 @@ def _evened(
     moved = next_move(loads_LG, capacity_S, group_S)
     if moved is None:
         return []
-    before, after = (strain(loads_LG, capacities(each, capacity_S, len(layout))) for each in (group_S, moved))
+    before, after = (peak_load(loads_LG, capacities(each, capacity_S, len(layout))) for each in (group_S, moved))
     if after >= before * (1 - gain):
         return []
     return [

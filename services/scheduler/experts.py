@@ -3,7 +3,7 @@
 The groups of the published table stand, whoever leads. A seat that holds none gets the one where it lowers the highest
 load most, or the one that it was started for, if there is that; replicas follow the load that the seats
 count, one at a time, where that gains enough and the table has stood for a while; so do the groups themselves
-(:mod:`services.scheduler.recut`). A seat is in the table while it is ready with its group.
+(:mod:`services.scheduler.repartition`). A seat is in the table while it is ready with its group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.routing import RoutingTable, ShardGroup, even_groups
 from services.scheduler.asked import AskedGroups
 from services.scheduler.assign import assignments
 from services.scheduler.load import LoadMeter
-from services.scheduler.recut import Recutter, Step, next_step
+from services.scheduler.repartition import Repartitioner, Step, next_step
 from services.scheduler.room import Shortage, can_hold_some, rooms_of
 
 WINDOW_S = 2.0
@@ -74,7 +74,7 @@ class ExpertPlacement:
         self._clock = clock
         self._meter = LoadMeter()
         self._hysteresis = hysteresis
-        self._recutter = Recutter(hysteresis, clock=clock)
+        self._repartitioner = Repartitioner(hysteresis, clock=clock)
         self._shortage = Shortage()
         self._next_reading = 0.0
         self._changed_at = clock()
@@ -104,7 +104,7 @@ class ExpertPlacement:
         layout = self._table.groups if self._table else await self._first_layout(seats)
         load = await self._measured(seats)
         if self._table is not None:
-            self._recutter.follow(self._table, load, rooms_of(seats, layout))
+            self._repartitioner.follow(self._table, load, rooms_of(seats, layout))
         if self._stands(seats, epochs, load):
             return False
         wanted = await asyncio.to_thread(self._intentions, seats, layout, epochs.following, load)
@@ -120,7 +120,7 @@ class ExpertPlacement:
         """Whether the last turn found the same, wanted nothing, and nothing else asks for another look."""
         placed = [(seat.number, seat.status, seat.dismissed, seat.assigned, seat.report.digest) for seat in seats]
         seen, self._seen = self._seen, (placed, self._table, epochs.published)
-        return load is None and self._recutter.target is None and self._seen == seen
+        return load is None and self._repartitioner.target is None and self._seen == seen
 
     async def _carry_out(self, wanted: Intentions, epoch: int, epochs: TableEpochs) -> bool:
         table = wanted.table
@@ -144,11 +144,11 @@ class ExpertPlacement:
         self._shortage.note(seats, layout)
         self._asked.note(seats, layout)
         step = None
-        if self._recutter.target is not None:
-            if not self._recutter.late:
-                step = next_step([seat for seat in seats if seat.stays], layout, self._recutter.target)
+        if self._repartitioner.target is not None:
+            if not self._repartitioner.late:
+                step = next_step([seat for seat in seats if seat.stays], layout, self._repartitioner.target)
             if step is None:
-                self._recutter.give_up()
+                self._repartitioner.give_up()
         if step is not None:
             return intentions(seats, self._table, step.layout, following=following, step=step)
         gain = self._hysteresis.gain
@@ -178,7 +178,7 @@ class ExpertPlacement:
     def _forget(self) -> None:
         """What was measured and begun for another model."""
         self._table, self._meter = None, LoadMeter()
-        self._recutter = Recutter(self._hysteresis, clock=self._clock)
+        self._repartitioner = Repartitioner(self._hysteresis, clock=self._clock)
 
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
         await self._registry.publish_table(epoch, table)

@@ -11,7 +11,7 @@ from prometheus_client import Gauge
 from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
 from services.routing import RoutingTable
-from services.scheduler.kube.heeded import Heeded
+from services.scheduler.kube.heeded import Observed
 from services.scheduler.policy import Choice
 from services.scheduler.scaling import Decision, ReplicaCounts, Replicas, Target
 
@@ -26,7 +26,7 @@ class Observer:
         self._metrics = metrics
         self._queue = queue
         self._replicas = replicas
-        self._heeded = Heeded()
+        self._observed = Observed()
 
     def leads(self) -> None:
         self._metrics.leader.set(1)
@@ -42,7 +42,7 @@ class Observer:
         metrics.table_epoch.set(0)
         for series in self._of_scaling():
             series.clear()
-        self._heeded = Heeded()
+        self._observed = Observed()
 
     def _of_scaling(self) -> tuple[Gauge, ...]:
         """Without values where nobody decides: whoever scales by them holds what it has."""
@@ -69,7 +69,7 @@ class Observer:
         for latency, ratio in (("ttft", signals.ttft), ("tpot", signals.tpot)):
             metrics.latency_over_target.labels(latency).set(math.nan if ratio is None else ratio)
         if self._replicas is not None:
-            self._heeded.note(state.targets, self._replicas.counts() or {})
+            self._observed.note(state.targets, self._replicas.counts() or {})
 
     def tabled(self, table: RoutingTable) -> None:
         """``table`` is the one that stands."""

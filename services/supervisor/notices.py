@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from services.queue.connect import connect
+from services.queue.death_notices import DeathNotices
 from services.queue.keys import Keys
-from services.queue.obituaries import Obituaries
 from services.queue.tasks import end_tasks
 
 PATIENCE_S = 2.0
@@ -20,7 +20,7 @@ class Notices:
 
     def __init__(self, redis_url: str, namespace: str) -> None:
         self._redis = connect(redis_url)
-        self._obituaries = Obituaries(self._redis, Keys(namespace))
+        self._death_notices = DeathNotices(self._redis, Keys(namespace))
         self._under_way: set[asyncio.Task[None]] = set()
 
     def ended(self, pid: int, metrics_port: int) -> None:
@@ -36,7 +36,7 @@ class Notices:
     async def _tell(self, pid: int, metrics_port: int) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                if await self._obituaries.tell(pid, metrics_port):
+                if await self._death_notices.tell(pid, metrics_port):
                     log.info("process %d has ended; its requests and experts go on elsewhere", pid)
         except Exception as error:  # noqa: BLE001  the lease ends it otherwise
             log.debug("no word of the end of process %d: %r", pid, error)

@@ -168,11 +168,11 @@ STANDING = ("Deployment", "StatefulSet", "PersistentVolumeClaim")
 def standing(bare_cluster: Cluster) -> Iterator[str]:
     """A namespace with a release's workloads and its claim, without pods."""
     with bare_cluster.namespace("t-standing") as name:
-        bare_cluster.kubectl("-n", name, "apply", "-f", "-", text=_standing(bare_cluster, name))
+        bare_cluster.kubectl("-n", name, "apply", "-f", "-", text=_registration(bare_cluster, name))
         yield name
 
 
-def _standing(cluster: Cluster, namespace: str, *settings: str) -> str:
+def _registration(cluster: Cluster, namespace: str, *settings: str) -> str:
     """What of a release with ``settings`` an upgrade may meet, all scaled to zero."""
     words = [word for setting in [*INSTALLED, *settings] for word in ("--set", setting)]
     profile = ("--values", str(CHART / "values-dev.yaml"))
@@ -199,7 +199,7 @@ def test_what_the_api_server_refuses_in_an_upgrade(
     bare_cluster: Cluster, standing: str, settings: list[str], says: str
 ) -> None:
     """The table in the chart's README."""
-    text = _standing(bare_cluster, standing, *settings)
+    text = _registration(bare_cluster, standing, *settings)
     said = bare_cluster.kubectl("-n", standing, "apply", "--dry-run=server", "-f", "-", text=text, check=False)
     assert says in said
 
@@ -213,7 +213,7 @@ def test_what_the_api_server_refuses_in_an_upgrade(
     ],
 )
 def test_the_rest_may_change(bare_cluster: Cluster, standing: str, settings: list[str]) -> None:
-    text = _standing(bare_cluster, standing, *settings)
+    text = _registration(bare_cluster, standing, *settings)
     said = bare_cluster.kubectl("-n", standing, "apply", "--dry-run=server", "-f", "-", text=text)
     assert " configured (server dry run)" in said
 

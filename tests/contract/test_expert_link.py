@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_kernels import reference
 from services.fabric.link import ExpertLink
 from services.fabric.local import LocalLink
-from services.fabric.lockstep.build import MeshShape
+from services.fabric.lockstep.build import LockstepShape
 from services.model.experts import ExpertShard, ExpertWeights
 
 EXPERTS = 8
@@ -53,7 +53,7 @@ IMPLEMENTATIONS["symm-summed"] = lambda layers: symm_link(layers, EXPERTS, [2], 
 
 def mesh(nodes: str, way: Any, slices: int = 1, pairs: int = 0, slots: int | None = None) -> OpenLink:
     """One rank per letter, on the node of that name."""
-    shape = MeshShape(nodes=tuple(nodes), way=way, slices=slices, pairs=pairs)
+    shape = LockstepShape(nodes=tuple(nodes), way=way, slices=slices, pairs=pairs)
     return lambda layers: dealt_link(layers, EXPERTS, shape, slots=slots)
 
 

@@ -48,10 +48,10 @@ FRAMES = {
     Kind.LANE: "454d58460001000c0000000e000000000000000093a7666f7274682f78c40176a170",
     Kind.FETCH: "454d58460001000d00000002000000000000000891030000000002000000",
     Kind.WEIGHTS: "454d58460001000e0000001300000000000000009403a4646f776e920203cf8000000000000000",
-    Kind.SYMM_OFFER: "454d58460001001e00000008000000000000000095c40174080202c3",
-    Kind.SYMM_TAKEN: "454d58460001001f00000008000000000000000094c4017401c3a170",
-    Kind.SYMM_STEP: "454d584600010020000000100000000000000000970102030801cb3fe0000000000000c3",
-    Kind.SYMM_STOP: "454d58460001002100000001000000000000000090",
+    Kind.SHARE_REQUEST: "454d58460001001e00000008000000000000000095c40174080202c3",
+    Kind.SHARE_REPLY: "454d58460001001f00000008000000000000000094c4017401c3a170",
+    Kind.SHARED_STEP: "454d584600010020000000100000000000000000970102030801cb3fe0000000000000c3",
+    Kind.SHARED_STOP: "454d58460001002100000001000000000000000090",
 }
 FACTS = "9aa166a17704a862666c6f6174313602a5302e312e300506a66e63636c2f32a54750552d31"
 TICKET = "98a4686f7374a170c4016b4020c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa16403"
@@ -88,13 +88,13 @@ MESSAGES: dict[Kind, tuple[Message | None, list[Tensor]]] = {
     Kind.LANE: (LaneNote(key="forth/x", value=b"v", problem="p"), []),
     Kind.FETCH: (Fetch(layer=3), [torch.tensor([0, 2], dtype=torch.int32)]),
     Kind.WEIGHTS: (Weights(layer=3, name="down", shape=(2, 3), checksum=1 << 63), []),
-    Kind.SYMM_OFFER: (symm_wire.Offer(ticket=b"t", rows=8, slots=2, micro_batches=2, unsummed=True), []),
-    Kind.SYMM_TAKEN: (symm_wire.Taken(ticket=b"t", place=1, beside=True, problem="p"), []),
-    Kind.SYMM_STEP: (
+    Kind.SHARE_REQUEST: (symm_wire.ShareRequest(ticket=b"t", rows=8, slots=2, micro_batches=2, unsummed=True), []),
+    Kind.SHARE_REPLY: (symm_wire.ShareReply(ticket=b"t", place=1, beside=True, problem="p"), []),
+    Kind.SHARED_STEP: (
         symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True),
         [],
     ),
-    Kind.SYMM_STOP: (symm_wire.Stop(), []),
+    Kind.SHARED_STOP: (symm_wire.Stop(), []),
 }
 
 

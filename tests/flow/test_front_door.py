@@ -76,7 +76,7 @@ class Watch:
     """Looks at memory every few milliseconds, and asks on new connections how the gateway is."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self._lockway = gateway
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._look), threading.Thread(target=self._ask)]
         self.base = self.peak = gateway.memory()
@@ -100,14 +100,14 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(0.005):
-            self.peak = max(self.peak, self._gateway.memory())
+            self.peak = max(self.peak, self._lockway.memory())
 
     def _ask(self) -> None:
         while not self._over.wait(0.05):
             began = time.monotonic()
             self.asked += 1
             try:
-                with self._gateway.connect() as client:
+                with self._lockway.connect() as client:
                     client.sendall(HEALTH)
                     assert _status(client) == 200
             except (OSError, AssertionError) as error:

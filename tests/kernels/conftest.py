@@ -1,8 +1,8 @@
 """Tests that ask for ``path`` or ``regime``, as an argument or by ``usefixtures``, run once per way through an op.
 
-``path``: plain torch, interpreted kernel. ``regime``: fused_moe's twin and each of its kernels; a test that also asks
-for ``rows`` gets numbers of rows that suit the regime. All tests here run with poisoned memory: what ``torch.empty``
-returns is NaN, or the largest integer.
+``path``: plain torch, interpreted kernel. ``regime``: fused_moe's reference and each of its kernels; a test that also
+asks for ``rows`` gets numbers of rows that suit the regime. All tests here run with poisoned memory: what
+``torch.empty`` returns is NaN, or the largest integer.
 """
 
 from __future__ import annotations

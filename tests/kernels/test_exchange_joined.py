@@ -1,10 +1,10 @@
-"""Joined calls of several guests of one seat, fake ones in one process, on both paths."""
+"""Joined calls of several clients of one seat, fake ones in one process, on both paths."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from testkit.fabric.joined import HIDDEN, SLOTS, Guest, Seat, expected, layout_of, pair, rows_of
+from testkit.fabric.joined import HIDDEN, SLOTS, Client, Seat, expected, layout_of, pair, rows_of
 
 from moe_kernels.exchange.layout import ABORTED, FAILED, LATE, MEMBER_GONE, MEMBER_OUT, MOST_MEMBERS
 
@@ -15,49 +15,49 @@ pytestmark = pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_one_call_answers_all_members(unsummed: bool, rows: int) -> None:
     layout = layout_of(unsummed=unsummed)
-    guests = [Guest(layout, 4, base) for base in (0, 1000, 7)]
-    seat = Seat([guests[0], None, *guests[1:]], layout, members=4, bucket=4)
+    clients = [Client(layout, 4, base) for base in (0, 1000, 7)]
+    seat = Seat([clients[0], None, *clients[1:]], layout, members=4, bucket=4)
     for exchange in range(3):
         sent = [rows_of(rows, 3 * exchange + seed) for seed in range(3)]
-        for guest, part in zip(guests, sent, strict=True):
-            guest.send(part, exchange)
+        for client, part in zip(clients, sent, strict=True):
+            client.send(part, exchange)
         assert seat.take(exchange) == 0b1101
         seat.answer(exchange)
-        for guest, part in zip(guests, sent, strict=True):
-            assert torch.equal(guest.sum(part, exchange), expected(part))
-            assert guest.control[FAILED] == 0
+        for client, part in zip(clients, sent, strict=True):
+            assert torch.equal(client.sum(part, exchange), expected(part))
+            assert client.control[FAILED] == 0
     assert seat.control[FAILED] == 0
     assert seat.out() == [0, 0, 0, 0]
-    assert torch.equal(seat.counts_E, torch.stack([guest.sent_E for guest in guests]).sum(0))
+    assert torch.equal(seat.counts_E, torch.stack([client.sent_E for client in clients]).sum(0))
 
 
 def test_as_many_members_as_a_control_block_has_words_for() -> None:
     layout = layout_of()
-    guests = [Guest(layout, 1, base) for base in range(MOST_MEMBERS)]
-    seat = Seat(guests, layout, members=MOST_MEMBERS, bucket=1)
+    clients = [Client(layout, 1, base) for base in range(MOST_MEMBERS)]
+    seat = Seat(clients, layout, members=MOST_MEMBERS, bucket=1)
     sent = [rows_of(1, seed) for seed in range(MOST_MEMBERS)]
-    for guest, part in zip(guests, sent, strict=True):
-        guest.send(part)
+    for client, part in zip(clients, sent, strict=True):
+        client.send(part)
     assert seat.take() == (1 << MOST_MEMBERS) - 1
     seat.answer()
-    for guest, part in zip(guests, sent, strict=True):
-        assert torch.equal(guest.sum(part), expected(part))
+    for client, part in zip(clients, sent, strict=True):
+        assert torch.equal(client.sum(part), expected(part))
 
 
 def test_each_member_has_its_place_in_the_call() -> None:
     """Nothing but its own rows comes from its inbox, and of those only what has an id."""
     layout = layout_of()
-    guests = [Guest(layout, bucket) for bucket in (2, 5, 1)]
-    seat = Seat(guests, layout, members=4, bucket=5)
+    clients = [Client(layout, bucket) for bucket in (2, 5, 1)]
+    seat = Seat(clients, layout, members=4, bucket=5)
     ids_CK, x_CD = torch.full_like(seat.joined.taken_CK, -1), seat.joined.x_CD.clone()
-    for number, guest in enumerate(guests):
-        x_TD, ids_TK, weights_TK = rows_of(guest.bucket, number)
+    for number, client in enumerate(clients):
+        x_TD, ids_TK, weights_TK = rows_of(client.bucket, number)
         ids_TK[:1], ids_TK[1:2] = torch.tensor([-1, 0, -1]), -1
-        guest.inbox[layout.x_at :] = 1
-        guest.send((x_TD, ids_TK, weights_TK))
-        ids_CK[5 * number :][: guest.bucket] = ids_TK
+        client.inbox[layout.x_at :] = 1
+        client.send((x_TD, ids_TK, weights_TK))
+        ids_CK[5 * number :][: client.bucket] = ids_TK
         asked_T = (ids_TK >= 0).any(1)
-        x_CD[5 * number :][: guest.bucket][asked_T] = x_TD[asked_T]
+        x_CD[5 * number :][: client.bucket][asked_T] = x_TD[asked_T]
     assert seat.take() == 0b111
     assert torch.equal(seat.joined.taken_CK, ids_CK)
     assert torch.equal(seat.joined.x_CD.nan_to_num(9), x_CD.nan_to_num(9))
@@ -65,30 +65,30 @@ def test_each_member_has_its_place_in_the_call() -> None:
 
 def test_a_member_gets_no_more_flags_than_it_has_blocks() -> None:
     layout = layout_of()
-    guests = [Guest(layout, 2, base=3), Guest(layout, 5, base=9)]
-    seat = Seat(guests, layout, members=2, bucket=5)
-    for guest in guests:
-        guest.send(rows_of(guest.bucket))
+    clients = [Client(layout, 2, base=3), Client(layout, 5, base=9)]
+    seat = Seat(clients, layout, members=2, bucket=5)
+    for client in clients:
+        client.send(rows_of(client.bucket))
     assert seat.take() == 0b11
     seat.answer()
-    for guest in guests:
-        flags = guest.answers[: layout.y_at].view(torch.int64)
-        assert flags[: guest.bucket].tolist() == [guest.base + 1] * guest.bucket
-        assert not flags[guest.bucket :].any()
+    for client in clients:
+        flags = client.answers[: layout.y_at].view(torch.int64)
+        assert flags[: client.bucket].tolist() == [client.base + 1] * client.bucket
+        assert not flags[client.bucket :].any()
 
 
 def test_blocks_of_several_rows_beside_blocks_of_one() -> None:
     """257 rows go in blocks of 2, 256 in twice as many of 1."""
     layout = layout_of(257)
-    guests = Guest(layout, 257), Guest(layout, 256)
-    seat = Seat(guests, layout, members=2, bucket=257)
-    sent = [rows_of(guest.bucket, guest.bucket) for guest in guests]
-    for guest, part in zip(guests, sent, strict=True):
-        guest.send(part)
+    clients = Client(layout, 257), Client(layout, 256)
+    seat = Seat(clients, layout, members=2, bucket=257)
+    sent = [rows_of(client.bucket, client.bucket) for client in clients]
+    for client, part in zip(clients, sent, strict=True):
+        client.send(part)
     assert seat.take() == 0b11
     seat.answer()
-    for guest, part in zip(guests, sent, strict=True):
-        assert torch.equal(guest.sum(part), expected(part))
+    for client, part in zip(clients, sent, strict=True):
+        assert torch.equal(client.sum(part), expected(part))
 
 
 @pytest.mark.parametrize("why", ["no rows", "a block is missing", "later rows", "gone", "out"])
@@ -109,8 +109,8 @@ def test_who_does_not_come_is_left_out_for_the_rest_of_the_step(why: str) -> Non
     assert not other.answers.any()
     left = LATE if why in ("no rows", "a block is missing") else 1
     assert seat.out() == [0, left]
-    for guest, part in zip((first, other), parts, strict=True):
-        guest.send(part, 1)
+    for client, part in zip((first, other), parts, strict=True):
+        client.send(part, 1)
     assert seat.take(1) == 0b01
     assert seat.control[FAILED] == 0
     assert seat.out() == [0, left], "as it was told first"
@@ -119,8 +119,8 @@ def test_who_does_not_come_is_left_out_for_the_rest_of_the_step(why: str) -> Non
 def test_rows_of_the_layer_before_are_no_rows() -> None:
     first, other, seat = pair()
     parts = rows_of(8), rows_of(8, 1)
-    for guest, part in zip((first, other), parts, strict=True):
-        guest.send(part)
+    for client, part in zip((first, other), parts, strict=True):
+        client.send(part)
     assert seat.take() == 0b11
     seat.answer()
     first.send(parts[0], 1)
@@ -132,8 +132,8 @@ def test_rows_of_the_layer_before_are_no_rows() -> None:
 def test_a_call_without_rows_answers_nobody(why: str) -> None:
     first, other, seat = pair()
     if why == "aborted":
-        for guest in (first, other):
-            guest.send(rows_of(8))
+        for client in (first, other):
+            client.send(rows_of(8))
         seat.control[FAILED] = ABORTED
     assert seat.take() == 0
     assert seat.out() == ([LATE, LATE] if why == "no rows" else [1, 1])
@@ -146,8 +146,8 @@ def test_a_call_without_rows_answers_nobody(why: str) -> None:
 
 def test_nothing_is_answered_once_the_step_is_aborted() -> None:
     first, other, seat = pair()
-    for guest in (first, other):
-        guest.send(rows_of(8))
+    for client in (first, other):
+        client.send(rows_of(8))
     assert seat.take() == 0b11
     seat.control[FAILED] = ABORTED
     seat.answer()
@@ -158,16 +158,16 @@ def test_nothing_is_answered_once_the_step_is_aborted() -> None:
 def test_an_absent_slot_is_not_written_and_may_hold_anything() -> None:
     first, other, seat = pair(unsummed=True)
     parts = []
-    for seed, guest in enumerate((first, other)):
-        guest.answers.fill_(0xFF)
-        guest.answers[: guest.layout.y_at] = 0
+    for seed, client in enumerate((first, other)):
+        client.answers.fill_(0xFF)
+        client.answers[: client.layout.y_at] = 0
         x_TD, ids_TK, weights_TK = rows_of(8, seed)
         parts.append((x_TD, ids_TK, torch.where(ids_TK < 0, torch.nan, weights_TK)))
-        guest.send(parts[-1])
+        client.send(parts[-1])
     assert seat.take() == 0b11
     seat.answer()
-    for guest, (x_TD, ids_TK, weights_TK) in zip((first, other), parts, strict=True):
-        y_TKD = guest.answers[guest.layout.y_at :].view(torch.float32)[: x_TD.numel() * SLOTS].view(8, SLOTS, HIDDEN)
+    for client, (x_TD, ids_TK, weights_TK) in zip((first, other), parts, strict=True):
+        y_TKD = client.answers[client.layout.y_at :].view(torch.float32)[: x_TD.numel() * SLOTS].view(8, SLOTS, HIDDEN)
         assert torch.equal(y_TKD.isnan().all(2), ids_TK < 0)
-        found = guest.sum((x_TD, ids_TK, weights_TK))
+        found = client.sum((x_TD, ids_TK, weights_TK))
         assert torch.equal(found, expected((x_TD, ids_TK, weights_TK.nan_to_num())))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import triton.language as tl
-from testkit.fabric.joined import Guest, Seat, pair, rows_of
+from testkit.fabric.joined import Client, Seat, pair, rows_of
 
 from moe_kernels.exchange.joined import kernel as exchange_joined_triton
 from moe_kernels.exchange.joined import launch as exchange_joined_launch
@@ -42,14 +42,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    twins = SimpleNamespace(monotonic_ns=clock.look, sleep=time.sleep)
-    monkeypatch.setattr(exchange_joined_torch, "time", twins)
+    references = SimpleNamespace(monotonic_ns=clock.look, sleep=time.sleep)
+    monkeypatch.setattr(exchange_joined_torch, "time", references)
     monkeypatch.setattr(exchange_joined_launch, "TIMED", True)
     monkeypatch.setattr(exchange_joined_triton, "globaltimer", lambda: tl.full((), clock.look(), tl.int64))
     return clock
 
 
-def timed_pair() -> tuple[Guest, Guest, Seat]:
+def timed_pair() -> tuple[Client, Client, Seat]:
     first, other, seat = pair()
     seat.control[PATIENCE], seat.control[DEADLINE] = PATIENCE_NS, DEADLINE_NS
     return first, other, seat
@@ -83,8 +83,8 @@ def test_who_comes_late_is_left_out_when_patience_ends(clock: Clock) -> None:
 
 def test_the_next_layer_has_a_wait_of_its_own(clock: Clock) -> None:
     first, other, seat = timed_pair()
-    for guest in (first, other):
-        guest.send(rows_of(8))
+    for client in (first, other):
+        client.send(rows_of(8))
     assert seat.take() == 0b11
     clock.now += 10 * DEADLINE_NS
     clock.began = clock.now

@@ -45,7 +45,7 @@ def test_create_graph_is_refused(op: str, power: int) -> None:
 
 
 def test_turned_heads() -> None:
-    """The twin is made of torch's own operations, which have one."""
+    """The reference is made of torch's own operations, which have one."""
     x = normal(1, 2, 1, 1, 1, 4).requires_grad_()
     turned = rotate_heads(x, normal(1, 2, 2))
     if "RotateHeads" in type(turned.grad_fn).__name__:

@@ -1,4 +1,4 @@
-"""Gradients of parallel_linear: the twin by finite differences, the kernels against the loop's own gradients."""
+"""Gradients of parallel_linear: the reference by finite differences, the kernels against the loop's own gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan, twin and interpreted kernels, against a plan made pair by pair."""
+"""plan, reference and interpreted kernels, against a plan made pair by pair."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SORTS: dict[str, dict[str, Any]] = {
 
 
 def plan_by(sort: str, ids_TK: Tensor, experts: int, **flags: Any) -> Plan:
-    """The twin, or one of the kernels' ways with blocks small enough for a test."""
-    if sort == "twin":
+    """The reference, or one of the kernels' ways with blocks small enough for a test."""
+    if sort == "reference":
         return plan(ids_TK, experts, **flags)
     from moe_kernels.plan import launch as plan_launch
 
@@ -88,7 +88,7 @@ def assert_is(made: Plan, expected: dict[str, list[int]]) -> None:
         assert tensor.tolist() == values, name
 
 
-sorts = pytest.mark.parametrize("sort", ["twin", *SORTS])
+sorts = pytest.mark.parametrize("sort", ["reference", *SORTS])
 
 
 @st.composite
@@ -211,7 +211,7 @@ def test_no_rows(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("flags", [{}, {"capacity": 3}], ids=str)
 def test_every_element_is_written(sort: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the memory held before: the twin's plan, also where there is nothing to say."""
+    """Whatever the memory held before: the reference's plan, also where there is nothing to say."""
     empty = torch.empty
 
     def poisoned(*size: Any, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""route's kernel, interpreted, against its twin: every flag, ties, padding, odd values; and its machine code."""
+"""route's kernel, interpreted, against its reference: every flag, ties, padding, odd values; and its machine code."""
 
 from __future__ import annotations
 

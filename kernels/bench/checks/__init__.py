@@ -1,4 +1,6 @@
-"""What ``bench.verify`` checks: every public op on a GPU against its twin, and against what its docstring promises."""
+"""What ``bench.verify`` checks: every public op on a GPU against its reference, and against what its docstring
+promises.
+"""
 
 from __future__ import annotations
 

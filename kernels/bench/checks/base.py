@@ -85,7 +85,7 @@ def kernels(device: str) -> AbstractContextManager[None]:
     return backend.forced("triton")
 
 
-def twins() -> AbstractContextManager[None]:
+def references() -> AbstractContextManager[None]:
     return backend.forced("torch")
 
 

@@ -1,4 +1,4 @@
-"""fused_moe and grouped_mlp: all shapes and dtypes of the tables, in every regime, against the twin in float32."""
+"""fused_moe and grouped_mlp: all shapes and dtypes of the tables, in every regime, against the reference in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench import draws
 from bench.bank import DTYPES, QUANTISED
-from bench.checks.base import Check, Layer, kernels, layer, random, share, twins
+from bench.checks.base import Check, Layer, kernels, layer, random, references, share
 from bench.draws import Draw
 from moe_kernels.activations.op import Activation
 from moe_kernels.experts.op import fused_moe, grouped_mlp
@@ -69,14 +69,14 @@ def check_grouped_mlp(name: str, dtype: str, kind: str, rows: int, device: str) 
     x_ND = random((rows + 9, made.shape.d), DTYPES[kind], device, seed=rows)
     with kernels(device):
         found = grouped_mlp(x_ND, counts_E, made.w_in, made.w_down, activation=act(made))
-    with twins():
+    with references():
         expected = grouped_mlp(x_ND.float(), counts_E, made.exact_in, made.exact_down, activation=act(made))
     return share(found, expected, x_ND.dtype)
 
 
 def exact(made: Layer, x_TD: Tensor, draw: Draw) -> Tensor:
-    """The twin in float32 on the same numbers."""
-    with twins():
+    """The reference in float32 on the same numbers."""
+    with references():
         return fused_moe(
             x_TD.float(), made.exact_in, made.exact_down, draw.ids_TK, draw.weights_TK, activation=act(made)
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench import draws
 from bench.bank import DTYPES
 from bench.candidates import PRESETS
-from bench.checks.base import Check, Layer, kernels, layer, random, require, share, twins, unaligned
+from bench.checks.base import Check, Layer, kernels, layer, random, references, require, share, unaligned
 from bench.checks.layers import act
 from bench.draws import Draw
 from bench.tune import lookup
@@ -149,7 +149,7 @@ def check_quantise(bits: int, group: int, device: str) -> float:
 def _compare(made: Layer, rows: int, draw: Draw, given: dict[str, Any], exact: dict[str, Any], device: str) -> float:
     x_TD = random((rows, made.shape.d), DTYPES["bf16"], device, seed=rows)
     found = _run(made, x_TD, draw, device, **given)
-    with twins():
+    with references():
         expected = fused_moe(
             x_TD.float(), made.exact_in, made.exact_down, draw.ids_TK, draw.weights_TK,
             **{"activation": act(made), **exact},
@@ -183,7 +183,7 @@ def _draw(kind: str, rows: int, experts: int, slots: int, device: str) -> Draw:
 
 
 def _option(kind: str, made: Layer, draw: Draw, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments for the kernel, and for the twin in float32."""
+    """Keyword arguments for the kernel, and for the reference in float32."""
     rows, experts = draw.ids_TK.shape[0], made.shape.E
     if kind == "biases":
         given = {"bias_in": made.bias_in, "bias_down": made.bias_down}

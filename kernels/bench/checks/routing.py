@@ -1,4 +1,4 @@
-"""route and plan against their twins: ids, orders and tile lists exactly, weights to float32 rounding."""
+"""route and plan against their references: ids, orders and tile lists exactly, weights to float32 rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.checks.base import Check, kernels, random, require, share, twins
+from bench.checks.base import Check, kernels, random, references, require, share
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import Plan
 from moe_kernels.router.op import route
@@ -73,7 +73,7 @@ def check_route(family: str, rows: int, ties: bool, device: str) -> float:
         flags["correction_bias_E"] = (random((experts,), torch.float32, device, seed=9) * 4).round() / 4
     with kernels(device):
         ids_TK, weights_TK = route(logits_TE, **flags)
-    with twins():
+    with references():
         expected_TK, wanted_TK = route(logits_TE, **flags)
     different = int((ids_TK != expected_TK).any(1).sum())
     # Scores a rounding apart may trade places; equal logits may not.
@@ -95,7 +95,7 @@ def check_plan(kind: str, rows: int, experts: int, device: str) -> float:
         experts //= 2
     with kernels(device):
         found = plan(ids_TK, experts, **options)
-    with twins():
+    with references():
         expected = plan(ids_TK, experts, **options)
     _equal(found, expected)
     return 0.0

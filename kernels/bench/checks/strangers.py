@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench import draws
 from bench.bank import DTYPES, QUANTISED
-from bench.checks.base import Check, Weight, exact_weight, kernels, random, share, twins
+from bench.checks.base import Check, Weight, exact_weight, kernels, random, references, share
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.experts.op import fused_moe
 from moe_kernels.plan.op import plan
@@ -64,7 +64,7 @@ def check_inference(size: Size, activation: Activation, dtype: str, rows: int, d
     x_TD = random((rows, hidden), DTYPES[dtype], device, seed=rows)
     with kernels(device), torch.no_grad():
         found = sparse_mlp(x_TD, w_in, w_down, order, draw.weights_TK, activation=activation)
-    with twins(), torch.no_grad():
+    with references(), torch.no_grad():
         gates_TK = draw.weights_TK
         expected = sparse_mlp(x_TD.float(), w_in.float(), w_down.float(), order, gates_TK, activation=activation)
     return share(found, expected, x_TD.dtype)
@@ -78,7 +78,7 @@ def check_planned(size: Size, dtype: str, rows: int, block_rows: int, device: st
     x_TD = random((rows, hidden), torch.bfloat16, device, seed=rows)
     with kernels(device):
         found = fused_moe(x_TD, w_in, w_down, draw.ids_TK, draw.weights_TK, plan=order)
-    with twins():
+    with references():
         expected = fused_moe(x_TD.float(), exact_weight(w_in), exact_weight(w_down), draw.ids_TK, draw.weights_TK)
     return share(found, expected, x_TD.dtype)
 

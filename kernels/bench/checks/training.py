@@ -1,4 +1,4 @@
-"""parallel_linear, sparse_mlp and MixtureOfAttention: outputs and gradients against the twins in float32."""
+"""parallel_linear, sparse_mlp and MixtureOfAttention: outputs and gradients against the references in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench import draws
 from bench.bank import DTYPES
-from bench.checks.base import Check, kernels, random, share, twins, unaligned
+from bench.checks.base import Check, kernels, random, references, share, unaligned
 from moe_kernels.plan.op import plan
 from moe_kernels.training.mixture_of_attention import MixtureOfAttention
 from moe_kernels.training.parallel_linear import parallel_linear
@@ -150,7 +150,7 @@ def _compare(run: Callable[[Inputs], Tensor], inputs: Inputs, dtype: torch.dtype
     """The worst of the output and all gradients."""
     with kernels(device):
         found = _gradients(run, inputs)
-    with twins():
+    with references():
         expected = _gradients(run, {name: tensor.float() for name, tensor in inputs.items()})
     return max(share(found[name], expected[name], dtype) for name in expected)
 

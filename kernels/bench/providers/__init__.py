@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from bench.providers.base import Prepare, Unsupported
-from bench.providers.ours import prepare_ours, prepare_twin
+from bench.providers.ours import prepare_ours, prepare_reference
 from bench.providers.torch_chains import prepare_grouped_mm, prepare_transformers
 from bench.providers.vllm import prepare_marlin, prepare_vllm
 
@@ -16,7 +16,7 @@ PROVIDERS: Final[Mapping[str, Prepare]] = {
     "vllm_marlin": prepare_marlin,
     "grouped_mm": prepare_grouped_mm,
     "transformers": prepare_transformers,
-    "torch": prepare_twin,
+    "torch": prepare_reference,
 }
 """In the order in which they run: those that may leave a failed capture behind come last."""
 

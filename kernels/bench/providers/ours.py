@@ -1,4 +1,4 @@
-"""moe_kernels itself: its kernels as ``ours``, its plain-torch twins as ``torch``."""
+"""moe_kernels itself: its kernels as ``ours``, its plain-torch references as ``torch``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepare_ours(case: Case) -> Call:
     return builders[case.op](case)
 
 
-def prepare_twin(case: Case) -> Call:
+def prepare_reference(case: Case) -> Call:
     call = prepare_ours(case)
 
     def run(number: int) -> object:

@@ -1,4 +1,4 @@
-"""Twins of the exchange's kernels for memory of the host: what they mean, and the link between processes on CPUs.
+"""References of the exchange's kernels for memory of the host: what they mean, and the link between processes on CPUs.
 
 Addresses are those of this process. Legend: T rows, D hidden size, K slots, G groups, E experts.
 """

@@ -1,4 +1,4 @@
-"""Twin of :mod:`moe_kernels.paged_decode.kernel`: every block of every sequence gathered, the rest hidden.
+"""Reference of :mod:`moe_kernels.paged_decode.kernel`: every block of every sequence gathered, the rest hidden.
 
 Legend: as in :mod:`moe_kernels.paged_decode.op`; L = M x B positions.
 """

@@ -1,4 +1,4 @@
-"""The counting sort behind :func:`moe_kernels.plan.op` as kernels; :mod:`moe_kernels.plan.op` is its twin.
+"""The counting sort behind :func:`moe_kernels.plan.op` as kernels; :mod:`moe_kernels.plan.op` is its reference.
 
 Positions come from prefix sums, never from atomics. Pairs that no expert takes sort last, as those of expert E.
 Legend: S pairs, B pairs of one block, E experts, X experts padded to a power of two, C blocks, W experts of one

@@ -1,4 +1,4 @@
-"""Router logits in, chosen experts and weights out, in one launch; :mod:`moe_kernels.router.op` is its twin.
+"""Router logits in, chosen experts and weights out, in one launch; :mod:`moe_kernels.router.op` is its reference.
 
 A warp owns a row, so every reduction over experts stays within a warp. Legend: T rows, E experts, K chosen per row,
 R rows of one program, C columns of its tile: experts, each group padded to a power of two; G groups.
@@ -144,7 +144,7 @@ def _route_kernel(
         else:
             weight_RK = _softmax(weight_RK, real_1K)
     if RENORMALISE:
-        # The twin's epsilon: a row whose scores all vanish must not divide by zero.
+        # The reference's epsilon: a row whose scores all vanish must not divide by zero.
         total_R = tl.sum(tl.where(real_1K, weight_RK, 0.0), 1) + 1e-20
         weight_RK = weight_RK / total_R[:, None]
     weight_RK = weight_RK * scale

@@ -1,4 +1,5 @@
-"""What the symm link does on one node: exact under churn, fast beside bare puts and NCCL, and how long a death is felt.
+"""What the shared memory link does on one node: exact under churn, fast beside bare puts and NCCL, and how long a death
+is felt.
 
     PYTHONPATH=.:kernels:tests python3 -m perf.fabric.exchange --out OUT   (2 or 4 GPUs; --device cpu: slowly)
 
@@ -48,7 +49,7 @@ class Bench:
         known: dict[str, Callable[[], None]] = {
             "pair": self.pair, "square": self.square, "modes": self.modes, "flat": self.flat, "join": self.join,
             "kill": self.kill, "nccl": self.nccl, "memory": self.memory, "crowd": self.crowd,
-            "uneven": self.uneven, "guests": self.guests,
+            "uneven": self.uneven, "clients": self.clients,
         }  # fmt: skip
         good = True
         for lane in lanes:
@@ -146,11 +147,11 @@ class Bench:
         while "end" not in (found := child.answer(60)):
             self._note("crowd", **found)
 
-    def guests(self) -> None:
+    def clients(self) -> None:
         """Several attention workers at one seat, all on one GPU, whose attention is a pause: alone and together."""
-        child = self._children.start("guests", "guests", gpu=self._gpus[-1], totals=self._options.totals)
+        child = self._children.start("clients", "clients", gpu=self._gpus[-1], totals=self._options.totals)
         while "end" not in (found := child.answer(200)):
-            self._note("guests", **found)
+            self._note("clients", **found)
 
     def join(self) -> None:
         """Two replicas; a third joins, on a GPU of its own if there is one, and the first leaves while steps run."""

@@ -30,13 +30,13 @@ from perf.fabric.exchange.experts import serve_seat
 from perf.fabric.exchange.ipc import memory_by
 from perf.fabric.exchange.world import SECRET, World, device_of, log_to_stderr, whole_rows
 from services.fabric.local import LocalLink
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.messages import bucket_of
 from services.fabric.shared_memory.peers import SharedSeat
 from services.fabric.tcp.link import TcpLink
 
 
-class WatchedLink(SymmLink):
+class WatchedLink(SharedMemoryLink):
     """Writes down when what happened around a step that failed."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -87,7 +87,7 @@ class Attention:
             layers=list(range(world.layers)),
             layout=world.layout,
             node="here",
-            options=SymmOptions(
+            options=SharedMemoryOptions(
                 deadline_s=facts.get("deadline_ms", 20) / 1e3,
                 unavailable_s=facts.get("unavailable_s", 10.0),
                 crowded=facts.get("crowded", False),

@@ -135,10 +135,10 @@ class Parent:
         timer = threading.Timer(self.facts["deadline_s"], os._exit, args=(9,))
         timer.daemon = True
         timer.start()
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
 
     def tell(self, **answer: Any) -> None:
-        with self._gate:
+        with self._lock:
             self._out.write(json.dumps(answer) + "\n")
             self._out.flush()
 

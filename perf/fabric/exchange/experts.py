@@ -13,7 +13,7 @@ import torch
 from perf.fabric.exchange.children import Parent
 from perf.fabric.exchange.ipc import memory_by
 from perf.fabric.exchange.world import SECRET, World, as_it_is, device_of, identity, log_to_stderr
-from services.fabric.shared_memory.server import Limits, SymmHost
+from services.fabric.shared_memory.server import Limits, SharedMemoryServer
 from services.fabric.tcp.compute import Compute
 from services.fabric.tcp.server import ExpertServer
 
@@ -32,7 +32,7 @@ def serve_seat(
     if compute is None:
         known = {"identity": identity, "pass": as_it_is}
         compute = known.get(world.compute) or world.shard(experts, device).forward
-    host = SymmHost(
+    host = SharedMemoryServer(
         compute,
         memory=memory_by(memory, device),
         device=device,

@@ -1,4 +1,5 @@
-"""An attention worker with the real engine over the symm link, by graph. ``-m perf.fabric.exchange.pocket_attention``.
+"""An attention worker with the real engine over the shared memory link, by graph. ``-m
+perf.fabric.exchange.pocket_attention``.
 
 It answers the recorded prompts in waves: after a wave's prompts its steps only decode, and each answer is compared.
 """
@@ -20,7 +21,7 @@ from perf.fabric.exchange.pocket import MOST_TOKENS, POCKET, SPEC, pocket_world,
 from perf.fabric.exchange.world import SECRET, device_of, log_to_stderr
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.tcp.link import TcpLink
 from services.model.dense import DenseModel
 from services.model.weights import load_dense
@@ -32,7 +33,7 @@ class Decoding:
         self._parent, self._device = parent, device_of(facts["gpu"])
         self._world = world = pocket_world(facts["rows"])
         table = world.table(0, [])
-        self._link = SymmLink(
+        self._link = SharedMemoryLink(
             lambda lane: TcpLink(
                 table, hello=world.hello(facts["name"]), secret=SECRET, extension=lane, call_s=2.0, unavailable_s=10.0
             ),
@@ -42,7 +43,7 @@ class Decoding:
             layers=list(range(world.layers)),
             layout=world.layout,
             node="here",
-            options=SymmOptions(deadline_s=facts["deadline_ms"] / 1e3),
+            options=SharedMemoryOptions(deadline_s=facts["deadline_ms"] / 1e3),
         )
         dense = load_dense(POCKET / "model", SPEC, dtype=torch.float32, device=self._device)
         self._engine: Engine[Any] = Engine(

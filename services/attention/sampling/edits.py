@@ -25,8 +25,8 @@ class Edits:
     """Over a vocabulary of ``vocab_size`` on ``device``."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._biases = _Standing(vocab_size, device, _biases)
-        self._bans = _Standing(vocab_size, device, lambda row: _bans(row, vocab_size))
+        self._biases = _Registered(vocab_size, device, _biases)
+        self._bans = _Registered(vocab_size, device, lambda row: _bans(row, vocab_size))
 
     def of(self, logits_RV: Tensor, rows: Sequence[DrawRow], history: History | None, ahead: int) -> Tensor:
         """``logits_RV`` as ``rows`` edit them; the tensor itself where none does.
@@ -55,7 +55,7 @@ class Edits:
         return edited_RV
 
 
-class _Standing:
+class _Registered:
     """Values for tokens of some rows, made and uploaded when other rows come to ask.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from services.attention.kv_cache import blocks_within
-from services.attention.lockstep_engine import Colocated, LockStepEngine
+from services.attention.lockstep_engine import Colocated, LockstepEngine
 from services.attention.setup.capacity import Capacity, capacity
 from services.attention.setup.remote_link import remote_link
 from services.attention.step.cuda_graphs import CudaCapture
@@ -20,7 +20,7 @@ from services.attention.step.pipeline import Lookahead
 from services.config import Settings
 from services.fabric.link import CountingLink
 from services.fabric.local import LocalLink
-from services.fabric.shared_memory.link import SymmLink
+from services.fabric.shared_memory.link import SharedMemoryLink
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
@@ -38,7 +38,7 @@ class Built:
 
     spec: ModelSpec
     capacity: Capacity
-    engine: Engine[Any] | LockStepEngine
+    engine: Engine[Any] | LockstepEngine
     link: CountingLink[Any]
     mesh: Colocated | None = None
     """The other ranks, where they share the experts."""
@@ -51,7 +51,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_e
     Raises:
         ConfigError: options contradict each other, the model or the machine.
         CheckpointError: the checkpoint is damaged or not supported.
-        MeshBroken: the ranks that share the experts have to start again.
+        LockstepBroken: the ranks that share the experts have to start again.
     """
     assert settings.model is not None, "load_settings requires it of this role"
     if settings.threads is not None:
@@ -77,7 +77,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_e
     model, options = DenseModel(spec, dense), _engine_options(settings, room, mesh=mesh is not None)
     if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
-        return Built(spec=spec, capacity=room, engine=LockStepEngine(engine, mesh), link=link, mesh=mesh)
+        return Built(spec=spec, capacity=room, engine=LockstepEngine(engine, mesh), link=link, mesh=mesh)
     capture = CudaCapture(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
     engine = Engine(
         model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link), capture=capture
@@ -108,7 +108,7 @@ def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> Ov
     return OverlapPolicy(
         "off" if settings.experts == "local" else settings.overlap,
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
-        waits_seen=not isinstance(link, SymmLink),  # there the device waits, not the host
+        waits_seen=not isinstance(link, SharedMemoryLink),  # there the device waits, not the host
     )
 
 

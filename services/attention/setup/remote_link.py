@@ -10,7 +10,7 @@ from moe_kernels.exchange.layout import Layout
 from services.config import Settings
 from services.fabric.nccl.lanes import lanes_for
 from services.fabric.secret import read_secret
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.tcp.extension import ClientExtension
@@ -40,7 +40,7 @@ def remote_link(
     worker: str,
     *,
     beside_experts: bool = False,
-) -> TcpLink | SymmLink:
+) -> TcpLink | SharedMemoryLink:
     """Without seats: they come with the first routing table. ``beside_experts``: one of them is in this process.
 
     Raises:
@@ -56,7 +56,7 @@ def remote_link(
     if memory is None:
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
-    return SymmLink(
+    return SharedMemoryLink(
         lambda extension: _tcp_link(settings, spec, table, dtype, device, worker, extension),
         table,
         memory=memory,
@@ -66,7 +66,7 @@ def remote_link(
             settings, spec, dtype, memory, MOST_ROWS_BESIDE if beside_experts and not host else MOST_SHARED_ROWS
         ),
         node=node_name(settings),
-        options=SymmOptions(
+        options=SharedMemoryOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S,
             beside_s=DEADLINE_BESIDE_S,
             unavailable_s=settings.experts_patience,

@@ -19,7 +19,7 @@ from services.attention.sampling.histories import History
 from services.attention.sampling.logprobs import ScoreTable, TokenScores, joined
 from services.attention.sampling.sampler import Drawn, Sampler, broken_logits
 from services.attention.sequences.plan import Outcome, Piece, StepPlan
-from services.errors import MeshBroken
+from services.errors import LockstepBroken
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 from services.model.transfer import download, upload
@@ -61,7 +61,7 @@ class InFlightStep:
         """An error inside this context is kept, and raised where the step is read."""
         try:
             yield
-        except MeshBroken:
+        except LockstepBroken:
             raise
         except Exception as error:  # noqa: BLE001
             self.error, self.finished = error, True

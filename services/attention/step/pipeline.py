@@ -26,7 +26,7 @@ from services.attention.step.flatten import Flattener
 from services.attention.step.in_flight import Awaited, InFlightStep, LastHidden
 from services.attention.step.overlap import StepTime
 from services.attention.step.runner import StepRunner
-from services.errors import InternalError, MeshBroken, RequestError
+from services.errors import InternalError, LockstepBroken, RequestError
 from services.model.transfer import Mark
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class StepPipeline:
             return step.outcomes(self._model)
         except RequestError as error:
             return [Outcome(error=error)] * plan.sequences
-        except MeshBroken:
+        except LockstepBroken:
             raise  # no step can follow: this worker ends, and what it holds goes on elsewhere
         except Exception:
             logger.exception("A step of %d sequences failed; each is tried by itself.", plan.sequences)

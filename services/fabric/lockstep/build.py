@@ -11,7 +11,7 @@ from services.fabric.link import CountingLink
 from services.fabric.lockstep.flat import FlatLink
 from services.fabric.lockstep.gloo import Wire
 from services.fabric.lockstep.hierarchical import HierarchicalLink
-from services.fabric.lockstep.routes import Experts, Held, MeshExperts, MeshRoutes
+from services.fabric.lockstep.routes import Experts, Held, LockstepExperts, LockstepRoutes
 from services.fabric.lockstep.sliced import SlicedLink
 from services.fabric.lockstep.topology import Topology
 from services.fabric.row_counts import ExpertRows
@@ -21,7 +21,7 @@ Way = Literal["flat", "hierarchical"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeshShape:
+class LockstepShape:
     """How the ranks of a mesh share experts.
 
     Args:
@@ -66,13 +66,13 @@ class MeshShape:
         return Topology.of_nodes({peer: self.nodes[peer] for peer in self.peers(rank)}, pairs=self.pairs)
 
 
-def mesh_link(
+def lockstep_link(
     wire: Wire,
     experts: Mapping[int, Experts],
     *,
     placement: Placement,
     num_experts: int,
-    shape: MeshShape,
+    shape: LockstepShape,
     max_rows: int,
 ) -> CountingLink[Any]:
     """The link of ``wire``'s rank.
@@ -84,9 +84,11 @@ def mesh_link(
     """
     topology = shape.topology(wire.rank)
     held = {layer: _held(groups, shape, wire.rank) for layer, groups in placement.items()}
-    routes = MeshRoutes(held, num_experts=num_experts, topology=topology, rank=wire.rank)
+    routes = LockstepRoutes(held, num_experts=num_experts, topology=topology, rank=wire.rank)
     inner_rows = max_rows * shape.slices
-    link = _inner(wire, MeshExperts(experts, routes), shape, topology, inner_rows, ExpertRows(placement, num_experts))
+    link = _inner(
+        wire, LockstepExperts(experts, routes), shape, topology, inner_rows, ExpertRows(placement, num_experts)
+    )
     if shape.slices == 1:
         return link
     first = shape.group_of(wire.rank) * shape.slices
@@ -95,7 +97,7 @@ def mesh_link(
 
 
 def _inner(
-    wire: Wire, experts: MeshExperts, shape: MeshShape, topology: Topology, max_rows: int, rows: ExpertRows
+    wire: Wire, experts: LockstepExperts, shape: LockstepShape, topology: Topology, max_rows: int, rows: ExpertRows
 ) -> CountingLink[Any]:
     if shape.way == "hierarchical":
         return HierarchicalLink(wire, experts, topology=topology, max_rows=max_rows, rows=rows)
@@ -103,5 +105,5 @@ def _inner(
     return FlatLink(wire, experts, peers=peers, max_rows=max_rows, rows=rows)
 
 
-def _held(groups: tuple[tuple[int, ...], ...], shape: MeshShape, rank: int) -> Held:
+def _held(groups: tuple[tuple[int, ...], ...], shape: LockstepShape, rank: int) -> Held:
     return {peer: groups[shape.group_of(peer)] for peer in shape.peers(rank)}

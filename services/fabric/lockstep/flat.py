@@ -14,9 +14,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from services.fabric.link import Certain
+from services.fabric.link import SynchronousLink
 from services.fabric.lockstep.gloo import Exchange, Wire
-from services.fabric.lockstep.routes import MeshExperts
+from services.fabric.lockstep.routes import LockstepExperts
 from services.fabric.lockstep.rows import Batch, answers, forward_rows, joined, pairs, received, room_for, slot_sum
 from services.fabric.row_counts import ExpertRows
 
@@ -46,7 +46,7 @@ class FlatHandle:
     back: Exchange
 
 
-class FlatLink(Certain):
+class FlatLink(SynchronousLink):
     """Sums outputs in slot order: in float32 equal to :class:`services.fabric.local.LocalLink` to the last bit.
 
     Args:
@@ -56,7 +56,7 @@ class FlatLink(Certain):
     """
 
     def __init__(
-        self, wire: Wire, experts: MeshExperts, *, peers: Sequence[int], max_rows: int, rows: ExpertRows
+        self, wire: Wire, experts: LockstepExperts, *, peers: Sequence[int], max_rows: int, rows: ExpertRows
     ) -> None:
         self._wire, self._experts, self._peers = wire, experts, sorted(peers)
         self._max_rows = max_rows
@@ -64,7 +64,7 @@ class FlatLink(Certain):
         self._tags = Tags()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> FlatHandle:
-        """Raises MeshBroken."""
+        """Raises LockstepBroken."""
         assert len(x_TD) <= self._max_rows, "the other ranks have no room for so many rows"
         self._rows.count(layer, expert_ids_TK)
         tag = self._tags.next()
@@ -79,7 +79,7 @@ class FlatLink(Certain):
         return FlatHandle(layer=layer, batch=batch, ranks_TK=ranks_TK, out=out, back=back)
 
     def combine(self, handle: FlatHandle) -> Tensor:
-        """Raises MeshBroken."""
+        """Raises LockstepBroken."""
         batch, ranks_S = handle.batch, handle.ranks_TK.flatten()
         arrived, origins = received(handle.out.wait(), batch)
         own_PD, come_PD, come_rows = self._outputs(handle, arrived, origins)

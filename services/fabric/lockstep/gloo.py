@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
-from services.errors import MeshBroken
+from services.errors import LockstepBroken
 
 Messages = Mapping[int, Sequence[Tensor]]
 """Peer -> tensors, whose bytes make one message."""
@@ -59,7 +59,7 @@ class Exchange(Protocol):
         """Peer -> the bytes that came from it, uint8.
 
         Raises:
-            MeshBroken: a peer is gone, or nothing came in time.
+            LockstepBroken: a peer is gone, or nothing came in time.
         """
 
 
@@ -164,7 +164,7 @@ def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout_s: floa
         host: this rank's address, as the others reach it.
 
     Raises:
-        MeshBroken: the ranks did not find one another in time.
+        LockstepBroken: the ranks did not find one another in time.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -176,12 +176,12 @@ def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout_s: floa
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Errors of torch.distributed, which all are RuntimeErrors, as :class:`MeshBroken`."""
+    """Errors of torch.distributed, which all are RuntimeErrors, as :class:`LockstepBroken`."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
-        raise MeshBroken(
+        raise LockstepBroken(
             f"The mesh broke while {what}: {reason}", hint="All ranks start again; requests are kept."
         ) from error
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.fabric.link import Certain
+from services.fabric.link import SynchronousLink
 from services.fabric.lockstep.flat import Tags
 from services.fabric.lockstep.gloo import Exchange, Wire
-from services.fabric.lockstep.routes import MeshExperts
+from services.fabric.lockstep.routes import LockstepExperts
 from services.fabric.lockstep.rows import Batch, Hop, answers, forward_rows, joined, received, room_for
 from services.fabric.lockstep.topology import Topology
 from services.fabric.row_counts import ExpertRows
@@ -53,7 +53,7 @@ class _Flight:
     hops: dict[int, Hop]
 
 
-class HierarchicalLink(Certain):
+class HierarchicalLink(SynchronousLink):
     """Equal to the flat link but for the order in which a row's outputs are added.
 
     Args:
@@ -61,7 +61,7 @@ class HierarchicalLink(Certain):
     """
 
     def __init__(
-        self, wire: Wire, experts: MeshExperts, *, topology: Topology, max_rows: int, rows: ExpertRows
+        self, wire: Wire, experts: LockstepExperts, *, topology: Topology, max_rows: int, rows: ExpertRows
     ) -> None:
         self._wire, self._experts = wire, experts
         self._gathers = topology.gathers
@@ -71,7 +71,7 @@ class HierarchicalLink(Certain):
         self._tags = Tags()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> _Flight:
-        """Raises MeshBroken."""
+        """Raises LockstepBroken."""
         assert len(x_TD) <= self._max_rows, "the other ranks have no room for so many rows"
         self._rows.count(layer, expert_ids_TK)
         places_TK = self._experts.routes.places(layer, expert_ids_TK)
@@ -87,7 +87,7 @@ class HierarchicalLink(Certain):
         return flight
 
     def combine(self, flight: _Flight) -> Tensor:
-        """Raises MeshBroken."""
+        """Raises LockstepBroken."""
         own = flight.own
         near, near_from = received(flight.exchanges[NODE].wait(), own)
         if self._gathers:

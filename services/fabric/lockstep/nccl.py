@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 
-from services.errors import MeshBroken
+from services.errors import LockstepBroken
 from services.fabric.lockstep.gloo import Exchange, GlooWire, Messages, Traffic, guarded, packed
 
 ALIGNED = 16
@@ -89,13 +89,13 @@ class _NcclExchange:
             while not work.is_completed():
                 if time.monotonic() > until:
                     self._wire.group.abort()  # type: ignore[attr-defined]
-                    raise MeshBroken("An exchange between GPUs took too long.", hint="All ranks start again.")
+                    raise LockstepBroken("An exchange between GPUs took too long.", hint="All ranks start again.")
                 time.sleep(0)
             work.wait()
 
 
 def nccl_group(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
-    """A ProcessGroupNCCL over ``store`` alone, connected. Raises MeshBroken."""
+    """A ProcessGroupNCCL over ``store`` alone, connected. Raises LockstepBroken."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -123,7 +123,9 @@ def _connect(group: object, device: torch.device, timeout_s: float) -> None:
     threading.Thread(target=run, name="connecting the GPUs", daemon=True).start()
     if not done.wait(timeout_s) or problems:
         reason = str(problems[0]).splitlines()[0] if problems else f"not within {timeout_s:g} s"
-        raise MeshBroken(f"The GPUs of the ranks did not connect: {reason}.", hint="Each rank needs a GPU of its own.")
+        raise LockstepBroken(
+            f"The GPUs of the ranks did not connect: {reason}.", hint="Each rank needs a GPU of its own."
+        )
 
 
 def _room(size: int) -> int:

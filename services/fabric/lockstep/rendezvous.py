@@ -21,15 +21,15 @@ from services.errors import (
     ConfigError,
     FabricError,
     FingerprintMismatch,
-    MeshBroken,
+    LockstepBroken,
     PortInUse,
     ProtocolMismatch,
     SecretMismatch,
 )
 from services.fabric.faults import Faults
 from services.fabric.lockstep.gloo import Group, gloo_group, guarded
-from services.fabric.lockstep.store_proxy import LOOPBACK, Gate, Tunnel
-from services.fabric.lockstep.turns import StoreBell, ring_out
+from services.fabric.lockstep.store_proxy import LOOPBACK, ClientProxy, ServerProxy
+from services.fabric.lockstep.turns import StoreWakeUp, notify_all
 
 WIRE = 1
 LOOK_S = 0.5
@@ -85,7 +85,7 @@ class Joined:
         self.nodes = tuple(fact.node for fact in facts)
 
     def group(self, name: str = "data") -> Group:
-        """Raises MeshBroken."""
+        """Raises LockstepBroken."""
         meeting = self._meeting
         store = PrefixStore(name, self._store)
         return gloo_group(store, meeting.rank, meeting.ranks, host=meeting.host, timeout_s=meeting.timeout_s)
@@ -93,11 +93,11 @@ class Joined:
     def store(self, name: str) -> PrefixStore:
         return PrefixStore(name, self._store)
 
-    def bell(self, on_ring: Callable[[], None]) -> StoreBell:
+    def wake_up(self, on_notify: Callable[[], None]) -> StoreWakeUp:
         meeting = self._meeting
         with guarded("connecting to the ranks' store"):
             waits = TCPStore(LOOPBACK, self._found.port, is_master=False, wait_for_workers=False)
-        return StoreBell(self._store, waits, keeper=meeting.rank == 0, on_ring=on_ring)
+        return StoreWakeUp(self._store, waits, keeper=meeting.rank == 0, on_notify=on_notify)
 
 
 def join(meeting: Meeting, facts: Facts, faults: Faults | None = None) -> Joined:
@@ -110,7 +110,7 @@ def join(meeting: Meeting, facts: Facts, faults: Faults | None = None) -> Joined
         ConfigError: rank 0's address cannot be listened on.
         FingerprintMismatch, ConfigError: another rank has another checkpoint, version or options; says which.
         SecretMismatch, ProtocolMismatch: rank 0 has another secret, or speaks no version that this release does.
-        MeshBroken: a rank came twice or says what cannot be read, or rank 0 went: start again.
+        LockstepBroken: a rank came twice or says what cannot be read, or rank 0 went: start again.
     """
     mine = msgspec.json.encode(facts).decode()
     found = _store(meeting, facts.package, faults)
@@ -131,7 +131,7 @@ class _Found:
 
     store: TCPStore
     port: int
-    door: Gate | Tunnel
+    door: ServerProxy | ClientProxy
 
 
 def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) -> _Found:
@@ -144,13 +144,15 @@ def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) ->
         outside, inside = _listener(meeting), socket.create_server((LOOPBACK, 0))
         port: int = inside.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
-        gate = Gate(outside, secret=meeting.secret, port=port, name="rank 0", package=package, faults=faults)
+        gate = ServerProxy(outside, secret=meeting.secret, port=port, name="rank 0", package=package, faults=faults)
         return _Found(store, port, gate)
     noted = time.monotonic()
     while True:
         try:
             name = f"rank {meeting.rank}"
-            return _through(Tunnel(meeting.address, meeting.port, secret=meeting.secret, name=name, package=package))
+            return _through(
+                ClientProxy(meeting.address, meeting.port, secret=meeting.secret, name=name, package=package)
+            )
         except (SecretMismatch, ProtocolMismatch):
             raise
         except (RuntimeError, OSError, FabricError):  # nobody listens there yet
@@ -160,7 +162,7 @@ def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) ->
             time.sleep(LOOK_S)
 
 
-def _through(tunnel: Tunnel) -> _Found:
+def _through(tunnel: ClientProxy) -> _Found:
     try:
         wait = timedelta(seconds=NOTE_S)
         store = TCPStore(LOOPBACK, tunnel.port, is_master=False, wait_for_workers=False, timeout=wait)
@@ -192,7 +194,7 @@ def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
             return True
         log.info("rank %d is taken in the old mesh; waiting for its end", rank)
         store.set(SPOILED, str(rank))
-        ring_out(store)
+        notify_all(store)
         while True:
             store.check([SPOILED])
             time.sleep(LOOK_S / 10)
@@ -205,7 +207,7 @@ def _wait_for_all(store: TCPStore, ranks: int) -> None:
     while missing := [rank for rank in range(ranks) if not store.check([_key(rank)])]:
         if store.check([SPOILED]):
             twice = store.get(SPOILED).decode(errors="replace")
-            raise MeshBroken(f"Rank {twice} came twice.", hint="All ranks start again.")
+            raise LockstepBroken(f"Rank {twice} came twice.", hint="All ranks start again.")
         if time.monotonic() - noted > NOTE_S:
             log.info("waiting for rank %s", ", ".join(map(str, missing)))
             noted = time.monotonic()
@@ -230,7 +232,7 @@ def _told(rank: int, data: bytes) -> Facts:
     try:
         return msgspec.json.decode(data, type=Facts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MeshBroken(f"Rank {rank} says of itself what cannot be read: {error}.", hint=_ALIKE) from error
+        raise LockstepBroken(f"Rank {rank} says of itself what cannot be read: {error}.", hint=_ALIKE) from error
 
 
 def _key(rank: int) -> str:

@@ -29,7 +29,7 @@ class _LayerRoutes:
     expert_P: Tensor
 
 
-class MeshRoutes:
+class LockstepRoutes:
     """Routes of one rank over all layers.
 
     Args:
@@ -64,14 +64,14 @@ class MeshRoutes:
         return routes
 
 
-class MeshExperts:
+class LockstepExperts:
     """The experts of this rank, called for rows wherever they came from.
 
     Args:
         experts: layer -> those held here; called with the model's ids, -1 for slots of others.
     """
 
-    def __init__(self, experts: Mapping[int, Experts], routes: MeshRoutes) -> None:
+    def __init__(self, experts: Mapping[int, Experts], routes: LockstepRoutes) -> None:
         self._experts = dict(experts)
         self.routes = routes
 

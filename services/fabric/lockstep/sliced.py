@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from services.fabric.link import Certain, ExpertLink
+from services.fabric.link import ExpertLink, SynchronousLink
 from services.fabric.lockstep.flat import STAGES, Tags
 from services.fabric.lockstep.gloo import Exchange, Wire
 from services.fabric.lockstep.rows import Batch, joined, received, room_for
@@ -36,7 +36,7 @@ class SlicedHandle(Generic[HandleT]):
     sums: Exchange
 
 
-class SlicedLink(Certain, Generic[HandleT]):
+class SlicedLink(SynchronousLink, Generic[HandleT]):
     """A link whose experts are split over ``group``.
 
     Args:
@@ -55,7 +55,7 @@ class SlicedLink(Certain, Generic[HandleT]):
         self._tags = Tags()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SlicedHandle[HandleT]:
-        """Waits for the rows of the group. Raises MeshBroken."""
+        """Waits for the rows of the group. Raises LockstepBroken."""
         self._rows.count(layer, expert_ids_TK)
         tag = self._tags.next()
         own = Batch(x_ND=x_TD, places_NK=expert_ids_TK, weights_NK=weights_TK)
@@ -72,7 +72,7 @@ class SlicedLink(Certain, Generic[HandleT]):
         )
 
     def combine(self, handle: SlicedHandle[HandleT]) -> Tensor:
-        """The sum over the slices, in their order, in float32, rounded once. Raises MeshBroken."""
+        """The sum over the slices, in their order, in float32, rounded once. Raises LockstepBroken."""
         y_ND = self._inner.combine(handle.inner)
         parts = dict(zip(self._group, y_ND.split_with_sizes(list(handle.rows)), strict=True))
         handle.sums.send({rank: (parts[rank],) for rank in self._peers})

@@ -1,6 +1,7 @@
 """The ranks' store behind a door: torch's store asks nobody who he is, so it listens on loopback alone.
 
-    rank's store client -> Tunnel on its loopback ==(handshake, tcp/handshake.py)==> Gate of rank 0 -> store on loopback
+    rank's store client -> ClientProxy on its loopback ==(handshake, tcp/handshake.py)==> ServerProxy of rank 0 -> store
+    on loopback
 
 Only what knows the secret gets through the gate. What passes is neither encrypted nor signed, and other users of a
 rank's machine can reach its loopback.
@@ -29,12 +30,12 @@ _MOST = 4096
 log = logging.getLogger(__name__)
 
 
-class _Door:
+class _Proxy:
     """Listens, and joins every connection that comes to one that :meth:`_other` opens; ends all with :meth:`close`."""
 
     def __init__(self, listener: socket.socket, name: str, faults: Faults | None = None) -> None:
         self.port: int = listener.getsockname()[1]
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._far: set[socket.socket] = set()
         self._reception = Reception(listener, self._join, who="rank", faults=faults or Faults(), most=_MOST)
         threading.Thread(target=self._reception.run, name=name, daemon=True).start()
@@ -42,7 +43,7 @@ class _Door:
     def close(self) -> None:
         self._reception.end()
         self._reception.close()
-        with self._gate:
+        with self._lock:
             for sock in self._far:
                 shut_socket(sock)
 
@@ -55,7 +56,7 @@ class _Door:
             self._reception.prove(near)
             for sock in (near.sock, far):
                 sock.settimeout(None)  # a rank may be silent for as long as there is no work
-            with self._gate:
+            with self._lock:
                 self._far.add(far)
             try:
                 back = threading.Thread(target=_pass_on, args=(far, near.sock), daemon=True)
@@ -63,11 +64,11 @@ class _Door:
                 _pass_on(near.sock, far)
                 back.join()
             finally:
-                with self._gate:
+                with self._lock:
                     self._far.discard(far)
 
 
-class Gate(_Door):
+class ServerProxy(_Proxy):
     """Rank 0's: lets those through to ``port`` on loopback who prove that they know ``secret``. ``package``: as
     :class:`services.fabric.tcp.handshake.Hello` says."""
 
@@ -90,22 +91,22 @@ class Gate(_Door):
         return socket.create_connection((LOOPBACK, self._store_port), HANDSHAKE_S)
 
 
-class Tunnel(_Door):
+class ClientProxy(_Proxy):
     """Another rank's: what connects to ``port`` on loopback comes out behind the gate at ``address``."""
 
     def __init__(self, address: str, port: int, *, secret: bytes, name: str, package: str = "") -> None:
         self._address, self._secret, self._hello = (address, port), secret, _hello(name, package)
-        self._knock().close()
+        self._connect().close()
         super().__init__(socket.create_server((LOOPBACK, 0)), "tunnel")
 
     def _other(self, near: Arrival) -> socket.socket:  # noqa: ARG002 - any may knock
         try:
-            return self._knock()
+            return self._connect()
         except (ExpertMeshError, OSError) as error:
             log.warning("no way to the ranks' store: %s", error)
             raise
 
-    def _knock(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         """Raises SecretMismatch, ProtocolMismatch, OSError or FabricError."""
         sock = socket.create_connection(self._address, HANDSHAKE_S)
         try:

@@ -1,8 +1,8 @@
 """Lock-step over a mesh: before each step the ranks agree whether any of them has work; then all take all layers.
 
 A rank without work takes part without rows. While nobody has any, nobody computes, polls or sends: whoever gets work
-rings a bell, and all agree again. A mesh lives as a whole: one that leaves says so with an agreement, and the others
-then leave too, each when it has drained. Legend: T rows, D hidden size, K slots per row.
+rings a wake-up signal, and all agree again. A mesh lives as a whole: one that leaves says so with an agreement, and the
+others then leave too, each when it has drained. Legend: T rows, D hidden size, K slots per row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from services.errors import MeshBroken
-from services.fabric.link import Certain, CountingLink
+from services.errors import LockstepBroken
+from services.fabric.link import CountingLink, SynchronousLink
 from services.fabric.lockstep.gloo import guarded
 
 HandleT = TypeVar("HandleT")
@@ -32,7 +32,7 @@ FOREVER = timedelta(days=30)
 log = logging.getLogger(__name__)
 
 
-class LockStep(Certain, Generic[HandleT]):
+class LockstepTurns(SynchronousLink, Generic[HandleT]):
     """A link whose ranks take turns together; a turn is one pass over all MoE layers.
 
     The first dispatch of a pass begins a turn. A pass that an error ended half-way is finished without rows, so that
@@ -57,7 +57,7 @@ class LockStep(Certain, Generic[HandleT]):
         self._ranks, self._layers, self._no_rows = ranks, layers, no_rows
         self._left: deque[int] = deque()
         self._open: list[HandleT] = []
-        self._broken: MeshBroken | None = None
+        self._broken: LockstepBroken | None = None
         self.leaving = False
         """May be set from any thread: this rank takes no more requests. The others hear of it when all agree next."""
         self.some_leave, self.all_drained = False, False
@@ -66,7 +66,7 @@ class LockStep(Certain, Generic[HandleT]):
         """Agreements that nobody has work: the same number in every rank."""
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
-        """Raises MeshBroken, and from then on always."""
+        """Raises LockstepBroken, and from then on always."""
         if not self._left or self._left[0] != layer:
             self.finish()
             self.begin(work=True)
@@ -74,7 +74,7 @@ class LockStep(Certain, Generic[HandleT]):
         return self._dispatch(x_TD, expert_ids_TK, weights_TK)
 
     def combine(self, handle: HandleT) -> Tensor:
-        """Raises MeshBroken."""
+        """Raises LockstepBroken."""
         self._open = [other for other in self._open if other is not handle]
         return self._unless_broken(lambda: self._link.combine(handle))
 
@@ -87,7 +87,7 @@ class LockStep(Certain, Generic[HandleT]):
         return self.leaving and not self.some_leave
 
     def begin(self, *, work: bool, drained: bool = False) -> bool:
-        """Agree with all ranks; whether a turn follows. ``drained``: nothing is left here. Raises MeshBroken."""
+        """Agree with all ranks; whether a turn follows. ``drained``: nothing is left here. Raises LockstepBroken."""
         said = [int(work), int(self.leaving or drained), int(drained)]
         working, leavers, done = self._unless_broken(lambda: self._agree(said))
         if working:
@@ -99,7 +99,7 @@ class LockStep(Certain, Generic[HandleT]):
         return working > 0
 
     def finish(self) -> None:
-        """Take part in what is left of the turn, without rows. Raises MeshBroken."""
+        """Take part in what is left of the turn, without rows. Raises LockstepBroken."""
         while self._open:
             self.combine(self._open[0])
         while self._left:
@@ -118,39 +118,39 @@ class LockStep(Certain, Generic[HandleT]):
             raise self._broken
         try:
             return call()
-        except MeshBroken as error:
+        except LockstepBroken as error:
             self._broken = error
             raise
 
 
-class Bell(Protocol):
+class WakeUp(Protocol):
     """Heard by all ranks. Periods without work are numbered; each is ended by one ring or several."""
 
     def ring(self, period: int) -> None: ...
 
     def listen(self, period: int) -> None:
-        """Make ``on_ring`` be called when that period's bell rings, or has rung."""
+        """Make ``on_notify`` be called when that period's wake-up signal rings, or has rung."""
 
     def heard(self, period: int) -> bool: ...
 
 
-class StoreBell:
+class StoreWakeUp:
     """Over the store by which the ranks found one another. A thread of its own waits there, so that none polls.
 
     Args:
         rings, waits: two connections to the store: one that waits is blocked.
-        on_ring: called from the thread; also when the store is gone, since then the mesh is.
+        on_notify: called from the thread; also when the store is gone, since then the mesh is.
     """
 
-    def __init__(self, rings: Store, waits: Store, *, keeper: bool, on_ring: Callable[[], None]) -> None:
-        self._rings, self._waits, self._keeper, self._on_ring = rings, waits, keeper, on_ring
+    def __init__(self, rings: Store, waits: Store, *, keeper: bool, on_notify: Callable[[], None]) -> None:
+        self._rings, self._waits, self._keeper, self._on_ring = rings, waits, keeper, on_notify
         self._periods: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._listened = self._heard = -1
-        self._thread = threading.Thread(target=self._wait, name="bell", daemon=True)
+        self._thread = threading.Thread(target=self._wait, name="wake_up", daemon=True)
         self._thread.start()
 
     def ring(self, period: int) -> None:
-        """Raises MeshBroken: the store is gone."""
+        """Raises LockstepBroken: the store is gone."""
         with guarded("ringing for work"):
             self._rings.set(_key(period), "rung")
 
@@ -169,7 +169,7 @@ class StoreBell:
         """End the thread, and wait for it: inside torch as the interpreter ends, it would abort the process. Wakes the
         other ranks, too: it is for when all have drained, or this one has failed them."""
         self._periods.put(None)
-        with suppress(MeshBroken):  # without a store nobody waits there
+        with suppress(LockstepBroken):  # without a store nobody waits there
             self.ring(self._listened)
         self._thread.join()
 
@@ -186,7 +186,7 @@ class StoreBell:
 PERIOD = "period"
 
 
-def ring_out(store: Store) -> None:
+def notify_all(store: Store) -> None:
     """Ring for whoever waits, without being one of the ranks."""
     period = int(store.get(PERIOD)) if store.check([PERIOD]) else 1
     for number in (period, period + 1):
@@ -194,21 +194,21 @@ def ring_out(store: Store) -> None:
 
 
 def _key(period: int) -> str:
-    return f"bell/{period}"
+    return f"wake_up/{period}"
 
 
-def linger(steps: LockStep[HandleT], bell: Bell, seconds: float) -> None:
+def wait_for_peers(steps: LockstepTurns[HandleT], wake_up: WakeUp, seconds: float) -> None:
     """Take part without rows until all have drained, for ``seconds`` at most: those that take longer need this one."""
     until = time.monotonic() + seconds
-    with suppress(MeshBroken):  # another one left sooner
+    with suppress(LockstepBroken):  # another one left sooner
         steps.finish()
-        bell.ring(steps.idle_turns)
+        wake_up.ring(steps.idle_turns)
         while time.monotonic() < until:
             if steps.begin(work=False, drained=True):
                 steps.finish()
                 continue
             if steps.all_drained:
                 return
-            bell.listen(steps.idle_turns)
-            while not bell.heard(steps.idle_turns) and time.monotonic() < until:
+            wake_up.listen(steps.idle_turns)
+            while not wake_up.heard(steps.idle_turns) and time.monotonic() < until:
                 time.sleep(0.02)

@@ -51,13 +51,13 @@ class Launches:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._ends: list[threading.Thread] = []
 
     def end(self, work: Callable[[], None]) -> None:
         """``work``, which ends a lane, beside the caller."""
         thread = threading.Thread(target=work, name="end of a lane", daemon=True)
-        with self._gate:
+        with self._lock:
             self._ends = [other for other in self._ends if other.is_alive()] + [thread]
             thread.start()
 
@@ -65,7 +65,7 @@ class Launches:
         """Whether all ends that have begun are done in that time: in a process that exits meanwhile NCCL would find
         no driver."""
         until = time.monotonic() + seconds
-        with self._gate:
+        with self._lock:
             ends = list(self._ends)
         for thread in ends:
             thread.join(max(0.0, until - time.monotonic()))

@@ -20,7 +20,7 @@ from services.fabric.nccl.process_groups import Groups, groups_for
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import Frame, Kind
 from services.fabric.tcp.handshake import Hello
-from services.fabric.tcp.peer import Peer, soon
+from services.fabric.tcp.peer import Peer, deadline_in
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _KIND = "/2"
 FRAMES_BYTES = 96 << 10
 """Below this rows are there sooner in frames than over NCCL, which needs both hosts as well (docs/adr/0006)."""
 MOST_HUNG = 4
-"""Openings that may hang in one process before it tries no more of them."""
+"""Openings that may publish in one process before it tries no more of them."""
 
 
 class Lanes:
@@ -50,8 +50,8 @@ class Lanes:
         self.least_bytes = least_bytes
         self._offer = f"{groups.name}{_KIND}"
         self._launches = Launches()
-        self._gate = threading.Lock()
-        self._hung: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._published: list[threading.Thread] = []
         self._approaching: list[Opening] = []
 
     @property
@@ -87,7 +87,7 @@ class Lanes:
             LaneFailed: there is no lane; the connection should end, as the other side may believe in one.
             SeatLeaving, SeatLost, WireError: as frames say.
         """
-        until = soon(self._opening_s)
+        until = deadline_in(self._opening_s)
         opening = self._begin(peer, lambda: None)
         assert opening is not None, "not asked to be alone"
         try:
@@ -100,7 +100,7 @@ class Lanes:
             raise
 
     def welcome(self, peer: Peer) -> Opening:
-        """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.heed`."""
+        """The expert side's part, in the background; frames of kind LANE go to :meth:`Opening.process`."""
         return Opening(self, peer, EXPERTS, self._opening_s)
 
     def approach(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> Attempt | None:
@@ -113,7 +113,7 @@ class Lanes:
 
     def _begin(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> Opening | None:
         self.refuse_if_many_hang()
-        with self._gate:
+        with self._lock:
             under_way = [other for other in self._approaching if other.under_way]
             if alone and under_way:
                 return None
@@ -127,20 +127,20 @@ class Lanes:
 
     def left(self, opening: threading.Thread) -> None:
         """Nobody waits any more for ``opening``, which hangs inside the library: nothing can end it."""
-        with self._gate:
-            self._hung.append(opening)
-        log.warning("%d openings of %s lanes hang; each keeps a thread.", self.hung(), self._groups.name)
+        with self._lock:
+            self._published.append(opening)
+        log.warning("%d openings of %s lanes publish; each keeps a thread.", self.hung(), self._groups.name)
 
     def hung(self) -> int:
         """Openings that outlived their time and still run."""
-        with self._gate:
-            self._hung = [thread for thread in self._hung if thread.is_alive()]
-            return len(self._hung)
+        with self._lock:
+            self._published = [thread for thread in self._published if thread.is_alive()]
+            return len(self._published)
 
     def refuse_if_many_hang(self) -> None:
         """Raises LaneFailed: no more threads are given to openings."""
         if self.hung() >= MOST_HUNG:
-            raise LaneFailed(f"{MOST_HUNG} openings of {self._groups.name} lanes hang here already.")
+            raise LaneFailed(f"{MOST_HUNG} openings of {self._groups.name} lanes publish here already.")
 
     def open(self, stores: tuple[PairStore, PairStore], rank: int, host: str) -> Lane:
         return Lane(self._groups, self._launches, stores, rank, host)
@@ -177,7 +177,7 @@ class LaneServer(ServerExtension):
             return False
         opening = self._openings[peer] or self._lanes.welcome(peer)
         self._openings[peer] = opening
-        opening.heed(frame)
+        opening.process(frame)
         return True
 
     def lost(self, peer: Peer) -> None:
@@ -189,6 +189,6 @@ def _next_frame(peer: Peer, until: float) -> Frame:
     try:
         return peer.receive(until)
     except SeatLost as error:
-        if soon(0) < until:
+        if deadline_in(0) < until:
             raise
         raise LaneFailed(f"{peer.name} made no lane in time.") from error

@@ -22,7 +22,7 @@ from services.fabric.nccl.lane import ATTENTION, EXPERTS, Lane
 from services.fabric.nccl.messages import LaneNote
 from services.fabric.nccl.pair_store import PairStore
 from services.fabric.tcp.frames import ECHO_BYTES, Frame, Kind, bytes_of, message_of
-from services.fabric.tcp.peer import Peer, soon
+from services.fabric.tcp.peer import Peer, deadline_in
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Owner(Protocol):
     """What an opening asks of the process's lanes."""
 
     def open(self, stores: tuple[PairStore, PairStore], rank: int, host: str) -> Lane:
-        """A lane over groups that meet at ``stores``; may hang."""
+        """A lane over groups that meet at ``stores``; may publish."""
         ...
 
     def left(self, opening: threading.Thread) -> None:
@@ -42,7 +42,7 @@ class Owner(Protocol):
         ...
 
     def refuse_if_many_hang(self) -> None:
-        """Raises LaneFailed where too many openings hang."""
+        """Raises LaneFailed where too many openings publish."""
         ...
 
 
@@ -54,7 +54,7 @@ class Opening:
     ) -> None:
         """``adopted`` is called, by that thread, when rows may go by the lane."""
         self._lanes, self._peer, self._rank, self._adopted = lanes, peer, rank, adopted
-        self._seconds, self._until = seconds, soon(seconds)
+        self._seconds, self._until = seconds, deadline_in(seconds)
         self._told, self._cancelled = threading.Event(), threading.Event()
         self._stores = PairStore("forth/", self._tell, seconds), PairStore("back/", self._tell, seconds)
         self._problem: ExpertMeshError | None = None
@@ -78,7 +78,7 @@ class Opening:
             self._told.set()
         return not note.key
 
-    def heed(self, frame: Frame) -> None:
+    def process(self, frame: Frame) -> None:
         """As :meth:`take`; an attention worker that gives the lane up sends its rows in frames."""
         try:
             self.take(frame)
@@ -88,14 +88,14 @@ class Opening:
 
     def wait(self) -> None:
         """Until the lane is there. Raises LaneFailed as :meth:`check`."""
-        self._thread.join(max(0.0, self._until - soon(0)))
+        self._thread.join(max(0.0, self._until - deadline_in(0)))
         self.check()
 
     def check(self) -> None:
         """Raises LaneFailed: there is no lane, or not in time."""
         if self._problem is not None:
             raise LaneFailed(f"No lane to {self._peer.name}: {self._problem.message}") from self._problem
-        if self._thread.is_alive() and soon(0) >= self._until:
+        if self._thread.is_alive() and deadline_in(0) >= self._until:
             raise LaneFailed(f"No lane to {self._peer.name} within {self._seconds:g} s.")
 
     def cancel(self) -> None:
@@ -135,7 +135,7 @@ class Opening:
 
     def _wait_told(self) -> None:
         """The other end reads rows from its lane only once it says that it has one."""
-        if not self._told.wait(max(0.0, self._until - soon(0))) or self._cancelled.is_set():
+        if not self._told.wait(max(0.0, self._until - deadline_in(0))) or self._cancelled.is_set():
             raise LaneFailed(f"{self._peer.name} did not say that it has its lane.")
 
     def _fail(self, error: ExpertMeshError) -> None:

@@ -17,7 +17,7 @@ from services.fabric.nccl.messages import Fetch, Weights
 from services.fabric.tcp.connect import Facts, connect, prove
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import Failed, Frame, Kind, message_of
-from services.fabric.tcp.peer import Peer, soon
+from services.fabric.tcp.peer import Peer, deadline_in
 from services.routing import Seat
 
 LayerTensors = Mapping[str, Tensor]
@@ -122,7 +122,7 @@ def _receive_all(
     take: Take,
 ) -> dict[int, dict[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
-    left, until = sum(map(len, shapes.values())), soon(_TENSOR_S)
+    left, until = sum(map(len, shapes.values())), deadline_in(_TENSOR_S)
     while left:
         if stopped():
             raise CallFailed("The loading was stopped.")
@@ -136,7 +136,7 @@ def _receive_all(
             raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
         found[message.layer][message.name] = tensor = _receive_one(peer, message, dtype, device)
         take(message.layer, message.name, tensor)
-        left, until = left - 1, soon(_TENSOR_S)
+        left, until = left - 1, deadline_in(_TENSOR_S)
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from services.errors import FabricError
-from services.fabric.shared_memory.fd_server import FdPost, fetch_fd
+from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
 from services.fabric.shared_memory.memory import NONCE_BYTES, Mapping, Region, Ticket, decode_ticket, wrong_memory
 
 _PINNED: Final = 1
@@ -90,7 +90,7 @@ class CudaMemory:
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), 0)
         self._granularity = granularity.value
         self._aside = torch.cuda.Stream(self._device) if aside else None  # type: ignore[no-untyped-call]
-        self._post = FdPost()
+        self._post = FdServer()
         self._uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def share(self, size: int) -> Region:
@@ -106,10 +106,10 @@ class CudaMemory:
             tensor.zero_()
             tensor[size : size + NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self._device)
             torch.cuda.current_stream(self._device).synchronize()
-        key = self._post.hang(fd.value)
+        key = self._post.publish(fd.value)
 
         def close() -> None:
-            self._post.take_down(key)
+            self._post.withdraw(key)
             os.close(fd.value)
             self._unmap(address, whole)
 

@@ -21,29 +21,29 @@ _WAIT_S = 5.0
 _AGAIN_S = 0.01
 
 
-class FdPost:
+class FdServer:
     """Gives out what was hung up, from threads of its own, until :meth:`close`."""
 
     def __init__(self) -> None:
         self.name = f"expertmesh-{os.getpid()}-{secrets.token_hex(8)}"
-        self._gate = threading.Lock()
-        self._hung: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+        self._published: dict[bytes, int] = {}
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0{self.name}")
         listener.listen(64)
         self._reception = Reception(listener, self._give, who="neighbour", faults=Faults(), most=0)
         threading.Thread(target=self._reception.run, name="fd post", daemon=True).start()
 
-    def hang(self, fd: int) -> bytes:
+    def publish(self, fd: int) -> bytes:
         """The key by which ``fd``, which stays the caller's, can be fetched until it is taken down."""
         key = secrets.token_bytes(_KEY_BYTES)
-        with self._gate:
-            self._hung[key] = fd
+        with self._lock:
+            self._published[key] = fd
         return key
 
-    def take_down(self, key: bytes) -> None:
-        with self._gate:
-            self._hung.pop(key, None)
+    def withdraw(self, key: bytes) -> None:
+        with self._lock:
+            self._published.pop(key, None)
 
     def close(self) -> None:
         self._reception.end()
@@ -53,9 +53,9 @@ class FdPost:
         """Whoever connects has proven nothing until it names a key, and is done then."""
         arrival.sock.settimeout(_WAIT_S)
         key = arrival.sock.recv(_KEY_BYTES, socket.MSG_WAITALL)
-        with self._gate:  # so that the descriptor is not closed, and its number given away, meanwhile
-            if key in self._hung:
-                socket.send_fds(arrival.sock, [b"+"], [self._hung[key]])
+        with self._lock:  # so that the descriptor is not closed, and its number given away, meanwhile
+            if key in self._published:
+                socket.send_fds(arrival.sock, [b"+"], [self._published[key]])
 
 
 def fetch_fd(name: str, key: bytes) -> int:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.fabric.shared_memory.fd_server import FdPost, fetch_fd
+from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
 from services.fabric.shared_memory.memory import NONCE_BYTES, Mapping, Region, Ticket, decode_ticket, wrong_memory
 
 
@@ -20,20 +20,20 @@ class HostMemory:
     kind: Final = "host"
 
     def __init__(self) -> None:
-        self._post = FdPost()
+        self._post = FdServer()
 
     def share(self, size: int) -> Region:
         fd = os.memfd_create("expertmesh")
         os.ftruncate(fd, size + NONCE_BYTES)
         nonce = secrets.token_bytes(NONCE_BYTES)
         os.pwrite(fd, nonce, size)
-        key = self._post.hang(fd)
+        key = self._post.publish(fd)
         ticket = Ticket(
             kind=self.kind, post=self._post.name, key=key, size=size + NONCE_BYTES, nonce_at=size, nonce=nonce
         )
 
         def close() -> None:
-            self._post.take_down(key)
+            self._post.withdraw(key)
             os.close(fd)
 
         return Region(_mapped(fd, size + NONCE_BYTES)[:size], msgspec.msgpack.encode(ticket), close)

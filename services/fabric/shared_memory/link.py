@@ -25,7 +25,7 @@ from services.fabric.device_counters import Counters
 from services.fabric.shared_memory.control_block import ControlBlock
 from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.messages import Step, bucket_of, buckets
-from services.fabric.shared_memory.peers import SharedSeat, SymmLane
+from services.fabric.shared_memory.peers import SharedPeers, SharedSeat
 from services.fabric.shared_memory.step_choice import seat_for
 from services.fabric.tcp.extension import ClientExtension
 from services.fabric.tcp.link import TcpHandle, TcpLink
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SymmOptions:
+class SharedMemoryOptions:
     """``deadline_s``: longest wait for one exchange, ``beside_s`` where a seat shares its device with attention, if
     that is longer; ``quarantine_s``: how long a seat that let one pass gets none; ``unavailable_s``: how long a step is
     run again and again; ``crowded``: seats share this GPU, see :func:`moe_kernels.exchange.op.sum_answers`."""
@@ -48,7 +48,7 @@ class SymmOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SymmHandle:
+class SharedMemoryHandle:
     """A dispatch on its way; ``tcp``: of the groups without shared memory."""
 
     layer: int
@@ -81,7 +81,7 @@ class _Step:
 OpenTcp = Callable[[ClientExtension], TcpLink]
 
 
-class SymmLink:
+class SharedMemoryLink:
     """Like the engine it serves, for one thread; tables come from any.
 
     Args:
@@ -102,9 +102,9 @@ class SymmLink:
         layers: Sequence[int],
         layout: Layout,
         node: str,
-        options: SymmOptions | None = None,
+        options: SharedMemoryOptions | None = None,
     ) -> None:
-        self._options = options or SymmOptions()
+        self._options = options or SharedMemoryOptions()
         self._layout, self._device, self._memory = layout, device, memory
         self._order = {layer: at for at, layer in enumerate(layers)}
         self._control = ControlBlock(device)
@@ -112,7 +112,7 @@ class SymmLink:
         self._counts_LE = torch.zeros(len(layers), table.num_experts, dtype=torch.int64, device=device)
         self._counters = Counters()
         self._over_tcp_LE = torch.ones(len(layers), table.num_experts, dtype=torch.bool, device=device)
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._table = self._next_table = table
         self._slow_until: dict[SharedSeat, float] = {}
         self._base = 0
@@ -122,7 +122,7 @@ class SymmLink:
         self.shared_steps = 0
         """Settled, with rows in shared memory."""
         self.repeated_steps = 0
-        self.lane = SymmLane(memory, layout, node=node, on_lost=self._on_lost)
+        self.lane = SharedPeers(memory, layout, node=node, on_lost=self._on_lost)
         self.tcp = open_tcp(self.lane)
         self._set_groups(table)
         self._compile()
@@ -156,7 +156,7 @@ class SymmLink:
             self._control.abort()
         self._base += len(self._order) * chosen.micro_batches
 
-    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SymmHandle:
+    def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SharedMemoryHandle:
         """As :class:`services.fabric.link.ExpertLink` says; between ``begin_step`` and ``finish_step``."""
         chosen, at = self._step, self._order[layer]
         micro_batch = chosen.free.pop(0) if chosen.shares else 0
@@ -175,9 +175,9 @@ class SymmLink:
                 over_tcp_TK = self._over_tcp_LE[at][expert_ids_TK.clamp(min=0)]
                 ids_TK = torch.where(over_tcp_TK & (expert_ids_TK >= 0), expert_ids_TK, -1)
             tcp = self.tcp.dispatch(layer, x_TD, ids_TK, weights_TK)
-        return SymmHandle(layer, exchange, micro_batch, expert_ids_TK, weights_TK, tcp)
+        return SharedMemoryHandle(layer, exchange, micro_batch, expert_ids_TK, weights_TK, tcp)
 
-    def combine(self, handle: SymmHandle) -> Tensor:
+    def combine(self, handle: SharedMemoryHandle) -> Tensor:
         """As :class:`services.fabric.link.ExpertLink` says. Zeros where :meth:`finish_step` will say False."""
         chosen = self._step
         y_TD = None if handle.tcp is None else self.tcp.combine(handle.tcp)
@@ -236,7 +236,7 @@ class SymmLink:
     def apply(self, table: RoutingTable) -> None:
         """Use ``table`` from the next step on (over tcp: from the next dispatch on), unless a newer one is known."""
         self.tcp.apply(table)
-        with self._gate:
+        with self._lock:
             if table.epoch > self._next_table.epoch:
                 self._next_table = table
 
@@ -339,7 +339,7 @@ class SymmLink:
         self._control.abort()
 
     def _follow_table(self) -> None:
-        with self._gate:
+        with self._lock:
             table = self._next_table
         if table is not self._table:
             self._table = table

@@ -14,7 +14,7 @@ MOST_EXCHANGES = 1 << 62
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Offer(Message, frozen=True, kw_only=True):
+class ShareRequest(Message, frozen=True, kw_only=True):
     """Attention: here is memory for answers; let me have some for rows. ``rows``: most rows of a micro-batch."""
 
     ticket: bytes
@@ -24,8 +24,8 @@ class Offer(Message, frozen=True, kw_only=True):
     unsummed: bool
 
 
-class Taken(Message, frozen=True, kw_only=True):
-    """Experts: the memory for rows, prepared for steps; ``place``, free again when its guest has left, tells attention
+class ShareReply(Message, frozen=True, kw_only=True):
+    """Experts: the memory for rows, prepared for steps; ``place``, free again when its client has left, tells attention
     workers of a seat apart; ``beside`` attention, whose prompts may make it late. Or the ``problem`` that keeps rows on
     tcp."""
 

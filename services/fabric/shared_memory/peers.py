@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moe_kernels.exchange.layout import Layout
 from services.errors import ExpertMeshError, FabricError
 from services.fabric.shared_memory.memory import Mapping, PeerMemory, Region
-from services.fabric.shared_memory.messages import Offer, Step, Stop, Taken
+from services.fabric.shared_memory.messages import ShareReply, ShareRequest, Step, Stop
 from services.fabric.tcp.extension import ConnectedSeat
 from services.fabric.tcp.frames import Frame, Kind, message_of
 from services.fabric.tcp.peer import Peer
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SharedSeat:
-    """A seat that has rows and answers in shared memory. ``place``: this worker's number among the seat's guests;
+    """A seat that has rows and answers in shared memory. ``place``: this worker's number among the seat's clients;
     ``beside``: it shares its device with an attention worker."""
 
     link: ConnectedSeat
@@ -46,14 +46,14 @@ class SharedSeat:
         return self.inbox.device if self.inbox else ""
 
     def start(self, step: Step) -> None:
-        self.peer.send(Kind.SYMM_STEP, step)
+        self.peer.send(Kind.SHARED_STEP, step)
 
     def stop(self) -> None:
         """Let it wait no longer for rows of the step that was started last."""
-        self.peer.send(Kind.SYMM_STOP, Stop())
+        self.peer.send(Kind.SHARED_STOP, Stop())
 
 
-class SymmLane:
+class SharedPeers:
     """A :class:`services.fabric.tcp.extension.ClientExtension`.
 
     Args:
@@ -112,19 +112,19 @@ class SymmLane:
         with self._changed:
             self._seats[seat] = shared
         layout = self._layout
-        offer = Offer(
+        offer = ShareRequest(
             ticket=shared.answers.ticket,
             rows=layout.rows,
             slots=layout.slots,
             micro_batches=layout.micro_batches,
             unsummed=layout.unsummed,
         )
-        peer.send(Kind.SYMM_OFFER, offer)
+        peer.send(Kind.SHARE_REQUEST, offer)
 
     def take(self, seat: ConnectedSeat, frame: Frame) -> bool:
-        if frame.kind != Kind.SYMM_TAKEN:
+        if frame.kind != Kind.SHARE_REPLY:
             return False
-        taken, shared = message_of(frame, Taken), self._seats.get(seat)
+        taken, shared = message_of(frame, ShareReply), self._seats.get(seat)
         if taken.problem:
             self._stay_on_tcp(seat, taken.problem)
         elif shared is not None and shared.inbox is None:
@@ -153,7 +153,7 @@ class SymmLane:
             self._seats.clear()
         self._tidy()
 
-    def _map(self, shared: SharedSeat, taken: Taken) -> None:
+    def _map(self, shared: SharedSeat, taken: ShareReply) -> None:
         try:
             inbox = self._memory.open(taken.ticket)
         except FabricError as error:

@@ -1,5 +1,5 @@
 """Which of a group's seats an attention worker sends its steps to. All of them see the same seats and need not agree:
-guests of one seat have different places there, by which they spread over the replicas.
+clients of one seat have different places there, by which they spread over the replicas.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from services.fabric.shared_memory.peers import SharedSeat
 
 
 def seat_for(candidates: Sequence[SharedSeat]) -> SharedSeat:
-    """One of ``candidates``, of which there is one at least: no device serves two guests while another serves none.
+    """One of ``candidates``, of which there is one at least: no device serves two clients while another serves none.
 
     Processes on one GPU take turns: steps of two seats there would wait for each other's turns in every layer.
     """

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """Of a step. ``members``: for how many guests' rows its calls have room."""
+    """Of a step. ``members``: for how many clients' rows its calls have room."""
 
     bucket: int
     micro_batches: int = 1
@@ -57,7 +57,7 @@ class Body(Protocol):
 
 
 class StepBody:
-    """A :class:`Body` for the rows of one guest.
+    """A :class:`Body` for the rows of one client.
 
     Args:
         layers: in the order of the model; ``counts_LE`` has a row for each.
@@ -245,7 +245,7 @@ class ThreadSteps:
         self._waiting: queue.SimpleQueue[tuple[int, Shape, dict[int, int]] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._under_way, self._newest = 0, 0
-        self._thread = threading.Thread(target=self._run, name="symm steps", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shared memory steps", daemon=True)
         self._thread.start()
 
     @property

@@ -14,7 +14,7 @@ from services.fabric.faults import Faults
 from services.fabric.tcp.extension import Transports
 from services.fabric.tcp.frames import ECHO_BYTES, HEADER_BYTES, Echo, Kind, Limits, bytes_of, message_of
 from services.fabric.tcp.handshake import Hello, greet
-from services.fabric.tcp.peer import Peer, Timing, soon
+from services.fabric.tcp.peer import Peer, Timing, deadline_in
 from services.fabric.tcp.stream import Stream
 from services.fabric.tcp.tls import ClientTls
 from services.fabric.tcp.versions import SPOKEN, Versions
@@ -47,7 +47,7 @@ def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
         SeatLost: another worker or seat is at this address.
         ExpertMeshError: see :func:`services.fabric.tcp.handshake.greet`.
     """
-    until = soon(facts.timing.handshake_s)
+    until = deadline_in(facts.timing.handshake_s)
     sock = socket.create_connection((seat.host, seat.port), facts.timing.handshake_s)
     if facts.tls is not None:
         sock = facts.tls.wrap(sock, seat.host)
@@ -73,7 +73,7 @@ def prove(peer: Peer, seconds: float) -> None:
         SeatLeaving: the worker is draining.
         SeatLost: nothing came back in time.
     """
-    until = soon(seconds)
+    until = deadline_in(seconds)
     sent = torch.frombuffer(bytearray(os.urandom(ECHO_BYTES)), dtype=torch.uint8)
     crc = zlib.crc32(bytes_of(sent))
     peer.send(Kind.ECHO, Echo(crc=crc), [sent])

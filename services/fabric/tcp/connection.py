@@ -38,7 +38,7 @@ from services.fabric.tcp.frames import (
     Kind,
     message_of,
 )
-from services.fabric.tcp.peer import soon
+from services.fabric.tcp.peer import deadline_in
 from services.routing import Seat
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class SeatLink:
         lanes, since = connection.lane_from
         with self._changed:
             ending = self._leaving or self._retire_by is not None or self._stop.is_set()
-        if ending or soon(0) < since:
+        if ending or deadline_in(0) < since:
             return
         with self._lane_may_fail(connection):
             connection.attempt = lanes.approach(connection.peer, self._note_usable, alone=since > 0)
@@ -261,7 +261,7 @@ class SeatLink:
             yield
         except LaneFailed as error:
             attempt, connection.attempt = connection.attempt, None
-            self._no_lane_until = soon(_WITHOUT_LANE_S)
+            self._no_lane_until = deadline_in(_WITHOUT_LANE_S)
             if attempt is not None:
                 attempt.give_up(error)
             if self._lane_required:

@@ -51,10 +51,10 @@ class Kind(IntEnum):
     LANE = 12
     FETCH = 13
     WEIGHTS = 14
-    SYMM_OFFER = 30
-    SYMM_TAKEN = 31
-    SYMM_STEP = 32
-    SYMM_STOP = 33
+    SHARE_REQUEST = 30
+    SHARE_REPLY = 31
+    SHARED_STEP = 32
+    SHARED_STOP = 33
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

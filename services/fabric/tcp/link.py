@@ -26,7 +26,7 @@ from services.fabric.tcp.connection import SeatLink
 from services.fabric.tcp.extension import ClientExtension, Transports
 from services.fabric.tcp.frames import DTYPES, MAX_BYTES, Dispatch
 from services.fabric.tcp.handshake import Hello, check_facts
-from services.fabric.tcp.peer import Timing, soon
+from services.fabric.tcp.peer import Timing, deadline_in
 from services.fabric.tcp.replicas import Part, Seats
 from services.fabric.tcp.split import split, sum_pairs, sum_rows
 from services.fabric.tcp.tls import ClientTls
@@ -260,7 +260,7 @@ class TcpLink:
         self._seats.groups = {group.number: group for group in table.groups}
         self._retired = [(epoch, link) for epoch, link in self._retired if not link.ended]
         for link in known.values():
-            link.retire(soon(self._call_s + self._unavailable_s))
+            link.retire(deadline_in(self._call_s + self._unavailable_s))
             self._retired.append((before, link))
 
     def _missing(self) -> tuple[int, ...]:

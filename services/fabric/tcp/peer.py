@@ -62,7 +62,7 @@ class Peer:
         self._version = version
         self._lane: RowTransport | None = None
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._ended = False
         self._sender = threading.Thread(target=self._send_all, name=f"send to {self.name}", daemon=True)
         self._sender.start()
@@ -91,7 +91,7 @@ class Peer:
         elif rows is not None:
             tensors = [*tensors, rows.cpu()]
         outgoing = _Outgoing(frame_parts(kind, message, tensors, version=self._version), on_sent, shipment)
-        with self._gate:
+        with self._lock:
             if not self._ended:
                 self._outgoing.put(outgoing)
                 return shipment
@@ -123,7 +123,7 @@ class Peer:
     def receive_into(self, into: Tensor) -> Tensor:
         """``into`` filled from the lane, which there is."""
         assert self._lane is not None
-        return self._lane.receive(into, soon(self._stream.silence_s), self.broken) if into.numel() else into
+        return self._lane.receive(into, deadline_in(self._stream.silence_s), self.broken) if into.numel() else into
 
     def reading(self) -> AbstractContextManager[Any]:
         """Work on received rows inside does not wait for other work on the device."""
@@ -135,7 +135,7 @@ class Peer:
 
     def adopt(self, lane: RowTransport) -> None:
         """Rows may go by ``lane`` from now on; it ends with the connection."""
-        with self._gate:
+        with self._lock:
             ended = self._ended
             self._lane = None if ended else lane
         if ended:
@@ -160,7 +160,7 @@ class Peer:
         """Called by the thread that receives, when it stops."""
         self._stream.shut()
         self._outgoing.put(None)
-        with self._gate:
+        with self._lock:
             self._ended = True
         if self._lane is not None:
             self._lane.abort()
@@ -188,7 +188,7 @@ class Peer:
             lane.post(shipment, self.broken)
         self._stream.send(outgoing.parts, patient=self._patient)
         if shipment is not None and lane is not None and not self._patient:
-            lane.finish(soon(self._stream.silence_s), self.broken)
+            lane.finish(deadline_in(self._stream.silence_s), self.broken)
 
     def _next(self) -> _Outgoing | None:
         try:
@@ -197,7 +197,7 @@ class Peer:
             return _Outgoing(frame_parts(Kind.ALIVE, version=self._version))
 
     def _abandon_queued(self) -> None:
-        with self._gate:
+        with self._lock:
             self._ended = True
         while not self._outgoing.empty():
             outgoing = self._outgoing.get()
@@ -205,6 +205,6 @@ class Peer:
                 outgoing.on_sent()
 
 
-def soon(seconds: float) -> float:
+def deadline_in(seconds: float) -> float:
     """The monotonic time that many seconds from now."""
     return time.monotonic() + seconds

@@ -16,7 +16,7 @@ from services.errors import BadAnswer, DeadlineExceeded, ExpertMeshError, Expert
 from services.fabric.tcp.calls import Call
 from services.fabric.tcp.connection import SeatLink
 from services.fabric.tcp.frames import Dispatch
-from services.fabric.tcp.peer import soon
+from services.fabric.tcp.peer import deadline_in
 from services.fabric.tcp.split import Rows
 from services.routing import ShardGroup
 
@@ -122,7 +122,7 @@ class Seats:
         if isinstance(call.outcome, ExpertMeshError):
             part.problem = call.outcome
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MOST_PAUSE_S)
-            part.again_at[link.seat.number, call.connection] = soon(pause_s)
+            part.again_at[link.seat.number, call.connection] = deadline_in(pause_s)
             if isinstance(call.outcome, BadAnswer):
                 self._quarantine(link, call.outcome)
         elif call.finite or not part.rows.finite():
@@ -141,7 +141,7 @@ class Seats:
     def _quarantine(self, link: SeatLink, error: ExpertMeshError) -> None:
         if time.monotonic() >= link.quarantined_until:
             log.warning("No calls to %s for %g s: %s", link.name, self._quarantine_s, error)
-        link.quarantined_until = soon(self._quarantine_s)
+        link.quarantined_until = deadline_in(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:
         """The replica with the fewest rows outstanding for its speed; of equals, with the fewest calls so far for it.
@@ -186,7 +186,7 @@ class Seats:
         part.again_at[connection] = math.inf
         part.sends += 1
         part.sent_to = link
-        part.call = link.send(part.dispatch, tensors, rows.x_RD, answer_rows, soon(self._call_s))
+        part.call = link.send(part.dispatch, tensors, rows.x_RD, answer_rows, deadline_in(self._call_s))
 
     def _starve(self, part: Part, now: float) -> None:
         if part.starving_since is None:

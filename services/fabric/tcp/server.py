@@ -36,7 +36,7 @@ from services.fabric.tcp.frames import (
 )
 from services.fabric.tcp.handshake import Hello, Refused, admit, check_facts, refusal
 from services.fabric.tcp.inbox import Call, Inbox
-from services.fabric.tcp.peer import Peer, Timing, soon
+from services.fabric.tcp.peer import Peer, Timing, deadline_in
 from services.fabric.tcp.reception import Arrival, Reception
 from services.fabric.tcp.stream import Stream, listen
 from services.fabric.tcp.tls import ServerTls
@@ -95,7 +95,7 @@ class ExpertServer:
         self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
         self._inbox = Inbox(inbox_rows, join_rows)
         self._loop = ComputeLoop(compute, self._inbox)
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._peers: set[Peer] = set()
         self._leaving = False
         self.failure: BaseException | None = None
@@ -134,7 +134,7 @@ class ExpertServer:
 
     def drain(self, seconds: float) -> bool:
         """Refuse new calls, finish those that are here, close. Whether all were answered within ``seconds``."""
-        with self._gate:
+        with self._lock:
             self._leaving = True
             peers = list(self._peers)
         self._reception.stop()
@@ -157,7 +157,7 @@ class ExpertServer:
 
     def _end_connections(self) -> list[threading.Thread]:
         """Returns the threads that end by this."""
-        with self._gate:
+        with self._lock:
             self._leaving = True
             peers = list(self._peers)
         self._inbox.close()
@@ -174,7 +174,7 @@ class ExpertServer:
             self._end_connections()
 
     def _converse(self, arrival: Arrival) -> None:
-        until = soon(self._timing.handshake_s)
+        until = deadline_in(self._timing.handshake_s)
         if self._tls is not None:
             arrival.sock.settimeout(self._timing.handshake_s)
             arrival.sock = encrypted = self._tls.wrap(arrival.sock)
@@ -188,7 +188,7 @@ class ExpertServer:
                 extension.opened(peer, agreed.theirs)
             self._follow(peer)
         finally:
-            with self._gate:
+            with self._lock:
                 self._peers.discard(peer)
             for extension in self._extensions:
                 extension.lost(peer)
@@ -200,7 +200,7 @@ class ExpertServer:
         self._reception.prove(arrival)
 
     def _follow(self, peer: Peer) -> None:
-        with self._gate:
+        with self._lock:
             self._peers.add(peer)
             leaving = self._leaving
         if leaving:

@@ -75,12 +75,12 @@ class _Latest:
 
     def __init__(self, files: Sequence[Path], make: Callable[[], ssl.SSLContext]) -> None:
         self._files, self._make = list(files), make
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._seen = self._stamps()
         self._context = make()
 
     def context(self) -> ssl.SSLContext:
-        with self._gate:
+        with self._lock:
             if (seen := self._stamps()) != self._seen:
                 self._seen = seen
                 self._renew()

@@ -16,7 +16,7 @@ TOLERANCE = 0.1
 log = logging.getLogger(__name__)
 
 
-class Heeded:
+class Observed:
     """Says once of each target that Kubernetes was told another number for too long, and once that it is told again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

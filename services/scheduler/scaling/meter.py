@@ -61,7 +61,7 @@ class Meter:
     def __init__(self, *, groups: int, lease_s: float, ranks: int = 1) -> None:
         self._groups = set(range(groups))
         self._lease_s, self._ranks = lease_s, ranks
-        self._seats, self._workers, self._gateways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
+        self._seats, self._workers, self._lockways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
         self._told: dict[str, GatewayLoad] = {}
         self._places, self._demand = Places(STAY_HALF_LIFE_S, LINE_S), Smoothed(LOAD_HALF_LIFE_S)
@@ -99,8 +99,8 @@ class Meter:
         self._ttft.add(_sums([load.ttft for load in news]), passed_s)
         self._tpot.add(_sums([load.tpot for load in news]), passed_s)
         for name, load in told.items():
-            self._gateways.tell(name, load.up_s, {"cpu": load.cpu_s}, reading.at)
-        self._gateways.keep(told)
+            self._lockways.tell(name, load.up_s, {"cpu": load.cpu_s}, reading.at)
+        self._lockways.keep(told)
         self._ended = sum(load.ended for load in news)
         return any(load.came for load in news)
 
@@ -178,9 +178,9 @@ class Meter:
 
     def _of_gateways(self, reading: Reading) -> Load:
         names = reading.loads.gateways
-        fresh = bool(names) and all(self._gateways.fresh(name, reading.at, self._lease_s) for name in names)
+        fresh = bool(names) and all(self._lockways.fresh(name, reading.at, self._lease_s) for name in names)
         known = fresh and len(names) >= _ready(reading, Target("gateway"))
-        return Load(work=self._gateways.total("cpu", names), ready=len(names), known=known)
+        return Load(work=self._lockways.total("cpu", names), ready=len(names), known=known)
 
 
 def held_back(callers: float, waiting: float) -> float:

@@ -51,14 +51,14 @@ FRAMES = [
     _frame(Kind.FETCH, Fetch(layer=0), (torch.tensor([0, 2], dtype=torch.int32),)),
     _frame(Kind.WEIGHTS, Weights(layer=0, name="down", shape=(2, 3), checksum=1 << 63)),
     _frame(
-        Kind.SYMM_OFFER,
-        symm_wire.Offer(ticket=msgspec.msgpack.encode(TICKET), rows=8, slots=2, micro_batches=1, unsummed=True),
+        Kind.SHARE_REQUEST,
+        symm_wire.ShareRequest(ticket=msgspec.msgpack.encode(TICKET), rows=8, slots=2, micro_batches=1, unsummed=True),
     ),
-    _frame(Kind.SYMM_TAKEN, symm_wire.Taken(ticket=msgspec.msgpack.encode(TICKET), place=1)),
+    _frame(Kind.SHARE_REPLY, symm_wire.ShareReply(ticket=msgspec.msgpack.encode(TICKET), place=1)),
     _frame(
-        Kind.SYMM_STEP, symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True)
+        Kind.SHARED_STEP, symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True)
     ),
-    _frame(Kind.SYMM_STOP, symm_wire.Stop()),
+    _frame(Kind.SHARED_STOP, symm_wire.Stop()),
 ]
 
 

@@ -1,8 +1,8 @@
-"""A seat's joined calls and fake guests of it, in one process.
+"""A seat's joined calls and fake clients of it, in one process.
 
-Guests' own ends are the twins of :mod:`moe_kernels.exchange.op`; the path that a test runs on is that of the joined
-calls.
-Legend: T rows of a guest, C rows of a call, D hidden size, K slots, E experts.
+Clients' own ends are the references of :mod:`moe_kernels.exchange.op`; the path that a test runs on is that of the
+joined calls.
+Legend: T rows of a client, C rows of a call, D hidden size, K slots, E experts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def expected(rows: Rows) -> Tensor:
     return (SCALE_E[ids_TK] * weights_TK).sum(1, keepdim=True) * x_TD
 
 
-class Guest:
+class Client:
     """An attention worker and the memory that it shares with the seat."""
 
     def __init__(self, layout: Layout, bucket: int, base: int = 0) -> None:
@@ -84,19 +84,19 @@ class Guest:
 
 
 class Seat:
-    """Calls for ``guests``, of whom None is no member."""
+    """Calls for ``clients``, of whom None is no member."""
 
-    def __init__(self, guests: Sequence[Guest | None], layout: Layout, *, members: int, bucket: int) -> None:
+    def __init__(self, clients: Sequence[Client | None], layout: Layout, *, members: int, bucket: int) -> None:
         self.layout, self.members, self.bucket = layout, members, bucket
         facts: dict[int, int] = {}
-        for number, guest in enumerate(guests):
-            if guest is not None:
+        for number, client in enumerate(clients):
+            if client is not None:
                 facts |= {
-                    self.at(number, MEMBER_INBOX): guest.inbox.data_ptr(),
-                    self.at(number, MEMBER_ANSWERS): guest.answers.data_ptr(),
-                    self.at(number, MEMBER_BASE): guest.base,
-                    self.at(number, MEMBER_LAST): guest.base + 10,
-                    self.at(number, MEMBER_ROWS): guest.bucket,
+                    self.at(number, MEMBER_INBOX): client.inbox.data_ptr(),
+                    self.at(number, MEMBER_ANSWERS): client.answers.data_ptr(),
+                    self.at(number, MEMBER_BASE): client.base,
+                    self.at(number, MEMBER_LAST): client.base + 10,
+                    self.at(number, MEMBER_ROWS): client.bucket,
                 }
         self.control = words({PATIENCE: SOON_NS, **facts})
         self.joined = Joined.room(members * bucket + 8, layout, torch.device("cpu")).of(members * bucket)
@@ -129,7 +129,7 @@ def layout_of(rows: int = 40, *, unsummed: bool = False) -> Layout:
     return Layout(rows=rows, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=unsummed)
 
 
-def pair(*, unsummed: bool = False) -> tuple[Guest, Guest, Seat]:
+def pair(*, unsummed: bool = False) -> tuple[Client, Client, Seat]:
     layout = layout_of(unsummed=unsummed)
-    first, other = Guest(layout, 8), Guest(layout, 8, base=70)
+    first, other = Client(layout, 8), Client(layout, 8, base=70)
     return first, other, Seat([first, other], layout, members=2, bucket=8)

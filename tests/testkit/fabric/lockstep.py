@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from services.fabric.link import Certain, CountingLink
-from services.fabric.lockstep.build import MeshShape, mesh_link
+from services.fabric.link import CountingLink, SynchronousLink
+from services.fabric.lockstep.build import LockstepShape, lockstep_link
 from services.fabric.lockstep.gloo import GlooWire, gloo_group
 from services.model.experts import ExpertShard, ExpertWeights, sliced
 from services.placement import Placement, place_experts
@@ -64,7 +64,7 @@ def shared_ranks(nodes: tuple[str, ...]) -> Ranks:
     return Ranks(nodes)
 
 
-class DealtLink(Certain):
+class DealtLink(SynchronousLink):
     """The rows of one dispatch are dealt out to the ranks in runs; those for which none is left take part without."""
 
     def __init__(self, ranks: Ranks, links: Sequence[CountingLink[Any]]) -> None:
@@ -94,7 +94,7 @@ class DealtLink(Certain):
 def dealt_link(
     layers: Mapping[int, ExpertWeights],
     num_experts: int,
-    shape: MeshShape,
+    shape: LockstepShape,
     *,
     slots: int | None = None,
     ranks: Ranks | None = None,
@@ -106,7 +106,7 @@ def dealt_link(
     yield DealtLink(
         ranks,
         [
-            mesh_link(
+            lockstep_link(
                 wire,
                 part_of(layers, placement, shape, wire.rank, num_experts, ranks.devices[wire.rank]).by_layer(),
                 placement=placement,
@@ -122,7 +122,7 @@ def dealt_link(
 def part_of(
     layers: Mapping[int, ExpertWeights],
     placement: Placement,
-    shape: MeshShape,
+    shape: LockstepShape,
     rank: int,
     num_experts: int,
     device: torch.device | None = None,

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from moe_kernels.exchange.layout import Layout
 from services.fabric.nccl.lanes import Lanes
 from services.fabric.shared_memory.host_memory import HostMemory
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.memory import PeerMemory
-from services.fabric.shared_memory.server import SymmHost
+from services.fabric.shared_memory.server import SharedMemoryServer
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
@@ -47,7 +47,7 @@ class SteppedLink:
     """
 
     def __init__(
-        self, link: SymmLink, layers: Sequence[int], hidden: int, dtype: torch.dtype, device: torch.device = CPU
+        self, link: SharedMemoryLink, layers: Sequence[int], hidden: int, dtype: torch.dtype, device: torch.device = CPU
     ) -> None:
         self.link, self._layers = link, list(layers)
         no_rows = torch.zeros(1, hidden, dtype=dtype), torch.full((1, SLOTS), -1), torch.zeros(1, SLOTS)
@@ -105,8 +105,10 @@ class SteppedLink:
         return [self.link.combine(handles[id(one)]) for one in order]
 
 
-def symm_host(compute: Compute, layers: Sequence[int], hidden: int, dtype: torch.dtype, experts: int = 8) -> SymmHost:
-    return SymmHost(
+def shared_memory_server(
+    compute: Compute, layers: Sequence[int], hidden: int, dtype: torch.dtype, experts: int = 8
+) -> SharedMemoryServer:
+    return SharedMemoryServer(
         compute, memory=HostMemory(), device=CPU, layers=list(layers), num_experts=experts, hidden=hidden, dtype=dtype
     )
 
@@ -114,7 +116,7 @@ def symm_host(compute: Compute, layers: Sequence[int], hidden: int, dtype: torch
 def serve_shared(compute: Compute, *, hidden: int = 4, dtype: str = "float32", **options: Any) -> ExpertServer:
     """As :func:`testkit.fabric.tcp.serve`, with memory to share."""
     layers = list(options.get("experts") or {0: ()})
-    symm = symm_host(compute, layers, hidden, getattr(torch, dtype))
+    symm = shared_memory_server(compute, layers, hidden, getattr(torch, dtype))
     return serve(compute, hidden=hidden, dtype=dtype, symm=symm, **options)
 
 
@@ -136,7 +138,7 @@ def linked_shared(
     """Once ``seats``, else all of the table, share memory. A step waits ``call_s`` for a seat; ``lanes`` are tcp's."""
     memory, layers = memory or HostMemory(), list(table.group_of)
     tensors = getattr(torch, dtype)
-    link = SymmLink(
+    link = SharedMemoryLink(
         lambda extension: TcpLink(
             table, hello=hello(hidden, dtype), secret=SECRET, timing=FAST, extension=extension, call_s=call_s,
             unavailable_s=unavailable_s, reduced=not unsummed, lanes=lanes,
@@ -147,7 +149,7 @@ def linked_shared(
         layers=layers,
         layout=Layout(rows=rows, hidden=hidden, slots=SLOTS, dtype=tensors, unsummed=unsummed),
         node="",
-        options=SymmOptions(deadline_s=call_s, quarantine_s=10.0, unavailable_s=unavailable_s),
+        options=SharedMemoryOptions(deadline_s=call_s, quarantine_s=10.0, unavailable_s=unavailable_s),
     )  # fmt: skip
     try:
         assert link.lane.wait_for(len(table.seats) if seats is None else seats, READY_S), "no memory is shared"

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from services.fabric.link import Certain, ExpertLink
+from services.fabric.link import ExpertLink, SynchronousLink
 
 
 @dataclass
-class TellingLink(Certain):
+class TellingLink(SynchronousLink):
     """Passes on to ``link`` and notes ``(what, layer, rows)``. ``fail``, where set, is raised by that combine."""
 
     link: ExpertLink[Any]

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from services.fabric.link import ExpertLink
 from services.fabric.local import LocalLink
-from services.fabric.lockstep.build import MeshShape
+from services.fabric.lockstep.build import LockstepShape
 from services.fabric.lockstep.nccl import NcclWire, nccl_group
 from services.fabric.nccl.lanes import Lanes
 from services.fabric.nccl.process_groups import NcclGroups
@@ -192,7 +192,7 @@ def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
     def mesh(way: Any, slices: int = 1) -> Callable[[GpuPool], GpuLinks]:
         def links(pool: GpuPool) -> GpuLinks:
             ranks = gpu_ranks(pool.gpus)
-            shape = MeshShape(nodes=ranks.nodes, way=way, slices=slices)
+            shape = LockstepShape(nodes=ranks.nodes, way=way, slices=slices)
             open_link = partial(dealt_link, num_experts=num_experts, shape=shape, ranks=ranks)
             return GpuLinks(open_link, another_order=way == "hierarchical")
 

@@ -16,7 +16,7 @@ import torch
 from services.fabric.nccl.lanes import Lanes
 from services.fabric.nccl.process_groups import NcclGroups
 from services.fabric.shared_memory.cuda_memory import CudaMemory
-from services.fabric.shared_memory.server import SymmHost
+from services.fabric.shared_memory.server import SharedMemoryServer
 from services.fabric.tcp.compute import Compute
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
@@ -180,7 +180,7 @@ class _Child:
             compute = ExpertShard(unpacked(weights, self._device), num_experts=num_experts).forward
         symm = None
         if shared:
-            symm = SymmHost(
+            symm = SharedMemoryServer(
                 compute, memory=CudaMemory(self._device), device=self._device, layers=list(experts),
                 num_experts=num_experts, hidden=hidden, dtype=getattr(torch, dtype),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The ways through fused_moe: its twin in plain torch and its four kernels, on tensors of any device.
+"""The ways through fused_moe: its reference in plain torch and its four kernels, on tensors of any device.
 
 Tiles are so small that most layers in tests have several of them, the last one cut off.
 """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from services.fabric.lockstep.build import MeshShape, Way, mesh_link
+from services.fabric.lockstep.build import LockstepShape, Way, lockstep_link
 from services.fabric.lockstep.gloo import GlooWire, gloo_group
 from services.placement import place_experts
 from services.placement.planning.exchange_cost import Nodes, Rows
@@ -101,12 +101,12 @@ def _rank(rank: int, case: Case, hosts: Sequence[Host], done: Connection) -> Non
 def _timed(way: Any, case: Case, wire: GlooWire, names: tuple[str, ...]) -> Measured:
     rows = case.rows
     placement = place_experts({0: [1.0] * rows.experts}, len(names), -(-rows.experts // len(names)))
-    link = mesh_link(
+    link = lockstep_link(
         wire,
         {0: lambda x_TD, _ids, _weights: x_TD},
         placement=placement,
         num_experts=rows.experts,
-        shape=MeshShape(nodes=names, way=way),
+        shape=LockstepShape(nodes=names, way=way),
         max_rows=rows.tokens,
     )
     generator = torch.Generator().manual_seed(wire.rank)

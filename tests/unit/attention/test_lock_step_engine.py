@@ -8,33 +8,33 @@ from typing import Any, cast
 
 import pytest
 
-from services.attention.lockstep_engine import LockStepEngine
-from services.errors import MeshBroken
-from services.fabric.lockstep.turns import LockStep
+from services.attention.lockstep_engine import LockstepEngine
+from services.errors import LockstepBroken
+from services.fabric.lockstep.turns import LockstepTurns
 
 
-def engine_that(step: Any, *, has_work: bool = True) -> LockStepEngine:
+def engine_that(step: Any, *, has_work: bool = True) -> LockstepEngine:
     steps = SimpleNamespace(turns=0, idle_turns=0, finish=lambda: None, begin=broken, untold=False)
-    bell = SimpleNamespace(listen=lambda _: None, ring=lambda _: None, heard=lambda _: not has_work)
+    wake_up = SimpleNamespace(listen=lambda _: None, ring=lambda _: None, heard=lambda _: not has_work)
     engine: Any = SimpleNamespace(has_work=has_work, step=step, in_step=lambda: {"running": 2})
-    mesh: Any = SimpleNamespace(steps=steps, bell=bell)
-    return LockStepEngine(engine, mesh)
+    mesh: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
+    return LockstepEngine(engine, mesh)
 
 
 def broken(**_: bool) -> Any:
-    raise MeshBroken("A rank is gone.")
+    raise LockstepBroken("A rank is gone.")
 
 
 def test_what_was_computed_when_the_mesh_broke_is_blamed() -> None:
     engine = engine_that(broken)
-    with pytest.raises(MeshBroken):
+    with pytest.raises(LockstepBroken):
         engine.step()
     assert engine.blamed == {"running": 2}
 
 
 def test_nothing_is_blamed_for_a_mesh_that_broke_while_this_rank_had_no_work() -> None:
     engine = engine_that(broken, has_work=False)
-    with pytest.raises(MeshBroken):
+    with pytest.raises(LockstepBroken):
         engine.step()
     assert engine.blamed == {}
 
@@ -48,12 +48,14 @@ def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
         agreed.append(list(values))
         return [0, 1, 0]
 
-    def engine() -> LockStepEngine:
-        steps: LockStep[Any] = LockStep(cast("Any", None), agree, ranks=2, layers=[0], no_rows=cast("Any", None))
-        bell = SimpleNamespace(listen=lambda _: None, ring=rung.append, heard=lambda _: False)
+    def engine() -> LockstepEngine:
+        steps: LockstepTurns[Any] = LockstepTurns(
+            cast("Any", None), agree, ranks=2, layers=[0], no_rows=cast("Any", None)
+        )
+        wake_up = SimpleNamespace(listen=lambda _: None, ring=rung.append, heard=lambda _: False)
         idle: Any = SimpleNamespace(has_work=False)
-        mesh: Any = SimpleNamespace(steps=steps, bell=bell)
-        return LockStepEngine(idle, mesh)
+        mesh: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
+        return LockstepEngine(idle, mesh)
 
     leaver, other = engine(), engine()
     told: list[str] = []

@@ -22,7 +22,7 @@ from services.attention.sequences.plan import StepPlan
 from services.attention.setup.build import LOOKAHEAD
 from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions
-from services.errors import ExpertUnavailable, MeshBroken
+from services.errors import ExpertUnavailable, LockstepBroken
 from services.fabric.local import LocalHandle, LocalLink
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
 from services.model.dense import DenseModel
@@ -442,10 +442,10 @@ def test_auto_follows_steps_that_are_replayed_alone(tiny: Any, option: str, repl
 
 
 def test_a_broken_mesh_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None:
-    engine = engine_of(True, link=Ending(tiny.link(), "combine", 3, MeshBroken("A rank is gone.")))
+    engine = engine_of(True, link=Ending(tiny.link(), "combine", 3, LockstepBroken("A rank is gone.")))
     engine.add(ask("r", [1, 2, 3], max_tokens=20))
     engine.step()
-    with pytest.raises(MeshBroken):
+    with pytest.raises(LockstepBroken):
         engine.step()  # launches the third
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from testkit.processes.roles import OPTIONS
 
-from services.attention.registration import LOOK_S, Standing
+from services.attention.registration import LOOK_S, Registration
 from services.queue.tasks import end_tasks
 
 
@@ -29,7 +29,7 @@ class SlowQueue:
 async def test_a_worker_that_drains_while_its_experts_come_back_gets_no_credit() -> None:
     queue, lacks = SlowQueue(), ["experts of group 0"]
     info: Any = type("Info", (), {"id": "w", "model": "m"})
-    standing = Standing(info, queue, OPTIONS, lambda: lacks)  # type: ignore[arg-type]
+    standing = Registration(info, queue, OPTIONS, lambda: lacks)  # type: ignore[arg-type]
     await standing.enter(_nothing)
     keeping = asyncio.create_task(standing.keep(_nothing))
     lacks.clear()

@@ -12,12 +12,12 @@ from services.attention.sequences.plan import BatchLimits
 from services.attention.step.engine import Engine
 from services.attention.step.warmup import dummy_batches
 from services.errors import ExpertUnavailable, InternalError
-from services.fabric.link import Certain
+from services.fabric.link import SynchronousLink
 from services.fabric.local import LocalHandle
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
 
 
-class Counted(Certain):
+class Counted(SynchronousLink):
     """A link that counts exchanges, and fails from ``fails_at`` on until told otherwise."""
 
     def __init__(self, link: Any, fails_at: int | None = None) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from services.config import Settings
 from services.errors import SeatLost, WeightsMismatch
-from services.experts.donors import given
 from services.experts.serving import Loader, TcpServing
 from services.experts.verify import Verifier
+from services.experts.weight_sources import given
 from services.fabric.nccl import weights as nccl_weights
 from services.fabric.nccl.weights import WeightsGiver, fetch
 from services.fabric.tcp.connect import Facts
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Joining:
-    """A worker that joins beside a donor which holds the checkpoint's experts, spoiled by ``spoil``."""
+    """A worker that joins beside a source which holds the checkpoint's experts, spoiled by ``spoil``."""
 
     def __init__(self, folder: Path, tmp_path: Path, spoil: Spoil = lambda _held: None) -> None:
         (secret := tmp_path / "secret").write_bytes(SECRET)
@@ -49,10 +49,10 @@ class Joining:
         (self.group,) = even_groups(list(self.spec.moe_layers), self.spec.num_experts, 1)
         self.disk = load_experts(folder, self.spec, dtype=torch.float32, device=CPU)
         spoil(held := load_experts(folder, self.spec, dtype=torch.float32, device=CPU))
-        self.donor = serve(
+        self.source = serve(
             lane="gloo", weights=given(held), hello=_hello(self.spec), experts=self.group.experts
         )  # fmt: skip
-        seats = [seat_of(self.donor, 0)]
+        seats = [seat_of(self.source, 0)]
         table = table_of(*seats, groups=[self.group], experts=self.spec.num_experts)
         settings = Settings(model=folder, fabric_secret_file=secret, fabric_lane="gloo", dtype="float32")
         self.loader = Loader(
@@ -76,7 +76,7 @@ class Joining:
         )
 
     def close(self) -> None:
-        self.donor.close()
+        self.source.close()
         if self.serving is not None:
             self.serving.drain(0.0)
 
@@ -150,7 +150,7 @@ def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
     assert "`expertmesh digests FOLDER` writes it" in caplog.text
-    assert not worker.donor._reception._threads
+    assert not worker.source._reception._threads
     assert worker.loader.faults.totals() == {}
 
 

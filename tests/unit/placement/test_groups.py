@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.errors import ConfigError
 from services.placement.groups import group_loads, shard_groups
-from services.placement.load import imbalance, smoothed, strain
+from services.placement.load import imbalance, peak_load, smoothed
 from services.placement.planning.expertflow import parallel_plan
 from services.routing import RoutingTable
 
@@ -99,9 +99,9 @@ def test_what_cannot_be_is_refused(load: dict[int, list[float]], options: dict[s
 
 
 def test_strain_adds_the_slowest_of_each_layer() -> None:
-    assert strain([[2, 4], [6, 2]], [1, 2]) == 2 + 6
+    assert peak_load([[2, 4], [6, 2]], [1, 2]) == 2 + 6
     assert imbalance([[3, 1], [1, 3]], [1, 1]) == pytest.approx(1.5)
-    assert strain([[1, 1]], [1, 0]) == float("inf")
+    assert peak_load([[1, 1]], [1, 0]) == float("inf")
 
 
 def test_smoothing_weighs_the_latest() -> None:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
-from services.placement.load import strain
+from services.placement.load import peak_load
 from services.placement.replicas import assign_seats, capacities, next_move
 
 
 def value(loads: list[list[float]], seats: list[float], group_S: list[int]) -> float:
-    return strain(loads, capacities(group_S, seats, len(loads[0])))
+    return peak_load(loads, capacities(group_S, seats, len(loads[0])))
 
 
 def best(loads: list[list[float]], seats: list[float]) -> float:

@@ -12,7 +12,7 @@ from testkit.fabric.placement_replay import greedy, helped_greedy, ours, replay,
 
 from pocket_moe.records import ExpertTrace
 from services.errors import ConfigError
-from services.placement.load import Load, imbalance, strain
+from services.placement.load import Load, imbalance, peak_load
 from services.placement.single_experts import Placement, device_loads, experts_to_load, place_experts
 
 TRACE = Path(__file__).resolve().parents[3] / "examples/pocket-moe/records/experts.npz"
@@ -64,7 +64,7 @@ def test_max_over_mean_never_rises(world: tuple[list[dict[int, list[float]]], in
     for layer, row in other.items():
         loads = {layer: row if any(row) else [1.0] * len(row)}
         here, there = ({layer: placed[layer]} for placed in (before, after))
-        assert strain(device_loads(loads, there), [1.0] * devices) <= strain(
+        assert peak_load(device_loads(loads, there), [1.0] * devices) <= peak_load(
             device_loads(loads, here), [1.0] * devices
         ) * (1 + 1e-9)
 

@@ -256,10 +256,10 @@ async def test_load_and_plans_of_another_model_are_forgotten() -> None:
     redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), [other])
     placement = ExpertPlacement(redis, redis, groups=2)
     placement._meter._load = {1: [1.0] * 8}
-    placement._recutter.target = GROUPS
+    placement._repartitioner.target = GROUPS
     await placement.turn(1)
     assert placement._meter.load is None
-    assert placement._recutter.target is None
+    assert placement._repartitioner.target is None
 
 
 async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.
     for _ in range(3):
         await placement.turn(1)
     assert weighed == [2, 3, 3, 2]
-    placement._recutter.target = even_groups([1, 3], 8, 1)
+    placement._repartitioner.target = even_groups([1, 3], 8, 1)
     await placement.turn(1)
     assert weighed == [2, 3, 3, 2, 2]
 

@@ -17,7 +17,7 @@ from testkit.kube.workload_api import ApiServer, stateful_set
 from services.errors import ConfigError, KubernetesUnavailable
 from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
-from services.scheduler.kube import Api, Heeded, KubeReplicas, own_namespace
+from services.scheduler.kube import Api, KubeReplicas, Observed, own_namespace
 from services.scheduler.kube.follower import Follower
 from services.scheduler.kube.replicas import without_leaving
 from services.scheduler.kube.workloads import Workload, ordinal_of, workload
@@ -325,7 +325,7 @@ def test_of_whom_nothing_is_known_nobody_leaves() -> None:
 
 def test_a_wish_that_nobody_heeds_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    heeded = Heeded(lambda: now[0])
+    heeded = Observed(lambda: now[0])
     caplog.set_level("INFO")
     for second, wanted, told in ((0, 3, 1), (60, 3, 2), (80, 3, 3), (85, 3, 1), (170, 2, 1), (176, 3, 1), (300, 3, 1)):
         now[0] = second

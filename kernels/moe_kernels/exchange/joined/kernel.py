@@ -1,4 +1,4 @@
-"""Kernels of :mod:`moe_kernels.exchange.joined.op`: one grouped call takes the rows of several guests of a seat.
+"""Kernels of :mod:`moe_kernels.exchange.joined.op`: one grouped call takes the rows of several clients of a seat.
 
 Legend: M members of a call, R rows that each has room for, K slots, D hidden size, E experts.
 """

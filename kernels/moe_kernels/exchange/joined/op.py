@@ -1,4 +1,4 @@
-"""One grouped call for the rows of several guests of a seat whose steps began together.
+"""One grouped call for the rows of several clients of a seat whose steps began together.
 
 In place of :func:`moe_kernels.exchange.op.take_rows` and :func:`~moe_kernels.exchange.op.send_answers`, for all of them
 at once; who sends and who sums notices nothing. Weights are read once for all rows of the call. A member that fails to

@@ -1,4 +1,4 @@
-"""Twins of the kernels of joined calls for memory of the host. Legend: M members, R rows of a member, K slots."""
+"""References of the kernels of joined calls for memory of the host. Legend: M members, R rows of a member, K slots."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def activation_backward(
     Example: "relu", one pair, pre ``[[-1, 2]]``, du ``[[5, 3]]``, gate 10: ``[[0, 30]]``, ``[[0, 20]]``, ``[[6]]``.
     """
     if not backend.use_triton(du_SF):
-        return _backward_twin(du_SF, pre_S, gates_TK, plan, activation)
+        return _backward_reference(du_SF, pre_S, gates_TK, plan, activation)
     from moe_kernels.training.activation_gradients.kernel import launch_backward
 
     dpre_S = pre_S.new_empty(pre_S.shape) if gated(activation) else du_SF
@@ -59,7 +59,7 @@ def activation_backward(
     return dpre_S, weighted_SF, dgates_TK
 
 
-def _backward_twin(
+def _backward_reference(
     du_SF: Tensor, pre_S: Tensor, gates_TK: Tensor, plan: Plan, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
     exact = torch.promote_types(du_SF.dtype, torch.float32)

@@ -35,7 +35,7 @@ def grouped_outer(
     Example: experts own grouped rows 0..1 and 2, dy ``[[1], [2], [5]]``, x ``[[10], [1], [7]]``: ``[[[12]], [[35]]]``.
     """
     if not backend.use_triton(dy):
-        return _outer_twin(_grouped(dy, plan, dy_rows), _grouped(x, plan, x_rows), plan.ends_E)
+        return _outer_reference(_grouped(dy, plan, dy_rows), _grouped(x, plan, x_rows), plan.ends_E)
     from moe_kernels.training.grouped_outer.kernel import launch_outer
 
     dw_EOI = dy.new_empty(plan.ends_E.shape[0], dy.shape[1], x.shape[1])
@@ -53,7 +53,7 @@ def grouped_sum(dy: Tensor, plan: Plan, *, rows: Rows, gates_TK: Tensor | None =
     Example: experts own grouped rows 0..1 and 2, dy ``[[1], [2], [5]]``: ``[[3], [5]]``.
     """
     if not backend.use_triton(dy):
-        return _sum_twin(dy, plan, rows, gates_TK)
+        return _sum_reference(dy, plan, rows, gates_TK)
     from moe_kernels.training.grouped_outer.kernel import launch_sum
 
     out_EO = dy.new_empty(plan.ends_E.shape[0], dy.shape[1])
@@ -75,7 +75,7 @@ def _grouped(stored: Tensor, plan: Plan, rows: Rows) -> Tensor:
     return stored if rows == "grouped" else stored[source_rows(plan, rows)]
 
 
-def _outer_twin(dy_SO: Tensor, x_SI: Tensor, ends_E: Tensor) -> Tensor:
+def _outer_reference(dy_SO: Tensor, x_SI: Tensor, ends_E: Tensor) -> Tensor:
     dw_EOI = dy_SO.new_zeros(ends_E.shape[0], dy_SO.shape[1], x_SI.shape[1])
     exact = torch.promote_types(dy_SO.dtype, torch.float32)
     start = 0
@@ -85,7 +85,7 @@ def _outer_twin(dy_SO: Tensor, x_SI: Tensor, ends_E: Tensor) -> Tensor:
     return dw_EOI
 
 
-def _sum_twin(dy: Tensor, plan: Plan, rows: Rows, gates_TK: Tensor | None) -> Tensor:
+def _sum_reference(dy: Tensor, plan: Plan, rows: Rows, gates_TK: Tensor | None) -> Tensor:
     dy_SO = _grouped(dy, plan, rows).to(torch.promote_types(dy.dtype, torch.float32))
     if gates_TK is not None:
         dy_SO = dy_SO * gates_TK.flatten()[plan.order_S.long()].unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Which steps of a seat's guests are to begin together, and how long one is held for another.
+"""Which steps of a seat's clients are to begin together, and how long one is held for another.
 
-Guests whose steps run together share each read of the experts' weights, and go at the pace of the slowest. Whether that
-is faster is measured, by size of steps: both ways are timed, the faster one is kept, and the other tried again now and
-then. Pure Python.
+Clients whose steps run together share each read of the experts' weights, and go at the pace of the slowest. Whether
+that is faster is measured, by size of steps: both ways are timed, the faster one is kept, and the other tried again now
+and then. Pure Python.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 REST = 10
-"""Periods after which a guest has rested rather than been slow: that tells nothing about the way its step ran."""
+"""Periods after which a client has rested rather than been slow: that tells nothing about the way its step ran."""
 SLACK_S, SLACK_SHARE = 0.0003, 0.05
 """How much later than expected a step may begin: this and a share of its period."""
 FORGET_S = 1.0
-"""A guest that begins no step for so long is not one of those that take turns."""
+"""A client that begins no step for so long is not one of those that take turns."""
 SAMPLES = 32
-"""Steps of each guest by which a way is judged."""
+"""Steps of each client by which a way is judged."""
 LEAST_GAIN = 0.02
 FIRST_BAR_S, MOST_BAR_S = 2.0, 256.0
 FIRST_RETRY, LAST_RETRY = 16, 256
@@ -26,7 +26,7 @@ FIRST_RETRY, LAST_RETRY = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """``places``: of guests whose steps are to begin within ``seconds``."""
+    """``places``: of clients whose steps are to begin within ``seconds``."""
 
     places: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -34,9 +34,9 @@ class Hold:
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about as many rows, of so many guests."""
+    """Steps of about as many rows, of so many clients."""
 
-    guests: int
+    clients: int
     together: bool = True
     seconds: dict[bool, float] = field(default_factory=dict)
     seen: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class _Size:
     def note(self, period_s: float) -> None:
         """Of a step that ran the way that :attr:`together` says, or began to."""
         self.seen.append(period_s)
-        if len(self.seen) < SAMPLES * self.guests:
+        if len(self.seen) < SAMPLES * self.clients:
             return
         self.seconds[self.together] = mean(self.seen)
         self.seen.clear()
@@ -69,9 +69,9 @@ class _Size:
 
 @dataclass(slots=True)
 class _Pace:
-    """Of a guest. ``came`` and ``began``: its last step, which then was held or not, and ran ``together`` or alone;
+    """Of a client. ``came`` and ``began``: its last step, which then was held or not, and ran ``together`` or alone;
     ``takes_s``: how long such a step takes until the next one comes; ``size``: None if it was not one of several
-    guests'."""
+    clients'."""
 
     came: float
     began: float
@@ -90,17 +90,17 @@ class _Pace:
         return takes_s is not None and now - self.began < min(FORGET_S, 3 * takes_s)
 
 
-class Tempo:
+class JoinPolicy:
     """For one thread at a time. Times in seconds, of any one clock."""
 
     def __init__(self) -> None:
         self._barred: dict[int, tuple[float, float]] = {}
-        """Until when, and how long, a guest that was late runs alone."""
+        """Until when, and how long, a client that was late runs alone."""
         self._paces: dict[int, _Pace] = {}
         self._sizes: dict[tuple[int, int], _Size] = {}
 
     def come(self, place: int, rows: int, now: float, most_s: float) -> Hold | None:
-        """A guest's step of up to ``rows`` comes: for whom it is to be held, for ``most_s`` at most; None: it begins
+        """A client's step of up to ``rows`` comes: for whom it is to be held, for ``most_s`` at most; None: it begins
         alone."""
         if now < self._barred.get(place, (0.0, 0.0))[0]:
             self.rest(place)
@@ -118,8 +118,8 @@ class Tempo:
         others = {other: one for other, one in self._paces.items() if other != place and one.active(now)}
         if not others:
             return None
-        guests = len(others) + 1
-        pace.size = self._sizes.setdefault((rows.bit_length(), guests), _Size(guests))
+        clients = len(others) + 1
+        pace.size = self._sizes.setdefault((rows.bit_length(), clients), _Size(clients))
         return self._hold(pace, others, now, most_s) if pace.size.together else None
 
     def began(self, place: int, now: float, *, together: bool) -> None:
@@ -143,7 +143,7 @@ class Tempo:
         self._barred.pop(place, None)
 
     def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float, most_s: float) -> Hold:
-        """For those that come within half a step: of two guests one is always so close behind the other."""
+        """For those that come within half a step: of two clients one is always so close behind the other."""
         most_s = min(most_s, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
         soon = {other: due_s for other, one in others.items() if 0 < (due_s := one.due_s(now)) <= most_s}
         return Hold(tuple(soon), max(soon.values())) if soon else Hold()

@@ -1,4 +1,4 @@
-"""Steps of several guests of a seat that began at about the same time, as one: weights are read once for all of them.
+"""Steps of several clients of a seat that began at about the same time, as one: weights are read once for all of them.
 
 Each layer waits for all members' rows, so they go at the pace of the slowest; who stops or is gone is left out from
 there on. Legend: C rows of a joined call.
@@ -38,9 +38,9 @@ from services.fabric.shared_memory.steps import Shape, computed, prepared
 from services.fabric.tcp.compute import Compute
 
 
-class TeamBody:
+class JointStepBody:
     """A :class:`services.fabric.shared_memory.steps.Body` for calls of up to ``rows`` rows of up to ``members``
-    guests.
+    clients.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class TeamBody:
             )
 
 
-class Guest(Protocol):
+class Client(Protocol):
     """An attention worker at a seat."""
 
     @property
     def place(self) -> int:
-        """Its number among the guests."""
+        """Its number among the clients."""
         ...
 
     @property
@@ -123,15 +123,15 @@ class Guest(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class PendingStep:
     """A step that has come and is to begin."""
 
-    guest: Guest
+    client: Client
     step: Step
 
 
-class Team:
-    """Steps of several guests with memory of one layout. One at a time.
+class JointStep:
+    """Steps of several clients with memory of one layout. One at a time.
 
     For one thread at a time, all methods.
 
@@ -139,10 +139,10 @@ class Team:
         wait_s: how long a started step waits for rows of anybody.
     """
 
-    def __init__(self, body: TeamBody, *, wait_s: float) -> None:
+    def __init__(self, body: JointStepBody, *, wait_s: float) -> None:
         self._body, self._wait_s = body, wait_s
         self._shapes = frozenset(body.shapes)
-        self._now: list[Guest | None] = []
+        self._now: list[Client | None] = []
         self._steps = prepared(body)
 
     @property
@@ -157,44 +157,44 @@ class Team:
     def idle(self) -> bool:
         return self._steps.idle()
 
-    def fits(self, steps: Sequence[Joining]) -> bool:
+    def fits(self, steps: Sequence[PendingStep]) -> bool:
         """Whether they can begin together, now."""
         bucket = max(joining.step.bucket for joining in steps)
-        free = self.idle() and all(joining.guest.idle() for joining in steps)
+        free = self.idle() and all(joining.client.idle() for joining in steps)
         return free and len(steps) <= self.members and self._shape(bucket) in self._shapes
 
-    def start(self, steps: Sequence[Joining], patience_s: float) -> None:
+    def start(self, steps: Sequence[PendingStep], patience_s: float) -> None:
         """``patience_s``: how long the others wait in a layer for one that is late (it lives: who is gone is told)."""
-        self._now = [joining.guest for joining in steps]
+        self._now = [joining.client for joining in steps]
         words = {DEADLINE: int(self._wait_s * 1e9), PATIENCE: int(patience_s * 1e9)}
         for number, joining in enumerate(steps):
-            guest, step = joining.guest, joining.step
+            client, step = joining.client, joining.step
             words |= {
-                member_word(number, MEMBER_INBOX): guest.inbox,
-                member_word(number, MEMBER_ANSWERS): guest.answers_at,
+                member_word(number, MEMBER_INBOX): client.inbox,
+                member_word(number, MEMBER_ANSWERS): client.answers_at,
                 member_word(number, MEMBER_BASE): step.base,
                 member_word(number, MEMBER_LAST): step.base + self._body.layers,
                 member_word(number, MEMBER_ROWS): step.bucket,
             }
         self._steps.start(self._shape(max(joining.step.bucket for joining in steps)), words)
 
-    def leave_out(self, guest: Guest) -> None:
+    def leave_out(self, client: Client) -> None:
         """Of the step under way, from the next call on. Does not wait for that."""
-        if guest in self._now and not self.idle():
-            self._body.control.raise_flag(member_word(self._now.index(guest), MEMBER_GONE))
+        if client in self._now and not self.idle():
+            self._body.control.raise_flag(member_word(self._now.index(client), MEMBER_GONE))
 
-    def was_late(self, guest: Guest) -> bool:
-        """Whether the others' patience with it ended, in the team's last step."""
-        return guest in self._now and self._body.control.told(member_word(self._now.index(guest), MEMBER_OUT)) == LATE
+    def was_late(self, client: Client) -> bool:
+        """Whether the others' patience with it ended, in the joint step's last step."""
+        return client in self._now and self._body.control.told(member_word(self._now.index(client), MEMBER_OUT)) == LATE
 
-    def part(self, guest: Guest, pause: Callable[[], object]) -> bool:
-        """Leave ``guest`` out of the step under way; whether nothing uses its memory any more, which takes as long as a
-        call of a layer. ``pause`` is called between looks; another step may begin meanwhile."""
+    def part(self, client: Client, pause: Callable[[], object]) -> bool:
+        """Leave ``client`` out of the step under way; whether nothing uses its memory any more, which takes as long as
+        a call of a layer. ``pause`` is called between looks; another step may begin meanwhile."""
         now = self._now
-        if guest not in now:
+        if client not in now:
             return True
-        number = now.index(guest)
-        self.leave_out(guest)
+        number = now.index(client)
+        self.leave_out(client)
         until = time.monotonic() + self._wait_s
         while self._now is now and not self.idle() and not self._body.control.told(member_word(number, MEMBER_OUT)):
             if time.monotonic() > until:

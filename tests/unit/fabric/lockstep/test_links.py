@@ -1,4 +1,4 @@
-"""What a mesh sends, and what happens to it when a rank dies or lags: counted messages, typed errors, no hang."""
+"""What a mesh sends, and what happens to it when a rank dies or lags: counted messages, typed errors, no publish."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from testkit.fabric.lockstep import Ranks, dealt_link, shared_ranks
 from torch import Tensor
 
-from services.errors import ConfigError, MeshBroken
-from services.fabric.lockstep.build import MeshShape
-from services.fabric.lockstep.routes import MeshRoutes
+from services.errors import ConfigError, LockstepBroken
+from services.fabric.lockstep.build import LockstepShape
+from services.fabric.lockstep.routes import LockstepRoutes
 from services.model.experts import ExpertWeights
 from services.placement import place_experts
 
@@ -48,7 +48,7 @@ def sent(ranks: Ranks) -> dict[str, int]:
     }
 
 
-def one_layer(shape: MeshShape, counts: list[int], batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, int]:
+def one_layer(shape: LockstepShape, counts: list[int], batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, int]:
     """What all ranks send together when rank r has the first ``counts[r]`` rows of the batch."""
     ranks = shared_ranks(shape.nodes)
     before = sent(ranks)
@@ -68,8 +68,8 @@ def test_messages_per_layer(nodes: int, per_node: int) -> None:
     """Both ways together, of all ranks: O(p) each in flat mode, O(p / L) + O(L) in hierarchical mode."""
     names = tuple(str(node) for node in range(nodes) for _ in range(per_node))
     p, batch = len(names), rows(20)
-    flat = one_layer(MeshShape(nodes=names, way="flat"), [20] * p, batch)
-    hierarchical = one_layer(MeshShape(nodes=names, way="hierarchical"), [20] * p, batch)
+    flat = one_layer(LockstepShape(nodes=names, way="flat"), [20] * p, batch)
+    hierarchical = one_layer(LockstepShape(nodes=names, way="hierarchical"), [20] * p, batch)
     assert flat["messages across"] <= 2 * p * (p - per_node)
     assert flat["messages across"] > 2 * p * (nodes - 1), "the batch is large enough to reach nearly every rank"
     assert hierarchical["messages across"] <= 2 * p * (nodes - 1)
@@ -78,7 +78,7 @@ def test_messages_per_layer(nodes: int, per_node: int) -> None:
 
 def test_a_row_crosses_to_a_node_once_and_one_sum_comes_back() -> None:
     """32 rows of one rank that each want four experts on the other node, two on each rank there; 8 that want none."""
-    shape = MeshShape(nodes=("a", "a", "b", "b"), way="hierarchical")
+    shape = LockstepShape(nodes=("a", "a", "b", "b"), way="hierarchical")
     placed = place_experts({0: [1.0] * EXPERTS}, 4, EXPERTS // 4)[0]
     far = [*placed[2][:2], *placed[3][:2]]
     near = [*placed[0][:2], *placed[1][:2]]
@@ -102,7 +102,7 @@ def outcome(call: Callable[[], object]) -> str:
     """Text alone: the error itself would keep the connections open by its traceback."""
     try:
         call()
-    except MeshBroken as error:
+    except LockstepBroken as error:
         return error.message
     return "no error"
 
@@ -110,7 +110,7 @@ def outcome(call: Callable[[], object]) -> str:
 @pytest.mark.parametrize("way", ["flat", "hierarchical"])
 def test_a_rank_that_dies_ends_the_exchange_of_all(way: str) -> None:
     with of_their_own(40) as ranks:
-        shape = MeshShape(nodes=ranks.nodes, way=way)  # type: ignore[arg-type]
+        shape = LockstepShape(nodes=ranks.nodes, way=way)  # type: ignore[arg-type]
         with dealt_link({0: experts()}, EXPERTS, shape, ranks=ranks) as link:
             link.combine(link.dispatch(0, *rows(12)))
             began = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_ends_the_exchange_of_all(way: str) -> None:
 
 def test_a_rank_that_lags_meets_the_deadline() -> None:
     with of_their_own(1.0) as ranks:
-        shape = MeshShape(nodes=ranks.nodes, way="flat")
+        shape = LockstepShape(nodes=ranks.nodes, way="flat")
         with dealt_link({0: experts()}, EXPERTS, shape, ranks=ranks) as link:
             late, began = threading.Event(), time.monotonic()
             batch = rows(4)
@@ -154,15 +154,15 @@ def test_a_rank_that_lags_meets_the_deadline() -> None:
 
 def test_slices_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match="3 ranks cannot hold experts in 2 slices"):
-        MeshShape(nodes=("a", "a", "a"), way="flat", slices=2)
+        LockstepShape(nodes=("a", "a", "a"), way="flat", slices=2)
     with (
         pytest.raises(ConfigError, match="width 3"),
-        dealt_link({0: experts(3)}, EXPERTS, MeshShape(nodes=("a", "a", "b", "b"), way="flat", slices=2)),
+        dealt_link({0: experts(3)}, EXPERTS, LockstepShape(nodes=("a", "a", "b", "b"), way="flat", slices=2)),
     ):
         pass
 
 
 def test_an_expert_that_nobody_holds() -> None:
-    shape = MeshShape(nodes=("a", "b"), way="flat")
+    shape = LockstepShape(nodes=("a", "b"), way="flat")
     with pytest.raises(ConfigError, match="Expert 1 of layer 7 is on no rank"):
-        MeshRoutes({7: {0: (0,), 1: (0,)}}, num_experts=2, topology=shape.topology(0), rank=0)
+        LockstepRoutes({7: {0: (0,), 1: (0,)}}, num_experts=2, topology=shape.topology(0), rank=0)

@@ -19,7 +19,7 @@ from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMism
 from services.fabric.faults import Faults
 from services.fabric.lockstep import store_proxy as mesh_gate
 from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _store, join
-from services.fabric.lockstep.store_proxy import Tunnel
+from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.tcp import handshake as tcp_handshake
 from services.fabric.tcp.reception import MOST_UNPROVEN, Arrival
 from services.fabric.tcp.versions import Versions
@@ -38,7 +38,7 @@ def test_the_store_is_reached_at_its_address_alone() -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
     found.store.set("here", "yes")
-    tunnel = Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1")
+    tunnel = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
     other = TCPStore("127.0.0.1", tunnel.port, is_master=False, wait_for_workers=False)
     assert other.get("here") == b"yes"
     found.door.close()
@@ -50,7 +50,7 @@ def test_nobody_reaches_the_store_without_the_secret() -> None:
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
     with pytest.raises(SecretMismatch):
-        Tunnel("127.0.0.1", port, secret=b"another secret of ranks", name="rank 1")
+        ClientProxy("127.0.0.1", port, secret=b"another secret of ranks", name="rank 1")
     with pytest.raises(RuntimeError):
         TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
     found.door.close()
@@ -95,7 +95,7 @@ def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.Monkey
     found = _store(meeting("127.0.0.1", port))
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_UNPROVEN)]
     wait_until(lambda: all(closed(sock) for sock in silent), 30, "silent ones are shown out")
-    Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1").close()
+    ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     found.door.close()
 
 
@@ -111,7 +111,7 @@ class Flaky(socket.socket):
         return super().accept()
 
 
-class Nowhere(mesh_gate._Door):
+class Nowhere(mesh_gate._Proxy):
     def _other(self, near: Arrival) -> socket.socket:
         raise OSError(f"{near.name} is led nowhere")
 
@@ -131,7 +131,7 @@ def test_a_rank_may_be_silent_for_longer_than_a_handshake_may_take(monkeypatch: 
     monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
-    tunnel = Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1")
+    tunnel = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
     other = TCPStore("127.0.0.1", tunnel.port, is_master=False, wait_for_workers=False)
     time.sleep(2.5)
     found.store.set("here", "yes")

@@ -1,4 +1,6 @@
-"""Ranks in lock-step: who steps when, what a failed pass costs, and the bell that ends the quiet. Ranks are threads."""
+"""Ranks in lock-step: who steps when, what a failed pass costs, and the wake-up signal that ends the quiet. Ranks
+are threads.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from testkit.processes.servers import wait_until
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from services.errors import MeshBroken
-from services.fabric.lockstep.turns import LockStep, StoreBell, linger, ring_out
+from services.errors import LockstepBroken
+from services.fabric.lockstep.turns import LockstepTurns, StoreWakeUp, notify_all, wait_for_peers
 from services.runtime import in_daemon
 
 LAYERS = (1, 3)
@@ -38,7 +40,7 @@ class Table:
             found = [self._brought[other] for other in range(self.ranks)]
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise MeshBroken("A rank is gone.") from error
+            raise LockstepBroken("A rank is gone.") from error
         return found
 
     def leave(self) -> None:
@@ -72,10 +74,10 @@ def rows(count: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ones(count, 4), torch.zeros(count, 1, dtype=torch.int64), torch.ones(count, 1)
 
 
-def steps_of(table: Table, rank: int) -> tuple[LockStep[Tensor], MeetingLink]:
+def steps_of(table: Table, rank: int) -> tuple[LockstepTurns[Tensor], MeetingLink]:
     link = MeetingLink(table, rank)
     agree = table.agree(rank)
-    return LockStep(link, agree, ranks=table.ranks, layers=LAYERS, no_rows=lambda: rows(0)), link
+    return LockstepTurns(link, agree, ranks=table.ranks, layers=LAYERS, no_rows=lambda: rows(0)), link
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
@@ -84,7 +86,7 @@ def together(*works: Callable[[], Any]) -> list[Any]:
     def run(index: int) -> None:
         try:
             results[index] = works[index]()
-        except MeshBroken as error:
+        except LockstepBroken as error:
             results[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
@@ -96,7 +98,7 @@ def together(*works: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def one_pass(steps: LockStep[Tensor], count: int, fail_at: int | None = None) -> None:
+def one_pass(steps: LockstepTurns[Tensor], count: int, fail_at: int | None = None) -> None:
     for layer in LAYERS:
         if layer == fail_at:
             raise ValueError("between two layers")
@@ -154,7 +156,7 @@ def test_a_broken_mesh_stays_broken() -> None:
     steps, _ = steps_of(table, 0)
     table.leave()
     for _ in range(2):
-        with pytest.raises(MeshBroken):
+        with pytest.raises(LockstepBroken):
             steps.dispatch(LAYERS[0], *rows(1))
 
 
@@ -169,10 +171,12 @@ def test_those_that_drained_stay_until_all_have() -> None:
         bells[2].ring(ranks[2].idle_turns)
         for _ in range(3):
             one_pass(ranks[2], 4)
-        linger(ranks[2], bells[2], 10)
+        wait_for_peers(ranks[2], bells[2], 10)
 
     began = time.monotonic()
-    together(lambda: linger(ranks[0], bells[0], 10), lambda: linger(ranks[1], bells[1], 10), drains_longer)
+    together(
+        lambda: wait_for_peers(ranks[0], bells[0], 10), lambda: wait_for_peers(ranks[1], bells[1], 10), drains_longer
+    )
     assert [steps.turns for steps in ranks] == [3, 3, 3]
     assert all(steps.all_drained for steps in ranks)
     assert time.monotonic() - began < 9
@@ -190,9 +194,9 @@ def test_all_hear_of_one_that_leaves_with_the_next_step() -> None:
     assert not other.all_drained, "it has rows still"
 
 
-def bell_at(store: TCPStore, on_ring: Callable[[], None], *, keeper: bool = False) -> StoreBell:
+def bell_at(store: TCPStore, on_notify: Callable[[], None], *, keeper: bool = False) -> StoreWakeUp:
     clients = [TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False) for _ in range(2)]
-    return StoreBell(*clients, keeper=keeper, on_ring=on_ring)
+    return StoreWakeUp(*clients, keeper=keeper, on_notify=on_notify)
 
 
 @pytest.fixture
@@ -200,7 +204,7 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def heard_by(count: int, store: TCPStore) -> tuple[list[StoreBell], list[threading.Event]]:
+def heard_by(count: int, store: TCPStore) -> tuple[list[StoreWakeUp], list[threading.Event]]:
     events = [threading.Event() for _ in range(count)]
     return [bell_at(store, event.set, keeper=rank == 0) for rank, event in enumerate(events)], events
 
@@ -213,17 +217,17 @@ def test_one_ring_wakes_all_also_those_that_listen_later(store: TCPStore) -> Non
         assert not bells[0].heard(period)
         bells[1].ring(period)
         bells[2].listen(period)
-        for bell, event in zip(bells, events, strict=True):
+        for wake_up, event in zip(bells, events, strict=True):
             assert event.wait(10)
-            assert bell.heard(period)
+            assert wake_up.heard(period)
             event.clear()
 
 
 def test_one_that_comes_again_wakes_all(store: TCPStore) -> None:
     bells, events = heard_by(2, store)
-    for bell in bells:
-        bell.listen(5)
-    ring_out(bell_client(store))
+    for wake_up in bells:
+        wake_up.listen(5)
+    notify_all(bell_client(store))
     assert all(event.wait(10) for event in events)
 
 
@@ -235,8 +239,8 @@ def test_a_store_that_is_gone_wakes_all() -> None:
     store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert store is not None
     bells, events = heard_by(2, store)
-    for bell in bells:
-        bell.listen(0)
+    for wake_up in bells:
+        wake_up.listen(0)
     time.sleep(0.2)
     del store
     assert all(event.wait(10) for event in events)
@@ -247,24 +251,24 @@ async def test_a_bell_that_is_closed_leaves_no_thread(state: str) -> None:
     store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert store is not None
     before, rung = set(threading.enumerate()), threading.Event()
-    bell = bell_at(store, lambda: (rung.set(), time.sleep(0.2)), keeper=True)
+    wake_up = bell_at(store, lambda: (rung.set(), time.sleep(0.2)), keeper=True)
     for period in {"idle": (), "heard": (0,)}.get(state, (0, 1)):
-        bell.listen(period)
+        wake_up.listen(period)
     if state != "idle":
-        bell.ring(0)
+        wake_up.ring(0)
         assert rung.wait(10)
     if state == "without a store":
         del store
-        wait_until(lambda: silent(bell), 10, "ringing fails")  # what is sent first gets lost
+        wait_until(lambda: silent(wake_up), 10, "ringing fails")  # what is sent first gets lost
     (thread,) = set(threading.enumerate()) - before
     async with asyncio.timeout(10):
-        await in_daemon("close", bell.close)
+        await in_daemon("close", wake_up.close)
     assert not thread.is_alive()
 
 
-def silent(bell: StoreBell) -> bool:
+def silent(wake_up: StoreWakeUp) -> bool:
     try:
-        bell.ring(0)
-    except MeshBroken:
+        wake_up.ring(0)
+    except LockstepBroken:
         return True
     return False

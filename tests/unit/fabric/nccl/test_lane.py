@@ -13,7 +13,7 @@ from testkit.fabric.donated import digests_of
 from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
-from services.experts.donors import Donors, given
+from services.experts.weight_sources import WeightSources, given
 from services.fabric.nccl import lanes as nccl_lanes
 from services.fabric.nccl import opening as nccl_opening
 from services.fabric.nccl import weights as nccl_weights
@@ -365,10 +365,10 @@ class Spec:
     hidden_size, expert_ffn = 4, 6
 
 
-def donors(*seats: Any, group: ShardGroup, held: dict[int, ExpertWeights]) -> Donors:
+def weight_sources(*seats: Any, group: ShardGroup, held: dict[int, ExpertWeights]) -> WeightSources:
     facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes_of("gloo"))
     table, digests = table_of(*seats, groups=[group], experts=3), digests_of(held, 6)
-    return Donors(lambda: table, facts, Spec(), torch.float32, lambda: digests)  # type: ignore[arg-type]
+    return WeightSources(lambda: table, facts, Spec(), torch.float32, lambda: digests)  # type: ignore[arg-type]
 
 
 GROUP = ShardGroup(number=0, experts={0: IDS, 1: IDS})
@@ -377,7 +377,7 @@ GROUP = ShardGroup(number=0, experts={0: IDS, 1: IDS})
 def test_weights_come_from_a_seat_that_holds_them(served: Serve) -> None:
     held = layers()
     server = served(lane="gloo", weights=given(held))
-    got = donors(seat_of(server, 0), group=GROUP, held=held).weights(GROUP)
+    got = weight_sources(seat_of(server, 0), group=GROUP, held=held).weights(GROUP)
     assert got is not None
     for layer, weights in held.items():
         assert torch.equal(got[layer].w_gate_up_E2FD, weights.w_gate_up_E2FD)
@@ -402,7 +402,7 @@ class Told:
 def test_weights_on_their_way_are_told_tensor_by_tensor(served: Serve) -> None:
     told, held = Told(), layers()
     seat = seat_of(served(lane="gloo", weights=given(held)), 0)
-    assert donors(seat, group=GROUP, held=held).weights(GROUP, progress=told) is not None
+    assert weight_sources(seat, group=GROUP, held=held).weights(GROUP, progress=told) is not None
     assert told.begun == [("expert weights from seat 0", sum(told.parts))]
     assert sorted(told.parts) == [3 * 4 * 6 * 4] * 2 + [3 * 2 * 6 * 4 * 4] * 2
 
@@ -412,18 +412,18 @@ def test_a_donor_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(serve
     gone, well = served(lane="gloo", weights=given(held)), served(lane="gloo", weights=given(held))
     seats = seat_of(gone, 0), seat_of(well, 1)
     gone.close()
-    assert donors(*seats, group=GROUP, held=held).weights(GROUP) is not None
+    assert weight_sources(*seats, group=GROUP, held=held).weights(GROUP) is not None
     well.close()
-    assert donors(*seats, group=GROUP, held=held).weights(GROUP) is None
+    assert weight_sources(*seats, group=GROUP, held=held).weights(GROUP) is None
 
 
 def test_a_donor_of_another_cut_or_without_lane_is_no_donor(served: Serve) -> None:
     other = ShardGroup(number=0, experts={0: (0, 1), 1: IDS})
     held = layers()
     server, without = served(lane="gloo", weights=given(held)), served(weights=given(held))
-    assert donors(seat_of(server, 0), group=other, held=held).weights(GROUP) is None
-    assert donors(seat_of(server, 0), group=other, held=held).weights(other) is None
-    assert donors(seat_of(without, 1), group=GROUP, held=held).weights(GROUP) is None
+    assert weight_sources(seat_of(server, 0), group=other, held=held).weights(GROUP) is None
+    assert weight_sources(seat_of(server, 0), group=other, held=held).weights(other) is None
+    assert weight_sources(seat_of(without, 1), group=GROUP, held=held).weights(GROUP) is None
 
 
 def test_a_damaged_tensor_is_refused(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

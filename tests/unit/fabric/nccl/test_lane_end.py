@@ -90,7 +90,7 @@ def alive() -> bool:
     return False
 
 
-def soon() -> float:
+def deadline_in() -> float:
     return time.monotonic() + LONG_S
 
 
@@ -102,7 +102,7 @@ def test_an_aborted_lane_refuses_to_send_and_to_receive(groups: Groups) -> None:
     with pytest.raises(SeatLost, match="was ended"):
         lane.post(shipment, alive)
     with pytest.raises(SeatLost, match="was ended"):
-        lane.receive(torch.empty(2), soon(), alive)
+        lane.receive(torch.empty(2), deadline_in(), alive)
     with pytest.raises(SeatLost, match="was ended"):
         lane.post(shipment, alive, first=True)
     assert groups.launched == 0
@@ -113,7 +113,7 @@ def test_a_transfer_that_ends_because_of_the_abort_does_not_count_as_through(gro
 
     def receive() -> None:
         try:
-            lane.receive(into, soon(), alive)
+            lane.receive(into, deadline_in(), alive)
         except SeatLost as error:
             errors.append(error)
 
@@ -122,7 +122,7 @@ def test_a_transfer_that_ends_because_of_the_abort_does_not_count_as_through(gro
     lane.post(lane.pack(torch.ones(2)), alive)
     lane.abort()
     with pytest.raises(SeatLost, match="was ended"):
-        lane.finish(soon(), alive)
+        lane.finish(deadline_in(), alive)
     receiver.join(LONG_S)
     assert [error.message for error in errors] == ["The lane was ended."]
 
@@ -156,7 +156,7 @@ def test_what_waits_for_its_turn_to_launch_is_refused(groups: Groups) -> None:
 
 
 def test_abort_waits_for_no_group_and_tells_both_at_once(groups: Groups) -> None:
-    """One after the other would hang: the first is not free before the kernels of the second end."""
+    """One after the other would publish: the first is not free before the kernels of the second end."""
     lane = lane_of(groups)
     began = time.monotonic()
     lane.abort()
@@ -177,7 +177,7 @@ def test_memory_under_way_is_kept_until_the_groups_are_gone(groups: Groups) -> N
     gc.collect()
     assert kept() is not None
     groups.free.set()
-    until = soon()
+    until = deadline_in()
     while kept() is not None:
         assert time.monotonic() < until
         gc.collect()

@@ -24,12 +24,12 @@ from torch import Tensor
 from moe_kernels.exchange.layout import Layout
 from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
-from services.fabric.shared_memory import server as symm_host
+from services.fabric.shared_memory import server as shared_memory_server
 from services.fabric.shared_memory.host_memory import HostMemory
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.shared_memory.peers import SharedSeat
-from services.fabric.shared_memory.server import SymmHost
+from services.fabric.shared_memory.server import SharedMemoryServer
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.routing import ShardGroup, even_groups
@@ -54,11 +54,11 @@ class Seat:
     held: threading.Event = field(default_factory=threading.Event)
     freed: threading.Event = field(default_factory=threading.Event)
     beside: bool = False
-    host: SymmHost = field(init=False)
+    host: SharedMemoryServer = field(init=False)
     server: ExpertServer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.host = SymmHost(
+        self.host = SharedMemoryServer(
             self._compute, memory=HostMemory(), device=CPU, layers=list(self.group.experts), num_experts=EXPERTS,
             hidden=HIDDEN, dtype=torch.float32, aside=self.beside,
         )  # fmt: skip
@@ -78,11 +78,11 @@ def linked(
     deadline_s: float = LONG_S,
     beside_s: float = 0.0,
     groups: tuple[ShardGroup, ...] = GROUPS,
-) -> Iterator[SymmLink]:
+) -> Iterator[SharedMemoryLink]:
     """Once all seats of this node share memory."""
     places = [seat_of(seat.server, seat.number, seat.group.number) for seat in seats]
     table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
-    link = SymmLink(
+    link = SharedMemoryLink(
         lambda extension: TcpLink(
             table, hello=hello(), secret=SECRET, timing=FAST, extension=extension, unavailable_s=LONG_S
         ),
@@ -92,7 +92,7 @@ def linked(
         layers=list(groups[0].experts),
         layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
         node=node,
-        options=SymmOptions(deadline_s=deadline_s, beside_s=beside_s, quarantine_s=LONG_S),
+        options=SharedMemoryOptions(deadline_s=deadline_s, beside_s=beside_s, quarantine_s=LONG_S),
     )
     try:
         assert link.wait_ready(LONG_S)
@@ -106,7 +106,7 @@ def linked(
             seat.server.close()
 
 
-def step(link: SymmLink, rows: int, *, known: bool = True) -> tuple[Tensor, Tensor, int]:
+def step(link: SharedMemoryLink, rows: int, *, known: bool = True) -> tuple[Tensor, Tensor, int]:
     """What came back, what should, and how often the step ran."""
     x_TD = torch.arange(rows * HIDDEN, dtype=torch.float32).view(rows, HIDDEN)
     ids_TK = torch.tensor([[1, 6]]).expand(rows, SLOTS)
@@ -156,7 +156,7 @@ def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(m
             time.sleep(0.01)  # the last answer is there before its time is told
         assert 3 * computing_s <= told_s < apart_s
         assert seat.server.counts.seconds == 0.0
-    wait_until(lambda: not seat.host._guests, LONG_S, "the guest is gone")
+    wait_until(lambda: not seat.host._clients, LONG_S, "the client is gone")
     assert serving.busy_s == told_s, "what it took stays"
 
 
@@ -310,10 +310,12 @@ def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_settled() -> No
 
 
 @contextmanager
-def linked_two_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SymmLink, list[Seat], Callable[..., Any]]]:
+def linked_two_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[SharedMemoryLink, list[Seat], Callable[..., Any]]]:
     """Two seats of group 0, of which the first does not answer and dies soon, and one of group 1. With them what runs a
     step: whether it settled, and what its first micro-batch gave."""
-    monkeypatch.setattr(symm_host, "WAIT_S", LONG_S)
+    monkeypatch.setattr(shared_memory_server, "WAIT_S", LONG_S)
     groups = even_groups([0], EXPERTS, 2)
     seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
     seats[0].held.set()

@@ -1,4 +1,4 @@
-"""Guests spread over devices first, then over replicas of one device."""
+"""Clients spread over devices first, then over replicas of one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.fabric.shared_memory.step_choice import seat_for
 
 
 def seats(devices: dict[int, str], place: int) -> list[Any]:
-    """By number, as a guest sees them that has this place at each."""
+    """By number, as a client sees them that has this place at each."""
     return [
         SimpleNamespace(link=SimpleNamespace(seat=SimpleNamespace(number=number)), place=place, device=device)
         for number, device in devices.items()

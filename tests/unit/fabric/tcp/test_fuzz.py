@@ -57,8 +57,8 @@ MESSAGES = [
     LaneNote(key="k", value=b"v"),
     Fetch(layer=1),
     Weights(layer=1, name="n", shape=(1, 2), checksum=3),
-    symm_wire.Offer(ticket=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
-    symm_wire.Taken(ticket=b"t"),
+    symm_wire.ShareRequest(ticket=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
+    symm_wire.ShareReply(ticket=b"t"),
     symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5),
     symm_wire.Stop(),
     TICKET,
@@ -151,7 +151,7 @@ def test_a_seat_outlives_whatever_is_sent(seat: ExpertServer, bystander: TcpLink
 @pytest.mark.parametrize("proven", [False, True])
 def test_each_damaged_frame_is_counted(seat: ExpertServer, bystander: TcpLink, proven: bool) -> None:
     header = b"\x99\xa1\xff"
-    for kind in (99, Kind.HELLO, *((Kind.DISPATCH, Kind.ECHO, Kind.SYMM_STEP) if proven else ())):
+    for kind in (99, Kind.HELLO, *((Kind.DISPATCH, Kind.ECHO, Kind.SHARED_STEP) if proven else ())):
         before = seat.faults.totals().get("wire_error", 0)
         sent(seat, tcp_wire.FIXED.pack(b"EMXF", 1, kind, len(header), 0) + header, proven=proven)
         counted(seat, before + 1)

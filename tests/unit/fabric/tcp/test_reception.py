@@ -21,7 +21,7 @@ from testkit.processes.servers import free_port, wait_until
 from services.fabric.lockstep import store_proxy as mesh_gate
 from services.fabric.lockstep.rendezvous import Meeting, _store
 from services.fabric.lockstep.store_proxy import Tunnel
-from services.fabric.shared_memory.fd_server import FdPost, fetch_fd
+from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
 from services.fabric.tcp.frames import Kind, frame_parts
 from services.fabric.tcp.handshake import Nonce
 from services.fabric.tcp.peer import Timing
@@ -144,9 +144,9 @@ def test_strangers_keep_no_rank_from_the_gate(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_neighbours_who_ask_for_nothing_keep_nobody_from_memory() -> None:
-    post = FdPost()
+    post = FdServer()
     file = os.memfd_create("test")
-    key = post.hang(file)
+    key = post.publish(file)
     try:
         with ExitStack() as stack:
             for _ in range(100):

@@ -1,4 +1,4 @@
-"""Which steps begin together, in a world of guests whose steps take as long as the test says."""
+"""Which steps begin together, in a world of clients whose steps take as long as the test says."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.fabric.shared_memory.joint.policy import FIRST_BAR_S, FORGET_S, MOST_BAR_S, Hold, Tempo
+from services.fabric.shared_memory.joint.policy import FIRST_BAR_S, FORGET_S, MOST_BAR_S, Hold, JoinPolicy
 
 ROWS, MOST_S = 64, 0.006
 
 
 @dataclass
 class World:
-    """Guests whose steps follow each other. ``alone_s`` and ``joined_s``: of a step, where it runs alone or begins with
-    all others; ``gap_s``: of the guest between two."""
+    """Clients whose steps follow each other. ``alone_s`` and ``joined_s``: of a step, where it runs alone or begins
+    with all others; ``gap_s``: of the client between two."""
 
     alone_s: float
     joined_s: float
     offsets: Sequence[float]
     gap_s: Callable[[int, int], float] = lambda _place, _step: 0.0002
-    tempo: Tempo = field(default_factory=Tempo)
+    policy: JoinPolicy = field(default_factory=JoinPolicy)
     joined: list[bool] = field(default_factory=list)
     held_s: list[float] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class World:
                 self._go(held, until, coming)
                 continue
             now, place, number = heapq.heappop(coming)
-            hold = self.tempo.come(place, ROWS, now, MOST_S)
+            hold = self.policy.come(place, ROWS, now, MOST_S)
             if hold is None:
                 self._begin(place, number, now, now, False, coming)
                 continue
@@ -59,15 +59,15 @@ class World:
     ) -> None:
         self.joined.append(joined)
         self.held_s.append(now - came)
-        self.tempo.began(place, now, together=joined)
+        self.policy.began(place, now, together=joined)
         takes_s = self.joined_s if joined else self.alone_s
         heapq.heappush(coming, (now + takes_s + self.gap_s(place, number), place, number + 1))
 
 
-def come(tempo: Tempo, place: int, now: float) -> Hold | None:
+def come(policy: JoinPolicy, place: int, now: float) -> Hold | None:
     """A step that begins at once."""
-    hold = tempo.come(place, ROWS, now, MOST_S)
-    tempo.began(place, now, together=False)
+    hold = policy.come(place, ROWS, now, MOST_S)
+    policy.began(place, now, together=False)
     return hold
 
 
@@ -113,27 +113,27 @@ def test_a_guest_alone_is_never_held() -> None:
 
 def test_nobody_is_held_for_who_has_left_or_rests() -> None:
     for leaves in (True, False):
-        tempo, now = Tempo(), 0.0
+        policy, now = JoinPolicy(), 0.0
         for _ in range(20):
-            come(tempo, 1, now + 0.004)
-            held = come(tempo, 0, now := now + 0.01)
+            come(policy, 1, now + 0.004)
+            held = come(policy, 0, now := now + 0.01)
         assert held is not None
         assert held.places == (1,)
         if leaves:
-            tempo.leave(1)
-            assert come(tempo, 0, now + 0.01) is None
+            policy.leave(1)
+            assert come(policy, 0, now + 0.01) is None
         else:
-            assert come(tempo, 0, now + 0.05) is None, "three of its periods have gone by"
+            assert come(policy, 0, now + 0.05) is None, "three of its periods have gone by"
 
 
 def test_a_pause_of_ones_own_is_no_step() -> None:
-    tempo, now = Tempo(), 0.0
+    policy, now = JoinPolicy(), 0.0
     for _ in range(20):
         now += 0.01
         for place in (0, 1):
-            come(tempo, place, now)
-    assert come(tempo, 0, now + 2 * FORGET_S) is None
-    assert come(tempo, 1, now + 2 * FORGET_S + 0.001) is None
+            come(policy, place, now)
+    assert come(policy, 0, now + 2 * FORGET_S) is None
+    assert come(policy, 1, now + 2 * FORGET_S + 0.001) is None
 
 
 def test_a_gain_that_is_small_but_lasts_is_taken() -> None:
@@ -143,15 +143,15 @@ def test_a_gain_that_is_small_but_lasts_is_taken() -> None:
 
 
 def test_who_is_late_is_not_waited_for() -> None:
-    tempo, now = Tempo(), 0.0
+    policy, now = JoinPolicy(), 0.0
     for _ in range(20):
-        come(tempo, 1, now)
-        come(tempo, 0, now := now + 0.01)
-    assert come(tempo, 0, now + 0.015) == Hold()
+        come(policy, 1, now)
+        come(policy, 0, now := now + 0.01)
+    assert come(policy, 0, now + 0.015) == Hold()
 
 
 def test_rests_tell_nothing_about_the_way_that_ran() -> None:
-    """In a trial of steps together, both guests have no requests for 0.9 s now and then."""
+    """In a trial of steps together, both clients have no requests for 0.9 s now and then."""
     world = World(
         alone_s=0.01,
         joined_s=0.007,
@@ -163,51 +163,51 @@ def test_rests_tell_nothing_about_the_way_that_ran() -> None:
 
 
 def test_steps_of_another_size_are_judged_for_themselves() -> None:
-    tempo, now = Tempo(), 0.0
+    policy, now = JoinPolicy(), 0.0
     for number in range(3000):  # steps alternate in size; the large ones take longer together
         hold = None
         rows = ROWS * (16 if number % 2 else 1)
         for place in (0, 1):
-            hold = tempo.come(place, rows, now, MOST_S)
+            hold = policy.come(place, rows, now, MOST_S)
         for place in (0, 1):
-            tempo.began(place, now, together=hold is not None)
+            policy.began(place, now, together=hold is not None)
         takes_s = {False: 0.01, True: 0.007 if rows == ROWS else 0.02}
         now += takes_s[hold is not None]
-    ways = {rows: size.together for (rows, _), size in tempo._sizes.items() if size.left}
+    ways = {rows: size.together for (rows, _), size in policy._sizes.items() if size.left}
     assert ways == {ROWS.bit_length(): True, (16 * ROWS).bit_length(): False}
 
 
 def test_who_was_late_runs_alone_for_longer_each_time() -> None:
-    tempo, now = Tempo(), 0.0
+    policy, now = JoinPolicy(), 0.0
     for wanted_s in (FIRST_BAR_S, 2 * FIRST_BAR_S, 4 * FIRST_BAR_S):
         for _ in range(20):
             now += 0.01
-            come(tempo, 0, now)
-            come(tempo, 1, now)
-        assert tempo._paces.keys() == {0, 1}
-        assert tempo.failed(0, now) == wanted_s
+            come(policy, 0, now)
+            come(policy, 1, now)
+        assert policy._paces.keys() == {0, 1}
+        assert policy.failed(0, now) == wanted_s
         for share in (0.1, 0.5, 0.9):
-            assert come(tempo, 0, now + share * wanted_s) is None
-            assert come(tempo, 1, now + share * wanted_s) is None, "nobody is held for it either"
-            assert tempo._paces.keys() == {1}
+            assert come(policy, 0, now + share * wanted_s) is None
+            assert come(policy, 1, now + share * wanted_s) is None, "nobody is held for it either"
+            assert policy._paces.keys() == {1}
         now += wanted_s
     for _ in range(20):
-        seconds = tempo.failed(0, now)
+        seconds = policy.failed(0, now)
     assert seconds == MOST_BAR_S
-    tempo.leave(0)
-    assert tempo.failed(0, now) == FIRST_BAR_S, "another guest of its place"
+    policy.leave(0)
+    assert policy.failed(0, now) == FIRST_BAR_S, "another client of its place"
 
 
 def test_a_step_that_cannot_be_joined_tells_nothing() -> None:
-    tempo, now = Tempo(), 0.0
+    policy, now = JoinPolicy(), 0.0
     for _ in range(20):
         now += 0.01
         for place in (0, 1):
-            come(tempo, place, now)
-    tempo.rest(0)
+            come(policy, place, now)
+    policy.rest(0)
     now += 0.01
-    assert come(tempo, 1, now) is None, "it is alone"
+    assert come(policy, 1, now) is None, "it is alone"
     now += 0.01
-    seen = {key: len(size.seen) for key, size in tempo._sizes.items()}
-    assert come(tempo, 0, now) is None
-    assert seen == {key: len(size.seen) for key, size in tempo._sizes.items()}
+    seen = {key: len(size.seen) for key, size in policy._sizes.items()}
+    assert come(policy, 0, now) is None
+    assert seen == {key: len(size.seen) for key, size in policy._sizes.items()}

@@ -1,4 +1,4 @@
-"""Who begins with whom, with guests and teams that only write down what they are told."""
+"""Who begins with whom, with clients and joint steps that only write down what they are told."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from testkit.processes.servers import wait_until
 
 from moe_kernels.exchange.layout import Layout
 from services.errors import FabricError, WireError
-from services.fabric.shared_memory.joint.policy import Hold, Tempo
-from services.fabric.shared_memory.joint.queue import HOLD_SHARE, PATIENCE_SHARE, Muster
-from services.fabric.shared_memory.joint.steps import Guest, Joining, Team
+from services.fabric.shared_memory.joint.policy import Hold, JoinPolicy
+from services.fabric.shared_memory.joint.queue import HOLD_SHARE, PATIENCE_SHARE, JoinQueue
+from services.fabric.shared_memory.joint.steps import Client, JointStep, PendingStep
 from services.fabric.shared_memory.messages import Step
 
 LAYOUT, OTHER = (Layout(rows=rows, hidden=4, slots=2, dtype=torch.float32) for rows in (8, 16))
@@ -50,7 +50,7 @@ class Fake:
 
 
 @dataclass(eq=False)
-class FakeTeam:
+class FakeJointStep:
     members: int
     most: int = 64
     busy: bool = False
@@ -64,24 +64,24 @@ class FakeTeam:
     parted: list[int] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
 
-    def fits(self, steps: Sequence[Joining]) -> bool:
+    def fits(self, steps: Sequence[PendingStep]) -> bool:
         small = max(joining.step.bucket for joining in steps) <= self.most
         return small and len(steps) <= self.members and not self.busy
 
-    def start(self, steps: Sequence[Joining], patience_s: float) -> None:
+    def start(self, steps: Sequence[PendingStep], patience_s: float) -> None:
         if self.broken:
             raise RuntimeError("the GPU said no")
-        self.started.append([joining.guest.place for joining in steps])
+        self.started.append([joining.client.place for joining in steps])
         self.patience_s, self.busy = patience_s, True
 
-    def was_late(self, _guest: Guest) -> bool:
+    def was_late(self, _client: Client) -> bool:
         return self.late
 
-    def leave_out(self, guest: Guest) -> None:
-        self.left_out.append(guest.place)
+    def leave_out(self, client: Client) -> None:
+        self.left_out.append(client.place)
 
-    def part(self, guest: Guest, _pause: Callable[[], object]) -> bool:
-        self.parted.append(guest.place)
+    def part(self, client: Client, _pause: Callable[[], object]) -> bool:
+        self.parted.append(client.place)
         return not self.stuck
 
     def idle(self) -> bool:
@@ -95,254 +95,256 @@ class FakeTeam:
 class Scene:
     """Of the first three places each is held for the other two, for as long as may be, and so are ``too``."""
 
-    muster: Muster
-    teams: dict[int, FakeTeam]
+    join_queue: JoinQueue
+    joint_steps: dict[int, FakeJointStep]
     began: list[tuple[int, bool]]
 
-    def enter(self, *guests: Any) -> None:
-        for guest in guests:
-            self.muster.enter(guest)
-        wait_until(lambda: not any(one.missing() for one in self.muster._alike.values()), LONG_S, "teams are made")
+    def enter(self, *clients: Any) -> None:
+        for client in clients:
+            self.join_queue.enter(client)
+        wait_until(
+            lambda: not any(one.missing() for one in self.join_queue._alike.values()), LONG_S, "joint steps are made"
+        )
 
-    def begin(self, *guests: Any, step: Step | None = None) -> None:
-        for guest in guests:
-            self.muster.begin(guest, step or step_of())
+    def begin(self, *clients: Any, step: Step | None = None) -> None:
+        for client in clients:
+            self.join_queue.begin(client, step or step_of())
 
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     began: list[tuple[int, bool]] = []
 
-    def come(_tempo: Tempo, place: int, _rows: int, _now: float, most_s: float) -> Hold | None:
+    def come(_policy: JoinPolicy, place: int, _rows: int, _now: float, most_s: float) -> Hold | None:
         return Hold(tuple({0, 1, 2} - {place}), most_s) if place < 3 else None
 
-    monkeypatch.setattr(Tempo, "come", come)
-    monkeypatch.setattr(Tempo, "began", lambda _self, place, _now, *, together: began.append((place, together)))
-    teams = {size: FakeTeam(size) for size in (2, 4, 8)}
-    muster = Muster(lambda _layout, members: cast(Team, teams[members]), 2.0)
-    yield Scene(muster, teams, began)
-    muster.close()
+    monkeypatch.setattr(JoinPolicy, "come", come)
+    monkeypatch.setattr(JoinPolicy, "began", lambda _self, place, _now, *, together: began.append((place, together)))
+    joint_steps = {size: FakeJointStep(size) for size in (2, 4, 8)}
+    join_queue = JoinQueue(lambda _layout, members: cast(JointStep, joint_steps[members]), 2.0)
+    yield Scene(join_queue, joint_steps, began)
+    join_queue.close()
 
 
 @pytest.mark.parametrize(
-    ("guests", "sizes"), [(1, []), (2, [2]), (3, [2, 4]), (4, [2, 4]), (5, [2, 4, 8]), (16, [2, 4, 8])]
+    ("clients", "sizes"), [(1, []), (2, [2]), (3, [2, 4]), (4, [2, 4]), (5, [2, 4, 8]), (16, [2, 4, 8])]
 )
-def test_teams_of_every_size_are_made_whoever_came_first(scene: Scene, guests: int, sizes: list[int]) -> None:
-    scene.enter(*(Fake(place) for place in range(guests)))
-    (alike,) = scene.muster._alike.values()
-    assert [team.members for team in alike.teams] == sizes
+def test_teams_of_every_size_are_made_whoever_came_first(scene: Scene, clients: int, sizes: list[int]) -> None:
+    scene.enter(*(Fake(place) for place in range(clients)))
+    (alike,) = scene.join_queue._alike.values()
+    assert [joint_step.members for joint_step in alike.joint_steps] == sizes
 
 
 def test_a_guest_is_served_while_teams_are_made() -> None:
     making, go_on = threading.Event(), threading.Event()
 
-    def make(_layout: Layout, members: int) -> Team:
+    def make(_layout: Layout, members: int) -> JointStep:
         making.set()
         go_on.wait(LONG_S)
-        return cast(Team, FakeTeam(members))
+        return cast(JointStep, FakeJointStep(members))
 
-    muster, guests = Muster(make, 2.0), [Fake(0), Fake(1)]
-    for guest in guests:
-        muster.enter(guest)
+    join_queue, clients = JoinQueue(make, 2.0), [Fake(0), Fake(1)]
+    for client in clients:
+        join_queue.enter(client)
     assert making.wait(LONG_S)
-    for guest in guests:
-        muster.begin(guest, step_of())
-    assert [guest.begun for guest in guests] == [1, 1]
-    for guest in guests:
-        assert muster.leave(guest)
+    for client in clients:
+        join_queue.begin(client, step_of())
+    assert [client.begun for client in clients] == [1, 1]
+    for client in clients:
+        assert join_queue.leave(client)
     go_on.set()
-    muster.close()
+    join_queue.close()
 
 
 def test_what_cannot_be_made_is_tried_once() -> None:
     tried: list[int] = []
 
-    def make(_layout: Layout, members: int) -> Team:
+    def make(_layout: Layout, members: int) -> JointStep:
         tried.append(members)
         raise FabricError("no room") if members == 2 else KeyError("no kernel")
 
-    muster = Muster(make, 2.0)
+    join_queue = JoinQueue(make, 2.0)
     for place in range(3):
-        muster.enter(Fake(place))
+        join_queue.enter(Fake(place))
     wait_until(lambda: tried == [2, 4], LONG_S, "both are tried")
-    muster.enter(guest := Fake(3))
-    muster.begin(guest, step_of())
-    assert guest.begun == 1
+    join_queue.enter(client := Fake(3))
+    join_queue.begin(client, step_of())
+    assert client.begun == 1
     assert tried == [2, 4]
-    muster.close()
+    join_queue.close()
 
 
 def test_the_smallest_team_that_fits_takes_all_that_came(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(5)]
-    scene.enter(*guests)
-    scene.begin(guests[0], guests[2])
-    assert not scene.muster.idle()
-    scene.begin(guests[1])
-    assert [scene.teams[size].started for size in (2, 4, 8)] == [[], [[0, 2, 1]], []]
-    assert scene.teams[4].patience_s == pytest.approx(PATIENCE_SHARE * 60)
+    clients = [Fake(place) for place in range(5)]
+    scene.enter(*clients)
+    scene.begin(clients[0], clients[2])
+    assert not scene.join_queue.idle()
+    scene.begin(clients[1])
+    assert [scene.joint_steps[size].started for size in (2, 4, 8)] == [[], [[0, 2, 1]], []]
+    assert scene.joint_steps[4].patience_s == pytest.approx(PATIENCE_SHARE * 60)
     assert HOLD_SHARE + PATIENCE_SHARE < 1
     assert sorted(scene.began) == [(0, True), (1, True), (2, True)]
-    assert scene.muster.joined_steps == 3
-    assert scene.muster.seconds == 3.0
+    assert scene.join_queue.joined_steps == 3
+    assert scene.join_queue.seconds == 3.0
 
 
 def test_those_that_do_not_fit_together_begin_in_parts(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.teams[4].busy = True
-    scene.begin(guests[0], guests[1])
-    scene.begin(guests[2], step=step_of(16))
-    assert scene.teams[2].started == [[2, 0]]
-    assert guests[1].begun == 1
-    assert scene.muster.joined_steps == 2
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.joint_steps[4].busy = True
+    scene.begin(clients[0], clients[1])
+    scene.begin(clients[2], step=step_of(16))
+    assert scene.joint_steps[2].started == [[2, 0]]
+    assert clients[1].begun == 1
+    assert scene.join_queue.joined_steps == 2
 
 
 def test_one_whose_step_is_too_large_leaves_the_others_together(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.begin(guests[0], guests[1])
-    scene.begin(guests[2], step=step_of(512))
-    assert guests[2].begun == 1
-    assert scene.teams[2].started == [[0, 1]]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.begin(clients[0], clients[1])
+    scene.begin(clients[2], step=step_of(512))
+    assert clients[2].begun == 1
+    assert scene.joint_steps[2].started == [[0, 1]]
 
 
 def test_without_a_team_that_is_free_each_begins_alone(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    for team in scene.teams.values():
-        team.busy = True
-    scene.begin(*guests)
-    assert [guest.begun for guest in guests] == [1, 1, 1]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    for joint_step in scene.joint_steps.values():
+        joint_step.busy = True
+    scene.begin(*clients)
+    assert [client.begun for client in clients] == [1, 1, 1]
     assert scene.began == [(0, False), (1, False), (2, False)]
-    assert scene.muster.joined_steps == 0
+    assert scene.join_queue.joined_steps == 0
 
 
 def test_a_team_that_fails_to_start_fails_nobody_else(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.teams[4].busy = scene.teams[2].broken = True
-    scene.begin(*guests)
-    assert [guest.begun for guest in guests] == [0, 0, 1]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.joint_steps[4].busy = scene.joint_steps[2].broken = True
+    scene.begin(*clients)
+    assert [client.begun for client in clients] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("step", [step_of(micro_batches=2), step_of(whole=False)])
 def test_what_cannot_be_joined_begins_at_once_and_is_waited_for_no_longer(scene: Scene, step: Step) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.begin(guests[0], guests[1])
-    scene.begin(guests[2], step=step)
-    assert guests[2].begun == 1
-    assert scene.teams[2].started == [[0, 1]]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.begin(clients[0], clients[1])
+    scene.begin(clients[2], step=step)
+    assert clients[2].begun == 1
+    assert scene.joint_steps[2].started == [[0, 1]]
 
 
 def test_who_is_to_run_alone_begins_at_once(scene: Scene) -> None:
-    guests = [Fake(0), Fake(7)]
-    scene.enter(*guests)
-    scene.begin(*guests)
-    assert [guest.begun for guest in guests] == [0, 1]
+    clients = [Fake(0), Fake(7)]
+    scene.enter(*clients)
+    scene.begin(*clients)
+    assert [client.begun for client in clients] == [0, 1]
 
 
 def test_layouts_are_apart(scene: Scene) -> None:
-    guests = [Fake(0), Fake(1, OTHER), Fake(2)]
-    scene.enter(*guests)
-    scene.begin(*guests)
-    assert [guest.begun for guest in guests] == [0, 1, 0], "the one of its layout has no team"
+    clients = [Fake(0), Fake(1, OTHER), Fake(2)]
+    scene.enter(*clients)
+    scene.begin(*clients)
+    assert [client.begun for client in clients] == [0, 1, 0], "the one of its layout has no joint step"
 
 
 def test_nobody_is_held_beyond_a_share_of_its_deadline(scene: Scene) -> None:
-    guests = [Fake(0), Fake(1), Fake(2)]
-    scene.enter(*guests)
-    scene.begin(guests[0])
+    clients = [Fake(0), Fake(1), Fake(2)]
+    scene.enter(*clients)
+    scene.begin(clients[0])
     began = time.monotonic()
-    scene.begin(guests[1], step=step_of(deadline_s=0.2))
-    wait_until(lambda: scene.teams[2].started == [[0, 1]], LONG_S, "both begin")
+    scene.begin(clients[1], step=step_of(deadline_s=0.2))
+    wait_until(lambda: scene.joint_steps[2].started == [[0, 1]], LONG_S, "both begin")
     assert time.monotonic() - began >= HOLD_SHARE * 0.2
 
 
 def test_a_guest_is_parted_from_its_team_before_its_next_step_begins(scene: Scene) -> None:
-    guests = [Fake(7), Fake(8)]
-    scene.enter(*guests)
-    scene.begin(guests[0])
-    assert scene.teams[2].parted == [7]
+    clients = [Fake(7), Fake(8)]
+    scene.enter(*clients)
+    scene.begin(clients[0])
+    assert scene.joint_steps[2].parted == [7]
 
 
 def test_who_stops_is_left_out_without_a_wait_and_held_no_more(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.begin(guests[0], guests[1])
-    scene.muster.stop(guests[0], guests[0].give_up)
-    assert (guests[0].stopped, scene.teams[2].left_out, scene.teams[4].left_out) == (1, [0], [0])
-    assert len(scene.teams[2].parted) == 2, "as both began"
-    scene.begin(guests[2])
-    assert [sorted(places) for places in scene.teams[2].started] == [[1, 2]]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.begin(clients[0], clients[1])
+    scene.join_queue.stop(clients[0], clients[0].give_up)
+    assert (clients[0].stopped, scene.joint_steps[2].left_out, scene.joint_steps[4].left_out) == (1, [0], [0])
+    assert len(scene.joint_steps[2].parted) == 2, "as both began"
+    scene.begin(clients[2])
+    assert [sorted(places) for places in scene.joint_steps[2].started] == [[1, 2]]
 
 
 def test_who_was_late_is_told_to_the_tempo(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[int] = []
-    monkeypatch.setattr(Tempo, "failed", lambda _self, place, _now: failed.append(place) or 1.0)
-    guests = [Fake(7), Fake(8)]
-    scene.enter(*guests)
-    scene.begin(guests[1])
-    scene.muster.stop(guests[1], guests[1].give_up)
+    monkeypatch.setattr(JoinPolicy, "failed", lambda _self, place, _now: failed.append(place) or 1.0)
+    clients = [Fake(7), Fake(8)]
+    scene.enter(*clients)
+    scene.begin(clients[1])
+    scene.join_queue.stop(clients[1], clients[1].give_up)
     assert not failed
-    scene.teams[2].late = True
-    scene.begin(guests[1])
+    scene.joint_steps[2].late = True
+    scene.begin(clients[1])
     assert not failed, "a step that failed is stopped first: nothing is asked of the device at the others"
-    scene.muster.stop(guests[1], guests[1].give_up)
+    scene.join_queue.stop(clients[1], clients[1].give_up)
     assert failed == [8]
 
 
 def test_a_guest_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> None:
-    guests = [Fake(7), Fake(8)]
-    scene.enter(*guests)
-    scene.teams[2].stuck = True
-    with pytest.raises(WireError, match="guest 7 cannot begin"):
-        scene.begin(guests[0])
-    assert guests[0].begun == 0
-    assert not scene.muster.leave(guests[0])
+    clients = [Fake(7), Fake(8)]
+    scene.enter(*clients)
+    scene.joint_steps[2].stuck = True
+    with pytest.raises(WireError, match="client 7 cannot begin"):
+        scene.begin(clients[0])
+    assert clients[0].begun == 0
+    assert not scene.join_queue.leave(clients[0])
 
 
 def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
     scene.enter(Fake(0))
     stranger = Fake(1)
-    with pytest.raises(WireError, match="Guest 1 has no part"):
+    with pytest.raises(WireError, match="Client 1 has no part"):
         scene.begin(stranger)
     with pytest.raises(WireError):
-        scene.muster.stop(stranger, stranger.give_up)
+        scene.join_queue.stop(stranger, stranger.give_up)
     assert (stranger.begun, stranger.stopped) == (0, 0)
 
 
 def test_a_step_that_comes_again_is_held_once(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.begin(guests[0], guests[0], guests[1], guests[2])
-    assert scene.teams[4].started == [[0, 1, 2]]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.begin(clients[0], clients[0], clients[1], clients[2])
+    assert scene.joint_steps[4].started == [[0, 1, 2]]
 
 
 def test_who_has_left_is_neither_held_nor_waited_for(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    scene.begin(guests[0], guests[1])
-    assert scene.muster.leave(guests[1])
-    scene.begin(guests[2])
-    assert scene.teams[2].started == [[0, 2]]
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    scene.begin(clients[0], clients[1])
+    assert scene.join_queue.leave(clients[1])
+    scene.begin(clients[2])
+    assert scene.joint_steps[2].started == [[0, 2]]
 
 
 def test_teams_end_with_the_last_guest_of_their_layout(scene: Scene) -> None:
-    guests = [Fake(place) for place in range(3)]
-    scene.enter(*guests)
-    for guest in guests[:2]:
-        scene.muster.leave(guest)
-    assert not scene.teams[2].closed
-    scene.muster.leave(guests[2])
-    assert [scene.teams[size].closed for size in (2, 4, 8)] == [True, True, False]
-    assert scene.muster.seconds == 2.0, "what they computed stays counted"
-    assert scene.muster.leave(guests[2])
+    clients = [Fake(place) for place in range(3)]
+    scene.enter(*clients)
+    for client in clients[:2]:
+        scene.join_queue.leave(client)
+    assert not scene.joint_steps[2].closed
+    scene.join_queue.leave(clients[2])
+    assert [scene.joint_steps[size].closed for size in (2, 4, 8)] == [True, True, False]
+    assert scene.join_queue.seconds == 2.0, "what they computed stays counted"
+    assert scene.join_queue.leave(clients[2])
 
 
 def test_without_teams_every_step_begins_alone() -> None:
-    muster, guest = Muster(None, 2.0), Fake(0)
-    muster.enter(guest)
-    muster.begin(guest, step_of())
-    assert guest.begun == 1
-    muster.close()
+    join_queue, client = JoinQueue(None, 2.0), Fake(0)
+    join_queue.enter(client)
+    join_queue.begin(client, step_of())
+    assert client.begun == 1
+    join_queue.close()

@@ -1,4 +1,4 @@
-"""Teams of guests over memory of the host: attention workers, and one seat whose calls take the rows of all."""
+"""Joint steps of clients over memory of the host: attention workers, and one seat whose calls take the rows of all."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from moe_kernels.exchange.layout import Layout
 from services.fabric.shared_memory.host_memory import HostMemory
-from services.fabric.shared_memory.joint.policy import Hold, Tempo
-from services.fabric.shared_memory.joint.queue import _Alike
-from services.fabric.shared_memory.joint.steps import Guest, Joining, Team, TeamBody
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
+from services.fabric.shared_memory.joint.policy import Hold, JoinPolicy
+from services.fabric.shared_memory.joint.queue import _LayoutGroup
+from services.fabric.shared_memory.joint.steps import Client, JointStep, JointStepBody, PendingStep
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.messages import Step
-from services.fabric.shared_memory.server import Limits, SymmHost
+from services.fabric.shared_memory.server import Limits, SharedMemoryServer
 from services.fabric.shared_memory.steps import Steps
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
@@ -51,14 +51,14 @@ class Seat:
         self.join_rows = join_rows
         self.held, self.holding, self.freed = threading.Event(), threading.Event(), threading.Event()
         self.broken = threading.Event()
-        self.host = SymmHost(
+        self.host = SharedMemoryServer(
             self._compute, memory=HostMemory(), device=CPU, layers=list(range(LAYERS)), num_experts=EXPERTS,
             hidden=HIDDEN, dtype=torch.float32, limits=Limits(join_rows=join_rows),
         )  # fmt: skip
         self.server: ExpertServer = serve(scaled, symm=self.host, experts=GROUPS[0].experts)
 
-    def alike(self) -> list[_Alike]:
-        return list(self.host._muster._alike.values())
+    def alike(self) -> list[_LayoutGroup]:
+        return list(self.host._join_queue._alike.values())
 
     def waiting(self) -> int:
         return sum(len(one.held) for one in self.alike())
@@ -74,14 +74,14 @@ class Seat:
 
 
 @contextmanager
-def guests(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[list[SymmLink]]:
+def clients(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[list[SharedMemoryLink]]:
     place = msgspec.structs.replace(seat_of(seat.server, 0, 0), node="here")
     table = table_of(place, groups=GROUPS)
     with ExitStack() as stack:
         stack.callback(seat.server.close)
         found = []
         for _ in range(count):
-            link = SymmLink(
+            link = SharedMemoryLink(
                 lambda extension: TcpLink(
                     table, hello=hello(), secret=SECRET, timing=FAST, extension=extension, reduced=True
                 ),
@@ -91,14 +91,14 @@ def guests(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[li
                 layers=list(range(LAYERS)),
                 layout=LAYOUT,
                 node="here",
-                options=SymmOptions(deadline_s=deadline_s, quarantine_s=0.0),
+                options=SharedMemoryOptions(deadline_s=deadline_s, quarantine_s=0.0),
             )
             stack.callback(link.close)
             assert link.lane.wait_for(1, LONG_S)
             found.append(link)
         stack.callback(seat.freed.set)
         if seat.join_rows and count > 1:
-            wait_until(lambda: not any(one.missing() for one in seat.alike()), LONG_S, "teams are made")
+            wait_until(lambda: not any(one.missing() for one in seat.alike()), LONG_S, "joint steps are made")
         yield found
 
 
@@ -107,9 +107,11 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
     """Steps are held for those of the places given, as long as it takes."""
 
     def hold_for(places: set[int]) -> None:
-        monkeypatch.setattr(Tempo, "began", lambda *_, **__: None)
+        monkeypatch.setattr(JoinPolicy, "began", lambda *_, **__: None)
         monkeypatch.setattr(
-            Tempo, "come", lambda _self, place, *_: Hold(tuple(places - {place}), LONG_S) if place in places else None
+            JoinPolicy,
+            "come",
+            lambda _self, place, *_: Hold(tuple(places - {place}), LONG_S) if place in places else None,
         )
 
     return hold_for
@@ -122,7 +124,7 @@ def call(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x_TD, ids_TK, torch.tensor([[0.5, 2.0]]).expand(rows, SLOTS).contiguous()
 
 
-def step(link: SymmLink, rows: int, seed: int, *, begun: threading.Event | None = None, tries: int = 1) -> bool:
+def step(link: SharedMemoryLink, rows: int, seed: int, *, begun: threading.Event | None = None, tries: int = 1) -> bool:
     """Whether every layer's answer is right, at the last try."""
     for _ in range(tries):
         link.begin_step(seed, [rows])
@@ -138,7 +140,7 @@ def step(link: SymmLink, rows: int, seed: int, *, begun: threading.Event | None 
     return False
 
 
-def at_once(links: list[SymmLink], rows: list[int], *, tries: int = 1) -> list[bool]:
+def at_once(links: list[SharedMemoryLink], rows: list[int], *, tries: int = 1) -> list[bool]:
     with ThreadPoolExecutor(len(links)) as pool:
         parts = [
             pool.submit(step, link, count, 10 * number, tries=tries)
@@ -152,7 +154,7 @@ def test_steps_that_begin_together_take_one_call_for_each_layer(
     rows: list[int], together: Callable[[set[int]], None]
 ) -> None:
     seat = Seat()
-    with guests(seat, len(rows)) as links:
+    with clients(seat, len(rows)) as links:
         together(set(range(len(rows))))
         for _ in range(2):
             seat.calls.clear()
@@ -167,7 +169,7 @@ def test_steps_that_begin_together_take_one_call_for_each_layer(
 
 def test_nobody_is_waited_for_where_nothing_is_joined() -> None:
     seat = Seat(join_rows=0)
-    with guests(seat, 2) as links:
+    with clients(seat, 2) as links:
         for number in range(40):
             assert step(links[number % 2], 3, number)
         assert seat.host.joined_steps() == 0
@@ -175,7 +177,7 @@ def test_nobody_is_waited_for_where_nothing_is_joined() -> None:
 
 def test_steps_with_more_rows_than_a_call_takes_run_alone(together: Callable[[set[int]], None]) -> None:
     seat = Seat(join_rows=16)
-    with guests(seat, 2) as links:
+    with clients(seat, 2) as links:
         together({0, 1})
         assert all(at_once(links, [8, 8]))
         assert seat.host.joined_steps() == 2
@@ -185,7 +187,7 @@ def test_steps_with_more_rows_than_a_call_takes_run_alone(together: Callable[[se
 
 def test_who_is_awaited_and_stops_is_waited_for_no_longer(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+    with clients(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         waiting = pool.submit(step, links[0], 3, 1)
         wait_until(lambda: seat.waiting() == 1, LONG_S, "the step is held for the other one's")
@@ -195,10 +197,10 @@ def test_who_is_awaited_and_stops_is_waited_for_no_longer(together: Callable[[se
 
 
 def test_who_does_not_come_in_time_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tempo, "come", lambda _self, place, *_: Hold((1 - place,), 0.05))
-    monkeypatch.setattr(Tempo, "began", lambda *_, **__: None)
+    monkeypatch.setattr(JoinPolicy, "come", lambda _self, place, *_: Hold((1 - place,), 0.05))
+    monkeypatch.setattr(JoinPolicy, "began", lambda *_, **__: None)
     seat = Seat()
-    with guests(seat, 2) as links:
+    with clients(seat, 2) as links:
         for number in range(3):
             began = time.monotonic()
             assert step(links[0], 3, number)
@@ -211,13 +213,13 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
 ) -> None:
     """Its memory is let go of when the call has ended, not before."""
     seat = Seat()
-    with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
+    with clients(seat, 2) as links, ThreadPoolExecutor(2) as pool:
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
         assert seat.holding.wait(LONG_S)
         assert seat.calls == [6], "the first layer is computed"
-        peer, lost = next((peer, guest) for peer, guest in seat.host._guests.items() if guest.place == 1)
+        peer, lost = next((peer, client) for peer, client in seat.host._clients.items() if client.place == 1)
         ending = threading.Thread(target=seat.host.lost, args=(peer,))
         ending.start()
         wait_until(lambda: lost.gone, LONG_S, "the seat knows")
@@ -228,7 +230,7 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
         seat.freed.set()
         assert parts[0].result(LONG_S)
         assert seat.calls[-1] == 3, "the last layer's rows are the other one's alone"
-        wait_until(lambda: len(seat.host._guests) == 1, LONG_S, "it is gone")
+        wait_until(lambda: len(seat.host._clients) == 1, LONG_S, "it is gone")
         ending.join(LONG_S)
         links[1]._control.abort()
         assert not parts[1].result(LONG_S)
@@ -236,16 +238,16 @@ def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(
 
 def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    seat.host._muster._wait_s = seat.host._wait_s = 0.1
-    with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
+    seat.host._join_queue._wait_s = seat.host._wait_s = 0.1
+    with clients(seat, 2) as links, ThreadPoolExecutor(2) as pool:
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
         assert seat.holding.wait(LONG_S)
         assert seat.calls == [6], "the first layer is computed"
-        peer = next(peer for peer, guest in seat.host._guests.items() if guest.place == 1)
+        peer = next(peer for peer, client in seat.host._clients.items() if client.place == 1)
         seat.host.lost(peer)
-        assert len(seat.host._guests) == 1
+        assert len(seat.host._clients) == 1
         assert len(seat.host._in_use) == 1, "its memory is kept"
         seat.freed.set()  # the call writes to the memory of who is gone
         assert parts[0].result(LONG_S)
@@ -256,7 +258,7 @@ def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], N
 def test_a_member_that_begins_again_is_left_out_of_the_old_step(together: Callable[[set[int]], None]) -> None:
     """Another seat failed it, say: the new step's rows are not taken for the old one's."""
     seat = Seat()
-    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+    with clients(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         steady = pool.submit(step, links[0], 3, 1)
         wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
@@ -276,14 +278,14 @@ def test_a_member_that_is_late_is_left_out_and_comes_again(
 ) -> None:
     failed: list[int] = []
 
-    def note(_tempo: Tempo, place: int, _now: float) -> float:
+    def note(_policy: JoinPolicy, place: int, _now: float) -> float:
         failed.append(place)
         together(set())
         return 1.0
 
-    monkeypatch.setattr(Tempo, "failed", note)
+    monkeypatch.setattr(JoinPolicy, "failed", note)
     seat = Seat()
-    with guests(seat, 2, deadline_s=1.0) as links, ThreadPoolExecutor(1) as pool:
+    with clients(seat, 2, deadline_s=1.0) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         steady = pool.submit(step, links[0], 3, 1)
         wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
@@ -300,7 +302,7 @@ def test_a_member_that_is_late_is_left_out_and_comes_again(
 
 def test_a_member_that_stops_is_waited_for_no_longer(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+    with clients(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         steady = pool.submit(step, links[0], 3, 1)
         wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
@@ -315,7 +317,7 @@ def test_a_member_that_stops_is_waited_for_no_longer(together: Callable[[set[int
 def test_a_step_that_is_held_and_begun_again_begins_once(together: Callable[[set[int]], None]) -> None:
     """Its first rows are for the later step."""
     seat = Seat()
-    with guests(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+    with clients(seat, 2) as links, ThreadPoolExecutor(1) as pool:
         together({0, 1})
         links[0].begin_step(1, [3])
         wait_until(lambda: seat.waiting() == 1, LONG_S, "it waits")
@@ -331,7 +333,7 @@ def test_a_step_that_is_held_and_begun_again_begins_once(together: Callable[[set
 
 def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    with guests(seat, 2) as links:
+    with clients(seat, 2) as links:
         together({0, 1})
         link = links[0]
         link.begin_step(1, [2, 3])
@@ -345,7 +347,7 @@ def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], Non
 
 def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    with guests(seat, 2) as links, ThreadPoolExecutor(2) as pool:
+    with clients(seat, 2) as links, ThreadPoolExecutor(2) as pool:
         together({0, 1})
         seat.held.set()
         parts = [pool.submit(step, link, 3, 1) for link in links]
@@ -353,43 +355,46 @@ def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -
         assert seat.calls == [6], "the first layer is computed"
         (alike,) = seat.alike()
         step_of = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
-        assert not any(team.fits([Joining(guest, step_of) for guest in alike.guests]) for team in alike.teams)
+        assert not any(
+            joint_step.fits([PendingStep(client, step_of) for client in alike.clients])
+            for joint_step in alike.joint_steps
+        )
         seat.held.clear()
         seat.freed.set()
         assert all(part.result(LONG_S) for part in parts)
 
 
 def test_nobody_joins_whose_own_steps_have_not_ended() -> None:
-    """Those would still answer an older exchange into the memory that the team's answers go to."""
-    body = TeamBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
-    team, step_of = Team(body, wait_s=LONG_S), Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
+    """Those would still answer an older exchange into the memory that the joint step's answers go to."""
+    body = JointStepBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
+    joint_step, step_of = JointStep(body, wait_s=LONG_S), Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
     ended, busy = (
-        Joining(cast(Guest, SimpleNamespace(idle=lambda idle=idle: idle)), step_of) for idle in (True, False)
+        PendingStep(cast(Client, SimpleNamespace(idle=lambda idle=idle: idle)), step_of) for idle in (True, False)
     )
-    assert team.fits([ended, ended])
-    assert not team.fits([ended, busy])
-    team.close()
+    assert joint_step.fits([ended, ended])
+    assert not joint_step.fits([ended, busy])
+    joint_step.close()
 
 
 def test_who_leaves_does_not_wait_for_the_step_after_its_own() -> None:
-    body = TeamBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
-    team = Team(body, wait_s=LONG_S)
+    body = JointStepBody(scaled, [0], torch.zeros(1, EXPERTS, dtype=torch.int64), LAYOUT, members=2, rows=32)
+    joint_step = JointStep(body, wait_s=LONG_S)
     first, second = (
-        Joining(
-            cast(Guest, SimpleNamespace(inbox=0, answers_at=0)),
+        PendingStep(
+            cast(Client, SimpleNamespace(inbox=0, answers_at=0)),
             Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1),
         )
         for _ in range(2)
     )
-    team.close()
-    team._steps = cast(Steps, SimpleNamespace(idle=lambda: False, start=lambda *_: None))
-    team.start([first], 1.0)
-    assert team.part(first.guest, lambda: team.start([second], 1.0))
+    joint_step.close()
+    joint_step._steps = cast(Steps, SimpleNamespace(idle=lambda: False, start=lambda *_: None))
+    joint_step.start([first], 1.0)
+    assert joint_step.part(first.client, lambda: joint_step.start([second], 1.0))
 
 
 def test_a_call_that_fails_is_made_again(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
-    with guests(seat, 2, deadline_s=0.2) as links:
+    with clients(seat, 2, deadline_s=0.2) as links:
         together({0, 1})
         seat.broken.set()
         assert at_once(links, [3, 5]) == [False, False]

@@ -6,14 +6,14 @@ import pytest
 from msgspec import structs
 from testkit.fabric.expert_floor import LEASE_S, expert
 
-from services.queue.obituaries import Obituaries
+from services.queue.death_notices import DeathNotices
 
 HOST, PID, PORT = "h", 7, 9101
 PAGE = f"http://10.0.0.1:{PORT}/metrics"
 
 
 @pytest.fixture
-async def told(floor, monkeypatch: pytest.MonkeyPatch) -> Obituaries:
+async def told(floor, monkeypatch: pytest.MonkeyPatch) -> DeathNotices:
     """An attention worker and a seat of one process that runs a request, and others like it but for one thing."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     bench = floor.bench
@@ -32,10 +32,10 @@ async def told(floor, monkeypatch: pytest.MonkeyPatch) -> Obituaries:
     await floor.publish()
     await floor.reader.enter("w", 60)
     await bench.run_on("w", bench.request("computed"), bench.request("waiting"))
-    return Obituaries(bench.user("workers"), bench.keys, bench.limits)
+    return DeathNotices(bench.user("workers"), bench.keys, bench.limits)
 
 
-async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: Obituaries) -> None:
+async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: DeathNotices) -> None:
     bench = floor.bench
     await bench.worker.publish("w", [bench.token(bench.request("computed"), 0)])
     assert await told.tell(PID, PORT) == 3, "its lease as a worker, its seat's, and that on the routing table"
@@ -54,13 +54,13 @@ async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: Obitua
     assert len(await floor.seats()) == 4
 
 
-async def test_of_nobody_nothing_is_told(floor, told: Obituaries) -> None:
+async def test_of_nobody_nothing_is_told(floor, told: DeathNotices) -> None:
     assert await told.tell(PID + 2, PORT) == 0
     assert await told.tell(PID, PORT + 1) == 0
     assert len(await floor.bench.scheduler.workers()) == 5
 
 
-async def test_who_lives_after_all_registers_again(floor, told: Obituaries) -> None:
+async def test_who_lives_after_all_registers_again(floor, told: DeathNotices) -> None:
     """Word of the wrong one costs attempts, not the worker."""
     bench = floor.bench
     assert await told.tell(PID, PORT) == 3

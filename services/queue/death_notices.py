@@ -15,7 +15,7 @@ from services.queue.scripts import Scripts
 from services.queue.seats import SeatRegistry
 
 
-class Obituaries:
+class DeathNotices:
     """Of attention and expert workers on this host. Raises QueueUnavailable while Redis does not answer."""
 
     def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
@@ -33,7 +33,7 @@ class Obituaries:
             *(state.info for state in await self._seats.seats()),
         ]
         ended = [info.id for info in infos if _is_it(info, pid, metrics_port)]
-        return int(await self._scripts.run("obituary", *ended)) if ended else 0
+        return int(await self._scripts.run("death_notice", *ended)) if ended else 0
 
 
 def _is_it(info: WorkerInfo | ExpertInfo, pid: int, metrics_port: int) -> bool:

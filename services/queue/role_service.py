@@ -17,7 +17,7 @@ from services.runtime import MetricsServer, scrape_url
 log = logging.getLogger(__name__)
 
 
-class Duty(Protocol):
+class RoleService(Protocol):
     def missing(self) -> list[str]:
         """What keeps it from serving; for /ready."""
         ...
@@ -27,7 +27,9 @@ class Duty(Protocol):
         ...
 
 
-async def on_duty(settings: Settings, stop: asyncio.Event, make: Callable[[Redis, CollectorRegistry], Duty]) -> None:
+async def run_role_service(
+    settings: Settings, stop: asyncio.Event, make: Callable[[Redis, CollectorRegistry], RoleService]
+) -> None:
     """Run what ``make`` returns, whose series come from the registry, and close what is around it.
 
     Raises:

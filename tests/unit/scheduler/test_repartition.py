@@ -14,7 +14,7 @@ from services.messages import ExpertInfo, SeatReport
 from services.placement import Hysteresis, Plan
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.recut import PATIENCE, Groups, Recutter, next_step
+from services.scheduler.repartition import PATIENCE, Groups, Repartitioner, next_step
 from services.scheduler.room import rooms_of
 
 OLD = even_groups([0], 8, 3)
@@ -117,7 +117,7 @@ TABLE = RoutingTable(epoch=1, fingerprint="f", num_experts=8, groups=OLD)
 LOAD = {0: [1.0] * 8}
 
 
-def planned(recutter: Recutter) -> None:
+def planned(recutter: Repartitioner) -> None:
     """Wait for the thread."""
     assert recutter._planned is not None
     recutter._planned[1].exception(20)
@@ -133,7 +133,7 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
         )
 
     clock = Clock()
-    recutter = Recutter(Hysteresis(**HOLD), clock=clock, plan=plan)
+    recutter = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
     recutter.follow(TABLE, None)
     assert asked == []
     recutter.follow(TABLE, LOAD)
@@ -155,7 +155,7 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
     def plan(*_: object, **__: object) -> Plan:
         raise ConfigError("No such groups.")
 
-    recutter = Recutter(Hysteresis(**HOLD), clock=Clock(), plan=plan)
+    recutter = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=plan)
     recutter.follow(TABLE, LOAD)
     planned(recutter)
     recutter.follow(TABLE, LOAD)
@@ -164,7 +164,7 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
     def other(*_: object, **__: object) -> Plan:
         return Plan(table=TABLE, moves=(), before=1, after=1)
 
-    recutter = Recutter(Hysteresis(**HOLD), clock=Clock(), plan=other)
+    recutter = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=other)
     recutter.follow(TABLE, LOAD)
     planned(recutter)
     recutter.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
@@ -178,7 +178,7 @@ def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
         )
 
     clock = Clock()
-    recutter = Recutter(Hysteresis(**HOLD), clock=clock, plan=plan)
+    recutter = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
     recutter.follow(TABLE, LOAD)
     planned(recutter)
     recutter.follow(TABLE, LOAD)
@@ -208,7 +208,7 @@ def test_one_small_seat_keeps_no_others_from_being_cut_anew() -> None:
         epoch=1, fingerprint="f", num_experts=8, groups=OLD,
         seats=tuple(each.seat(each.report.group or 0) for each in here),
     )  # fmt: skip
-    recutter = Recutter(Hysteresis(**HOLD), clock=Clock())
+    recutter = Repartitioner(Hysteresis(**HOLD), clock=Clock())
     recutter.follow(table, load, rooms)
     planned(recutter)
     recutter.follow(table, load, rooms)

@@ -1,8 +1,8 @@
-"""Several attention workers at one seat of one GPU, alone and in teams. ``-m perf.fabric.exchange.guests``.
+"""Several attention workers at one seat of one GPU, alone and in joint steps. ``-m perf.fabric.exchange.clients``.
 
-Attention is a pause on a stream of the guest, as if it was computed on other GPUs; nothing crosses a link. The seat has
-the share of Qwen3-30B-A3B's experts that one of as many GPUs as there are guests would have, and every row as many of
-its slots.
+Attention is a pause on a stream of the client, as if it was computed on other GPUs; nothing crosses a link. The seat
+has the share of Qwen3-30B-A3B's experts that one of as many GPUs as there are clients would have, and every row as many
+of its slots.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from perf.fabric.exchange.ipc import memory_by
 from perf.fabric.exchange.world import SECRET, World, device_of, identity, log_to_stderr, whole_rows
 from services.experts.serving import JOIN_ROWS
 from services.fabric.shared_memory.joint import policy as symm_tempo
-from services.fabric.shared_memory.link import SymmLink, SymmOptions
-from services.fabric.shared_memory.server import Limits, SymmHost
+from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
+from services.fabric.shared_memory.server import Limits, SharedMemoryServer
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 
 STEPS, LAST, LAYERS, CYCLES_PER_US = 260, 130, 24, 1980
-"""Times are those of the last steps of each guest."""
+"""Times are those of the last steps of each client."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``pause_us``: of attention in each layer. ``way``: alone, auto (as measured) or together (always, as far as steps
-    begin together). ``check``: experts multiply the rows by a factor. ``stops``: the first guest gives every third step
-    up in the middle, then runs it again."""
+    begin together). ``check``: experts multiply the rows by a factor. ``stops``: the first client gives every third
+    step up in the middle, then runs it again."""
 
     world: World
-    guests: int
+    clients: int
     pause_us: int
     way: str
     check: bool = False
@@ -58,14 +58,14 @@ def by_layer(layer: int, x_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Te
     return identity(layer, x_RD, ids_RK, weights_RK) * factor_of(layer)
 
 
-class Guest:
+class Client:
     """One attention worker; its steps run in a thread of their own."""
 
     def __init__(self, number: int, case: Case, device: torch.device, server: ExpertServer, memory: str) -> None:
         world, self._case, self._device, self._number = case.world, case, device, number
         table = world.table(1, [{"seat": 0, "group": 0, "port": server.address[1]}])
-        hello = world.hello(f"guest{number}")
-        self.link = SymmLink(
+        hello = world.hello(f"client{number}")
+        self.link = SharedMemoryLink(
             lambda lane: TcpLink(table, hello=hello, secret=SECRET, extension=lane, unavailable_s=5.0),
             table,
             memory=memory_by(memory, device),
@@ -73,7 +73,9 @@ class Guest:
             layers=list(range(world.layers)),
             layout=world.layout,
             node="here",
-            options=SymmOptions(deadline_s=0.02 if device.type == "cuda" else 1.0, crowded=device.type == "cuda"),
+            options=SharedMemoryOptions(
+                deadline_s=0.02 if device.type == "cuda" else 1.0, crowded=device.type == "cuda"
+            ),
         )
         self._gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._gpu else None
@@ -159,7 +161,7 @@ class Guest:
 
 
 def measure(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
-    """Figures of each guest; ``wrong``: elements of answers, ``again``: steps that had to run again."""
+    """Figures of each client; ``wrong``: elements of answers, ``again``: steps that had to run again."""
     with patch.object(symm_tempo, "LEAST_GAIN", -9.0 if case.way == "together" else symm_tempo.LEAST_GAIN):
         return _measured(case, device, memory)
 
@@ -167,30 +169,30 @@ def measure(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
 def _measured(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
     limits = Limits(join_rows=0 if case.way == "alone" else JOIN_ROWS)
     server = serve_seat(case.world, device, 0, 0, memory, limits, by_layer if case.check else None)
-    host = server._symm
-    assert isinstance(host, SymmHost)
+    host = server._shared_memory
+    assert isinstance(host, SharedMemoryServer)
     began = time.perf_counter()
-    guests = [Guest(number, case, device, server, memory) for number in range(case.guests)]
-    for guest in guests:  # all: nothing may be captured beside what ``prepare`` captures
-        assert guest.link.lane.wait_for(1, 120.0), "no memory is shared"
-    while case.way != "alone" and any(one.missing() for one in host._muster._alike.values()):
+    clients = [Client(number, case, device, server, memory) for number in range(case.clients)]
+    for client in clients:  # all: nothing may be captured beside what ``prepare`` captures
+        assert client.link.lane.wait_for(1, 120.0), "no memory is shared"
+    while case.way != "alone" and any(one.missing() for one in host._join_queue._alike.values()):
         time.sleep(0.01)
-    for guest in guests:
-        guest.prepare()
+    for client in clients:
+        client.prepare()
     ready_s = time.perf_counter() - began
-    begin = threading.Barrier(len(guests))
-    threads = [threading.Thread(target=guest.run, args=(begin,), daemon=True) for guest in guests]
+    begin = threading.Barrier(len(clients))
+    threads = [threading.Thread(target=client.run, args=(begin,), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    together = host.joined_steps() / (STEPS * case.guests)
-    for guest in guests:
-        guest.link.close()
+    together = host.joined_steps() / (STEPS * case.clients)
+    for client in clients:
+        client.link.close()
     server.close()
-    found = [guest.found for guest in guests]
+    found = [client.found for client in clients]
     return {
-        "guests": case.guests, "rows": case.world.rows, "pause_us": case.pause_us, "way": case.way,
+        "clients": case.clients, "rows": case.world.rows, "pause_us": case.pause_us, "way": case.way,
         "ready_s": ready_s, "together": together,
         **{key: [round(one[key], 2) for one in found if one] for key in found[0]},
     }  # fmt: skip
@@ -199,17 +201,17 @@ def _measured(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
 def cases(totals: list[int]) -> list[Case]:
     found = []
     exact = World(hidden=512, experts=16, slots=4, layers=LAYERS, rows=24, micro_batches=1)
-    for guests in (2, 3, 8):
+    for clients in (2, 3, 8):
         found += [
-            Case(world=exact, guests=guests, pause_us=20, way="together", check=True, stops=stops)
+            Case(world=exact, clients=clients, pause_us=20, way="together", check=True, stops=stops)
             for stops in (False, True)
         ]
-    for guests in (2, 4):
-        world = World(experts=128 // guests, slots=8 // guests, layers=LAYERS, micro_batches=1, compute="shard")
+    for clients in (2, 4):
+        world = World(experts=128 // clients, slots=8 // clients, layers=LAYERS, micro_batches=1, compute="shard")
         for total in totals:
-            sized = replace(world, rows=total // guests)
+            sized = replace(world, rows=total // clients)
             found += [
-                Case(world=sized, guests=guests, pause_us=pause_us, way=way)
+                Case(world=sized, clients=clients, pause_us=pause_us, way=way)
                 for pause_us in (40, 80)
                 for way in ("alone", "auto", "together")
             ]

@@ -28,7 +28,7 @@ Tables = Callable[[], RoutingTable | None]
 """The newest routing table, if it can be read; blocks meanwhile."""
 
 
-class Donors:
+class WeightSources:
     """``facts.hello`` is the worker that joins."""
 
     def __init__(

@@ -93,7 +93,7 @@ def _holds(seat: SeatState, group: ShardGroup) -> bool:
     return seat.assigned in (None, group.digest)
 
 
-class Recutter:
+class Repartitioner:
     """Looks for a better cut, on a thread of its own, and keeps it as the target until it stands.
 
     Args:
