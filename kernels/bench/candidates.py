@@ -30,20 +30,20 @@ SWITCHES: Final[Mapping[str, Tiles]] = {
     "large.down": {"PDL": 1, "EVICT_FIRST": 1, "MAX_REGISTERS": 128},
 }
 """Flags to throw on the winner, one after another: to this value, or to 0 if they have it."""
-SMALL_MOST_PAIRS: Final = 2048
+SMALL_MAX_PAIRS: Final = 2048
 """The small regime holds all pairs of a call in registers."""
-GEMV_MOST_ROWS: Final = 16
-LARGE_LEAST_ROWS: Final = 32
-SWAP_MOST_ROWS: Final = 1024
+GEMV_MAX_ROWS: Final = 16
+LARGE_MIN_ROWS: Final = 32
+SWAP_MAX_ROWS: Final = 1024
 """Beyond, 16-bit products are bound by arithmetic, and rows fill the matrix unit as they are."""
 
 
 def regimes(shape: LayerShape, rows: int) -> list[str]:
     """Those worth measuring. Example, 8 slots: 1 row gemv and small, 128 rows small and large, 512 rows large."""
     limits = {
-        "gemv": rows <= GEMV_MOST_ROWS,
-        "small": rows * shape.k <= SMALL_MOST_PAIRS,
-        "large": rows >= LARGE_LEAST_ROWS,
+        "gemv": rows <= GEMV_MAX_ROWS,
+        "small": rows * shape.k <= SMALL_MAX_PAIRS,
+        "large": rows >= LARGE_MIN_ROWS,
     }
     return [name for name, inside in limits.items() if inside]
 
@@ -121,7 +121,7 @@ def _large(shape: LayerShape, rows: int, dtype: str, *, down: bool) -> Iterator[
     The rows of a tile are the plan's, which takes them from "large.in".
     """
     most = 128 if dtype.startswith("int") else 64
-    swap = dtype.startswith("int") or rows <= SWAP_MOST_ROWS
+    swap = dtype.startswith("int") or rows <= SWAP_MAX_ROWS
     blocks_m = {} if down else {"BLOCK_M": _row_blocks(shape, rows, most)[-3:]}
     if swap:
         yield from _cross(

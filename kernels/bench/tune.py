@@ -178,7 +178,7 @@ def _regime(shape: LayerShape, reached: Mapping[str, float]) -> tuple[Tiles, flo
     if not known:
         return {}, float("inf")
     best = min(known, key=lambda name: known[name])
-    most = {"gemv": candidates.GEMV_MOST_ROWS, "small": candidates.SMALL_MOST_PAIRS // shape.k}
+    most = {"gemv": candidates.GEMV_MAX_ROWS, "small": candidates.SMALL_MAX_PAIRS // shape.k}
     return {
         "GEMV_ROWS": most["gemv"] if best == "gemv" else 0,
         "SMALL_ROWS": 0 if best == "large" else most["small"],

@@ -27,7 +27,7 @@ from bench.checks.base import Check
 from bench.table import markdown
 from moe_kernels import backend
 
-MOST_PROCESSES: Final = 14
+MAX_PROCESSES: Final = 14
 """Each holds a CUDA context and a layer of up to 200 MB with its float32 reference."""
 NEAR: Final = 5
 """Names to offer where ``--only`` matches none."""
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=arguments.whole(1), default=1, help="divide the layers' widths by this")
     parser.add_argument("--show", type=arguments.whole(0), default=40, help="how many failures to print")
     parser.add_argument("--device", type=arguments.device, default=arguments.default_device(), help="cuda or cpu")
-    cores = min(MOST_PROCESSES, os.cpu_count() or 1)
+    cores = min(MAX_PROCESSES, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=arguments.whole(1), default=cores if torch.cuda.is_available() else 1)
     return parser
 

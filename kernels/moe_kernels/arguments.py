@@ -12,7 +12,7 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TILE_ROWS = (16, 32, 64, 128)
 """Rows of a plan's tiles that the products by expert are compiled for: more do not fit shared memory."""
-MOST_TILE_ROWS = 2**30
+MAX_TILE_ROWS = 2**30
 """Kernels round counts of pairs up to whole tiles in int32."""
 
 
@@ -154,7 +154,7 @@ def check_plan(
     require(ids_TK.dtype in (torch.int32, torch.int64), f"ids must be int32 or int64, found {describe(ids_TK)}")
     require(ids_TK.numel() < 2**31, f"ids must number less than 2**31, found {describe(ids_TK)}")
     check_count("experts", experts, 1, 2**31 - 1)
-    check_count("block_rows", block_rows, 1, MOST_TILE_ROWS)
+    check_count("block_rows", block_rows, 1, MAX_TILE_ROWS)
     if capacity is not None:
         check_count("capacity", capacity, 0)
     require(first_come in ("token", "slot"), f"first_come must be token or slot, found {first_come!r}")

@@ -13,9 +13,9 @@ HOPPER_BYTES: Final = 227 * 1024
 """Shared memory that one program may use on an H100 or H200."""
 ACCUMULATORS: Final = 128
 """float32 sums per thread; twice as many leave no registers for anything else."""
-LEAST_N: Final = 32
-LEAST_K: Final = 32
-LEAST_STAGES: Final = 2
+MIN_N: Final = 32
+MIN_K: Final = 32
+MIN_STAGES: Final = 2
 BARRIER_BYTES: Final = 1024
 """Kept free for barriers and alignment of the buffers."""
 
@@ -37,7 +37,7 @@ def fitted(
     weight_bytes: float,
     row_bytes: int,
     limit: int,
-    least_k: int = LEAST_K,
+    least_k: int = MIN_K,
 ) -> Mapping[str, int]:
     """``tiles`` themselves where they fit, else with narrower BLOCK_N, fewer stages, a shorter BLOCK_K.
 
@@ -62,9 +62,9 @@ def fitted(
     if not too_many_sums(tiles) and not too_many_bytes(tiles):
         return tiles
     found = dict(tiles)
-    while too_many_sums(found) and found["BLOCK_N"] > LEAST_N:
+    while too_many_sums(found) and found["BLOCK_N"] > MIN_N:
         found["BLOCK_N"] //= 2
-    for name, least in (("num_stages", LEAST_STAGES), ("BLOCK_N", LEAST_N), ("BLOCK_K", least_k)):
+    for name, least in (("num_stages", MIN_STAGES), ("BLOCK_N", MIN_N), ("BLOCK_K", least_k)):
         while too_many_bytes(found) and found[name] > least:
             # Blocks are powers of two.
             found[name] = found[name] - 1 if name == "num_stages" else found[name] // 2

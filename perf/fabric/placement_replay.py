@@ -17,13 +17,13 @@ from pocket_moe.records import ExpertTrace
 
 TRACE = Path(__file__).resolve().parents[2] / "examples/pocket-moe/records/experts.npz"
 DEVICES_SLOTS = ((4, 5), (4, 6), (8, 3), (8, 4))
-LEAST_TOKENS = 5000
+MIN_TOKENS = 5000
 
 
 def main() -> None:
     trace = ExpertTrace.load(TRACE)
     sizes = [int((trace.domain == number).sum()) for number in range(len(trace.domains))]
-    domains = [number for number, size in enumerate(sizes) if size >= LEAST_TOKENS]
+    domains = [number for number, size in enumerate(sizes) if size >= MIN_TOKENS]
     scenarios = {
         "domain to domain, in 4 steps": shifting(trace, domains, tokens=2500, steps=4),
         "domain to domain, abruptly": shifting(trace, domains * 2, tokens=2500, steps=1),

@@ -214,7 +214,7 @@ class Bench:
             self._capture(), max_num_seqs=64, max_num_batched_tokens=2048, kv_blocks=4096, max_model_len=17_000
         )
         engine.prepare()
-        graphs.MOST_READ_BYTES = 1 << 60
+        graphs.MAX_READ_BYTES = 1 << 60
         model, kv, layers = engine._model, engine._kv, parts.model.spec.num_layers
         for past, length in product(pasts, lengths):
             inputs = self._with_prompt(decodes, past, length, kv.block_size)

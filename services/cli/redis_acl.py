@@ -11,7 +11,7 @@ from services.errors import ConfigError
 from services.queue.acl import RULES, permissions, user_line
 from services.queue.keys import Keys
 
-_LEAST_PASSWORD = 16
+_MIN_PASSWORD = 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,9 +65,9 @@ def _password(folder: Path, role: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"Cannot read the password of {role}, {folder / role}: {reason}.") from error
-    if len(password) < _LEAST_PASSWORD:
+    if len(password) < _MIN_PASSWORD:
         raise ConfigError(
-            f"The password of {role} has fewer than {_LEAST_PASSWORD} characters.",
+            f"The password of {role} has fewer than {_MIN_PASSWORD} characters.",
             hint="Redis keeps a plain hash of it, so draw it at random: `openssl rand -hex 24`.",
         )
     return password

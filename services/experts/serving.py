@@ -42,7 +42,7 @@ WAIT_BESIDE_S = 0.5
 """For rows through shared memory, on a GPU that attention has kernels to load on: that waits, too."""
 JOIN_ROWS = 2048
 """Most rows of a call for several attention workers; more gain little by it."""
-MOST_WARM_ROWS = 4096
+MAX_WARM_ROWS = 4096
 """Larger calls take kernels of the same shapes."""
 
 
@@ -245,7 +245,7 @@ def _warm(shard: ExpertShard, group: ShardGroup, hidden: int, dtype: torch.dtype
     layer, ids = next((layer, ids) for layer, ids in group.experts.items() if ids)
     began = time.perf_counter()
     with torch.inference_mode():
-        for rows in (2**power for power in range(MOST_WARM_ROWS.bit_length())):
+        for rows in (2**power for power in range(MAX_WARM_ROWS.bit_length())):
             ids_T1 = torch.tensor(ids, device=device)[torch.arange(rows, device=device) % len(ids)].unsqueeze(1)
             x_TD = torch.zeros(rows, hidden, dtype=dtype, device=device)
             shard.forward(layer, x_TD, ids_T1, torch.ones(rows, 1, device=device))

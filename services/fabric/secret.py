@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.errors import ConfigError
 
-LEAST_BYTES = 16
+MIN_BYTES = 16
 
 
 def read_secret(file: Path) -> bytes:
@@ -19,9 +19,9 @@ def read_secret(file: Path) -> bytes:
         secret = file.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"Cannot read --fabric-secret-file: {error}.", hint="Check path and permissions.") from error
-    if len(secret) < LEAST_BYTES:
+    if len(secret) < MIN_BYTES:
         raise ConfigError(
-            f"The secret in {file} has {len(secret)} bytes, less than {LEAST_BYTES}.",
+            f"The secret in {file} has {len(secret)} bytes, less than {MIN_BYTES}.",
             hint="Make one: head -c 32 /dev/urandom | base64 > FILE",
         )
     return secret

@@ -18,7 +18,7 @@ from services.gateway.connections import Bounds, Connections
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE, _MOST_AT_ONCE = 32, 512
+_AT_ONCE, _MAX_AT_ONCE = 32, 512
 """The latter while there are places: a probe behind a crowd waits until all that came before it is accepted, and for
 the heads that are read meanwhile. Those who give way must have come in an earlier turn, so then it is few at once."""
 _PAUSE_S = 0.1
@@ -99,7 +99,7 @@ class Acceptor:
             self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(max(_AT_ONCE, min(_MOST_AT_ONCE, self._connections.free))):
+        for _ in range(max(_AT_ONCE, min(_MAX_AT_ONCE, self._connections.free))):
             try:
                 taken, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

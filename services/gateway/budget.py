@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.errors import InvalidRequest
 from services.messages import SCORES_PER_TOKEN, SamplingParams
 
-MOST_SCORES = 4_000_000
+MAX_SCORES = 4_000_000
 """In one answer. One number takes 8 bytes here, and about 50 as JSON: 32 and 200 MB."""
 
 
@@ -45,7 +45,7 @@ class Budget:
     """The bounds on one request. ``tokens`` is what the queue holds of all together."""
 
     tokens: int
-    scores: int = MOST_SCORES
+    scores: int = MAX_SCORES
 
     def fits(self, demand: Demand, max_tokens: int) -> bool:
         return demand.scores(max_tokens) <= self.scores and demand.cost(max_tokens) <= self.tokens

@@ -12,8 +12,8 @@ from services.gateway.tokenizer import TextCodec
 _PIECE_CHARS = 128 * 1024
 """What is not longer is tokenized as it is. Tokenizing takes up to 0.4 KB for each character while it lasts (digits;
 0.08 for prose), so this is 50 MB at most."""
-_MOST_CHARS = 1024 * 1024
-_MOST_CHARS_A_TOKEN = 8
+_MAX_CHARS = 1024 * 1024
+_MAX_CHARS_A_TOKEN = 8
 """A longer text is not tokenized at all, though it may fit: that takes 0.6 us and up to 0.15 KB for each character, and
 nobody else's long text is tokenized meanwhile. Of prose and code a token has three to five characters; texts with more
 than eight are white space, or one thing over and over."""
@@ -68,7 +68,7 @@ class Fits:
         return len(self._codec.encode(text, add_special_tokens=False))
 
     def _refuse_long(self, text: str, param: str) -> None:
-        most = max(_MOST_CHARS, _MOST_CHARS_A_TOKEN * self._most())
+        most = max(_MAX_CHARS, _MAX_CHARS_A_TOKEN * self._most())
         if len(text) > most:
             raise ContextLengthExceeded(
                 f"The prompt has {len(text)} characters; {most} are the most with this context.",

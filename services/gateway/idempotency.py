@@ -24,7 +24,7 @@ from services.gateway.job import Job
 from services.queue.gateway_side import IdempotencyKey, KeyBound
 
 _USABLE = re.compile(r"[\x20-\x7e]{1,255}")
-_MOST_JOBS = 1024
+_MAX_JOBS = 1024
 _KEPT_SHARE = 4
 """Answers that are kept for a retry take this part of what all answers may."""
 Place = tuple[str, str]
@@ -154,7 +154,7 @@ class KeyedJobs:
         """Forgets the oldest finished jobs beyond the bounds, now and when their time has come; jobs in flight stay."""
         while self._finished:
             place, kept = next(iter(self._finished.items()))
-            fits = len(self._finished) <= _MOST_JOBS and self._bytes <= self._most_bytes
+            fits = len(self._finished) <= _MAX_JOBS and self._bytes <= self._most_bytes
             if fits and kept.until > self._clock():
                 self._look_again(kept.until - self._clock())
                 return

@@ -34,8 +34,8 @@ from services.wire import WIRE
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
-_MOST_STOP_CHARS = 4096  # of all stop strings of a request together
-_MOST_ECHO_BYTES = 16 << 20  # of all prompts of a request together, once each
+_MAX_STOP_CHARS = 4096  # of all stop strings of a request together
+_MAX_ECHO_BYTES = 16 << 20  # of all prompts of a request together, once each
 _INLINE_IDS = 4096  # more are decoded beside the event loop
 
 
@@ -192,9 +192,9 @@ class Intake:
             echoes.append(await self._echo(prompt, caller))
             loan.grow(len(echoes[-1].data))
             self._table.holdings.check(caller.tenant)
-            if loan.size > _MOST_ECHO_BYTES:
+            if loan.size > _MAX_ECHO_BYTES:
                 raise InvalidRequest(
-                    f"The prompts have over {_MOST_ECHO_BYTES >> 20} MiB of text, too much to be repeated.",
+                    f"The prompts have over {_MAX_ECHO_BYTES >> 20} MiB of text, too much to be repeated.",
                     hint="Send fewer, or leave echo out.",
                     param="echo",
                 )
@@ -237,9 +237,9 @@ class Intake:
 
     def _check_stops(self, stops: Sequence[str]) -> None:
         length = sum(map(len, stops))
-        if length > _MOST_STOP_CHARS:
+        if length > _MAX_STOP_CHARS:
             raise InvalidRequest(
-                f"The stop strings have {length} characters; {_MOST_STOP_CHARS} is the most.",
+                f"The stop strings have {length} characters; {_MAX_STOP_CHARS} is the most.",
                 hint="Send fewer or shorter ones.",
                 param="stop",
             )

@@ -23,7 +23,7 @@ from services.gateway.tokenizer import TextCodec
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 from services.wire import NO_PROMPT
 
-MOST_READERS = 16
+MAX_READERS = 16
 """Of one job at a time. Each has pieces of the answer on its way."""
 _READERS_RETRY_S = 1.0
 
@@ -317,9 +317,9 @@ class Job:
         Raises:
             WorkLimited: as many read it as may.
         """
-        if len(self._readers) >= MOST_READERS:
+        if len(self._readers) >= MAX_READERS:
             raise WorkLimited(
-                f"{MOST_READERS} clients read the answer of this Idempotency-Key.",
+                f"{MAX_READERS} clients read the answer of this Idempotency-Key.",
                 hint="Wait until one of them has it.",
                 retry_after_s=_READERS_RETRY_S,
             )

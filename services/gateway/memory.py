@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-_LOOK_S, _MOST_LOOK_S = 5.0, 30.0
+_LOOK_S, _MAX_LOOK_S = 5.0, 30.0
 _MORE = 1.1
 """Memory is given back above this multiple of the least that the process ever held."""
 _WORTH_IT = 0.05
 """The share of the memory held that a call has to free to be worth another one soon."""
 _GROWTH = 1.05
 """A process that holds more than this multiple of what it held at the last look is growing."""
-_MOST_GREW = 6
+_MAX_GREW = 6
 """After so many looks in a row at a growing process it is looked through all the same."""
 _ARENA_MAX = -8
 """M_ARENA_MAX of malloc.h."""
@@ -46,7 +46,7 @@ async def give_back_memory() -> None:
             pause_s = await asyncio.to_thread(giver.look)
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory: no reason to end streams
             log.warning("cannot give memory back now: %s", error)
-            pause_s = _MOST_LOOK_S
+            pause_s = _MAX_LOOK_S
 
 
 def keep_one_heap() -> None:
@@ -83,7 +83,7 @@ class MemoryGiver:
         many looks: a crowd that still comes has left nothing free, but garbage itself grows, too.
         """
         held = self._held()
-        return self._more(held) and (not self._grows(held) or self._grew >= _MOST_GREW)
+        return self._more(held) and (not self._grows(held) or self._grew >= _MAX_GREW)
 
     def look(self) -> float:
         """Gives back what there is.
@@ -95,13 +95,13 @@ class MemoryGiver:
         if not before:
             return self._pause_s
         self._least = min(self._least, before)
-        self._grew = self._grew + 1 if self._grows(before) and self._grew < _MOST_GREW else 0
+        self._grew = self._grew + 1 if self._grows(before) and self._grew < _MAX_GREW else 0
         helped = True
         if self._more(before):
             self._trim()
             helped = before - (self._held() or before) > _WORTH_IT * before
         self._last = self._held() or before
-        self._pause_s = _LOOK_S if helped else min(2 * self._pause_s, _MOST_LOOK_S)
+        self._pause_s = _LOOK_S if helped else min(2 * self._pause_s, _MAX_LOOK_S)
         return self._pause_s
 
     def _grows(self, held: int) -> bool:

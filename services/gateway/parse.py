@@ -36,8 +36,8 @@ B = TypeVar("B", bound=Body)
 Read = Callable[[Raw, str], Any]
 """The value of a field, of its JSON and its path in the body."""
 
-_MOST_NAMES = 256
-_MOST_NAMES_INSIDE = 65_536  # in all messages together
+_MAX_NAMES = 256
+_MAX_NAMES_INSIDE = 65_536  # in all messages together
 _LONGEST_NAME = 200  # characters of a field's name in an error
 _LONGEST_FAULT = 300  # characters of what is wrong with a value, which may name it
 _LARGEST_MAP = 64 * 1024
@@ -74,7 +74,7 @@ def _counting(most: int) -> Callable[[type, Any], Any]:
 
 
 def _fields(raw: Raw | bytes | bytearray) -> dict[_Name, Raw]:
-    return Decoder(dict[_Name, Raw], dec_hook=_counting(_MOST_NAMES)).decode(raw)
+    return Decoder(dict[_Name, Raw], dec_hook=_counting(_MAX_NAMES)).decode(raw)
 
 
 class _WholePart(TextPart, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
@@ -222,7 +222,7 @@ def _conversation(decode: Callable[[Raw], Any], raw: Raw, path: str) -> Any:
     except msgspec.ValidationError:  # a fault, or a field that may be of no consequence
         found = decode(raw)
     if found is not None:
-        names = _counting(_MOST_NAMES_INSIDE)
+        names = _counting(_MAX_NAMES_INSIDE)
         for at, fields in enumerate(_objects(raw, names)):
             _refuse_extras(ChatMessage, fields, f"{path}.{at}.")
             content = fields.get(_CONTENT)

@@ -17,7 +17,7 @@ from typing import Any
 from services.errors import ExpertMeshError
 
 BEATS_PER_LEASE = 4
-MOST_PAUSE_S = 1.0
+MAX_PAUSE_S = 1.0
 HUNG_S = 300.0
 """For so long a loop that gives no sign is held for busy; then its requests go to whoever asks for them."""
 
@@ -38,7 +38,7 @@ class HeartbeatBackoff:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
-        self._pause_s = min(MOST_PAUSE_S, lease_s / BEATS_PER_LEASE)
+        self._pause_s = min(MAX_PAUSE_S, lease_s / BEATS_PER_LEASE)
         self._hung_s = hung_s
         self._clock = clock
         self._seen = clock()

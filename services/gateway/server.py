@@ -27,7 +27,7 @@ _BACKLOG = 8192  # the system has a bound of its own; beyond it a probe comes ag
 _LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
 _LATE_S = 0.2  # for requests that had come when idle connections were closed
 _LOOK_S = 0.05
-_MOST_DELAYS = 3
+_MAX_DELAYS = 3
 _BUFFER_BYTES = 256 * 1024
 """Of the kernel, each way: it is charged to the container, and left to itself grows to 6 MB for a connection."""
 
@@ -138,7 +138,7 @@ class HttpServer:
 
 class Drain:
     """The end of a gateway. For ``delay_s`` it takes requests, but says that it leaves: not ready, and each answer
-    closes its connection. While requests keep coming it goes on, up to :data:`_MOST_DELAYS` times as long: who sends
+    closes its connection. While requests keep coming it goes on, up to :data:`_MAX_DELAYS` times as long: who sends
     them has not heard yet. Then ``close_idle``, for a request on a connection that was kept would come here whatever
     the cluster has heard. An answer that had begun before may be followed by a request on its connection: it goes on
     until these are idle, and closed, too, half of ``timeout_s`` at most. Then no new requests, what is left of that
@@ -198,7 +198,7 @@ class Drain:
     async def _until_quiet(self) -> None:
         """Half of the delay without a request is quiet."""
         began = time.monotonic()
-        latest, ends = began + _MOST_DELAYS * self._delay_s, began + self._delay_s
+        latest, ends = began + _MAX_DELAYS * self._delay_s, began + self._delay_s
         while (left := min(ends, latest) - time.monotonic()) > 0:
             await asyncio.sleep(left)
             ends = max(ends, self._intake.asked_at + self._delay_s / 2)

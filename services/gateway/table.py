@@ -19,7 +19,7 @@ from services.messages import AttemptLost, FinishReason, TokenEvent
 from services.metrics import GatewayMetrics
 from services.queue.gateway_side import Result, Unreadable
 
-MOST_MISSED = 2
+MAX_MISSED = 2
 """Attempts of a sequence that are begun anew because something of them is missing for good."""
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class JobTable:
         if choice.finish is not None or choice.recovering:
             return
         choice.missed += 1
-        if choice.missed > MOST_MISSED:
+        if choice.missed > MAX_MISSED:
             todo.cancel.update(self.fail(job, InternalError(f"The answer cannot be read: {reason}")))
         else:
             choice.recovering = True

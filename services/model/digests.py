@@ -27,7 +27,7 @@ from services.model.spec import ModelSpec
 FILE = ".expertmesh-digests"
 _FORMAT = 1
 _CHUNK = 4 << 20
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _HOLDS = {"float32": ("float32", "bfloat16", "float16")}
 """Types that a wider one holds every value of: what is served in it can be told from the digest of what is stored."""
@@ -94,7 +94,7 @@ def write_digests(model_dir: Path) -> None:
 
 def hashing_threads() -> int:
     """As many as there are cores, up to what a disk or a lane has bytes for: hashing releases Python's lock."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _fits(found: Digests, spec: ModelSpec, dtype: str) -> bool:

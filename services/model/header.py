@@ -13,7 +13,7 @@ from services.errors import CheckpointError
 from services.model.names import Shape
 
 DOWNLOAD_AGAIN = "Download the file again."
-MOST_BYTES = 100_000_000
+MAX_BYTES = 100_000_000
 """Of a header, as in the library itself: a file's first bytes must not make anybody read what else it has."""
 _LENGTH_BYTES = 8
 """The file starts with its header's length, in this many bytes, little-endian."""
@@ -81,8 +81,8 @@ def _read(file: Path) -> tuple[bytes, int]:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES + length:
             raise _truncated(file, _LENGTH_BYTES + length, size)
-        if length > MOST_BYTES:
-            raise _damaged(file, f"its header would have {length:,} bytes, and {MOST_BYTES:,} are the most")
+        if length > MAX_BYTES:
+            raise _damaged(file, f"its header would have {length:,} bytes, and {MAX_BYTES:,} are the most")
         return stream.read(length), size
 
 

@@ -12,7 +12,7 @@ from services.model.families import spec_from_config
 from services.model.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
-_MOST_INDEX_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 100_000_000
 
 
 def load_spec(model_dir: Path) -> ModelSpec:
@@ -35,8 +35,8 @@ def unreadable(model_dir: Path, error: OSError) -> CheckpointError:
 
 def read_index(path: Path) -> bytes:
     """The index of the checkpoint's files. Raises CheckpointError where it has more bytes than any can have."""
-    if path.stat().st_size > _MOST_INDEX_BYTES:
-        raise CheckpointError(f"{path} has more than {_MOST_INDEX_BYTES:,} bytes.", hint="Download it again.")
+    if path.stat().st_size > _MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path} has more than {_MAX_INDEX_BYTES:,} bytes.", hint="Download it again.")
     return path.read_bytes()
 
 

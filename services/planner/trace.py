@@ -23,7 +23,7 @@ from services.planner.day.times import read_times
 from services.planner.day.trace import Trace, read_trace
 from services.scheduler.scaling import Bounds, ScalingOptions
 
-MOST_SHARDS = 256
+MAX_SHARDS = 256
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,8 +95,8 @@ def _check(given: Namespace) -> None:
         if not 0 <= value < 1e9 or (name in over_zero and value == 0):
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; expected {least}.")
     check_bounds(given, ("replicas", "attention"))
-    if not 1 <= given.shards <= MOST_SHARDS:
-        raise ConfigError(f"--shards is {given.shards}; expected 1 to {MOST_SHARDS}.")
+    if not 1 <= given.shards <= MAX_SHARDS:
+        raise ConfigError(f"--shards is {given.shards}; expected 1 to {MAX_SHARDS}.")
 
 
 def _plant(given: Namespace, trace: Trace) -> Plant:

@@ -23,7 +23,7 @@ MIN_VERSION = (6, 2)
 _START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
-_MOST_MEMORY = 1 << 30
+_MAX_MEMORY = 1 << 30
 _SHARE_OF_MEMORY = 4
 """One part of so many of the machine's memory, or the container's, is the server's; beyond it requests get a 503."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -188,7 +188,7 @@ def memory_bound(cgroup: Path = _CGROUP) -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max": no limit; elsewhere than on Linux there is none
         memory = min(memory, int(cgroup.read_text()))
-    return min(_MOST_MEMORY, memory // _SHARE_OF_MEMORY)
+    return min(_MAX_MEMORY, memory // _SHARE_OF_MEMORY)
 
 
 def _arguments(home: Path, socket: Path, log: Path) -> list[str]:

@@ -23,7 +23,7 @@ from services.queue.scripts import Scripts, milliseconds
 
 T = TypeVar("T")
 NOTES_PER_LEASE = 4
-MOST_PAUSE_S = 1.0
+MAX_PAUSE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LoadNotes:
                 await self.note()
             except QueueUnavailable as error:
                 log.debug("load not told: %s", error.message)
-            await asyncio.sleep(min(MOST_PAUSE_S, self._lease_s / NOTES_PER_LEASE))
+            await asyncio.sleep(min(MAX_PAUSE_S, self._lease_s / NOTES_PER_LEASE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

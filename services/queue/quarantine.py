@@ -25,8 +25,8 @@ from services.queue.limits import QueueLimits
 from services.queue.scripts import Scripts
 
 Kind = Literal["event", "request", "inbox", "worker", "seat", "load", "table", "assignment"]
-_MOST_BYTES = 4096
-_MOST_KNOWN = 1024
+_MAX_BYTES = 4096
+_MAX_KNOWN = 1024
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Quarantine:
         if (kind, source) in self._known:
             return
         self._known[kind, source] = None
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         self._count(kind)
         log.error("%s (%s of %s); see `expertmesh queue unreadable`", error.message, kind, source[:256])
@@ -77,7 +77,7 @@ class Quarantine:
             source=source[:256],
             reason=error.message[:512],
             reader=self._reader,
-            data=base64.b64encode(data[:_MOST_BYTES]).decode(),
+            data=base64.b64encode(data[:_MAX_BYTES]).decode(),
             size=len(data),
         )
         try:

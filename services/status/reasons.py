@@ -8,7 +8,7 @@ from typing import Any
 Object = Mapping[str, Any]
 
 _STILL_STARTING = ("ContainerCreating", "PodInitializing")
-_MOST_WORDS = 400
+_MAX_WORDS = 400
 _NOTE = '"level": "info"'
 """In a line of a role's log as JSON."""
 
@@ -49,7 +49,7 @@ def short(text: str) -> str:
     lines: Sequence[str] = [line.strip() for line in text.strip().splitlines() if line.strip()]
     told = [line for line in lines if _NOTE not in line] or lines
     words = " ".join(told[-3:]).partition(" preemption:")[0].strip()
-    return words if len(words) <= _MOST_WORDS else words[: _MOST_WORDS - 3] + "..."
+    return words if len(words) <= _MAX_WORDS else words[: _MAX_WORDS - 3] + "..."
 
 
 def _why(pod: Object, ready: bool, warning: str) -> str:

@@ -9,7 +9,7 @@ from services.status.fetch import Fetch
 from services.status.queue import Queue
 from services.status.release import Pod, Release, Workload
 
-_MOST_PODS = 3
+_MAX_PODS = 3
 _NEEDED = {
     "gateway": ("Deployment",),
     "scheduler": ("Deployment",),
@@ -102,8 +102,8 @@ def _stuck(release: Release, workload: Workload) -> bool:
 def _reasons(release: Release, workload: Workload) -> str:
     reasons = [workload.why] if workload.why else []
     pods = [pod for pod in _pods(release, workload) if not pod.ready]
-    reasons += [f"{pod.name}: {pod.why}" for pod in pods[:_MOST_PODS]]
-    reasons += [f"and {len(pods) - _MOST_PODS} more"] if len(pods) > _MOST_PODS else []
+    reasons += [f"{pod.name}: {pod.why}" for pod in pods[:_MAX_PODS]]
+    reasons += [f"and {len(pods) - _MAX_PODS} more"] if len(pods) > _MAX_PODS else []
     return "".join(f"\n{reason}" for reason in reasons) or ("" if workload.wanted else " (scaled to zero)")
 
 

@@ -10,7 +10,7 @@ from services.runtime import AGAIN
 FATAL_CODES = frozenset(error.exit_code for error in (StartupError, ConfigError, CheckpointError, FingerprintMismatch))
 """Exit codes of start-up errors that the next try would repeat. A taken port is not one: it may become free."""
 
-MOST_AGAIN = 20
+MAX_AGAIN = 20
 
 
 class RestartPolicy:
@@ -19,7 +19,7 @@ class RestartPolicy:
     A process that lived ``healthy_s``, or served for so long where its supervisor counts that, clears the record;
     ``max_failures`` shorter lives in a row end it, unless it is spared because others of its kind do its work. One that
     ended because of another process (``AGAIN``) has not failed,
-    but after :data:`MOST_AGAIN` short lives of that kind it ends too.
+    but after :data:`MAX_AGAIN` short lives of that kind it ends too.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RestartPolicy:
             return None
         if code == AGAIN:
             self._again = 1 if lived_s >= self.healthy_s else self._again + 1
-            if self._again > MOST_AGAIN:  # what makes them all end does not pass
+            if self._again > MAX_AGAIN:  # what makes them all end does not pass
                 return None
             return min(self._first_delay_s * 2.0 ** (self._again - 1), self._max_delay_s)
         self._failures = 1 if lived_s >= self.healthy_s else self._failures + 1

@@ -21,7 +21,7 @@ from services.top.view import view
 
 WINDOW_S = 5.0
 """Rates are means over about this long."""
-MOST_READINGS = 64
+MAX_READINGS = 64
 
 
 class Top:
@@ -31,7 +31,7 @@ class Top:
         self._reader = reader
         self._console = console
         self._interval_s = interval_s
-        self._readings: deque[Reading] = deque(maxlen=MOST_READINGS)
+        self._readings: deque[Reading] = deque(maxlen=MAX_READINGS)
 
     async def once(self, stop: asyncio.Event) -> int:
         """Print one frame of two readings; 1 if Redis was away."""

@@ -14,7 +14,7 @@ from services.top.frame import AWAY, Frame, GroupLine, SeatLine, WorkerLine
 
 LineT = TypeVar("LineT")
 _GAP = 2
-_MOST_GROUPS = 8
+_MAX_GROUPS = 8
 _FIXED_LINES = 11
 """Two above the tables; of each of three tables its title, a blank line and how many lines are left out."""
 _STYLES = {
@@ -39,7 +39,7 @@ class _Column(Generic[LineT]):
 
 def view(frame: Frame, width: int, height: int | None = None) -> RenderableType:
     """For a terminal of ``width`` columns and ``height`` lines; None: as many as it takes."""
-    spare = None if height is None else height - _FIXED_LINES - min(len(frame.groups), _MOST_GROUPS)
+    spare = None if height is None else height - _FIXED_LINES - min(len(frame.groups), _MAX_GROUPS)
     workers = len(frame.workers) if spare is None else max(1, min(len(frame.workers), spare // 2))
     seats = None if spare is None else max(1, spare - workers)
     if frame.problem and frame.age_s is None:
@@ -50,7 +50,7 @@ def view(frame: Frame, width: int, height: int | None = None) -> RenderableType:
         *_table(_WORKERS, frame.workers, width, workers, "no attention workers"),
         Text(),
         *_table(_SEATS, frame.seats, width, seats, "no expert workers: the experts are in the attention workers"),
-        *((Text(), *_table(_GROUPS, frame.groups, width, _MOST_GROUPS, "")) if frame.groups else ()),
+        *((Text(), *_table(_GROUPS, frame.groups, width, _MAX_GROUPS, "")) if frame.groups else ()),
     )
 
 

@@ -24,8 +24,8 @@ from services.gateway.tokenizer import load_codec, read_tokenizer_config
 SETTLE_S = 1.5
 _NICENESS = 10
 """Whoever attacks has machines of his own: what his work costs here must not look like the gateway's."""
-_LEAST_PROBES_PER_S = 2.0
-_MOST_LAG = 0.1
+_MIN_PROBES_PER_S = 2.0
+_MAX_LAG = 0.1
 """The share of a run that a helper may itself have been late, which it takes off what it measures."""
 _SERVED = ("200", "400", "401", "404", "405", "408", "409", "411", "413", "414", "415", "429", "431", "503")
 
@@ -180,8 +180,8 @@ def blind(seen: dict[str, Any], seconds: float, *, crowd: bool) -> list[str]:
     were not sent, honest clients (if there is a ``crowd``) that got nothing."""
     honest = seen.get("honest", {})
     late = {"who watches": seen["own_lag"], "honest clients": honest.get("own_lag", 0.0)}
-    broken = [f"{who} were late by {lag:.1f} s themselves" for who, lag in late.items() if lag > _MOST_LAG * seconds]
-    if seen["probes"] < _LEAST_PROBES_PER_S * seconds:
+    broken = [f"{who} were late by {lag:.1f} s themselves" for who, lag in late.items() if lag > _MAX_LAG * seconds]
+    if seen["probes"] < _MIN_PROBES_PER_S * seconds:
         broken.append(f"only {seen['probes']} probes in {seconds:.1f} s")
     if crowd and not honest.get("tokens"):
         broken.append("no honest stream got a token")

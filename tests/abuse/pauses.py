@@ -24,7 +24,7 @@ from chaos.faults import Done, Faults
 from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.plan import Event
 from chaos.report import report, summary
-from testkit.pocket.answers import MOST_TOKENS, POCKET, recorded
+from testkit.pocket.answers import MAX_TOKENS, POCKET, recorded
 from testkit.processes.cluster import Cluster, Here, Shape
 from testkit.processes.servers import bench
 
@@ -36,7 +36,7 @@ from services.queue.tasks import end_tasks
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 SECONDS = (3.0, 8.0, 30.0)
 LEASE_S = 6.0
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 _SHORTEST = 32
 """Tokens of an answer: with so many clients a pause finds more of them under way than can end within a lease."""
 _AGAIN, _GIVEN_UP_S, _LONGEST_WAIT_S = (429, 503), 300.0, 120.0
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
     """Undisturbed answers, then the same while one after the other stands still; the figures."""
     load = PatientLoad(url=cluster.server.url, streams=options.streams)
-    wanted = jobs(recorded()[:240], options.seed, shortest=_SHORTEST, longest=MOST_TOKENS)
+    wanted = jobs(recorded()[:240], options.seed, shortest=_SHORTEST, longest=MAX_TOKENS)
     quiet = await load.undisturbed(wanted)
     if faults := faults_of(quiet):
         raise SystemExit(f"undisturbed answers are not the recorded ones: {dict(faults)}")
@@ -89,7 +89,7 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
         outcomes = await loading
     finally:
         await end_tasks([loading, restarting])
-    for outcome in [outcome for outcome in outcomes if outcome.fault][:_MOST_SHOWN]:
+    for outcome in [outcome for outcome in outcomes if outcome.fault][:_MAX_SHOWN]:
         print(f"{outcome.result.started - start:7.1f} s  {outcome.fault}"[:160], flush=True)
     return report(outcomes, quiet, done, faults_made.exits, start)
 

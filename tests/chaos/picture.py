@@ -9,7 +9,7 @@ from typing import Any, Final
 from pocket_moe.plots import Picture, Scale, steps
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT, _LANE = 980, 144, 24, 84, 300, 20
-_LEAST_MS, _WORTH_SAYING_MS = 10.0, 500.0
+_MIN_MS, _WORTH_SAYING_MS = 10.0, 500.0
 """Below the one a second's figures are drawn at it; a wait above the other is written beside its event."""
 _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "kill experts": ("a", "kill -9, expert worker"),
@@ -115,7 +115,7 @@ def _decades(milliseconds: Sequence[float]) -> _Logarithmic:
 
 
 def _log(milliseconds: float) -> float:
-    return math.log10(max(milliseconds, _LEAST_MS))
+    return math.log10(max(milliseconds, _MIN_MS))
 
 
 def _runs(seconds: Sequence[Sequence[float]]) -> list[list[Sequence[float]]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from testkit.kube.cluster import TAG, Cluster, table, until
 from testkit.kube.release import NAME, PREFIX, PYTHON, Release
-from testkit.pocket.answers import MOST_TOKENS, recorded
+from testkit.pocket.answers import MAX_TOKENS, recorded
 
 KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-redis-users", "-fabric", "-api-keys")}
 KINDS = (
@@ -50,7 +50,7 @@ def test_it_answers_through_the_service_as_recorded(installed: Installed) -> Non
     client = installed.release.client()
     for record in recorded()[:5]:
         answer = client.completions.create(
-            model="pocket", prompt=record["prompt"], max_tokens=MOST_TOKENS, temperature=0
+            model="pocket", prompt=record["prompt"], max_tokens=MAX_TOKENS, temperature=0
         )
         assert answer.choices[0].text == record["text"]
     assert client.models.list().data[0].id == "pocket"

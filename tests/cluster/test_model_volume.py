@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from testkit.kube.cluster import Cluster, until
 from testkit.kube.release import NAME, PREFIX, Release
-from testkit.pocket.answers import MOST_TOKENS, POCKET, recorded
+from testkit.pocket.answers import MAX_TOKENS, POCKET, recorded
 
 FILE = POCKET / "model/model.safetensors"
 DIGEST = hashlib.sha256(FILE.read_bytes()).hexdigest()
@@ -56,7 +56,7 @@ def test_it_serves_what_the_job_fetched_and_keeps_it(cluster: Cluster, namespace
     cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, "--wait", "--wait-for-jobs", "--timeout", "8m")
     [record] = recorded()[:1]
     answer = release.client().completions.create(
-        model="pocket", prompt=record["prompt"], max_tokens=MOST_TOKENS, temperature=0
+        model="pocket", prompt=record["prompt"], max_tokens=MAX_TOKENS, temperature=0
     )
     assert answer.choices[0].text == record["text"]
     cluster.helm("uninstall", NAME, "--namespace", namespace, "--wait", "--timeout", "5m")

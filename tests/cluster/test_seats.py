@@ -10,7 +10,7 @@ import httpx
 import pytest
 from testkit.kube.cluster import Cluster, until
 from testkit.kube.release import NAME, Release
-from testkit.pocket.answers import MOST_TOKENS, recorded
+from testkit.pocket.answers import MAX_TOKENS, recorded
 from testkit.processes.servers import metric_sum
 
 WORKERS = 2
@@ -104,7 +104,7 @@ def test_workers_of_a_pod_answer_as_recorded_by_memory_that_they_share(release: 
     client = release.client()
     for record in recorded()[:8]:
         answer = client.completions.create(
-            model="pocket", prompt=record["prompt"], max_tokens=MOST_TOKENS, temperature=0
+            model="pocket", prompt=record["prompt"], max_tokens=MAX_TOKENS, temperature=0
         )
         assert answer.choices[0].text == record["text"]
     [pod] = release.pods("attention")

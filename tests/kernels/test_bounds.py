@@ -56,7 +56,7 @@ def test_more_tiles_than_a_grid_has_room_for(monkeypatch: pytest.MonkeyPatch) ->
     swapped.check_bands(65_535 * 32 - 16 * 4, 4, tiles)
     with pytest.raises(ArgumentError, match=r"ids must number about 2097120 at most, .*found 2097120"):
         swapped.check_bands(65_535 * 32, 4, tiles)
-    monkeypatch.setattr(swapped, "MOST_BANDS", 2)
+    monkeypatch.setattr(swapped, "MAX_BANDS", 2)
     layer = random_layer(24, experts=3, slots=2)
     smaller = random_layer(4, experts=3, slots=2)
     with regime("swapped"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from testkit.fabric.joined import HIDDEN, SLOTS, Client, Seat, expected, layout_of, pair, rows_of
 
-from moe_kernels.exchange.layout import ABORTED, FAILED, LATE, MEMBER_GONE, MEMBER_OUT, MOST_MEMBERS
+from moe_kernels.exchange.layout import ABORTED, FAILED, LATE, MAX_MEMBERS, MEMBER_GONE, MEMBER_OUT
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -33,12 +33,12 @@ def test_one_call_answers_all_members(unsummed: bool, rows: int) -> None:
 
 def test_as_many_members_as_a_control_block_has_words_for() -> None:
     layout = layout_of()
-    clients = [Client(layout, 1, base) for base in range(MOST_MEMBERS)]
-    seat = Seat(clients, layout, members=MOST_MEMBERS, bucket=1)
-    sent = [rows_of(1, seed) for seed in range(MOST_MEMBERS)]
+    clients = [Client(layout, 1, base) for base in range(MAX_MEMBERS)]
+    seat = Seat(clients, layout, members=MAX_MEMBERS, bucket=1)
+    sent = [rows_of(1, seed) for seed in range(MAX_MEMBERS)]
     for client, part in zip(clients, sent, strict=True):
         client.send(part)
-    assert seat.take() == (1 << MOST_MEMBERS) - 1
+    assert seat.take() == (1 << MAX_MEMBERS) - 1
     seat.answer()
     for client, part in zip(clients, sent, strict=True):
         assert torch.equal(client.sum(part), expected(part))

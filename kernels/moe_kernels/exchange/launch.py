@@ -15,9 +15,9 @@ from moe_kernels.exchange.kernel import (
 )
 from moe_kernels.exchange.layout import Layout
 
-MOST_ELEMENTS = 16_384
+MAX_ELEMENTS = 16_384
 """Of a tile: what eight warps hold in half of their registers."""
-MOST_IDS = 4096
+MAX_IDS = 4096
 """That a program copies at a time: each round costs the latency of a load."""
 FEW_IDS = 128
 """Pairs of a bucket: up to so many are counted while they are taken, more once their answers are on the way. Round
@@ -61,7 +61,7 @@ def take_rows(
     blocks, pairs = layout.blocks(bucket), bucket * layout.slots
     take_rows_kernel[(1,)](
         flags, ids_RK, taken_RK, counts_E, control, blocks, pairs, exchange, counts_E.numel(),
-        BLOCKS=triton.next_power_of_2(blocks), BLOCK=min(MOST_IDS, max(128, triton.next_power_of_2(pairs))),
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=min(MAX_IDS, max(128, triton.next_power_of_2(pairs))),
         COUNTS=_few(layout, bucket), TIMED=TIMED, num_warps=4,
     )  # fmt: skip
 
@@ -120,5 +120,5 @@ def tile_of(layout: Layout, bucket: int) -> dict[str, int]:
     """Rows and columns that a program moves at a time, and its warps: 16 elements for each thread, or more."""
     rows = layout.block_rows(bucket)
     tile = triton.next_power_of_2(rows)
-    block = min(triton.next_power_of_2(layout.hidden), 4096, MOST_ELEMENTS // tile)
+    block = min(triton.next_power_of_2(layout.hidden), 4096, MAX_ELEMENTS // tile)
     return {"ROWS": rows, "TILE": tile, "BLOCK_D": block, "num_warps": min(8, max(1, tile * block // 512))}

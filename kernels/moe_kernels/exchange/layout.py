@@ -25,12 +25,12 @@ LAST: Final = 3
 """Experts: number of the step's last exchange."""
 PEER: Final = 4
 """Experts: address of the attention worker's answers."""
-MOST_GROUPS: Final = 32
+MAX_GROUPS: Final = 32
 INBOX: Final = 8
 """Attention: INBOX + g is the address of the inbox of the seat that has group g, 0: no seat here."""
-ANSWERS: Final = INBOX + MOST_GROUPS
+ANSWERS: Final = INBOX + MAX_GROUPS
 """Attention: ANSWERS + g is the address of the buffer that this seat answers into."""
-WORDS: Final = ANSWERS + MOST_GROUPS
+WORDS: Final = ANSWERS + MAX_GROUPS
 ABORTED: Final = 1 << 62
 
 PATIENCE: Final = 5
@@ -39,7 +39,7 @@ JOB: Final = 6
 """Joined calls: bit m for each member whose rows the call under way has."""
 CLOCK: Final = 7
 """Joined calls: where one thread tells the others the time."""
-MOST_MEMBERS: Final = 8
+MAX_MEMBERS: Final = 8
 MEMBERS: Final = 8
 """Joined calls: from here on each member has MEMBER words, by the constants below."""
 MEMBER: Final = 8
@@ -56,7 +56,7 @@ MEMBER_OUT: Final = 6
 """Not 0: it is left out, and nothing of the step touches its memory any more; LATE: because its rows came too late."""
 LATE: Final = 2
 
-MOST_BLOCKS: Final = 256
+MAX_BLOCKS: Final = 256
 _ALIGNMENT: Final = 256
 
 
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def x_at(self) -> int:
-        return MOST_BLOCKS * 8
+        return MAX_BLOCKS * 8
 
     @property
     def ids_at(self) -> int:
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def y_at(self) -> int:
-        return MOST_BLOCKS * 8
+        return MAX_BLOCKS * 8
 
     @property
     def inbox_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Layout:
 
     def block_rows(self, bucket: int) -> int:
         """Rows of a block where a call has up to ``bucket``."""
-        return -(-bucket // MOST_BLOCKS)
+        return -(-bucket // MAX_BLOCKS)
 
     def blocks(self, bucket: int) -> int:
         return -(-bucket // self.block_rows(bucket))

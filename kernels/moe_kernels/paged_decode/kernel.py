@@ -20,7 +20,7 @@ SHORTEST = tl.constexpr(128)
 """Positions of a part, at least: less does not pay for its sum."""
 LONGEST = tl.constexpr(2048)
 """And at most, as long as there are parts left: one long sequence among short ones shall not be the last to end."""
-MOST_PARTS = 64
+MAX_PARTS = 64
 _SPARE_PARTS = 8
 """Where there are programs enough without cutting."""
 _PROGRAMS_PER_SM = 4
@@ -156,7 +156,7 @@ def cut(programs: int, most: int, sms: int) -> tuple[int, int]:
     ((64, 64), (1, 8), (1, 1))
     """
     room = max(1, math.ceil(most / SHORTEST.value))
-    wanted = min(MOST_PARTS, room, math.ceil(_PROGRAMS_PER_SM * sms / programs))
+    wanted = min(MAX_PARTS, room, math.ceil(_PROGRAMS_PER_SM * sms / programs))
     return wanted, min(room, max(wanted, _SPARE_PARTS))
 
 

@@ -20,9 +20,9 @@ from moe_kernels.quant.weight import QuantisedWeight
 
 MAX_PAIRS = 2048
 """A program holds all pairs' experts in registers: 16 per thread at most."""
-LEAST_BLOCK = 64
+MIN_BLOCK = 64
 """Fewer pairs or column blocks share one compiled kernel."""
-MOST_BY_PAIR = 512
+MAX_BY_PAIR = 512
 """``small_in_kernel`` keeps counts of pairs in 10 bits if candidates are pairs."""
 INT4_RUN = 128
 WORD_RUN = 64
@@ -63,7 +63,7 @@ class Pairs:
     @property
     def by_pair(self) -> bool:
         """Fewer pairs than experts: a program that looks for its expert's first pair is idle less often."""
-        return self.count <= min(self.experts, MOST_BY_PAIR)
+        return self.count <= min(self.experts, MAX_BY_PAIR)
 
     @property
     def candidates(self) -> int:
@@ -140,11 +140,11 @@ def launch_pdl(pdl: bool) -> dict[str, bool]:
 
 
 def block_s(pairs: Pairs) -> int:
-    return int(max(LEAST_BLOCK, triton.next_power_of_2(pairs.count)))
+    return int(max(MIN_BLOCK, triton.next_power_of_2(pairs.count)))
 
 
 def block_c(lists: Lists) -> int:
-    return int(max(LEAST_BLOCK, triton.next_power_of_2(lists.arrived_B.numel())))
+    return int(max(MIN_BLOCK, triton.next_power_of_2(lists.arrived_B.numel())))
 
 
 def matrices(w: Tensor | QuantisedWeight) -> Matrices:

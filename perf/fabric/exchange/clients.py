@@ -162,7 +162,7 @@ class Client:
 
 def measure(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
     """Figures of each client; ``wrong``: elements of answers, ``again``: steps that had to run again."""
-    with patch.object(symm_tempo, "LEAST_GAIN", -9.0 if case.way == "together" else symm_tempo.LEAST_GAIN):
+    with patch.object(symm_tempo, "MIN_GAIN", -9.0 if case.way == "together" else symm_tempo.MIN_GAIN):
         return _measured(case, device, memory)
 
 

@@ -19,7 +19,7 @@ from services.model.weights import load_experts  # noqa: E402
 
 POCKET = Path(__file__).resolve().parents[3] / "examples/pocket-moe"
 SPEC = load_spec(POCKET / "model")
-MOST_TOKENS = 48
+MAX_TOKENS = 48
 
 
 class PocketWorld(World):
@@ -43,4 +43,4 @@ def records() -> list[dict[str, Any]]:
 
 def said(token_ids: list[int]) -> list[int]:
     """An answer without the token that ends it, which is 0."""
-    return [token_id for token_id in token_ids[:MOST_TOKENS] if token_id]
+    return [token_id for token_id in token_ids[:MAX_TOKENS] if token_id]

@@ -17,7 +17,7 @@ from testkit.gpu.decode_bench import call_again, request
 
 from perf.fabric.exchange.children import Parent
 from perf.fabric.exchange.ipc import memory_by
-from perf.fabric.exchange.pocket import MOST_TOKENS, POCKET, SPEC, pocket_world, records, said
+from perf.fabric.exchange.pocket import MAX_TOKENS, POCKET, SPEC, pocket_world, records, said
 from perf.fabric.exchange.world import SECRET, device_of, log_to_stderr
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions
@@ -122,7 +122,7 @@ class Decoding:
     def _wave(self, wave: int, asked: list[dict[str, Any]], steps: list[Any]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in asked]
         for at, one in enumerate(asked):
-            self._engine.add(request(f"{wave}/{at}", one["prompt_ids"], MOST_TOKENS, ignore_eos=False))
+            self._engine.add(request(f"{wave}/{at}", one["prompt_ids"], MAX_TOKENS, ignore_eos=False))
         while self._engine.has_work:
             began, before = time.time(), self._engine.stats()
             for event in self._engine.step():

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from services.messages import GenerateRequest
 
-_MOST_COUNTERS = 1024
+_MAX_COUNTERS = 1024
 """Where there are more once a sequence starts, those of tenants of whom nothing waits are dropped."""
 
 
@@ -71,7 +71,7 @@ class WaitingLine(Generic[State]):
         given = self._given[priority, tenant]
         self._floor[priority] = max(given, self._floor.get(priority, 0))
         self._given[priority, tenant] = given + state.request.cost
-        if len(self._given) > _MOST_COUNTERS:
+        if len(self._given) > _MAX_COUNTERS:
             self._forget()
 
     def remove(self, state: State) -> None:

@@ -22,10 +22,10 @@ from services.model.transfer import upload
 
 Numbered: TypeAlias = tuple[int, DrawRow]
 """A row and its number in the step."""
-MOST_TOKENS = 1 << 21
-MOST_COUNTS = 1 << 24
+MAX_TOKENS = 1 << 21
+MAX_COUNTS = 1 << 24
 """Tokens looked back at, and counts (rows times vocabulary), at a time: some 150 MB. One row may need more."""
-MOST_TOKENS_OF_CPU = 1 << 15
+MAX_TOKENS_OF_CPU = 1 << 15
 """So that what is done with them stays in a core's cache."""
 
 
@@ -60,10 +60,10 @@ class Penalties:
         """Rows that ask and have tokens from ``first_E`` on, as many as are handled at a time."""
         count_E = self._end_E - first_E
         row_P = np.flatnonzero(asking_E & (count_E > 0))
-        most_tokens = MOST_TOKENS if self._flat.is_cuda else MOST_TOKENS_OF_CPU
+        most_tokens = MAX_TOKENS if self._flat.is_cuda else MAX_TOKENS_OF_CPU
         begin = tokens = 0
         for at, count in enumerate(count_E[row_P].tolist()):
-            if at > begin and (tokens + count > most_tokens or (at - begin + 1) * self._vocab_size > MOST_COUNTS):
+            if at > begin and (tokens + count > most_tokens or (at - begin + 1) * self._vocab_size > MAX_COUNTS):
                 yield row_P[begin:at]
                 begin, tokens = at, 0
             tokens += count

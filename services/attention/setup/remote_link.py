@@ -22,9 +22,9 @@ from services.model.spec import ModelSpec
 from services.routing import RoutingTable, even_groups
 from services.runtime import node_name
 
-MOST_SHARED_ROWS = 512
+MAX_SHARED_ROWS = 512
 """Of a micro-batch. Longer steps, prefill that is, are bound by their bytes and not by how soon these set out."""
-MOST_ROWS_BESIDE = 8192
+MAX_ROWS_BESIDE = 8192
 """The same where this process has a seat, too: long steps would go through the connection to it."""
 DEADLINE_S = 0.02
 """For an exchange between GPUs, which takes some 10 microseconds; on CPUs the experts themselves may take longer."""
@@ -63,7 +63,7 @@ def remote_link(
         device=device,
         layers=list(spec.moe_layers),
         layout=_layout(
-            settings, spec, dtype, memory, MOST_ROWS_BESIDE if beside_experts and not host else MOST_SHARED_ROWS
+            settings, spec, dtype, memory, MAX_ROWS_BESIDE if beside_experts and not host else MAX_SHARED_ROWS
         ),
         node=node_name(settings),
         options=SharedMemoryOptions(

@@ -31,9 +31,9 @@ from services.model.inputs import StepInputs
 from services.runtime.collecting import no_collection
 
 HandleT = TypeVar("HandleT")
-MOST_ROWS = 512
+MAX_ROWS = 512
 """Larger steps are bound by the GPU anyway."""
-MOST_READ_BYTES = 4 << 30
+MAX_READ_BYTES = 4 << 30
 """Of keys and values in a layer, on average, by the rows of a step's prompts: in a graph each row reads all that it
 sees, else all rows of a prompt read it once. On an H200 that costs more than launching kernels one by one from
 somewhere above this on."""
@@ -102,7 +102,7 @@ class StepGraphs(Generic[HandleT]):
         max_len: int,
     ) -> None:
         self._model, self._link, self._kv, self._capture = model, link, kv, capture
-        self._buckets = row_buckets(min(max_rows, MOST_ROWS))
+        self._buckets = row_buckets(min(max_rows, MAX_ROWS))
         blocks = min(kv.num_blocks, max_len // kv.block_size + 1)  # a step ahead may be one position further
         self._inputs = FixedInputs(
             self._buckets[-1], blocks, block_size=kv.block_size, spare_slot=kv.spare_slot, device=model.device
@@ -150,7 +150,7 @@ class StepGraphs(Generic[HandleT]):
             for start, end in pieces
             for window, layers in self._windows.items()
         )
-        return read * self._position_bytes <= MOST_READ_BYTES * self._model.spec.num_layers
+        return read * self._position_bytes <= MAX_READ_BYTES * self._model.spec.num_layers
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
         """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it.

@@ -19,7 +19,7 @@ Mode = Literal["auto", "on", "off"]
 SAMPLES = 7
 """Steps by which a way is judged: their median forgives three that something else disturbed. In a trial both ways take
 turns, so that what slows the machine down for a while slows both."""
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """Share of a step's time that a change must save. Less is noise, and would make it swing."""
 FIRST_RETRY, LAST_RETRY = 100, 1600
 """Steps after which the slower way is tried again: at first, and after it has kept losing."""
@@ -56,7 +56,7 @@ class _Rows:
     def may_pay(self) -> bool:
         """Whether a split could save enough: at best it hides all that is waited for."""
         waited = median(time.waited_s for time in self.times[False])
-        return waited > LEAST_GAIN * self.median(split=False)
+        return waited > MIN_GAIN * self.median(split=False)
 
 
 class OverlapPolicy:
@@ -117,7 +117,7 @@ class OverlapPolicy:
 
 def _judge(rows: _Rows) -> None:
     rows.trial = False
-    if rows.median(split=not rows.split) < (1 - LEAST_GAIN) * rows.median(split=rows.split):
+    if rows.median(split=not rows.split) < (1 - MIN_GAIN) * rows.median(split=rows.split):
         rows.split, rows.pause = not rows.split, FIRST_RETRY
     else:
         rows.pause = min(2 * rows.pause, LAST_RETRY)

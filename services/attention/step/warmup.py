@@ -8,7 +8,7 @@ from typing import Any
 from services.attention.sequences.plan import BatchLimits
 from services.messages import GenerateRequest, SamplingParams
 
-MOST_AT_ONCE = 512
+MAX_AT_ONCE = 512
 """Larger batches take kernels of the same shapes."""
 DRAWN, SHORT = 3, 5
 NEVER_MS = 1 << 52
@@ -29,7 +29,7 @@ def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[Generate
     if longest < 1:
         return
     yield [_request(limits, 0, longest, _plain(DRAWN))]
-    for size in _sizes(min(limits.max_num_seqs, MOST_AT_ONCE)):
+    for size in _sizes(min(limits.max_num_seqs, MAX_AT_ONCE)):
         steps = -(-SHORT * size // max(1, limits.max_num_batched_tokens - size))  # until the last prompt is through
         drawn, length = DRAWN + steps, min(SHORT, room - DRAWN - steps)
         if length > 0:

@@ -31,7 +31,7 @@ _KIND = "/2"
 """Of the use of a lane. Ends that differ in it have none: an older one expects all rows on it, once it is there."""
 FRAMES_BYTES = 96 << 10
 """Below this rows are there sooner in frames than over NCCL, which needs both hosts as well (docs/adr/0006)."""
-MOST_HUNG = 4
+MAX_HUNG = 4
 """Openings that may publish in one process before it tries no more of them."""
 
 
@@ -139,8 +139,8 @@ class Lanes:
 
     def refuse_if_many_hang(self) -> None:
         """Raises LaneFailed: no more threads are given to openings."""
-        if self.hung() >= MOST_HUNG:
-            raise LaneFailed(f"{MOST_HUNG} openings of {self._groups.name} lanes publish here already.")
+        if self.hung() >= MAX_HUNG:
+            raise LaneFailed(f"{MAX_HUNG} openings of {self._groups.name} lanes publish here already.")
 
     def open(self, stores: tuple[PairStore, PairStore], rank: int, host: str) -> Lane:
         return Lane(self._groups, self._launches, stores, rank, host)

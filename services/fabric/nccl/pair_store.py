@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from services.errors import SeatLost, WireError
 
-_MOST_ENTRIES = 1 << 10
+_MAX_ENTRIES = 1 << 10
 Tell = Callable[[str, bytes], None]
 
 
@@ -39,8 +39,8 @@ class PairStore(Store):
             WireError: nobody has so many.
         """
         with self._changed:
-            if len(self._entries) >= _MOST_ENTRIES:
-                raise WireError(f"The other end of a lane told {_MOST_ENTRIES} entries of its stores.")
+            if len(self._entries) >= _MAX_ENTRIES:
+                raise WireError(f"The other end of a lane told {_MAX_ENTRIES} entries of its stores.")
             self._entries[key] = value
             self._changed.notify_all()
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.exchange.layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MOST_GROUPS, Layout
+from moe_kernels.exchange.layout import ABORTED, ANSWERS, BASE, DEADLINE, FAILED, INBOX, MAX_GROUPS, Layout
 from moe_kernels.exchange.op import send_rows, sum_answers
 from services.errors import ExpertUnavailable
 from services.fabric.device_counters import Counters
@@ -201,7 +201,7 @@ class SharedMemoryLink:
         """As :class:`services.fabric.link.ExpertLink` says: kernels find the step aborted."""
         assert not self._under_way, "finish_step() ends a step"
         self._follow_table()
-        if rows > self._layout.rows or len(self._table.groups) > MOST_GROUPS:
+        if rows > self._layout.rows or len(self._table.groups) > MAX_GROUPS:
             yield None
             return
         bucket = bucket_of(rows, self._layout.rows)
@@ -347,7 +347,7 @@ class SharedMemoryLink:
 
     def _set_groups(self, table: RoutingTable) -> None:
         """Groups get consecutive numbers here; those past the device table's end, if any, go over tcp."""
-        self._numbers = {group.number: at for at, group in enumerate(table.groups[:MOST_GROUPS])}
+        self._numbers = {group.number: at for at, group in enumerate(table.groups[:MAX_GROUPS])}
         rows = [[self._numbers.get(group, -1) for group in table.group_of[layer]] for layer in self._order]
         self._group_of_LE.copy_(torch.tensor(rows, dtype=torch.int32))
 

@@ -19,7 +19,7 @@ from services.fabric.tcp.frames import decoded
 log = logging.getLogger(__name__)
 
 NONCE_BYTES = 32
-_MOST_BYTES = 1 << 46
+_MAX_BYTES = 1 << 46
 """An address has no more bits."""
 
 
@@ -29,8 +29,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kind: str
     post: str
     key: bytes
-    size: Annotated[int, msgspec.Meta(gt=0, le=_MOST_BYTES)]
-    nonce_at: Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
+    size: Annotated[int, msgspec.Meta(gt=0, le=_MAX_BYTES)]
+    nonce_at: Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     device: str = ""
     process: int = 0

@@ -8,8 +8,8 @@ import msgspec
 
 from services.fabric.tcp.frames import Message
 
-MOST_ROWS = 1 << 16
-MOST_EXCHANGES = 1 << 62
+MAX_ROWS = 1 << 16
+MAX_EXCHANGES = 1 << 62
 """Numbers of exchanges, as those of nanoseconds, fit into a word of 64 bits."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -18,7 +18,7 @@ class ShareRequest(Message, frozen=True, kw_only=True):
     """Attention: here is memory for answers; let me have some for rows. ``rows``: most rows of a micro-batch."""
 
     ticket: bytes
-    rows: Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+    rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 10)]
     micro_batches: Annotated[int, msgspec.Meta(ge=1, le=8)]
     unsummed: bool
@@ -45,7 +45,7 @@ class Step(Message, frozen=True, kw_only=True):
 
     epoch: int
     step: int
-    base: Annotated[int, msgspec.Meta(ge=0, le=MOST_EXCHANGES)]
+    base: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXCHANGES)]
     bucket: Positive
     micro_batches: Positive
     deadline_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0

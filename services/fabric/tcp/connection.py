@@ -43,7 +43,7 @@ from services.routing import Seat
 
 log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 2.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 LANE_LATER_S = 10.0
 """Where an extension carries small calls a lane is opened only for a call that it does not, one lane at a time, and not
 before the seat is so old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
@@ -170,7 +170,7 @@ class SeatLink:
                     log.exception("The connection to %s failed.", self.name)
                 self._tell(self._typed(error))
             fine = self.connections > before and not no_lane
-            backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MOST_BACKOFF_S)
+            backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MAX_BACKOFF_S)
             self._stop.wait(backoff_s)
 
     def _typed(self, error: Exception) -> ExpertMeshError:

@@ -15,7 +15,7 @@ from services.errors import ExpertMeshError, SeatFull, SeatLost
 from services.fabric.faults import CROWDED, Faults
 from services.fabric.tcp.stream import shut_socket
 
-MOST_UNPROVEN = 64
+MAX_UNPROVEN = 64
 _RETRY_S = 0.1
 _ENDS_S = 1.0
 """A connection that was shut ends in less: its thread waits for nothing else."""
@@ -48,7 +48,7 @@ class Reception:
         who: str,
         faults: Faults,
         most: int,
-        most_unproven: int = MOST_UNPROVEN,
+        most_unproven: int = MAX_UNPROVEN,
     ) -> None:
         self._listener, self._converse, self._who = listener, converse, who
         self._most, self._most_unproven = most, most_unproven

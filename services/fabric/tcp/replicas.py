@@ -22,9 +22,9 @@ from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
 
-_MOST_SENDS = 16
+_MAX_SENDS = 16
 """Replicas that come and go, or that fail again and again, may not keep a step waiting for ever."""
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Before a connection over which a part failed gets it again; doubled each time."""
 _UNBOUNDED_ROWS = 1 << 20
 
@@ -121,7 +121,7 @@ class Seats:
         part.call = None
         if isinstance(call.outcome, ExpertMeshError):
             part.problem = call.outcome
-            pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MOST_PAUSE_S)
+            pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MAX_PAUSE_S)
             part.again_at[link.seat.number, call.connection] = deadline_in(pause_s)
             if isinstance(call.outcome, BadAnswer):
                 self._quarantine(link, call.outcome)
@@ -173,7 +173,7 @@ class Seats:
             self._quarantine(late, part.problem)
             part.again_at[late.seat.number, part.call.connection] = late.quarantined_until
             part.abandon()
-        if part.sends >= _MOST_SENDS:
+        if part.sends >= _MAX_SENDS:
             raise self._unavailable(part)
         rows, reduced = part.rows, part.dispatch.reduced
         tensors = [rows.ids_RK, rows.weights_RK] if reduced else [rows.ids_RK]

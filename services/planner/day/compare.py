@@ -10,7 +10,7 @@ from services.planner.day.sizing import peak_of, sized
 from services.planner.day.trace import Trace
 from services.scheduler.scaling import ScalingOptions, Target
 
-SEARCHES, MOST_TIMES = 6, 2.0
+SEARCHES, MAX_TIMES = 6, 2.0
 """Replays to find the smallest fixed server that meets the targets as often, sized for up to so many times the peak."""
 
 
@@ -48,7 +48,7 @@ def compare(
     at_peak = peak_of(trace)
     peak = run("fixed for the peak", "fixed", sized(plant, options, at_peak, scale))
     equal: Outcome | None = None
-    low, high = 0.0, MOST_TIMES
+    low, high = 0.0, MAX_TIMES
     for number in range(1 + SEARCHES):
         part = (low + high) / 2 if number else high
         replicas = sized(plant, options, at_peak, scale * part)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from services.planner.day.times import ServiceTimes
 
 ROUNDS = 6
-MOST_PREFILL = 0.9
+MAX_PREFILL = 0.9
 """Of a worker's time that prompts may take from decoding."""
 
 
@@ -49,7 +49,7 @@ def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Dema
     own_s = times.attention_step + rows * times.attention_row + times.link_step
     prompts = [demand.prefill * share * times.experts_prefill for share in demand.shares]
     prefill_s = times.attention_prefill + max(demand.shares) * times.experts_prefill
-    taken = min(MOST_PREFILL, demand.prefill / attention * prefill_s)
+    taken = min(MAX_PREFILL, demand.prefill / attention * prefill_s)
     others = (attention - 1) / attention
     step_s, answers = max(guess_s, own_s), service
     for _ in range(ROUNDS):
@@ -76,7 +76,7 @@ def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Dema
 def _answer(alone_s: float, there: float, callers: float, prompts: float) -> float:
     """Of a call that takes ``alone_s`` by itself, at a seat of which so many call."""
     met = there * max(0.0, 1 - 1 / callers) if callers > 0 else 0.0
-    return alone_s * (1 + met) / (1 - min(MOST_PREFILL, prompts))
+    return alone_s * (1 + met) / (1 - min(MAX_PREFILL, prompts))
 
 
 def _stalls(answers: Sequence[float], step_s: float) -> tuple[float, ...]:

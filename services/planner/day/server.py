@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from services.messages import LATENCY_BUCKETS, latency_bucket
-from services.planner.day.flow import MOST_PREFILL, Demand, Flow, flow
+from services.planner.day.flow import MAX_PREFILL, Demand, Flow, flow
 from services.planner.day.times import ServiceTimes
 from services.scheduler.scaling import Load, Signals, Target
 from services.scheduler.scaling.meter import (
@@ -115,7 +115,7 @@ class Server:
         self._step_s = self._flow.step_s if self._flow else self._step_s
         self._prefilled = 0.0
         per_token_s = self.times.attention_prefill + max(shares) * self.times.experts_prefill
-        capacity = computing * MOST_PREFILL / per_token_s if per_token_s > 0 else float("inf")
+        capacity = computing * MAX_PREFILL / per_token_s if per_token_s > 0 else float("inf")
         each_s = passed_s / PARTS
         for part in range(PARTS):
             self._at = at + (part + 0.5) * each_s

@@ -24,7 +24,7 @@ LOAD_HALF_LIFE_S = 4.0
 LATENCY_HALF_LIFE_S = 10.0
 STAY_HALF_LIFE_S, LINE_S = 30.0, 10.0
 """See :class:`Places`: how sequences' stay fades, and how long a line may take to go."""
-MOST_HELD_BACK = 4.0
+MAX_HELD_BACK = 4.0
 """How many times the work may be taken for what it was measured as, where most workers wait."""
 SLOTS, TOKENS = 64, 65_536
 """Of an attention worker, before there was one."""
@@ -191,7 +191,7 @@ def held_back(callers: float, waiting: float) -> float:
     """
     if waiting <= 0 or callers <= 0:
         return 1.0
-    return callers / max(callers - waiting, callers / MOST_HELD_BACK)
+    return callers / max(callers - waiting, callers / MAX_HELD_BACK)
 
 
 def _lanes(load: WorkerLoad | None) -> int:

@@ -30,11 +30,11 @@ TOLERANCE = 0.1
 ROOMY = 0.75
 """Fewer replicas are wanted only where they would be used less than those that more are wanted for: work that fewer do
 takes longer, and more of it is under way at a time."""
-MOST_COMING = 3.0
+MAX_COMING = 3.0
 """Times the work that more attention workers may be expected to bring."""
-MOST_BOOST = 4.0
+MAX_BOOST = 4.0
 """A target that no number of replicas can meet costs no more than so many times what the load needs."""
-MOST_RATIO = 2.0
+MAX_RATIO = 2.0
 SETTLE_S = 45.0
 """After replicas came or went, before latencies say that they are too few."""
 COMFORTABLE = 0.8
@@ -105,7 +105,7 @@ def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
         boosted = _boosted(before, load, target, blamed.get(target), signals.at, fading_s)
         courses[target] = _next(boosted, load, target, signals.at, options, coming if target.role == "experts" else 1.0)
         if target.role == "attention":
-            coming = max(1.0, min(MOST_COMING, load.work / UTILISATION["attention"] / max(1, load.ready)))
+            coming = max(1.0, min(MAX_COMING, load.work / UTILISATION["attention"] / max(1, load.ready)))
     return State(at=signals.at, active_at=active_at, courses=courses, asleep=asleep)
 
 
@@ -135,9 +135,9 @@ def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at
     if ratio is not None:
         settled = load.ready >= course.wanted and load.ready == course.ready
         if settled and base > 0 and at - came_at >= SETTLE_S:
-            wished = load.ready * min(ratio, MOST_RATIO) / base
+            wished = load.ready * min(ratio, MAX_RATIO) / base
             if wished > boost:
-                boost, came_at = min(MOST_BOOST, wished), at
+                boost, came_at = min(MAX_BOOST, wished), at
     else:
         boost = 1.0 + (boost - 1.0) * 0.5 ** (fading_s / BOOST_HALF_LIFE_S)
     return Course(highest=course.highest, boost=boost, need=course.need, ready=course.ready, came_at=came_at)

@@ -20,7 +20,7 @@ from services.runtime import die_with_parent
 
 TESTS = Path(__file__).parents[2]
 TICK_S = 0.02
-MOST_FILES = 12_000
+MAX_FILES = 12_000
 
 
 def share_paths() -> None:
@@ -33,9 +33,9 @@ def share_paths() -> None:
 def raise_descriptors() -> None:
     """As many as this process may have, for it and its children; says so where those are too few for all attacks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    if wanted < MOST_FILES:
+    if wanted < MAX_FILES:
         print(f"{wanted} descriptors are the most here (ulimit -Hn), so fewer connections are opened", flush=True)
 
 

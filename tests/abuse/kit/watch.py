@@ -17,7 +17,7 @@ from abuse.kit.cage import MIB
 from abuse.kit.child import OwnLag, obey
 
 PROBE_S, MEMORY_S, REDIS_S = 0.1, 0.05, 0.25
-_MOST_PROBES = 200
+_MAX_PROBES = 200
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 Series = list[tuple[float, float]]
 
@@ -48,7 +48,7 @@ class Watch:
 
     async def _probe(self) -> None:
         while True:
-            if len(self.probing) < _MOST_PROBES:
+            if len(self.probing) < _MAX_PROBES:
                 task = asyncio.create_task(self._one_probe())
                 self.probing[task] = time.monotonic()
                 task.add_done_callback(lambda task: self.probing.pop(task, None))

@@ -16,7 +16,7 @@ import httpx2  # what the openai client is made on
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAI
 
 from testkit.kube.cluster import Cluster
-from testkit.pocket.answers import MOST_TOKENS, recorded
+from testkit.pocket.answers import MAX_TOKENS, recorded
 
 NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
@@ -26,7 +26,7 @@ PYTHON = "/opt/expertmesh/bin/python"
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 REST_S = 10.0
 """How long the resting client leaves its connection idle between two requests; it keeps it for much longer."""
-MOST_PATIENCE_S = 180.0
+MAX_PATIENCE_S = 180.0
 """How long a client tries to have one request answered."""
 
 
@@ -181,7 +181,7 @@ class _User:
 
     async def _answer(self, prompt: str) -> str:
         """The text of the one stream that came to its end. Those that broke must have begun as it does."""
-        key, parts, patience = uuid.uuid4().hex, [], time.monotonic() + MOST_PATIENCE_S
+        key, parts, patience = uuid.uuid4().hex, [], time.monotonic() + MAX_PATIENCE_S
         while True:
             parts.append("")
             try:
@@ -207,7 +207,7 @@ class _User:
         stream = await self.openai.completions.create(
             model="pocket",
             prompt=prompt,
-            max_tokens=MOST_TOKENS,
+            max_tokens=MAX_TOKENS,
             temperature=0,
             stream=True,
             extra_headers={"Idempotency-Key": key} if self.manner.takes_up else None,

@@ -12,7 +12,7 @@ from testkit.kube.cluster import Cluster, table, until
 from testkit.kube.prometheus import ADDRESS, Prometheus
 from testkit.kube.release import NAME, PREFIX, Release
 from testkit.kube.tide import Tide
-from testkit.pocket.answers import MOST_TOKENS, recorded
+from testkit.pocket.answers import MAX_TOKENS, recorded
 
 CLIENTS = 12
 SETTINGS = (
@@ -113,7 +113,7 @@ class Scaled:
         assert [model.id for model in client.models.list().data] == ["pocket"]
         began, asked = time.monotonic(), recorded()[0]
         stream = client.completions.create(
-            model="pocket", prompt=asked["prompt"], max_tokens=MOST_TOKENS, temperature=0, stream=True, timeout=300
+            model="pocket", prompt=asked["prompt"], max_tokens=MAX_TOKENS, temperature=0, stream=True, timeout=300
         )
         pieces = [next(iter(stream)).choices[0].text]
         print(f"\nfirst token {time.monotonic() - began:.1f} s after the request that woke the replica")

@@ -12,7 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from testkit.kube.release import Release
-from testkit.pocket.answers import MOST_TOKENS, recorded
+from testkit.pocket.answers import MAX_TOKENS, recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Tide:
     async def _streamed(self, openai: AsyncOpenAI, prompt: str) -> str:
         text, last = "", None
         stream = await openai.completions.create(
-            model="pocket", prompt=prompt, max_tokens=MOST_TOKENS, temperature=0, stream=True
+            model="pocket", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, stream=True
         )
         async for chunk in stream:
             now = time.time()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from moe_kernels import backend, tiles
 
 ALL = 1 << 20
-MOST_ROWS: Mapping[str, Mapping[str, int]] = {
+MAX_ROWS: Mapping[str, Mapping[str, int]] = {
     "torch": {},
     "gemv": {"GEMV_ROWS": ALL, "SMALL_ROWS": ALL},
     "small": {"GEMV_ROWS": 0, "SMALL_ROWS": ALL},
@@ -19,7 +19,7 @@ MOST_ROWS: Mapping[str, Mapping[str, int]] = {
     "swapped": {"GEMV_ROWS": 0, "SMALL_ROWS": 0},
 }
 SWAPPED: Mapping[str, Mapping[str, int]] = {"large.in": {"SWAP": 1, "TMA": 1}, "large.down": {"SWAP": 1, "TMA": 0}}
-REGIMES = [*MOST_ROWS]
+REGIMES = [*MAX_ROWS]
 REGIMES_AND_ROWS = [
     ("torch", 1),
     ("torch", 33),
@@ -68,5 +68,5 @@ def regime(name: str) -> Iterator[None]:
     chosen = _complete(SMALL_TILES)
     if name == "swapped":
         chosen |= {op: {**chosen[op], **flags} for op, flags in SWAPPED.items()}
-    with backend.forced(path), tiles.overridden({**chosen, "fused_moe": MOST_ROWS[name]}):
+    with backend.forced(path), tiles.overridden({**chosen, "fused_moe": MAX_ROWS[name]}):
         yield

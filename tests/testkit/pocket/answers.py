@@ -15,7 +15,7 @@ from testkit.processes.servers import Bench, Server, wait_until
 
 POCKET = Path(__file__).parents[3] / "examples/pocket-moe"
 END = 0
-MOST_TOKENS = 48
+MAX_TOKENS = 48
 
 
 def serve_pocket(stage: Bench, folder: Path = POCKET / "model", **options: object) -> Server:
@@ -29,7 +29,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 async def complete(client: httpx.AsyncClient, record: dict[str, Any]) -> dict[str, Any]:
-    body = {"model": "pocket", "prompt": record["prompt"], "max_tokens": MOST_TOKENS, "temperature": 0}
+    body = {"model": "pocket", "prompt": record["prompt"], "max_tokens": MAX_TOKENS, "temperature": 0}
     response = await client.post("/v1/completions", json=body | {"return_token_ids": True}, timeout=300)
     assert response.status_code == 200, response.text
     choice: dict[str, Any] = response.json()["choices"][0]

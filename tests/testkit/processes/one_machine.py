@@ -12,7 +12,7 @@ import httpx
 from testkit.pocket.answers import POCKET
 from testkit.processes.servers import Bench, Server, flags, free_port, free_ports, metric_sum, wait_until
 
-MOST_WORKERS = 3
+MAX_WORKERS = 3
 """Of a machine: as many ports are its own."""
 
 
@@ -53,7 +53,7 @@ class Deployment:
 
     def machine(self, **options: object) -> Machine:
         """Ready, with its workers."""
-        page = free_ports(1 + MOST_WORKERS)
+        page = free_ports(1 + MAX_WORKERS)
         given = self._computing | {"metrics_port": page, "drain_timeout": 5, **options}
         proc = self._stage.start("workers", [sys.executable, "-m", "services", "workers", *flags(**given)])
         found = Machine(url=self._url, proc=proc, page=f"http://127.0.0.1:{page}")

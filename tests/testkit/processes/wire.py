@@ -24,7 +24,7 @@ _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 0x01, 0x02, 0x04
 _HEADER_BYTES = 10
 _FRAME_BYTES = _HEADER_BYTES + 65_536 + 64
-_MOST_HELD_BYTES = 64 << 20
+_MAX_HELD_BYTES = 64 << 20
 """In one direction; a real cable drops too."""
 
 
@@ -56,7 +56,7 @@ class Direction:
         with contextlib.suppress(BlockingIOError):
             while True:
                 frame = os.read(self.source, _FRAME_BYTES)
-                if self._bytes + len(frame) <= _MOST_HELD_BYTES:
+                if self._bytes + len(frame) <= _MAX_HELD_BYTES:
                     last = self._held[-1][0] if self._held else 0.0
                     self._held.append((max(last, time.monotonic() + delay_s), frame))
                     self._bytes += len(frame)

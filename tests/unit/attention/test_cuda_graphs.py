@@ -103,7 +103,7 @@ def test_a_prompt_with_much_to_read_is_not_for_graphs(
     9 + ... + 14 and 1 + 2, by the third 3 + ... + 7. Decodes always suit."""
     position_bytes, prompts = 2 * 16 * 4, [PROMPTS[2], PROMPTS[4]]
     for most, eagerly in ((72, 0), (71, 1), (36, 1), (35, 2), (25, 2), (24, 3)):
-        monkeypatch.setattr("services.attention.step.cuda_graphs.MOST_READ_BYTES", most * position_bytes)
+        monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most * position_bytes)
         engine = make_engine(capture=call_again, max_num_batched_tokens=8)
         engine.prepare()
         assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
@@ -117,7 +117,7 @@ def test_a_prompt_reads_no_more_than_its_window(
     windowed = with_window(tiny, tmp_path).dense()
     spec = replace(windowed.spec, layers=(LayerSpec(kind="moe"), *windowed.spec.layers[1:]))
     for most, eagerly in ((225, 0), (224, 1)):
-        monkeypatch.setattr("services.attention.step.cuda_graphs.MOST_READ_BYTES", most * 2 * 16 * 4 / 3)
+        monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most * 2 * 16 * 4 / 3)
         engine = make_engine(model=DenseModel(spec, windowed._weights), capture=call_again)
         engine.prepare()
         tokens(engine, [PROMPTS[2]])
@@ -135,7 +135,7 @@ def test_what_suits_a_graph_is_split_only_where_the_policy_insists(
     tokens(engine, PROMPTS[:1], 1)
     assert engine.stats().graph_steps == 1
     policy.cut = lambda sequences: 1 if len(sequences) > 1 else None  # type: ignore[method-assign]
-    monkeypatch.setattr("services.attention.step.cuda_graphs.MOST_READ_BYTES", most)
+    monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most)
     assert tokens(engine, PROMPTS[:2], 7) == [tiny.greedy(prompt, 7) for prompt in PROMPTS[:2]]
     stats = engine.stats()
     assert (stats.overlapped_steps, stats.steps - stats.graph_steps) == (split, split)
@@ -244,7 +244,7 @@ def test_a_step_that_failed_replays_the_same_graph(tiny: Any, make_engine: MakeE
 
 
 def test_larger_steps_than_any_graph_run_without(monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine) -> None:
-    monkeypatch.setattr("services.attention.step.cuda_graphs.MOST_ROWS", 2)
+    monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_ROWS", 2)
     engine = make_engine(capture=call_again)
     engine.prepare()
     assert engine.stats().graphs == 2

@@ -170,8 +170,8 @@ class LivesInSmallParts(Lives):
     def __init__(self) -> None:
         super().__init__()
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(penalties, "MOST_TOKENS_OF_CPU", 12)
-        self._patch.setattr(penalties, "MOST_COUNTS", 2 * V)
+        self._patch.setattr(penalties, "MAX_TOKENS_OF_CPU", 12)
+        self._patch.setattr(penalties, "MAX_COUNTS", 2 * V)
         self._patch.setattr(histories, "_SLACK", 1)
 
     def teardown(self) -> None:
@@ -239,7 +239,7 @@ EVERYTHING: dict[str, Any] = {
 
 def test_the_host_does_the_same_for_two_rows_and_for_many_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, not timed: launches are the same, and a few numbers for each row are uploaded."""
-    monkeypatch.setattr(penalties, "MOST_TOKENS_OF_CPU", penalties.MOST_TOKENS)
+    monkeypatch.setattr(penalties, "MAX_TOKENS_OF_CPU", penalties.MAX_TOKENS)
     found: dict[tuple[int, int], tuple[int, float]] = {}
     for rows, context in ((2, 64), (64, 64), (64, 4096)):
         kv, states = decoding(rows, context, **EVERYTHING)

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from services.errors import InvalidRequest
-from services.gateway.table import MOST_MISSED
+from services.gateway.table import MAX_MISSED
 from services.queue.gateway_side import Unreadable
 from services.wire import NO_PROMPT
 
@@ -307,7 +307,7 @@ async def test_events_that_cannot_be_read_begin_the_attempt_anew(gateway, script
 
 async def test_an_answer_that_can_never_be_read_is_an_error(gateway):
     task, request = await ask(gateway)
-    for count in range(1, MOST_MISSED + 1):
+    for count in range(1, MAX_MISSED + 1):
         gateway.queue.emit(Unreadable(request.id, "of another kind"))
         await gateway.queue.wait_for("resubmitted", count)
     gateway.queue.emit(Unreadable(request.id, "of another kind"), Unreadable("nobody's", "either"))

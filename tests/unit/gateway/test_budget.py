@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import InvalidRequest
-from services.gateway.budget import MOST_SCORES, Budget, Demand
+from services.gateway.budget import MAX_SCORES, Budget, Demand
 from services.messages import GenerateRequest, SamplingParams
 
 demands = st.builds(
@@ -63,7 +63,7 @@ def test_a_default_is_the_longest_that_fits(demand: Demand, room: int, tokens: i
     [
         (Demand(lengths=[1000], n=128, logprobs=20, echo=True), 2000, "logprobs"),
         (Demand(lengths=[100_000] * 5, n=128, logprobs=None, echo=False), 1, "max_tokens"),
-        (Demand(lengths=[10], n=1, logprobs=0, echo=False), MOST_SCORES + 1, "logprobs"),
+        (Demand(lengths=[10], n=1, logprobs=0, echo=False), MAX_SCORES + 1, "logprobs"),
     ],
 )
 def test_what_could_never_be_served_is_refused_by_name(demand: Demand, max_tokens: int, param: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.job import MOST_READERS
+from services.gateway.job import MAX_READERS
 
 BODY = {"prompt": "hello", "max_tokens": 90, "temperature": 0.5}
 
@@ -121,9 +121,9 @@ async def test_one_client_leaving_does_not_end_the_job_of_the_other(gateway, scr
 
 
 async def test_one_too_many_for_a_job_is_refused_and_the_others_read_on(gateway, script):
-    readers = [asyncio.create_task(post(gateway, "k")) for _ in range(MOST_READERS)]
+    readers = [asyncio.create_task(post(gateway, "k")) for _ in range(MAX_READERS)]
     [request] = await gateway.queue.wait_for("admitted")
-    await until_read_by(gateway, MOST_READERS)
+    await until_read_by(gateway, MAX_READERS)
     refused = await post(gateway, "k")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "work_limit_exceeded")
     assert refused.headers["retry-after"]

@@ -143,7 +143,7 @@ def test_a_text_that_fits_by_its_samples_is_not_counted_twice(ahead, monkeypatch
 
 @pytest.mark.parametrize("most", [50, 1_000])
 def test_a_text_is_not_tokenized_that_would_take_long_even_if_it_fits(most, monkeypatch):
-    monkeypatch.setattr(fits_module, "_MOST_CHARS", 1_000)
+    monkeypatch.setattr(fits_module, "_MAX_CHARS", 1_000)
     codec = CODECS["words"]  # of which any long word is one token
     limit = max(1_000, 8 * most)
     fits = _fits(codec, most, monkeypatch)

@@ -160,7 +160,7 @@ async def test_an_echo_counts_once_for_each_prompt_in_bytes(start, n, options):
 
 
 async def test_prompts_are_repeated_up_to_a_bound(start, script, monkeypatch):
-    monkeypatch.setattr("services.gateway.intake._MOST_ECHO_BYTES", 12)
+    monkeypatch.setattr("services.gateway.intake._MAX_ECHO_BYTES", 12)
     gateway = await start()
     gateway.queue.answer = lambda request: script.events(request, [7])
     body = {"prompt": [gateway.ids("hello"), gateway.ids("hello")], "echo": True}

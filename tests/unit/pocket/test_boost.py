@@ -237,6 +237,6 @@ def test_the_script_makes_speculators_and_their_acceptance(
     save_json(out / "acceptance.json", record | {"weights": {"speculators": pool[:1]}})
     assert module.main([*options, *quick, "--measure-only"]) == 0
     assert load_json(out / "acceptance.json") == record | {"tried": []}, "another pool's training"
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
     assert module.main([*options, *quick]) == 1
     assert "fewer --layers" in capsys.readouterr().err

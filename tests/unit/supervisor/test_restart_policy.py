@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.errors import PortInUse
 from services.runtime import AGAIN
-from services.supervisor.policy import FATAL_CODES, MOST_AGAIN, RestartPolicy
+from services.supervisor.policy import FATAL_CODES, MAX_AGAIN, RestartPolicy
 
 
 def test_short_lives_back_off_and_end() -> None:
@@ -53,5 +53,5 @@ def test_a_process_that_ended_because_of_another_has_not_failed() -> None:
 
 def test_what_makes_processes_end_together_again_and_again_is_not_tried_for_ever() -> None:
     policy = RestartPolicy(first_delay_s=1)
-    assert all(policy.delay(AGAIN, 0) for _ in range(MOST_AGAIN))
+    assert all(policy.delay(AGAIN, 0) for _ in range(MAX_AGAIN))
     assert policy.delay(AGAIN, 0) is None

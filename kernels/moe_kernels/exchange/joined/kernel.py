@@ -15,7 +15,7 @@ _CLOCK, _MEMBERS, _MEMBER = (tl.constexpr(word) for word in (words.CLOCK, words.
 _INBOX, _ANSWERS = tl.constexpr(words.MEMBER_INBOX), tl.constexpr(words.MEMBER_ANSWERS)
 _BASE, _LAST, _ROWS = (tl.constexpr(at) for at in (words.MEMBER_BASE, words.MEMBER_LAST, words.MEMBER_ROWS))
 _GONE, _OUT, _LATE = (tl.constexpr(at) for at in (words.MEMBER_GONE, words.MEMBER_OUT, words.LATE))
-_MOST_BLOCKS = tl.constexpr(words.MOST_BLOCKS)
+_MAX_BLOCKS = tl.constexpr(words.MAX_BLOCKS)
 _NEVER = tl.constexpr(1 << 62)
 
 
@@ -42,7 +42,7 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
     inbox, rows = tl.load(at + _INBOX), tl.maximum(tl.load(at + _ROWS), 1)
     want, last = tl.load(at + _BASE) + exchange + 1, tl.load(at + _LAST)
     limit, patience = tl.load(control + _DEADLINE), tl.load(control + _PATIENCE)
-    blocks = tl.cdiv(rows, tl.cdiv(rows, _MOST_BLOCKS))
+    blocks = tl.cdiv(rows, tl.cdiv(rows, _MAX_BLOCKS))
     flags = inbox.to(tl.pointer_type(tl.int64))[:, None] + number[None, :]
     listed = inbox != 0
     out = tl.load(at + _OUT)
@@ -133,7 +133,7 @@ def send_joined_kernel(
     block, member = tl.program_id(0), tl.program_id(1)
     part = control + _MEMBERS + member * _MEMBER
     answers, rows = tl.load(part + _ANSWERS), tl.maximum(tl.load(part + _ROWS), 1)
-    block_rows = tl.cdiv(rows, _MOST_BLOCKS)
+    block_rows = tl.cdiv(rows, _MAX_BLOCKS)
     slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]
     inside = tl.arange(0, TILE)[:, None]
     row = block * block_rows + inside

@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_kernels.exchange.joined.kernel import gather_joined_kernel, send_joined_kernel, take_joined_kernel
 from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.launch import TIMED, tile_of
-from moe_kernels.exchange.layout import MOST_BLOCKS, Layout
+from moe_kernels.exchange.layout import MAX_BLOCKS, Layout
 
 
 def take_joined(joined: Joined, control: Tensor, layout: Layout, members: int, bucket: int, exchange: int) -> None:
-    most_blocks = min(bucket, MOST_BLOCKS)
+    most_blocks = min(bucket, MAX_BLOCKS)
     take_joined_kernel[(1,)](
         control, exchange, M=members, BLOCKS=triton.next_power_of_2(most_blocks), TIMED=TIMED, num_warps=4
     )  # fmt: skip
@@ -35,7 +35,7 @@ def send_joined(
 ) -> None:
     tile = tile_of(layout, bucket)
     del tile["ROWS"]  # every member has its own
-    send_joined_kernel[(min(bucket, MOST_BLOCKS), members)](
+    send_joined_kernel[(min(bucket, MAX_BLOCKS), members)](
         y, joined.taken_CK, counts_E, control, bucket, exchange, layout.y_at, counts_E.numel(), D=layout.hidden,
         K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots, **tile,
     )  # fmt: skip

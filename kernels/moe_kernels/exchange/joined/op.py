@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_kernels import backend
 from moe_kernels.exchange.joined.room import Joined
-from moe_kernels.exchange.layout import MOST_MEMBERS, Layout
+from moe_kernels.exchange.layout import MAX_MEMBERS, Layout
 
 
 def take_joined(joined: Joined, control: Tensor, *, layout: Layout, members: int, bucket: int, exchange: int) -> None:
@@ -26,7 +26,7 @@ def take_joined(joined: Joined, control: Tensor, *, layout: Layout, members: int
         members: that the call has room for: 2, 4 or 8.
         bucket: rows of each, at least as many as any member's.
     """
-    assert members <= MOST_MEMBERS
+    assert members <= MAX_MEMBERS
     assert joined.x_CD.shape[0] == members * bucket
     with backend.device_of(control):
         _ways(control).take_joined(joined, control, layout, members, bucket, exchange)

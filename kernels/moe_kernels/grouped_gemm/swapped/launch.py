@@ -13,14 +13,14 @@ from torch import Tensor
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.arguments import require
 from moe_kernels.expert_arguments import Weight
-from moe_kernels.fitting import LEAST_K, fitted
+from moe_kernels.fitting import MIN_K, fitted
 from moe_kernels.grouped_gemm.launch import shared_memory
 from moe_kernels.grouped_gemm.swapped.kernel import arrange_kernel, swapped_gemm_kernel
 from moe_kernels.plan.types import Plan, tile_bound
 from moe_kernels.small import arguments as small
 
 ARRANGE_BLOCK = 1024
-MOST_BANDS = 65_535
+MAX_BANDS = 65_535
 """Programs along a grid's second axis."""
 
 
@@ -73,9 +73,9 @@ def check_bands(pairs: int, experts: int, tiles: Mapping[str, int]) -> None:
         ArgumentError: more tiles than a grid has room for.
     """
     bands = _bands(tile_bound(pairs, experts, tiles["BLOCK_M"]), tiles)
-    most = MOST_BANDS * tiles["GROUP_M"] * tiles["BLOCK_M"]
+    most = MAX_BANDS * tiles["GROUP_M"] * tiles["BLOCK_M"]
     message = f"ids must number about {most} at most, in these tiles, found {pairs}: pass fewer rows at a time"
-    require(bands <= MOST_BANDS, message)
+    require(bands <= MAX_BANDS, message)
 
 
 def _bands(row_tiles: int, tiles: Mapping[str, int]) -> int:
@@ -91,7 +91,7 @@ def tiles_for_rows(
     fits = fitted(
         tiles, block_m=block_rows, matrices=1 + gated(activation),
         weight_bytes=bits / 8 if bits < 16 else x.element_size(), row_bytes=x.element_size(),
-        limit=shared_memory(x.device), least_k=small.INT4_RUN if bits == 4 else LEAST_K,
+        limit=shared_memory(x.device), least_k=small.INT4_RUN if bits == 4 else MIN_K,
     )  # fmt: skip
     return {**fits, "BLOCK_M": block_rows}
 

@@ -18,8 +18,8 @@ FORGET_S = 1.0
 """A client that begins no step for so long is not one of those that take turns."""
 SAMPLES = 32
 """Steps of each client by which a way is judged."""
-LEAST_GAIN = 0.02
-FIRST_BAR_S, MOST_BAR_S = 2.0, 256.0
+MIN_GAIN = 0.02
+FIRST_BAR_S, MAX_BAR_S = 2.0, 256.0
 FIRST_RETRY, LAST_RETRY = 16, 256
 """Trials' lengths after which the slower way is tried again: at first, and after it has kept losing."""
 
@@ -62,7 +62,7 @@ class _Size:
 
     def _judge(self) -> None:
         tried = self.together
-        pays = self.seconds[True] < (1 - LEAST_GAIN) * self.seconds[False]
+        pays = self.seconds[True] < (1 - MIN_GAIN) * self.seconds[False]
         self.pause = FIRST_RETRY if pays == tried else min(2 * self.pause, LAST_RETRY)
         self.together, self.left = pays, self.pause
 
@@ -134,7 +134,7 @@ class JoinPolicy:
     def failed(self, place: int, now: float) -> float:
         """It was left out of a step with others, being late, and had to run that again. Seconds for which it is to run
         alone: each time twice as many."""
-        seconds = min(MOST_BAR_S, 2 * self._barred.get(place, (0.0, FIRST_BAR_S / 2))[1])
+        seconds = min(MAX_BAR_S, 2 * self._barred.get(place, (0.0, FIRST_BAR_S / 2))[1])
         self._barred[place] = now + seconds, seconds
         return seconds
 

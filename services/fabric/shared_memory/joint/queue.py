@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moe_kernels.exchange.layout import MOST_MEMBERS, Layout
+from moe_kernels.exchange.layout import MAX_MEMBERS, Layout
 from services.errors import ExpertMeshError, WireError
 from services.fabric.shared_memory.joint.policy import JoinPolicy
 from services.fabric.shared_memory.joint.steps import Client, JointStep, PendingStep
@@ -40,7 +40,7 @@ class _LayoutGroup:
         """The smallest size of a joint step that is wanted and not there."""
         there = {joint_step.members for joint_step in self.joint_steps} | self.refused
         size = 2
-        while size <= MOST_MEMBERS and size < 2 * len(self.clients):
+        while size <= MAX_MEMBERS and size < 2 * len(self.clients):
             if size not in there:
                 return size
             size *= 2

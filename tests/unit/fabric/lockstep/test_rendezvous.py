@@ -21,7 +21,7 @@ from services.fabric.lockstep import store_proxy as mesh_gate
 from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _store, join
 from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.tcp import handshake as tcp_handshake
-from services.fabric.tcp.reception import MOST_UNPROVEN, Arrival
+from services.fabric.tcp.reception import MAX_UNPROVEN, Arrival
 from services.fabric.tcp.versions import Versions
 
 SECRET = b"the secret of all ranks"
@@ -93,7 +93,7 @@ def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_UNPROVEN)]
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_UNPROVEN)]
     wait_until(lambda: all(closed(sock) for sock in silent), 30, "silent ones are shown out")
     ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     found.door.close()

@@ -285,7 +285,7 @@ def test_openings_that_hang_are_counted_and_no_thread_is_given_to_more(
             released.wait(20)
             raise RuntimeError("released")
 
-    monkeypatch.setattr(nccl_lanes, "MOST_HUNG", 1)
+    monkeypatch.setattr(nccl_lanes, "MAX_HUNG", 1)
     lanes = Lanes(Hanging(), opening_s=0.3)
     try:
         for number in range(2):

@@ -246,7 +246,7 @@ def deceived() -> Iterator[tuple[TcpLink, Impostor]]:
 def test_an_attention_worker_outlives_whatever_a_seat_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tcp_seat, "_MOST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(tcp_seat, "_MAX_BACKOFF_S", 0.05)
     with deceived() as (link, impostor), caplog.at_level(logging.ERROR):
 
         @FUZZ

@@ -25,7 +25,7 @@ from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
 from services.fabric.tcp.frames import Kind, frame_parts
 from services.fabric.tcp.handshake import Nonce
 from services.fabric.tcp.peer import Timing
-from services.fabric.tcp.reception import MOST_UNPROVEN
+from services.fabric.tcp.reception import MAX_UNPROVEN
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.tls import client_tls, server_tls
 
@@ -57,12 +57,12 @@ def test_idle_strangers_keep_no_attention_worker_out(encrypted: bool, tmp_path: 
     server = serve(timing=PATIENT, tls=server_tls(*files), max_connections=1)
     try:
         with idle(server.address):
-            wait_until(lambda: unproven(server) == MOST_UNPROVEN, 30, "the room for strangers is full")
+            wait_until(lambda: unproven(server) == MAX_UNPROVEN, 30, "the room for strangers is full")
             with linked(table_of(seat_of(server, 0)), timing=PATIENT, tls=tls) as link:
                 assert torch.equal(send(link, ONES), 2 * ONES)
                 with idle(server.address):
-                    wait_until(lambda: server.faults.totals()["crowded"] >= 2 * STRANGERS - MOST_UNPROVEN, 30, "more")
-                    assert threads(server) <= MOST_UNPROVEN + 1
+                    wait_until(lambda: server.faults.totals()["crowded"] >= 2 * STRANGERS - MAX_UNPROVEN, 30, "more")
+                    assert threads(server) <= MAX_UNPROVEN + 1
                     assert torch.equal(send(link, ONES), 2 * ONES)
                 assert [seat.connections for seat in link._seats.links.values()] == [1], "who has proven itself stays"
     finally:

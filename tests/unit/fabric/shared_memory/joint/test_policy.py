@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.fabric.shared_memory.joint.policy import FIRST_BAR_S, FORGET_S, MOST_BAR_S, Hold, JoinPolicy
+from services.fabric.shared_memory.joint.policy import FIRST_BAR_S, FORGET_S, MAX_BAR_S, Hold, JoinPolicy
 
-ROWS, MOST_S = 64, 0.006
+ROWS, MAX_S = 64, 0.006
 
 
 @dataclass
@@ -38,7 +38,7 @@ class World:
                 self._go(held, until, coming)
                 continue
             now, place, number = heapq.heappop(coming)
-            hold = self.policy.come(place, ROWS, now, MOST_S)
+            hold = self.policy.come(place, ROWS, now, MAX_S)
             if hold is None:
                 self._begin(place, number, now, now, False, coming)
                 continue
@@ -66,7 +66,7 @@ class World:
 
 def come(policy: JoinPolicy, place: int, now: float) -> Hold | None:
     """A step that begins at once."""
-    hold = policy.come(place, ROWS, now, MOST_S)
+    hold = policy.come(place, ROWS, now, MAX_S)
     policy.began(place, now, together=False)
     return hold
 
@@ -78,7 +78,7 @@ def test_guests_meet_once_and_stay_together_where_that_pays(offsets: Sequence[fl
     world = World(alone_s=0.01, joined_s=0.007, offsets=offsets)
     world.run(3000)
     assert sum(world.joined[-400:]) == 400
-    assert max(world.held_s) <= MOST_S
+    assert max(world.held_s) <= MAX_S
     assert sum(world.held_s[-400:]) < 400 * 1e-6, "they come at the same moment"
 
 
@@ -168,7 +168,7 @@ def test_steps_of_another_size_are_judged_for_themselves() -> None:
         hold = None
         rows = ROWS * (16 if number % 2 else 1)
         for place in (0, 1):
-            hold = policy.come(place, rows, now, MOST_S)
+            hold = policy.come(place, rows, now, MAX_S)
         for place in (0, 1):
             policy.began(place, now, together=hold is not None)
         takes_s = {False: 0.01, True: 0.007 if rows == ROWS else 0.02}
@@ -193,7 +193,7 @@ def test_who_was_late_runs_alone_for_longer_each_time() -> None:
         now += wanted_s
     for _ in range(20):
         seconds = policy.failed(0, now)
-    assert seconds == MOST_BAR_S
+    assert seconds == MAX_BAR_S
     policy.leave(0)
     assert policy.failed(0, now) == FIRST_BAR_S, "another client of its place"
 
