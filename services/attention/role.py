@@ -52,7 +52,7 @@ from services.wire import WIRE
 
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
-FAREWELL_S = 2.0
+DEREGISTER_S = 2.0
 MESH_END_S = 5.0
 """For the threads that a rank in lock-step has inside torch, as it ends."""
 SHARED_S = 20.0
@@ -228,10 +228,10 @@ class AttentionRole:
         broken the mesh, and would break the next one."""
         queue = WorkerQueue(self._redis, Keys(self._settings.namespace), QueueLimits.of(self._settings))
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(DEREGISTER_S):
                 await queue.deregister(worker_id, blamed)
         except (TimeoutError, QueueUnavailable):
-            log.warning("left without a farewell: Redis does not answer, leases will expire")
+            log.warning("left without deregistering: Redis does not answer, leases will expire")
 
     def _info(self, built: Built, metrics_url: str) -> WorkerInfo:
         return WorkerInfo(

@@ -85,7 +85,7 @@ class TableFollower:
             done.pop().result()
         finally:
             await end_tasks(tasks)  # a task group cancels but once, and a Redis command may swallow that
-            await self._farewell()
+            await self._deregister()
 
     async def _begin(self) -> None:
         """A table of another model is what the namespace served before: there will be a newer one."""
@@ -123,9 +123,9 @@ class TableFollower:
                 async with asyncio.timeout(SOON_S if oldest < self._epoch else self._lease_s / NOTES_PER_LEASE):
                     await self._news.wait()
 
-    async def _farewell(self) -> None:
+    async def _deregister(self) -> None:
         try:
             async with asyncio.timeout(1.0):
                 await self._reader.forget(self._worker_id)
         except Exception as error:  # noqa: BLE001  the lease ends it otherwise
-            log.debug("no farewell to the routing table: %r", error)
+            log.debug("cannot deregister from the routing table: %r", error)

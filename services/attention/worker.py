@@ -31,7 +31,7 @@ from services.queue.worker_side import FIRST_ID, WorkerQueue
 
 HEARTBEATS_PER_LEASE = 4
 FLUSH_S = 2.0
-"""At shutdown: how long the last tokens, and then the farewell, may take to reach Redis."""
+"""At shutdown: how long the last tokens, and then deregistering, may take to reach Redis."""
 WATCH_S = 1.0
 """How often the step under way is looked at."""
 
@@ -258,7 +258,7 @@ class AttentionWorker:
                 await self._publisher.flushed()
                 await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
         except TimeoutError:
-            log.warning("left without a farewell: Redis does not answer, leases will expire")
+            log.warning("left without deregistering: Redis does not answer, leases will expire")
 
     async def _hand_back(self) -> None:
         held = self._in_flight.held()

@@ -79,7 +79,7 @@ def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
     _warn_of_change(source, origin)
     folder.mkdir(parents=True, exist_ok=True)
     before, coming = _record_of(folder), origin.files()
-    _refuse_strangers(folder, {*before.files, *coming}, origin)
+    _refuse_unknown_files(folder, {*before.files, *coming}, origin)
     for of_before in (MARK, DIGESTS):
         (folder / of_before).unlink(missing_ok=True)
     for name in before.files if before.revision != origin.revision else set(before.files).difference(coming):
@@ -106,7 +106,7 @@ class _Record(msgspec.Struct, frozen=True):
     files: list[str]
 
 
-def _refuse_strangers(folder: Path, known: Collection[str], origin: Source) -> None:
+def _refuse_unknown_files(folder: Path, known: Collection[str], origin: Source) -> None:
     """Raises CheckpointError where ``folder`` has other files: they would be taken for the checkpoint's."""
     visible = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     if strange := sorted(name for name in visible if name not in known):

@@ -23,7 +23,7 @@ from services.queue.role_service import RoleService, run_role_service
 from services.queue.tasks import end_tasks
 from services.runtime import run_role
 
-FAREWELL_S = 2.0
+DEREGISTER_S = 2.0
 """For a seat whose attention has failed: others learn at once that it is gone, not when its lease expires."""
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 async def run_both(attention: RoleService, experts: RoleService, metrics_url: str, stop: asyncio.Event) -> None:
     """Both until ``stop``. The seat leaves last: what attention has to end needs it, and the others may, too.
 
-    What ends one of them by an error ends both; the seat still says farewell. One that the scheduler wants gone leaves
+    What ends one of them by an error ends both; the seat still deregisters. One that the scheduler wants gone leaves
     attention here.
     """
     leave = asyncio.Event()
@@ -48,7 +48,7 @@ async def run_both(attention: RoleService, experts: RoleService, metrics_url: st
             await attending
         except Exception:
             leave.set()
-            await asyncio.wait({holding}, timeout=FAREWELL_S)
+            await asyncio.wait({holding}, timeout=DEREGISTER_S)
             raise
         leave.set()
         await holding

@@ -31,7 +31,7 @@ FIRST_BEAT_S = 0.05
 """After taking a seat a worker asks for its group, soon and then ever later, up to the pause between heartbeats."""
 ROWS_S = 2.0
 """How often the rows counted for each expert are told: of a large model they are tens of kilobytes."""
-FAREWELL_S = 2.0
+DEREGISTER_S = 2.0
 """At the end: how long Redis may take to hear it."""
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class ExpertWorker:
             await self._leave(pulse)
         except ServingFailed:
             await end_tasks([pulse, work])
-            await self._farewell()
+            await self._deregister()
             raise
         finally:
             await end_tasks([pulse, work, stopped])
@@ -216,7 +216,7 @@ class ExpertWorker:
         was_serving = self._serving is not None
         self._status = "leaving"
         try:
-            async with asyncio.timeout(self._timing.drain if was_serving else FAREWELL_S):
+            async with asyncio.timeout(self._timing.drain if was_serving else DEREGISTER_S):
                 await until_answered("leaving", partial(self._queue.leave, self._info.id), Backoff())
                 if was_serving:
                     await self._out_of_all_tables()
@@ -226,14 +226,14 @@ class ExpertWorker:
             await asyncio.to_thread(self._serving.drain, self._timing.drain)
             self._serving = None
         await end_tasks([pulse])
-        await self._farewell()
+        await self._deregister()
 
-    async def _farewell(self) -> None:
+    async def _deregister(self) -> None:
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(DEREGISTER_S):
                 await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
         except TimeoutError:
-            log.warning("left without a farewell: Redis does not answer, the lease will expire")
+            log.warning("left without deregistering: Redis does not answer, the lease will expire")
 
     async def _out_of_all_tables(self) -> None:
         table: RoutingTable | None = None

@@ -92,7 +92,7 @@ class JobTable:
         for event in events:
             owner = self._owners.get(event.request_id)
             if owner is None:
-                _answer_stranger(event, todo)
+                _answer_unknown(event, todo)
             elif isinstance(event, AttemptLost):
                 self._lose(owner[1], event, todo)
             elif isinstance(event, Unreadable):
@@ -218,7 +218,7 @@ class JobTable:
             self._latencies.per_token(per_token_s)
 
 
-def _answer_stranger(event: Result, todo: Followups) -> None:
+def _answer_unknown(event: Result, todo: Followups) -> None:
     """An event for nobody: its request still costs a worker, so it is cancelled; an end needs no answer."""
     if not isinstance(event, TokenEvent) or event.finish is None:
         todo.cancel.setdefault(event.request_id, 0)

@@ -1,4 +1,4 @@
-"""The figures that `expertmesh plan` reckons with, where they are from, and how far its estimates were off."""
+"""The figures that `expertmesh plan` uses, where they are from, and how far its estimates were off."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ACROSS_US, ACROSS_GB = 20.0, 50.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """What a plan was reckoned with: GPU and nodes, one way over the link, and the load."""
+    """What a plan was estimated with: GPU and nodes, one way over the link, and the load."""
 
     gpu: str
     nodes: int

@@ -123,7 +123,7 @@ async def test_a_request_that_is_stuck_reaches_the_dead_letters_sooner(bench, ne
             await bench.scheduler.assign(bench.epoch, [(claimed, "w") for claimed in await bench.claim()])
 
 
-async def test_a_heartbeat_that_overlaps_a_farewell_does_not_enter_the_worker_again(bench):
+async def test_a_heartbeat_that_overlaps_deregistering_does_not_enter_the_worker_again(bench):
     await bench.add_worker("w")
     await bench.worker.deregister("w")
     assert await bench.worker.heartbeat("w", {}) == set()

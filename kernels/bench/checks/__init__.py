@@ -9,7 +9,7 @@ from bench.checks.graphs import graph_checks
 from bench.checks.layers import layer_checks
 from bench.checks.options import option_checks
 from bench.checks.routing import routing_checks
-from bench.checks.strangers import stranger_checks
+from bench.checks.foreign import foreign_checks
 from bench.checks.training import training_checks
 
 
@@ -18,7 +18,7 @@ def all_checks(*, scale: int = 1) -> list[Check]:
     return [
         *layer_checks(scale),
         *training_checks(),
-        *stranger_checks(),
+        *foreign_checks(),
         *option_checks(),
         *graph_checks(),
         *routing_checks(),

@@ -34,7 +34,7 @@ from services.fabric.lockstep.turns import StoreWakeUp, notify_all
 WIRE = 1
 LOOK_S = 0.5
 NOTE_S = 15.0
-SPOILED = "spoiled"
+INVALIDATED = "spoiled"
 _ALIKE = "Give all ranks the same version and options."
 
 log = logging.getLogger(__name__)
@@ -188,15 +188,15 @@ def _listener(meeting: Meeting) -> socket.socket:
 
 
 def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
-    """Whether ``rank`` is ours at this store. If not, the store is spoiled, and gone when this returns."""
+    """Whether ``rank`` is ours at this store. If not, the store is invalidated, and gone when this returns."""
     try:
         if store.compare_set(_key(rank), "", mine).decode() == mine:
             return True
         log.info("rank %d is taken in the old mesh; waiting for its end", rank)
-        store.set(SPOILED, str(rank))
+        store.set(INVALIDATED, str(rank))
         notify_all(store)
         while True:
-            store.check([SPOILED])
+            store.check([INVALIDATED])
             time.sleep(LOOK_S / 10)
     except RuntimeError:
         return False
@@ -205,8 +205,8 @@ def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
 def _wait_for_all(store: TCPStore, ranks: int) -> None:
     noted = time.monotonic()
     while missing := [rank for rank in range(ranks) if not store.check([_key(rank)])]:
-        if store.check([SPOILED]):
-            twice = store.get(SPOILED).decode(errors="replace")
+        if store.check([INVALIDATED]):
+            twice = store.get(INVALIDATED).decode(errors="replace")
             raise LockstepBroken(f"Rank {twice} came twice.", hint="All ranks start again.")
         if time.monotonic() - noted > NOTE_S:
             log.info("waiting for rank %s", ", ".join(map(str, missing)))

@@ -44,7 +44,7 @@ class Part:
     again_at: dict[tuple[int, int], float] = field(default_factory=dict)
     sends: int = 0
     problem: ExpertMeshError | None = None
-    starving_since: float | None = None
+    without_replica_since: float | None = None
 
     def abandon(self) -> None:
         if self.call is not None:
@@ -102,17 +102,17 @@ class Seats:
             part.answer = part.not_finite
             part.abandon()
             return True
-        self._starve(part, now)
+        self._wait_for_replica(part, now)
         return False
 
     def wake_at(self, part: Part) -> float:
         """The monotonic time at which :meth:`settle` may have something to do though nothing has changed."""
         now = time.monotonic()
-        if part.call is not None and (now < part.call.deadline or part.starving_since is None):
+        if part.call is not None and (now < part.call.deadline or part.without_replica_since is None):
             return part.call.deadline
         ends = [link.quarantined_until for link in self.links.values()] + list(part.again_at.values())
-        assert part.starving_since is not None
-        return min([part.starving_since + self._unavailable_s, *(end for end in ends if end > now)])
+        assert part.without_replica_since is not None
+        return min([part.without_replica_since + self._unavailable_s, *(end for end in ends if end > now)])
 
     def _take_outcome(self, part: Part) -> None:
         call, link = part.call, part.sent_to
@@ -182,16 +182,16 @@ class Seats:
         link.turn = begins + 1 / link.seat.capacity
         connection = (link.seat.number, link.connections)
         if connection not in part.again_at:  # what failed here before does not prove that anybody can answer
-            part.starving_since = None
+            part.without_replica_since = None
         part.again_at[connection] = math.inf
         part.sends += 1
         part.sent_to = link
         part.call = link.send(part.dispatch, tensors, rows.x_RD, answer_rows, deadline_in(self._call_s))
 
-    def _starve(self, part: Part, now: float) -> None:
-        if part.starving_since is None:
-            part.starving_since = now
-        if self.closed or now >= part.starving_since + self._unavailable_s:
+    def _wait_for_replica(self, part: Part, now: float) -> None:
+        if part.without_replica_since is None:
+            part.without_replica_since = now
+        if self.closed or now >= part.without_replica_since + self._unavailable_s:
             raise self._unavailable(part)
 
     def _unavailable(self, part: Part) -> ExpertUnavailable:

@@ -229,8 +229,8 @@ class ExpertServer:
             _fail(peer, facts.call, SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica."))
             return
         held = self._experts.get(facts.layer)
-        if held is None or (strangers := set(ids_RK.flatten().tolist()) - {-1} - held):
-            which = "any expert" if held is None else f"experts {sorted(strangers)[:8]}"
+        if held is None or (unknown := set(ids_RK.flatten().tolist()) - {-1} - held):
+            which = "any expert" if held is None else f"experts {sorted(unknown)[:8]}"
             problem = f"Seat {self._hello.seat} does not hold {which} of layer {facts.layer}."
             _fail(peer, facts.call, CallFailed(problem, hint="Is the routing table older than the worker?"))
             return

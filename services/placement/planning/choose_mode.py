@@ -90,6 +90,6 @@ def _figures(*parts: Shapes | Link | Gpus | Batch) -> Iterator[tuple[str, float]
 def _check(shapes: Shapes, link: Link, together: Link, gpus: Gpus, batch: Batch) -> None:
     for name, value in _figures(shapes, link, together, gpus, batch):
         if not value > 0:
-            raise ConfigError(f"The planner cannot reckon with {name} = {value}.", hint="It has to be above 0.")
+            raise ConfigError(f"The planner cannot work with {name} = {value}.", hint="It has to be above 0.")
     if shapes.top_k > shapes.experts:
         raise ConfigError(f"A token cannot choose {shapes.top_k} of {shapes.experts} experts.", hint="Check the model.")

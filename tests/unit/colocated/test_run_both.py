@@ -85,10 +85,10 @@ async def test_an_error_while_draining_does_not_leave_the_seat_behind() -> None:
 
     async def fails() -> None:
         await stop.wait()
-        raise RuntimeError("no farewell")
+        raise RuntimeError("not deregistered")
 
     stop.set()
-    with pytest.raises(RuntimeError, match="no farewell"):
+    with pytest.raises(RuntimeError, match="not deregistered"):
         await run(Role("attention", notes, fails), Role("experts", notes), stop)
     assert notes[-1] == "experts ended"
 

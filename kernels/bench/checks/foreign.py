@@ -28,11 +28,11 @@ PLANNED_DTYPES: Final = ("bf16", "int8", "int4")
 Size = tuple[int, int, int, int]
 
 
-def stranger_checks() -> list[Check]:
+def foreign_checks() -> list[Check]:
     trained = [
         Check(
             name=f"sparse_mlp without gradients {size} {activation} {dtype} rows {rows}",
-            key=f"stranger {size} {activation} {dtype}",
+            key=f"foreign {size} {activation} {dtype}",
             run=partial(check_inference, size, activation, dtype, rows),
         )
         for size in SIZES
@@ -43,7 +43,7 @@ def stranger_checks() -> list[Check]:
     planned = [
         Check(
             name=f"fused_moe {size} swiglu {dtype} rows {rows}, plan of {block_rows}",
-            key=f"stranger {size} swiglu {dtype}",
+            key=f"foreign {size} swiglu {dtype}",
             run=partial(check_planned, size, dtype, rows, block_rows),
         )
         for size in SIZES[:2]
