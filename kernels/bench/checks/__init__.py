@@ -5,11 +5,11 @@ promises.
 from __future__ import annotations
 
 from bench.checks.base import Check
+from bench.checks.foreign import foreign_checks
 from bench.checks.graphs import graph_checks
 from bench.checks.layers import layer_checks
 from bench.checks.options import option_checks
 from bench.checks.routing import routing_checks
-from bench.checks.foreign import foreign_checks
 from bench.checks.training import training_checks
 
 
