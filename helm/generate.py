@@ -1,4 +1,4 @@
-"""Writes what follows from the chart's values, the server's knobs and its roles: schema, README.md, users of Redis.
+"""Writes what follows from the chart's values, the server's settings and its roles: schema, README.md, users of Redis.
 
 `make chart` runs it; `--check` changes nothing and ends with 1 where something is out of date, as CI asks.
 """
@@ -42,12 +42,12 @@ OWNED = {
         "most_gateways",
     ),
 }
-"""Knobs that the chart sets from other values, or that mean nothing in a cluster."""
+"""Settings that the chart sets from other values, or that mean nothing in a cluster."""
 HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"} | {
     "minReplicas": "fewest_replicas",
     "maxReplicas": "most_replicas",
 }
-"""Values that are handed on as a knob of the server, and share its bounds."""
+"""Values that are handed on as a setting of the server, and share its bounds."""
 _STRICT = {"additionalProperties": False}
 _NAMES = ("existingSecret", "existingClaim", "caSecret", "tlsSecret")
 _CLASSES = ("storageClassName", "priorityClassName", "runtimeClassName", "className")
@@ -139,7 +139,7 @@ def _kind(default: Any) -> str:
 
 
 def _bounds(name: str) -> dict[str, Any]:
-    """Those of the knob that the value becomes. Counts and seconds are not negative."""
+    """Those of the setting that the value becomes. Counts and seconds are not negative."""
     if name in HANDED_ON:
         described = Settings.model_json_schema()["properties"][HANDED_ON[name]]
         rules = [described, *described.get("anyOf", ())]
@@ -154,7 +154,7 @@ def _key_prefix() -> dict[str, Any]:
 
 
 def definitions() -> dict[str, Any]:
-    """Those of definitions.yaml, and those that follow from the server's knobs."""
+    """Those of definitions.yaml, and those that follow from the server's settings."""
     overrides: dict[str, Any] = {
         "replicas": {"type": ["integer", "null"], "minimum": 0},
         "minReplicas": {"type": "integer"} | _bounds("minReplicas"),
@@ -180,13 +180,13 @@ def definitions() -> dict[str, Any]:
             **_STRICT,
         },
         "keyPrefix": _key_prefix(),
-        "knobs": knobs(),
-        **{f"{role}Knobs": knobs_of(role) for role in ROLES},
+        "settings": settings(),
+        **{f"{role}Settings": knobs_of(role) for role in ROLES},
     }
 
 
-def knobs() -> dict[str, Any]:
-    """Every knob of the server that a user of the chart may set, with type, bounds and choices."""
+def settings() -> dict[str, Any]:
+    """Every setting of the server that a user of the chart may set, with type, bounds and choices."""
     described = Settings.model_json_schema()["properties"]
     properties = {}
     for name in sorted(set(described) - OWNED):
@@ -202,7 +202,7 @@ def knobs_of(role: Role) -> dict[str, Any]:
     return {
         "type": "object",
         **_STRICT,
-        "properties": {name: {"$ref": f"#/definitions/knobs/properties/{name}"} for name in mine},
+        "properties": {name: {"$ref": f"#/definitions/settings/properties/{name}"} for name in mine},
     }
 
 

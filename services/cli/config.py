@@ -1,4 +1,4 @@
-"""`expertmesh config`: every knob, its effective value, and the place that value came from. Secrets are masked."""
+"""`expertmesh config`: every setting, its effective value, and the place that value came from. Secrets are masked."""
 
 from __future__ import annotations
 

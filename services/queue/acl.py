@@ -95,7 +95,7 @@ _EXPERTS = Rule(
     owns=_SEATS | _MEMBERS | _words("last_seat epochs_lost reclaim_after wake"),
     reads=_words("table table_epoch table_epochs"),
 )
-_WORKERS = _ATTENTION | _EXPERTS | Rule(scripts=_words("workers seats death notice"))
+_WORKERS = _ATTENTION | _EXPERTS | Rule(scripts=_words("workers seats death_notice"))
 """Attention workers with seats, and who starts them: it says that one has ended."""
 _LOOKS = Rule(
     scripts=_words("workers seats table_epochs"),

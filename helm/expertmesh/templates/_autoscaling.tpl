@@ -11,7 +11,7 @@ true
 {{- include "expertmesh.layered" (list .root.Values.autoscaling.experts $own) -}}
 {{- end -}}
 
-{{/* The scheduler's knobs, and the targets that gateways count by. A shard group may have bounds of its own. */}}
+{{/* The scheduler's settings, and the targets that gateways count by. A shard group may have bounds of its own. */}}
 {{- define "expertmesh.autoscalingConfig" -}}
 {{- $scaling := .root.Values.autoscaling -}}
 {{- if eq .role "gateway" -}}

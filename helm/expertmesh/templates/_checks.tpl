@@ -129,8 +129,8 @@ fabric.lane is {{ .Values.fabric.lane }}, but attention.experts=seats passes row
 {{- if contains ":" (get $config "device" | default "") }}
 {{ $name }}.device is {{ $config.device }}, one device for all {{ $seats.workers }} workers of a pod. Set it to auto, cuda or cpu: the i-th worker takes the i-th GPU.
 {{- end }}
-{{- range $knob := list "gpu" "overlap" "expert_slots" "expert_slices" "mesh_timeout" "mesh_exchange" "relay_pairs" }}{{ if hasKey $config $knob }}
-{{ $name }}.{{ $knob }} is given, but workers with attention.experts=seats have no choice about it. Leave it out, or choose another attention.experts.
+{{- range $setting := list "gpu" "overlap" "expert_slots" "expert_slices" "mesh_timeout" "mesh_exchange" "relay_pairs" }}{{ if hasKey $config $setting }}
+{{ $name }}.{{ $setting }} is given, but workers with attention.experts=seats have no choice about it. Leave it out, or choose another attention.experts.
 {{- end }}{{ end }}
 {{- end }}
 {{- end -}}

@@ -56,7 +56,7 @@ fabric_port: 7100
 fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
 {{- end -}}
 
-{{/* The configuration file of one role: what the chart decides over the role's knobs over those of all. */}}
+{{/* The configuration file of one role: what the chart decides over the role's settings over those of all. */}}
 {{- define "expertmesh.config" -}}
 {{- $values := .root.Values -}}
 {{- $role := index $values .role -}}

@@ -102,10 +102,10 @@ def test_memory_is_shared_unless_told_otherwise(render: Render, read: Callable[[
 def test_knobs_of_both_roles_reach_the_workers_and_those_of_attention_count_most(
     render: Render, read: Callable[[Objects], Settings]
 ) -> None:
-    knobs = ("config.lease=3", "experts.config.lease=4", "attention.config.lease=5", "experts.config.expert_capacity=9")
-    settings = read(render(*SEATS, *knobs, "config.dtype=float16", "experts.config.dtype=bfloat16"))
+    settings = ("config.lease=3", "experts.config.lease=4", "attention.config.lease=5", "experts.config.expert_capacity=9")
+    settings = read(render(*SEATS, *settings, "config.dtype=float16", "experts.config.dtype=bfloat16"))
     assert (settings.lease, settings.expert_capacity, settings.dtype) == (5, 9, "bfloat16")
-    apart = config(render(*knobs))
+    apart = config(render(*settings))
     assert (apart["lease"], "expert_capacity" in apart) == (5, False), (
         "expert workers elsewhere have a file of their own"
     )
@@ -182,7 +182,7 @@ def test_what_workers_of_a_pod_could_not_be_is_refused(
 def settled() -> set[str]:
     """What the chart lets a user say to attention workers, and one with a seat has no choice about."""
     schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]
-    told = {name for role in (ATTENTION, EXPERTS) for name in schema[f"{role}Knobs"]["properties"]}
+    told = {name for role in (ATTENTION, EXPERTS) for name in schema[f"{role}Settings"]["properties"]}
     return told - {*concerned(COLOCATED)}
 
 
