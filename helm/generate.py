@@ -181,7 +181,7 @@ def definitions() -> dict[str, Any]:
         },
         "keyPrefix": _key_prefix(),
         "settings": settings(),
-        **{f"{role}Settings": knobs_of(role) for role in ROLES},
+        **{f"{role}Settings": settings_of(role) for role in ROLES},
     }
 
 
@@ -196,7 +196,7 @@ def settings() -> dict[str, Any]:
     return {"type": "object", **_STRICT, "properties": properties}
 
 
-def knobs_of(role: Role) -> dict[str, Any]:
+def settings_of(role: Role) -> dict[str, Any]:
     """Those that ``role`` reads."""
     mine = [name for name in sorted(Settings.model_fields) if role in roles_of(name) and name not in OWNED]
     return {
