@@ -99,7 +99,7 @@ def test_memory_is_shared_unless_told_otherwise(render: Render, read: Callable[[
     assert read(render(*SEATS, "attention.seats.shared=off")).fabric_shared == "off"
 
 
-def test_knobs_of_both_roles_reach_the_workers_and_those_of_attention_count_most(
+def test_settings_of_both_roles_reach_the_workers_and_those_of_attention_count_most(
     render: Render, read: Callable[[Objects], Settings]
 ) -> None:
     settings = ("config.lease=3", "experts.config.lease=4", "attention.config.lease=5", "experts.config.expert_capacity=9")
