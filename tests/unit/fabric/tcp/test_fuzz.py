@@ -27,7 +27,7 @@ from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.faults import Faults
 from services.fabric.lockstep.rendezvous import Facts
 from services.fabric.lockstep.rendezvous import _told as told_by_rank
-from services.fabric.lockstep.store_proxy import Gate, Tunnel
+from services.fabric.lockstep.store_proxy import ServerProxy, ClientProxy
 from services.fabric.nccl.messages import Fetch, LaneNote, Weights
 from services.fabric.shared_memory import messages as symm_wire
 from services.fabric.shared_memory.host_memory import HostMemory
@@ -365,7 +365,7 @@ def test_the_ranks_gate_outlives_whatever_is_sent() -> None:
     faults = Faults()
     with socket.create_server(("127.0.0.1", 0)) as store:
         listener = socket.create_server(("127.0.0.1", 0))
-        gate = Gate(listener, secret=SECRET, port=store.getsockname()[1], name="rank 0", faults=faults)
+        gate = ServerProxy(listener, secret=SECRET, port=store.getsockname()[1], name="rank 0", faults=faults)
         address = listener.getsockname()
 
         @FUZZ
@@ -380,7 +380,7 @@ def test_the_ranks_gate_outlives_whatever_is_sent() -> None:
         told()
         assert "error" not in faults.totals(), "an error that is not in the tree"
         assert faults.totals()["wire_error"] >= 1
-        tunnel = Tunnel("127.0.0.1", address[1], secret=SECRET, name="rank 1")
+        tunnel = ClientProxy("127.0.0.1", address[1], secret=SECRET, name="rank 1")
         with socket.create_connection(("127.0.0.1", tunnel.port), timeout=30) as near:
             store.accept()[0].close()  # the knock that the tunnel tried it with
             far, _ = store.accept()
@@ -401,7 +401,7 @@ def test_a_rank_outlives_whatever_the_gate_says() -> None:
             answering = threading.Thread(target=answer, args=(listener, data), daemon=True)
             answering.start()
             with pytest.raises((ExpertMeshError, OSError)):
-                Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1")
+                ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
             answering.join(30)
 
     def answer(listener: socket.socket, data: bytes) -> None:

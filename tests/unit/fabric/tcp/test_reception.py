@@ -20,7 +20,7 @@ from testkit.processes.servers import free_port, wait_until
 
 from services.fabric.lockstep import store_proxy as mesh_gate
 from services.fabric.lockstep.rendezvous import Meeting, _store
-from services.fabric.lockstep.store_proxy import Tunnel
+from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
 from services.fabric.tcp.frames import Kind, frame_parts
 from services.fabric.tcp.handshake import Nonce
@@ -138,7 +138,7 @@ def test_strangers_keep_no_rank_from_the_gate(monkeypatch: pytest.MonkeyPatch) -
     found = _store(meeting)
     try:
         with idle(("127.0.0.1", port)):
-            Tunnel("127.0.0.1", port, secret=SECRET, name="rank 1").close()
+            ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     finally:
         found.door.close()
 
