@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from testkit.processes.simulated_nodes import Case, Measured, measure, reckoned
+from testkit.processes.simulated_nodes import Case, Measured, expected_nodes, measure
 
 from services.fabric.lockstep.build import Way
 from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
@@ -33,7 +33,7 @@ def main() -> None:
             for rows in (MANY, FEW):
                 case = replace(base, rows=rows, mbit=mbit, delay_s=delay_s)
                 for way, found in measure(case).items():
-                    errors.append(shown(case, way, found, exchange_cost(way, reckoned(case, fit), rows)))
+                    errors.append(shown(case, way, found, exchange_cost(way, expected_nodes(case, fit), rows)))
     print(f"mean error of the model {sum(map(abs, errors)) / len(errors):.0%}, worst {max(map(abs, errors)):.0%}")
 
 
@@ -42,7 +42,7 @@ def fitted(found: dict[Rows, dict[Way, Measured]], case: Case) -> Nodes:
     best, most = None, float("inf")
     for message_us in range(0, 1500, 25):
         for byte_ps in range(0, 30000, 500):
-            nodes = reckoned(case, Nodes(**_plain(case), message_s=message_us / 1e6, byte_s=byte_ps / 1e12))
+            nodes = expected_nodes(case, Nodes(**_plain(case), message_s=message_us / 1e6, byte_s=byte_ps / 1e12))
             error = sum(
                 (exchange_cost(way, nodes, rows).seconds / measured.seconds - 1) ** 2
                 for rows, ways in found.items()

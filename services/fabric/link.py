@@ -32,7 +32,7 @@ class ExpertLink(Protocol[HandleT]):
 
     def graph_key(self) -> Hashable | None:
         """Of the step that was begun, as one micro-batch: None if its exchanges need the host. Else a CUDA graph of
-        them may be replayed instead of calling ``dispatch`` and ``combine``, if it was captured in a ``rehearsal``
+        them may be replayed instead of calling ``dispatch`` and ``combine``, if it was captured in a ``capture_context``
         under an equal key with as many rows."""
         ...
 

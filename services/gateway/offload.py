@@ -1,4 +1,4 @@
-"""A fair place for heavy work: threads beside the event loop, few at a time, tenants by turns.
+"""A fair place for heavy work: threads beside the event loop, few at a time, tenants in rotation.
 
 In: a callable and the tenant that it is done for. Out: its result, or a refusal where that tenant has too much waiting.
 Open streams go on meanwhile, and one tenant's megabytes delay another's by one piece, not by all of them.
@@ -77,7 +77,7 @@ class Offload:
 
 
 class _Lane:
-    """``places`` threads, and who waits for one: tenants by turns, each tenant's pieces in their order."""
+    """``places`` threads, and who waits for one: tenants in rotation, each tenant's pieces in their order."""
 
     def __init__(self, kind: str, places: int, bounds: tuple[int, int], metrics: GatewayMetrics) -> None:
         self._free = places

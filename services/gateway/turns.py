@@ -1,4 +1,4 @@
-"""Requests begin by turns: a few in each turn of the event loop, tenants in rotation.
+"""Requests begin in rotation: a few in each turn of the event loop, tenants in rotation.
 
 In: requests whose heads have come, a thousand at once perhaps. Out: the same, at a pace that leaves room in each turn
 for what is owed to others: tokens of open streams, answers of Redis, probes. A tenant waits for one request of each

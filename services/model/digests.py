@@ -129,7 +129,7 @@ def _matrices(
 
 
 def _of_layer(digests: list[bytes]) -> LayerDigests:
-    """``gate_up`` and ``down`` by turns."""
+    """``gate_up`` and ``down`` alternately."""
     return LayerDigests(gate_up=tuple(digests[::2]), down=tuple(digests[1::2]))
 
 

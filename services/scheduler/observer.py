@@ -11,7 +11,7 @@ from prometheus_client import Gauge
 from services.metrics import SchedulerMetrics
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
 from services.routing import RoutingTable
-from services.scheduler.kube.heeded import Observed
+from services.scheduler.kube.observed import Observed
 from services.scheduler.policy import Choice
 from services.scheduler.scaling import Decision, ReplicaCounts, Replicas, Target
 

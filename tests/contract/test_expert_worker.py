@@ -1,4 +1,4 @@
-"""An expert worker's life over a real Redis, with the scheduler's placement beside it: seat, group, table, farewell."""
+"""An expert worker's life over a real Redis, with the scheduler's placement beside it: seat, group, table, end."""
 
 from __future__ import annotations
 

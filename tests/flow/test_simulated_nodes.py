@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from testkit.processes.iproute import delay_obstacle, obstacle
-from testkit.processes.simulated_nodes import Case, measure, reckoned
+from testkit.processes.simulated_nodes import Case, expected_nodes, measure
 
 from services.placement.planning.exchange_cost import Nodes, Rows, exchange_cost
 
@@ -19,7 +19,7 @@ def test_hierarchical_sends_less_across_a_slow_link() -> None:
     rows = Rows(tokens=32, row_bytes=4096, experts=32, top_k=4)
     case = Case(nodes=2, ranks=2, rows=rows, mbit=50, delay_s=0.002, repeats=5)
     found = measure(case)
-    expected = {way: exchange_cost(way, reckoned(case, FAST), rows) for way in found}
+    expected = {way: exchange_cost(way, expected_nodes(case, FAST), rows) for way in found}
     for way, measured in found.items():
         assert measured.messages_across == expected[way].messages_across
         assert measured.messages_inside == expected[way].messages_inside

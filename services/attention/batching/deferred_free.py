@@ -45,7 +45,7 @@ class HeldBack:
         return self._pool.forget(blocks)
 
     def free(self, state: SequenceState, *, failed: bool) -> list[int]:
-        """The step with the row of ``state``, which had ended before, is done. Returns the blocks to wipe.
+        """The step with the row of ``state``, which had ended before, is done. Returns the blocks to zero.
 
         Args:
             failed: whether that row was broken.

@@ -141,17 +141,17 @@ class BatchManager:
         self._held_back.completing(plan)
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
-        """Take in what the step computed, but for sequences that ended meanwhile. Returns the blocks to wipe: those of
+        """Take in what the step computed, but for sequences that ended meanwhile. Returns the blocks to zero: those of
         pieces that failed."""
         self._held_back.completing(plan)
         decodes = len(plan.decodes)
-        wipe = self._complete_decodes(plan.decodes, outcomes[:decodes])
+        to_zero = self._complete_decodes(plan.decodes, outcomes[:decodes])
         for piece, outcome in zip(plan.prompts, outcomes[decodes:], strict=True):
             if outcome.error is not None:
-                wipe += self._fail(piece.state, outcome.error)
+                to_zero += self._fail(piece.state, outcome.error)
             else:
                 self._advance(piece, outcome)
-        return wipe
+        return to_zero
 
     def drain(self) -> list[TokenEvent]:
         """Events since the last call, in order."""
@@ -245,13 +245,13 @@ class BatchManager:
 
     def _complete_decodes(self, decodes: Sequence[SequenceState], outcomes: Sequence[Outcome]) -> list[int]:
         """As :meth:`complete`. In one loop, since there are hundreds and the device waits."""
-        wipe: list[int] = []
+        to_zero: list[int] = []
         block_size, events = self.pool.block_size, self._events
         self.counters.decode_tokens += len(decodes)
         for state, outcome in zip(decodes, outcomes, strict=True):
             if outcome.error is not None or not state.blocks:
                 self.counters.decode_tokens -= 1
-                wipe += self._fail(state, outcome.error)
+                to_zero += self._fail(state, outcome.error)
                 continue
             state.computed += 1
             if not state.computed % block_size:
@@ -261,7 +261,7 @@ class BatchManager:
             events.append(event)
             if event.finish is not None:
                 self._drop(state)
-        return wipe
+        return to_zero
 
     def _advance(self, piece: Piece, outcome: Outcome) -> None:
         state = piece.state

@@ -5,7 +5,7 @@ schedulers that were started with --kubernetes on pay for it.
 """
 
 from services.scheduler.kube.api import Api, connect_in_cluster, own_namespace
-from services.scheduler.kube.heeded import Observed
+from services.scheduler.kube.observed import Observed
 from services.scheduler.kube.replicas import KubeReplicas
 
 __all__ = ["Api", "KubeReplicas", "Observed", "connect_in_cluster", "own_namespace"]

@@ -61,7 +61,7 @@ class Network:
                 run("ip", "-n", self._switch, "link", "set", "sw", "up")
                 self._plug(self._own, str(os.getpid()), [])
             except BaseException:
-                self.close()  # nobody else would: there is no network to be had
+                self.close()  # nobody else would: there is no network
                 raise
 
     @property

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 import services
-from services.experts.donors import given
 from services.model.experts import ExpertWeights
 from services.routing import Seat
 
@@ -33,6 +32,7 @@ Facts = part("services.fabric.tcp.connect", "services.fabric.tcp_connect").Facts
 Timing = part("services.fabric.tcp.peer", "services.fabric.tcp_peer").Timing
 memory = part("testkit.fabric.shared_memory", "testkit.symm_fabric")
 tcp = part("testkit.fabric.tcp", "testkit.tcp_fabric")
+weight_sources = part("services.experts.weight_sources", "services.experts.donors")
 
 PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
 IDS = (0, 2, 5)
@@ -52,7 +52,7 @@ def serve(_: Mapping[str, Any]) -> None:
     """A seat with everything: frames, a lane over gloo, shared memory, weights to give."""
     lanes = tcp.lanes_of("gloo", required=False)
     assert lanes is not None
-    server = memory.serve_shared(tcp.scaled, lanes=lanes, seat=0, weights=given(layer()), timing=PATIENT)
+    server = memory.serve_shared(tcp.scaled, lanes=lanes, seat=0, weights=weight_sources.given(layer()), timing=PATIENT)
     say(port=server.address[1])
     for _ in sys.stdin:
         say(calls=server.counts.calls)

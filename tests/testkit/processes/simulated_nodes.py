@@ -138,7 +138,7 @@ def _enter(namespace: str) -> None:
     Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
 
 
-def reckoned(case: Case, machine: Nodes) -> Nodes:
+def expected_nodes(case: Case, machine: Nodes) -> Nodes:
     """The nodes of ``case`` for the model: a cable at each end of the way; processors as ``machine`` says."""
     return replace(
         machine,

@@ -70,10 +70,10 @@ class PoolMachine(RuleBasedStateMachine):
         named = set(self.content.values())
         self.idle_order += [block for block in reversed(table) if block not in owned and block in named]
         if forget:
-            wiped = self.pool.forget(table)
-            assert set(wiped) == set(table) - owned
-            self.content = {name: block for name, block in self.content.items() if block not in wiped}
-            self._revive(wiped)
+            zeroed = self.pool.forget(table)
+            assert set(zeroed) == set(table) - owned
+            self.content = {name: block for name, block in self.content.items() if block not in zeroed}
+            self._revive(zeroed)
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:

@@ -28,10 +28,10 @@ MakeEngine = Callable[..., Engine[Any]]
 
 
 class Keyed(LocalLink):
-    """``key`` is that of its steps; the steps in ``failing`` are wrong at first. Counts rehearsals."""
+    """``key`` is that of its steps; the steps in ``failing`` are wrong at first. Counts captures."""
 
     key: Hashable | None = "one"
-    rehearsed = 0
+    captured = 0
     failing: frozenset[int] = frozenset()
     _step, _tries = 0, 0
 
@@ -49,7 +49,7 @@ class Keyed(LocalLink):
     @contextmanager
     def capture_context(self, rows: int) -> Iterator[Hashable | None]:
         del rows
-        self.rehearsed += 1
+        self.captured += 1
         yield self.key
 
 
@@ -213,14 +213,14 @@ def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine:
     link = keyed(tiny)
     engine = make_engine(link=link, capture=call_again, max_num_batched_tokens=1)
     engine.prepare()
-    assert (link.rehearsed, engine.stats().graphs) == (1, 1)
+    assert (link.captured, engine.stats().graphs) == (1, 1)
     for key, captured in (("two", 2), ("one", 2), ("two", 2), (None, 2)):
         link.key = key
         before = engine.stats().graph_steps
         assert tokens(engine, PROMPTS[:1]) == [tiny.greedy(PROMPTS[0], 9)]
         assert engine.stats().graphs == captured
         assert (engine.stats().graph_steps > before) == (key is not None)
-    assert link.rehearsed == 2
+    assert link.captured == 2
 
 
 def test_links_without_a_key_have_no_graphs(make_engine: MakeEngine, tiny: Any) -> None:

@@ -99,7 +99,7 @@ class Harness:
         for piece in plan.pieces:
             self._read(piece)
         self._check_budget(plan)
-        self.wiped = self.batch.complete(plan, [(outcome or self.outcome)(piece) for piece in plan.pieces])
+        self.zeroed = self.batch.complete(plan, [(outcome or self.outcome)(piece) for piece in plan.pieces])
         self.plans.append(plan)
         self.events += self.batch.drain()
         return plan
@@ -584,7 +584,7 @@ def test_a_failed_piece_ends_alone_and_its_blocks_are_forgotten() -> None:
         return Outcome(error=InternalError("x"))
 
     run.step(outcome)
-    assert sorted(run.wiped) == sorted(blocks)
+    assert sorted(run.zeroed) == sorted(blocks)
     run.run()
     assert run.ends("bad")[0].error is not None
     assert run.tokens("good") == expected(request("good", [1, 2, 3, 2], max_tokens=3, ignore_eos=True))

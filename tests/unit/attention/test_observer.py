@@ -135,7 +135,7 @@ class Sharing:
 
 def test_steps_through_shared_memory_are_counted_once(registry: CollectorRegistry) -> None:
     link = Sharing(shared_steps=5)
-    observer = SharingObserver(WorkerMetrics(registry), link)  # five were rehearsed
+    observer = SharingObserver(WorkerMetrics(registry), link)  # five are counted already
     link.shared_steps = 10
     observer.refresh()
     observer.refresh()

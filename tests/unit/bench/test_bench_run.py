@@ -80,7 +80,7 @@ def test_the_table_shows_share_of_floor_clock_peers_and_each_error_once() -> Non
     ]
     text = render.side_by_side(rows)
     cells = [cell.strip() for cell in text.splitlines()[2].split("|")]
-    # The plain-torch twin is no peer: 30 / 20.
+    # The plain-torch reference is no peer: 30 / 20.
     assert cells[1:-1] == [
         "fused_moe",
         "tiny",

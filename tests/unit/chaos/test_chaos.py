@@ -1,4 +1,4 @@
-"""The chaos tool's own reckoning: plans, verdicts on answers, gaps and their causes, the picture."""
+"""The chaos tool's own arithmetic: plans, verdicts on answers, gaps and their causes, the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heavy work beside the loop: few pieces at a time, tenants by turns, nothing left behind by clients that leave."""
+"""Heavy work beside the loop: few pieces at a time, tenants in rotation, nothing left behind by clients that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come at once begin by turns of the loop, tenants in rotation."""
+"""Requests that come at once begin in turns of the loop, tenants in rotation."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_the_meter_counts_what_came_since_the_last_reading() -> None:
     read(1010, 95)
     assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}
     read(1010, 95)
-    assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}, "silence does not wipe it out"
+    assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}, "silence does not erase it"
 
 
 def test_a_seat_that_asked_for_its_group_does_not_keep_another_from_covering_a_bare_one() -> None:

@@ -325,12 +325,12 @@ def test_of_whom_nothing_is_known_nobody_leaves() -> None:
 
 def test_a_wish_that_nobody_heeds_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    heeded = Observed(lambda: now[0])
+    observed = Observed(lambda: now[0])
     caplog.set_level("INFO")
     for second, wanted, told in ((0, 3, 1), (60, 3, 2), (80, 3, 3), (85, 3, 1), (170, 2, 1), (176, 3, 1), (300, 3, 1)):
         now[0] = second
-        heeded.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=told, ready=1)})
+        observed.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=told, ready=1)})
         assert [record.levelname for record in caplog.records] == (["WARNING"] if second >= 176 else [])
     assert caplog.records[0].getMessage().startswith("experts/0: 3 replicas are wanted, and Kubernetes has been told 1")
-    heeded.note({EXPERTS: 3}, {EXPERTS: Replicas(wanted=3, ready=1)})
+    observed.note({EXPERTS: 3}, {EXPERTS: Replicas(wanted=3, ready=1)})
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]

@@ -173,7 +173,7 @@ def test_rows_that_memory_has_room_for_need_no_lane() -> None:
 
 
 def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
-    """A rehearsal reaches no seat and counts nothing, and has the key of the steps that are like it."""
+    """A capture reaches no seat and counts nothing, and has the key of the steps that are like it."""
     seat = Seat(0)
     with linked([seat]) as link:
         x_TD, ids_TK = torch.ones(5, HIDDEN), torch.tensor([[1, 6]]).expand(5, SLOTS)

@@ -27,7 +27,7 @@ from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.faults import Faults
 from services.fabric.lockstep.rendezvous import Facts
 from services.fabric.lockstep.rendezvous import _told as told_by_rank
-from services.fabric.lockstep.store_proxy import ServerProxy, ClientProxy
+from services.fabric.lockstep.store_proxy import ClientProxy, ServerProxy
 from services.fabric.nccl.messages import Fetch, LaneNote, Weights
 from services.fabric.shared_memory import messages as symm_wire
 from services.fabric.shared_memory.host_memory import HostMemory
