@@ -279,7 +279,9 @@ class Bench:
             self._layer(engine, count, found)
 
     def _layer(self, engine: Any, count: int, found: kit.Run) -> None:
-        """Of ``count`` sequences: the engine's steps, then the forward pass alone, both ways, and attention by itself."""
+        """Of ``count`` sequences: the engine's steps, then the forward pass alone, both ways, and attention by
+        itself.
+        """
         model, kv, context = engine._model, engine._kv, self.options.context
         layers, size = model.spec.num_layers, kv.block_size
         blocks = -(-(context + 8) // size)

@@ -32,8 +32,8 @@ class ExpertLink(Protocol[HandleT]):
 
     def graph_key(self) -> Hashable | None:
         """Of the step that was begun, as one micro-batch: None if its exchanges need the host. Else a CUDA graph of
-        them may be replayed instead of calling ``dispatch`` and ``combine``, if it was captured in a ``capture_context``
-        under an equal key with as many rows."""
+        them may be replayed instead of calling ``dispatch`` and ``combine``, if it was captured in a
+        ``capture_context`` under an equal key with as many rows."""
         ...
 
     def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:

@@ -3,7 +3,7 @@
 -- wire:<range> lives as long as any of these does and names its release. (The release before version 2 tells none; it reads 1-1.)
 -- What a member claimed itself less than two leases ago cannot have run out, so nobody can have claimed anything else since:
 -- another value was put there by somebody who is no member, or means harm. The member puts its own back and goes on.
-local MOST_RANGES = 16
+local MAX_RANGES = 16
 
 -- What a key says, as far as members write anything so long; nil where it says nothing or is of another type.
 local function told(key)
@@ -23,7 +23,7 @@ end
 
 local function ranges()
   local count = redis.pcall('SCARD', P .. 'wires')
-  if type(count) == 'number' and count <= MOST_RANGES then return redis.call('SMEMBERS', P .. 'wires') end
+  if type(count) == 'number' and count <= MAX_RANGES then return redis.call('SMEMBERS', P .. 'wires') end
   note('wires') -- members put their ranges back
   redis.call('UNLINK', P .. 'wires')
   return {}

@@ -117,10 +117,10 @@ TABLE = RoutingTable(epoch=1, fingerprint="f", num_experts=8, groups=OLD)
 LOAD = {0: [1.0] * 8}
 
 
-def planned(recutter: Repartitioner) -> None:
+def planned(repartitioner: Repartitioner) -> None:
     """Wait for the thread."""
-    assert recutter._planned is not None
-    recutter._planned[1].exception(20)
+    assert repartitioner._planned is not None
+    repartitioner._planned[1].exception(20)
 
 
 def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_while() -> None:
@@ -133,21 +133,21 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
         )
 
     clock = Clock()
-    recutter = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
-    recutter.follow(TABLE, None)
+    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
+    repartitioner.follow(TABLE, None)
     assert asked == []
-    recutter.follow(TABLE, LOAD)
-    planned(recutter)
-    recutter.follow(TABLE, LOAD)
-    assert recutter.target == NEW
+    repartitioner.follow(TABLE, LOAD)
+    planned(repartitioner)
+    repartitioner.follow(TABLE, LOAD)
+    assert repartitioner.target == NEW
     assert asked == [4], "a group may be a quarter larger than an even one"
-    recutter.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
-    assert recutter.target is None
-    recutter.follow(TABLE, LOAD)
+    repartitioner.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
+    assert repartitioner.target is None
+    repartitioner.follow(TABLE, LOAD)
     assert len(asked) == 1
     clock.now += 10
-    recutter.follow(TABLE, LOAD)
-    planned(recutter)
+    repartitioner.follow(TABLE, LOAD)
+    planned(repartitioner)
     assert len(asked) == 2
 
 
@@ -155,20 +155,20 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
     def plan(*_: object, **__: object) -> Plan:
         raise ConfigError("No such groups.")
 
-    recutter = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=plan)
-    recutter.follow(TABLE, LOAD)
-    planned(recutter)
-    recutter.follow(TABLE, LOAD)
-    assert recutter.target is None
+    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=plan)
+    repartitioner.follow(TABLE, LOAD)
+    planned(repartitioner)
+    repartitioner.follow(TABLE, LOAD)
+    assert repartitioner.target is None
 
     def other(*_: object, **__: object) -> Plan:
         return Plan(table=TABLE, moves=(), before=1, after=1)
 
-    recutter = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=other)
-    recutter.follow(TABLE, LOAD)
-    planned(recutter)
-    recutter.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
-    assert recutter.target is None
+    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=other)
+    repartitioner.follow(TABLE, LOAD)
+    planned(repartitioner)
+    repartitioner.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
+    assert repartitioner.target is None
 
 
 def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
@@ -178,22 +178,22 @@ def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
         )
 
     clock = Clock()
-    recutter = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
-    recutter.follow(TABLE, LOAD)
-    planned(recutter)
-    recutter.follow(TABLE, LOAD)
+    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
+    repartitioner.follow(TABLE, LOAD)
+    planned(repartitioner)
+    repartitioner.follow(TABLE, LOAD)
     clock.now += PATIENCE * HOLD["wait_s"]
-    assert not recutter.late
+    assert not repartitioner.late
     clock.now += 1
-    assert recutter.late
-    recutter.give_up()
-    assert not recutter.late
+    assert repartitioner.late
+    repartitioner.give_up()
+    assert not repartitioner.late
     clock.now += PATIENCE * HOLD["wait_s"] - 1
-    recutter.follow(TABLE, LOAD)
-    assert recutter._planned is None
+    repartitioner.follow(TABLE, LOAD)
+    assert repartitioner._planned is None
     clock.now += 1
-    recutter.follow(TABLE, LOAD)
-    assert recutter._planned is not None
+    repartitioner.follow(TABLE, LOAD)
+    assert repartitioner._planned is not None
 
 
 def test_one_small_seat_keeps_no_others_from_being_cut_anew() -> None:
@@ -208,12 +208,12 @@ def test_one_small_seat_keeps_no_others_from_being_cut_anew() -> None:
         epoch=1, fingerprint="f", num_experts=8, groups=OLD,
         seats=tuple(each.seat(each.report.group or 0) for each in here),
     )  # fmt: skip
-    recutter = Repartitioner(Hysteresis(**HOLD), clock=Clock())
-    recutter.follow(table, load, rooms)
-    planned(recutter)
-    recutter.follow(table, load, rooms)
-    assert recutter.target is not None
-    heaviest = max(sum(load[0][expert] for expert in group.experts[0]) for group in recutter.target)
+    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock())
+    repartitioner.follow(table, load, rooms)
+    planned(repartitioner)
+    repartitioner.follow(table, load, rooms)
+    assert repartitioner.target is not None
+    heaviest = max(sum(load[0][expert] for expert in group.experts[0]) for group in repartitioner.target)
     assert heaviest < 60, "group 1 had the three hottest"
-    assert [group.size for group in recutter.target if group.number == 0] == [2]
-    assert next_step(here, OLD, recutter.target) is not None, "every seat has room for what its group becomes"
+    assert [group.size for group in repartitioner.target if group.number == 0] == [2]
+    assert next_step(here, OLD, repartitioner.target) is not None, "every seat has room for what its group becomes"
