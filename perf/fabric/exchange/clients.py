@@ -169,7 +169,7 @@ def measure(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
 def _measured(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
     limits = Limits(join_rows=0 if case.way == "alone" else JOIN_ROWS)
     server = serve_seat(case.world, device, 0, 0, memory, limits, by_layer if case.check else None)
-    host = server._shared_memory
+    (host,) = server._extensions
     assert isinstance(host, SharedMemoryServer)
     began = time.perf_counter()
     clients = [Client(number, case, device, server, memory) for number in range(case.clients)]

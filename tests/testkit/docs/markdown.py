@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python -m testkit.docs.markdown FILE...     (rewrites the files)
 
-Tables, code, headings, HTML comments and rows that are indented as code are left alone. Words and short pieces of code
+Tables, code, headings, HTML comments, what programs write between marks, and rows that are indented as code are left
+alone. Words and short pieces of code
 are never broken, so a long address may stand out.
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 WIDTH = 120
 _ITEM = re.compile(r"(\s*)([-*+]|\d+[.)])\s+(?=\S)")
 _ALONE = re.compile(r"\s*(#|\||<|>|\[[^\]]+\]:\s|```|---\s*$|\*\*\*\s*$|    )")
+_BEGIN, _END = re.compile(r"<!-- \w+:"), re.compile(r"<!-- /")
+"""Marks of what a program writes."""
 _CODE = re.compile(r"`[^`]{1,60}`")
 _WOULD_BEGIN = re.compile(r"([-*+]|#+|>|\d+[.)])$")
 
@@ -27,13 +30,14 @@ def wrapped(text: str) -> str:
 
 
 def _lines(lines: list[str]) -> Iterator[str]:
-    at, fenced = 0, False
+    at, fenced, made = 0, False, False
     while at < len(lines):
         line = lines[at]
+        made = _BEGIN.match(line) is not None or (made and _END.match(line) is None)
         if line.lstrip().startswith("```"):
             fenced = not fenced
         item = _ITEM.match(line)
-        if fenced or not line.strip() or (_ALONE.match(line) and not item):
+        if fenced or made or not line.strip() or (_ALONE.match(line) and not item):
             yield line
             at += 1
             continue
