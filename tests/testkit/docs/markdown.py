@@ -3,8 +3,7 @@
     PYTHONPATH=tests python -m testkit.docs.markdown FILE...     (rewrites the files)
 
 Tables, code, headings, HTML comments, what programs write between marks, and rows that are indented as code are left
-alone. Words and short pieces of code
-are never broken, so a long address may stand out.
+alone. Words and short pieces of code are never broken, so a long address may stand out.
 """
 
 from __future__ import annotations
