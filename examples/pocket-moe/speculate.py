@@ -34,7 +34,7 @@ from pocket_moe.model import Options, PocketMoe
 from pocket_moe.records import load_json, save_json
 from pocket_moe.shards import Shards
 
-MOST_BYTES = 3_000_000
+MAX_BYTES = 3_000_000
 """Of a speculator's weights in bfloat16."""
 
 
@@ -139,8 +139,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_size(config: PocketConfig) -> None:
     size = config.parameters() * 2
-    if size > MOST_BYTES:
-        raise PocketError(f"Such a speculator takes {size:,} bytes, over {MOST_BYTES:,}.", hint="Pass fewer --layers.")
+    if size > MAX_BYTES:
+        raise PocketError(f"Such a speculator takes {size:,} bytes, over {MAX_BYTES:,}.", hint="Pass fewer --layers.")
 
 
 def _settings(args: argparse.Namespace) -> BoostSettings:

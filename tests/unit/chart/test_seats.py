@@ -102,15 +102,15 @@ def test_memory_is_shared_unless_told_otherwise(render: Render, read: Callable[[
 def test_settings_of_both_roles_reach_the_workers_and_those_of_attention_count_most(
     render: Render, read: Callable[[Objects], Settings]
 ) -> None:
-    settings = (
+    given = (
         "config.lease=3",
         "experts.config.lease=4",
         "attention.config.lease=5",
         "experts.config.expert_capacity=9",
     )
-    settings = read(render(*SEATS, *settings, "config.dtype=float16", "experts.config.dtype=bfloat16"))
+    settings = read(render(*SEATS, *given, "config.dtype=float16", "experts.config.dtype=bfloat16"))
     assert (settings.lease, settings.expert_capacity, settings.dtype) == (5, 9, "bfloat16")
-    apart = config(render(*settings))
+    apart = config(render(*given))
     assert (apart["lease"], "expert_capacity" in apart) == (5, False), (
         "expert workers elsewhere have a file of their own"
     )
