@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.attention.backpressure import Backpressure
 from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
 from services.attention.in_flight_requests import InFlightRequests
-from services.attention.publisher import Publisher
+from services.attention.publisher import Backpressure, Publisher
 from services.attention.registration import Registration
 from services.errors import ErrorInfo, ExpertUnavailable, QueueUnavailable
 from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo

@@ -26,18 +26,16 @@ from services.gateway.health import Readiness
 from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
-from services.gateway.middleware import ByTurns, RequestContext, SameMachine
+from services.gateway.middleware import ByTurns, RequestContext, SameMachine, Turns
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
-from services.gateway.outlet import LongResponse
 from services.gateway.parse import Parser
 from services.gateway.recent import Recent
 from services.gateway.refusals import Refusals
 from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from services.gateway.stream import EventResponse, WholeResponse
+from services.gateway.stream import EventResponse, LongResponse, WholeResponse
 from services.gateway.tokenize import TokenizerRoutes
-from services.gateway.turns import Turns
 from services.metrics import CONTENT_TYPE, GatewayMetrics
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]

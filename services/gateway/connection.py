@@ -18,10 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from services.errors import HeadTooLarge, InvalidRequest, RequestError, RequestTimedOut
-from services.gateway.connections import Connections, Wait
-from services.gateway.outlet import Line
+from services.gateway.connections import Connections, Tally, Wait
 from services.gateway.raw_http import Exit, declared_length, raw_answer, unread
-from services.gateway.tally import Tally
+from services.gateway.stream import Line
 
 _HEAD_PIECE = 4096
 """A head is parsed in pieces of so many bytes, which is how exactly its size is known."""

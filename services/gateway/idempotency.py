@@ -19,7 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from services.errors import Conflict, InvalidRequest
-from services.gateway.holdings import Holdings
+from services.gateway.budget import Holdings
 from services.gateway.job import Job
 from services.queue.gateway_side import IdempotencyKey, KeyBound
 

@@ -14,10 +14,9 @@ from msgspec import structs
 
 from services.errors import ContextLengthExceeded, Draining, InvalidRequest, QueueUnavailable
 from services.gateway.auth import Caller
-from services.gateway.budget import Budget, Demand
+from services.gateway.budget import Budget, Demand, Holdings, Loan
 from services.gateway.detokenize import StopSet
 from services.gateway.echo import Echo, Spelled
-from services.gateway.holdings import Holdings, Loan
 from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
 from services.gateway.job import Choice, Job, Rendering
 from services.gateway.offload import Offload

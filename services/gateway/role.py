@@ -22,12 +22,12 @@ from services.errors import QueueUnavailable
 from services.gateway.acceptor import within_descriptors
 from services.gateway.app import Parts, build_app, build_metrics_app
 from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_required
+from services.gateway.budget import Holdings
 from services.gateway.chat_template import load_chat_template
 from services.gateway.connections import Bounds, Connections
 from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.health import LeaderProbe, Readiness
-from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
 from services.gateway.memory import collect_seldom, give_back_memory, keep_one_heap

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.errors import InternalError, Overloaded, RequestError
-from services.gateway.holdings import Holdings
+from services.gateway.budget import Holdings
 from services.gateway.job import Choice, Job, Step
 from services.gateway.targets import LatencyTargets
 from services.messages import AttemptLost, FinishReason, TokenEvent

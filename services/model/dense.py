@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_kernels import route
-from services.model.attention_plan import AttentionPlan, WindowPlanner
 from services.model.inputs import PagedKV, StepInputs
-from services.model.paged_attention import attend, compute_dtype, write_kv
+from services.model.paged_attention import AttentionPlan, WindowPlanner, attend, compute_dtype, write_kv
 from services.model.rope import cos_sin, inverse_frequencies, rotate
 from services.model.spec import ModelSpec
 from services.model.weights import DenseWeights, FfnWeights, LayerWeights

@@ -22,14 +22,12 @@ from services.messages import (
     decode_results,
     decode_worker,
 )
-from services.queue.admission import raise_refusal, tenant_arguments
-from services.queue.idempotency import IdempotencyKey, KeyBound, binding, bound_already
+from services.queue.admission import IdempotencyKey, KeyBound, binding, bound_already, raise_refusal, tenant_arguments
 from services.queue.keys import PRIORITIES, Keys
 from services.queue.limits import QueueLimits, TenantLimits
-from services.queue.pieces import items, parts, pieces
 from services.queue.prompts import PromptStore
 from services.queue.quarantine import Quarantine
-from services.queue.scripts import Argument, Scripts, milliseconds
+from services.queue.scripts import Argument, Scripts, items, milliseconds, parts, pieces
 from services.queue.streams import FIRST_ID, StreamReader
 from services.wire import APART, OLDEST_WIRE
 

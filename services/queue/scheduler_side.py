@@ -21,10 +21,9 @@ from services.messages import Assign, GenerateRequest, WorkerInfo, decode_reques
 from services.queue.connect import MAX_BLOCK_MS, command
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.queue.pieces import parts
 from services.queue.prompts import HEAD_TOKENS, PromptReader, unpack_ids
 from services.queue.quarantine import Quarantine
-from services.queue.scripts import Argument, Scripts, milliseconds
+from services.queue.scripts import Argument, Scripts, milliseconds, parts
 from services.wire import APART
 
 

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from services.errors import ConcurrencyLimited, QueueFull
 from services.queue.limits import QueueLimits, TenantLimits
-from services.queue.pieces import PIECE_BYTES
+from services.queue.scripts import PIECE_BYTES
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_tokens=10**9)])

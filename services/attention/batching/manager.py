@@ -17,10 +17,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 
-from services.attention.batching.blocks import BlockPool
-from services.attention.batching.deferred_free import HeldBack
-from services.attention.batching.growth import make_room, reserve
-from services.attention.batching.prefixes import Prefixes
+from services.attention.batching.blocks import BlockPool, HeldBack, Prefixes, make_room, reserve
 from services.attention.batching.waiting_line import WaitingLine
 from services.attention.sequences.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence, refusal

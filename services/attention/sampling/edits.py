@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.attention.sampling.histories import History
 from services.attention.sampling.penalties import Numbered, Penalties
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow
 from services.model.transfer import upload
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.attention.sampling.histories import History, Tokens
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow
 from services.model.transfer import upload
 
 Numbered: TypeAlias = tuple[int, DrawRow]

@@ -24,9 +24,8 @@ from services.attention.sampling.filters import heads, thresholds, width
 from services.attention.sampling.histories import History
 from services.attention.sampling.logprobs import TokenScores
 from services.attention.sampling.noise import GumbelNoise
-from services.attention.sequences.keys import draw_keys
 from services.attention.sequences.plan import Outcome
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow, draw_keys
 from services.errors import InternalError, RequestError
 from services.model.transfer import Mark, download, upload
 

@@ -2,6 +2,8 @@
 
 A sequence is the prompt followed by all generated tokens. ``computed`` counts the leading tokens whose KV lies in
 the blocks; the token drawn last is always known but not computed, so a decoding sequence has exactly one to go.
+Its :class:`DrawRow` is what the sampler knows of it, with the keys of its draws: 64-bit words that name seed, choice
+and position, as :mod:`services.attention.sampling.noise` defines them.
 """
 
 from __future__ import annotations
@@ -9,11 +11,82 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.attention.sequences.request_state import DrawRow
+import numpy as np
+from numpy.typing import NDArray
+
 from services.errors import ContextLengthExceeded, InvalidRequest, RequestError
-from services.messages import FinishReason, GenerateRequest, PromptScores, TokenEvent, TokenLogprob
+from services.messages import FinishReason, GenerateRequest, PromptScores, SamplingParams, TokenEvent, TokenLogprob
 from services.prefix import PrefixScope, prefix_chain, prefix_root
 from services.wire import APART, NO_PROMPT
+
+_MASK64 = 2**64 - 1
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix64(z: int) -> int:
+    """SplitMix64's step: a bijection of 64-bit words without visible structure."""
+    z = (z + _STEP) & _MASK64
+    z = ((z ^ z >> 30) * _FIRST) & _MASK64
+    z = ((z ^ z >> 27) * _SECOND) & _MASK64
+    return z ^ z >> 31
+
+
+def sequence_key(seed: int, choice: int) -> int:
+    """What the keys of all draws of a sequence begin with. Any integers; they count modulo 2^64."""
+    return mix64(mix64(seed & _MASK64) ^ choice & _MASK64)
+
+
+def draw_key(seed: int, choice: int, position: int) -> int:
+    """Key of one draw. Any integers; they count modulo 2^64."""
+    return mix64(sequence_key(seed, choice) ^ position & _MASK64)
+
+
+def draw_keys(sequence_keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
+    """Of each sequence at its position: ``mix64(sequence_key ^ position)``."""
+    z = np.array(sequence_keys, dtype=np.uint64) ^ np.array(positions, dtype=np.uint64)
+    z += np.uint64(_STEP)  # wraps, as unsigned arrays do
+    z = (z ^ z >> np.uint64(30)) * np.uint64(_FIRST)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(_SECOND)
+    return z ^ z >> np.uint64(31)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class DrawRow:
+    """``token_ids`` are all tokens so far and grow with the sequence; ``stop_ids`` the tokens that may end it."""
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_len: int
+    stop_ids: frozenset[int] = frozenset()
+    may_edit: bool = field(init=False)
+    """Whether logits change before the temperature in any step."""
+    looks_back: bool = field(init=False)
+    """Whether they change by the tokens that came before."""
+    samples: bool = field(init=False)
+    """Whether it is drawn with a temperature."""
+    filters: bool = field(init=False)
+    """Whether that leaves tokens out."""
+    key: int = field(init=False)
+    """See :func:`sequence_key`."""
+    narrow_heads: int = field(init=False, default=0)
+    """Heads of the vocabulary that were too narrow for its filters; see :mod:`services.attention.sampling.filters`."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.samples = params.temperature > 0
+        self.filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.key = sequence_key(params.seed, params.choice)
+        self.looks_back = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        self.may_edit = self.looks_back or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.stop_ids))
+
+    def generated(self, ahead: int) -> int:
+        """Tokens generated once ``ahead`` more are known than ``token_ids`` has."""
+        return len(self.token_ids) + ahead - self.prompt_len
+
+    def bans_stop(self, ahead: int) -> bool:
+        return self.generated(ahead) < self.params.min_tokens and bool(self.stop_ids)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

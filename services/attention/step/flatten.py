@@ -1,6 +1,8 @@
 """A step plan becomes tensors: all pieces in one flat row dimension, without padding (ExpertFlow 4.2).
 
-Decoding sequences, hundreds in a step, are handled together as arrays; pieces of prompts one by one.
+Decoding sequences, hundreds in a step, are handled together as arrays; pieces of prompts one by one. Their KV blocks
+stand in a :class:`BlockTable`, which is kept from step to step: a step changes few of its rows. Where a step runs as
+two micro-batches, :func:`split` cuts its tensors between two sequences.
 Legend: T rows of the step, R rows whose logits are wanted, B decoding sequences, M blocks per sequence.
 """
 
@@ -11,12 +13,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from services.attention.sequences.plan import Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState
-from services.attention.step.block_table import BlockTable
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 from services.model.transfer import upload
 
@@ -104,3 +106,88 @@ def _slots(piece: Piece, block_size: int) -> Iterator[int]:
     blocks = piece.state.blocks
     for position in range(piece.start, piece.end):
         yield blocks[position // block_size] * block_size + position % block_size
+
+
+_SLACK = 16
+"""Columns more than are needed, so that the array grows seldom."""
+
+
+class BlockTable:
+    """Rows in the order of the sequences asked for last."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._states: Sequence[SequenceState] = ()
+        self._blocks_BM: NDArray[np.int64] = np.zeros((0, _SLACK), dtype=np.int64)
+
+    def rows(self, states: Sequence[SequenceState], position_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``blocks_BM`` of ``states``, each followed by repeats of its last block; valid until the next call.
+
+        Args:
+            position_B: of the token that each computes now. A sequence asked for in the step before has taken a block
+                since only if this is the first in one. Asking twice for a step changes nothing.
+        """
+        if states is not self._states:
+            self._adopt(states)
+        for row in np.flatnonzero(position_B % self._block_size == 0).tolist():
+            self._write(row, states[row].blocks, -1)
+        return self._blocks_BM
+
+    def _adopt(self, states: Sequence[SequenceState]) -> None:
+        """Rows of sequences that stayed move; the others' are written."""
+        row_of = {state: row for row, state in enumerate(self._states)}
+        before = [row_of.get(state, -1) for state in states]
+        most = max((len(state.blocks) for state in states), default=0)
+        width = min(self._blocks_BM.shape[1], most + _SLACK)  # back, when a long one has gone
+        blocks_BM = np.zeros((len(states), width), dtype=np.int64)
+        if row_of:
+            blocks_BM[:] = self._blocks_BM[before, :width]
+        self._states, self._blocks_BM = states, blocks_BM
+        for row, old in enumerate(before):
+            if old < 0:
+                self._write(row, states[row].blocks, 0)
+
+    def _write(self, row: int, blocks: Sequence[int], first: int) -> None:
+        """``blocks`` from ``first`` on."""
+        count, width = len(blocks), self._blocks_BM.shape[1]
+        if count > width:
+            self._blocks_BM = np.pad(self._blocks_BM, ((0, 0), (0, count + _SLACK - width)), mode="edge")
+        start = first % count
+        self._blocks_BM[row, start:count] = blocks[start:]
+        self._blocks_BM[row, count:] = blocks[-1]
+
+
+def split(inputs: StepInputs, at: int | None) -> tuple[StepInputs, ...]:
+    """Before the sequence ``at`` of ``inputs.sizes``, in two; ``inputs`` itself for None.
+
+    Row numbers count within each. Neither wants logits: these are of the rows of all, joined again.
+    """
+    if at is None:
+        return (inputs,)
+    decodes = inputs.decodes
+    if decodes is not None and at <= len(decodes):
+        first = _part(inputs, slice(at), _cut(decodes, slice(at)), ())
+        return first, _part(inputs, slice(at, None), _cut(decodes, slice(at, None)), inputs.sequences)
+    number = at - (len(decodes) if decodes is not None else 0)
+    row = inputs.sequences[number].start
+    first = _part(inputs, slice(row), decodes, inputs.sequences[:number])
+    return first, _part(inputs, slice(row, None), None, inputs.sequences[number:])
+
+
+def _cut(decodes: DecodeRows, rows: slice) -> DecodeRows | None:
+    kv_len_B = decodes.kv_len_B[rows]
+    return DecodeRows(kv_len_B=kv_len_B, blocks_BM=decodes.blocks_BM[rows]) if len(kv_len_B) else None
+
+
+def _part(
+    inputs: StepInputs, rows: slice, decodes: DecodeRows | None, sequences: tuple[SequenceRows, ...]
+) -> StepInputs:
+    first_row = rows.start or 0
+    return StepInputs(
+        token_ids_T=inputs.token_ids_T[rows],
+        positions_T=inputs.positions_T[rows],
+        slots_T=inputs.slots_T[rows],
+        sequences=tuple(structs.replace(one, start=one.start - first_row) for one in sequences),
+        logits_rows_R=inputs.logits_rows_R[:0],
+        decodes=decodes,
+    )

@@ -2,7 +2,7 @@
 
 A decode step N+1 is launched while step N runs: its input tokens are on the device already. The host then reads step N
 without stalling the device. Rows of sequences that ended in N are discarded
-(:mod:`services.attention.batching.deferred_free` says why they harm nobody). If N failed or had to draw again, N+1 is
+(:mod:`services.attention.batching.blocks` says why they harm nobody). If N failed or had to draw again, N+1 is
 discarded and planned again. At most one step is launched ahead, and two are in flight only within
 :meth:`StepPipeline.step`.
 Legend: B decoding sequences.

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from services.attention.kv_cache import KVCache
 from services.attention.step.cuda_graphs import StepGraphs
+from services.attention.step.flatten import split
 from services.attention.step.forward import forward
-from services.attention.step.micro_batches import split
 from services.attention.step.overlap import OverlapPolicy
-from services.fabric.link import ExpertLink
-from services.fabric.timed import TimedLink
+from services.fabric.link import ExpertLink, TimedLink
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 

@@ -20,9 +20,9 @@ from services.attention.step import runner
 from services.attention.step.engine import Engine, EngineOptions
 from services.fabric.link import Certain
 from services.messages import GenerateRequest, SamplingParams
-from services.model.attention_plan import AttentionPlan
 from services.model.dense import DenseModel
 from services.model.inputs import PagedKV, StepInputs
+from services.model.paged_attention import AttentionPlan
 from services.model.spec import ModelSpec
 
 VOCAB = 64

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.attention.sampling.edits import Edits
 from services.attention.sampling.histories import History
 from services.attention.sequences.plan import StepPlan
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow
 from services.attention.step.engine import Engine
 
 

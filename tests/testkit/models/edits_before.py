@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.attention.sampling.histories import History
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow
 from services.model.transfer import upload
 
 

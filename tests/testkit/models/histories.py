@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.attention.sampling.histories import History
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow
 
 
 def history_of(rows: Sequence[DrawRow], device: torch.device | None = None, block_size: int = 4) -> History:

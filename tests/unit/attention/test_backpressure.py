@@ -11,8 +11,8 @@ from testkit.processes.roles import Deployment
 from testkit.queue.client import check, finish
 from testkit.queue.redis_server import RedisServer
 
-from services.attention import backpressure
-from services.attention.backpressure import LONGEST_S, LOOK_S, REMEMBERED_S, STALLED_S, Backpressure
+from services.attention import publisher
+from services.attention.publisher import LONGEST_S, LOOK_S, REMEMBERED_S, STALLED_S, Backpressure
 from services.errors import QueueUnavailable
 
 
@@ -38,7 +38,7 @@ class Rig:
     def __init__(self, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.held, self.report = 100.0, list[bool](), report
         self.backpressure = Backpressure(report, self.held.append, clock=lambda: self.now)
-        monkeypatch.setattr(backpressure.asyncio, "sleep", self._sleep)
+        monkeypatch.setattr(publisher.asyncio, "sleep", self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
         self.now += seconds

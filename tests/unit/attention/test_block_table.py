@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from services.attention.sequences.sequence import SequenceState
-from services.attention.step.block_table import BlockTable
 from services.attention.step.fixed_inputs import FixedInputs
+from services.attention.step.flatten import BlockTable
 from services.model.inputs import DecodeRows, StepInputs
 
 

@@ -8,8 +8,7 @@ import torch
 
 from services.attention.sequences.plan import Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence
-from services.attention.step.flatten import Flattener
-from services.attention.step.micro_batches import split
+from services.attention.step.flatten import Flattener, split
 from services.messages import GenerateRequest, SamplingParams
 from services.model.inputs import StepInputs
 

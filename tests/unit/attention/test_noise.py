@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.attention.sampling.noise import GumbelNoise
-from services.attention.sequences.keys import draw_key, draw_keys, sequence_key
+from services.attention.sequences.sequence import draw_key, draw_keys, sequence_key
 
 CPU = torch.device("cpu")
 M32 = 2**32 - 1

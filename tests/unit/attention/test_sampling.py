@@ -16,9 +16,8 @@ from services.attention.sampling.filters import heads, thresholds, width
 from services.attention.sampling.logprobs import TokenScores
 from services.attention.sampling.noise import GumbelNoise
 from services.attention.sampling.sampler import Sampler
-from services.attention.sequences.keys import draw_key
 from services.attention.sequences.plan import Outcome
-from services.attention.sequences.request_state import DrawRow
+from services.attention.sequences.sequence import DrawRow, draw_key
 from services.messages import SamplingParams
 
 CPU = torch.device("cpu")

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from services.errors import QueueUnavailable, RequestError
 from services.gateway.app import Parts, build_app
 from services.gateway.auth import Authenticator, KeyStore
+from services.gateway.budget import Holdings
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.connections import Bounds, Connections
 from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings
 from services.gateway.health import Readiness
-from services.gateway.holdings import Holdings
 from services.gateway.intake import Intake
 from services.gateway.offload import Offload
 from services.gateway.prompts import PromptReader, ServedModel

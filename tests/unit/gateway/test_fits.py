@@ -13,8 +13,8 @@ from testkit.pocket.answers import POCKET
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.errors import ContextLengthExceeded
-from services.gateway import fits as fits_module
-from services.gateway.fits import Fits
+from services.gateway import prompts as fits_module
+from services.gateway.prompts import Fits
 from services.gateway.tokenizer import SpecialTokens, TextCodec, load_codec, read_tokenizer_config
 
 SIZE = 600

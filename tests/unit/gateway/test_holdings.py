@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.errors import WorkLimited
-from services.gateway.holdings import CHOICE_BYTES, JOB_BYTES, Holdings
+from services.gateway.budget import CHOICE_BYTES, JOB_BYTES, Holdings
 
 BODY = {"prompt": "hello", "max_tokens": 200}
 

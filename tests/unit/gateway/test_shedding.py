@@ -11,7 +11,7 @@ import pytest
 
 from services.errors import Overloaded
 from services.gateway.auth import ApiKey, digest
-from services.gateway.outlet import Line, Outlet
+from services.gateway.stream import Line, Outlet
 
 URL = "/v1/completions"
 

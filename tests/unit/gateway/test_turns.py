@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.gateway.turns import Turns
+from services.gateway.middleware import Turns
 
 
 class Begun:

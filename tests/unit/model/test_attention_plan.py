@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.model.attention_plan import WindowPlan, WindowPlanner, group_by_length
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
+from services.model.paged_attention import WindowPlan, WindowPlanner, group_by_length
 
 CPU = torch.device("cpu")
 NOTHING = torch.zeros(0, dtype=torch.int64)
