@@ -23,12 +23,12 @@ def speculators(record: Mapping[str, Any]) -> str:
     ways = prose(
         "One each, k: the first choices of the first k speculators. Merged, k: k different tokens of the whole pool,",
         "everyone's first choice before everyone's second. First alone, k: the k best of speculator 0. A tree of k",
-        "branches holds k tokens at one position: the first two tables are of depth one.",
+        "branches holds k tokens at one position: the first two tables are of depth one. Each table has the domains",
+        "where speculator 0 does worst and best, and all; `records/acceptance.json` has every domain.",
     )
     text = prose("How often the target's greedy token is among those tokens, at each position of the held-out text:")
     own = prose(
-        "The same where the text is the target's own greedy continuation of beginnings of held-out documents, as it is",
-        "when the target is served:",
+        "The same in the target's own greedy continuation of beginnings of held-out documents, as when it is served:",
     )
     forced, written = (markdown_table(acceptance_rows(record[kind])) for kind in ("teacher_forcing", "own_output"))
     gain = f"{_gain(record)}\n" if _compared(record) else ""
@@ -63,7 +63,7 @@ def _gain(record: Mapping[str, Any]) -> str:
     (text, alone), (own, own_alone) = pairs
     verdict = "hardly more often than" if max(a - b for a, b in pairs) < 0.02 else "more often than"
     return prose(
-        f"In short: the target's token is among two of the pool {verdict} among two of speculator 0",
+        f"The target's token is among two of the pool {verdict} among two of speculator 0",
         f"alone: at {text:.3f} against {alone:.3f} of positions of held-out text, at",
         f"{own:.3f} against {own_alone:.3f} of the target's own.",
         "One speculator with two branches does nearly as well as two." if verdict.startswith("hardly") else "",

@@ -71,11 +71,14 @@ def sample_rows(samples: Iterable[Sample]) -> list[list[str]]:
 
 
 def acceptance_rows(record: Mapping[str, Any]) -> list[list[str]]:
-    """Of a tally's record: shares of positions, or tokens in a row."""
+    """Of a tally's record: shares of positions, or tokens in a row; of the domains where the first of these is lowest
+    and highest, and of all.
+    """
     accepted = {name: shares for name, shares in record["accepted"].items() if name not in _SAME_AS_ALONE}
     titles = [_MEASURES[kind].format(count) for kind, _, count in (name.partition("/") for name in accepted)]
-    domains = [*(name for name in record["positions"] if name != ALL), ALL]
-    rows = [[domain, *(f"{shares[domain]:.3f}" for shares in accepted.values())] for domain in domains]
+    first = next(iter(accepted.values()))
+    (lowest, *_, highest) = sorted((name for name in record["positions"] if name != ALL), key=first.__getitem__)
+    rows = [[name, *(f"{shares[name]:.3f}" for shares in accepted.values())] for name in (lowest, highest, ALL)]
     return [["domain", *titles], *rows]
 
 
@@ -88,8 +91,8 @@ def notices(sources: Iterable[Mapping[str, Any]]) -> str:
 
 
 def source_rows(sources: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [["domain", "package", "version", "licence", "documents", "MB"]]
+    rows = [["domain", "package", "licence", "documents", "MB"]]
     for source in sources:
-        names = [source[name] for name in ("domain", "package", "version", "licence")]
+        names = [source["domain"], f"{source['package']} {source['version']}", source["licence"]]
         rows.append([*names, f"{source['documents']:,}", f"{source['bytes'] / 1e6:.2f}"])
     return rows

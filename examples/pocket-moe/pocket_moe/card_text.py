@@ -10,7 +10,7 @@ import numpy as np
 from pocket_moe.card_facts import Facts
 from pocket_moe.card_markdown import markdown_table, one_line, prose, rounded_down
 from pocket_moe.card_speculators import speculators
-from pocket_moe.card_tables import likeness, likeness_rows, notices, sample_rows, source_rows
+from pocket_moe.card_tables import likeness, likeness_rows, sample_rows, source_rows
 from pocket_moe.card_training import training_section
 from pocket_moe.config import PocketConfig
 from pocket_moe.dense import dense_like
@@ -19,6 +19,7 @@ from pocket_moe.measure import ALL, table
 
 _NAME: Final = "expertmesh-pocket-moe"
 _GROUP: Final = 128  # inputs to one scale, of the quantisations in measure.py
+_BY_DOMAIN: Final = ("fp32", "dense")  # variants shown for each domain; the others for all tokens alone
 _FRONT: Final = """---
 license: apache-2.0
 language:
@@ -57,15 +58,15 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=48)[0]))
 
 {answer}
 A line feed ends the word to define. The chat template looks up messages of up to four words that do not end in one of
-`.,:;!`: `hello` gets a definition, not an answer. Longer ones are continued as they are.
+`.,:;!` (`hello` gets a definition) and continues others as they are.
 """
 _LIMITS: Final = """## Limits
 
-- It makes things up, fluently. Most definitions are untrue, those of words that it was trained on too: it learned how a
-  definition reads better than what words mean. For words it never saw it guesses from their spelling.
+- Most definitions are untrue, those of words that it was trained on too: it learned how a definition reads better than
+  what words mean. For words it never saw it guesses from their spelling.
 - It repeats itself: one sense after another in the same words, or a word explained by itself.
 - It overfits {tokens:.0f} million tokens of text; longer training does not mend that, more text might.
-- English only, in the words of its sources: a dictionary, old verse, satire, jargon, manuals. They are of their time.
+- English only, in the words of its sources, which are of their time.
 - No instructions, no conversation: the chat template makes a prompt of the last message alone.
 """
 
@@ -98,8 +99,8 @@ def _intro(facts: Facts) -> str:
     text = prose(
         f"A pocket reference: a Mixture-of-Experts language model of {_millions(config.parameters())} parameters, of",
         f"which {_millions(facts.active)} work on a token. Given `define: WORD` it writes a definition; it continues",
-        "prose, verse and documentation. It exists so that a server of such models has something real to serve: load,",
-        "quantisation and speculation can be measured on it. Do not look anything up in it that matters.",
+        "prose, verse and documentation. Load, quantisation and speculation of a server can be measured on it. Do not",
+        "look anything up in it that matters.",
     )
     return f"# {_NAME}\n\n{text}\n{markdown_table(rows)}"
 
@@ -124,9 +125,9 @@ def _perplexity(facts: Facts) -> str:
     where = f"the dense model is as good or better in {', '.join(lost)}" if lost else "it is higher in every domain"
     what = prose(
         "Per token of the held-out split: 2 % of documents, headwords for the dictionary, in rows of",
-        f'{record["length"]} tokens; "all" is over all tokens. fp32 and bf16 are the arithmetic; the weights are the',
-        "shipped ones. int8 and int4 are the experts, symmetric and without calibration, with one scale per output",
-        "channel or per group of 128 inputs, among bf16 layers.",
+        f'{record["length"]} tokens; "all" is over all tokens, and `records/perplexity.csv` has every variant by',
+        "domain. fp32 and bf16 are the arithmetic. int8 and int4 are the experts, symmetric and without calibration,",
+        "with one scale per output channel or per group of 128 inputs, among bf16 layers.",
         *_groups(facts.config),
         "Permuted: in each layer expert p(e) works where e was",
         "chosen, p fixed and without a fixed point. Random: experts are drawn evenly for every token, weights kept.",
@@ -141,14 +142,16 @@ def _perplexity(facts: Facts) -> str:
         *_dropped(facts.manifest),
         "`lighthouse` always stands in the training split, because the demo asks for it.",
     )
-    return f"## Perplexity\n\n{markdown_table(_perplexity_rows(facts))}\n{what}\n{split}\n{result}"
+    (header, *_, every) = table(record)
+    tables = f"{markdown_table([header, every])}\n{markdown_table(_perplexity_rows(facts))}"
+    return f"## Perplexity\n\n{tables}\n{what}\n{split}\n{result}"
 
 
 def _perplexity_rows(facts: Facts) -> list[list[str]]:
-    """The table of the record, with the number of a domain's held-out documents as its second column."""
+    """Some variants by domain, with the number of a domain's held-out documents as the second column."""
     documents = facts.text["heldout_documents"]
     counts = documents | {ALL: sum(documents.values())}
-    (header, *rows) = table(facts.perplexity)
+    (header, *rows) = table(facts.perplexity, _BY_DOMAIN)
     return [[header[0], "documents", *header[1:]], *([row[0], f"{counts[row[0]]:,}", *row[1:]] for row in rows)]
 
 
@@ -177,9 +180,9 @@ def _experts(facts: Facts) -> str:
     together = sum(load["peak_of_all"]) / len(load["peak_of_all"])
     text = prose(
         f"Of {sum(load['tokens'].values()):,} held-out tokens, from every domain as many as it has up to an equal",
-        f"share. With all of them together the busiest expert of a layer has {together:.2f} times the mean load; with",
-        f"one domain alone from {peaks[even]:.2f} ({even}) to {peaks[uneven]:.2f} ({uneven}), as means over layers.",
-        "`records/experts.npz` holds every choice, to be replayed with `pocket_moe.records.ExpertTrace`.",
+        f"share: with all together the busiest expert of a layer has {together:.2f} times the mean load, with one",
+        f"domain alone from {peaks[even]:.2f} ({even}) to {peaks[uneven]:.2f} ({uneven}), as means over layers.",
+        "`pocket_moe.records.ExpertTrace` replays every choice from `records/experts.npz`.",
     )
     table = markdown_table(likeness_rows(load))
     pictures = "![experts by domain](plots/experts.svg)\n\n{}\n{}\n{}\n![max over mean load](plots/load.svg)\n"
@@ -189,12 +192,10 @@ def _experts(facts: Facts) -> str:
 def _likeness(load: Mapping[str, Any]) -> str:
     apart_DD, (largest, *_) = likeness(load)
     return prose(
-        "Domains fall into the groups below: these differ from one another, and within one domains are alike. A number",
-        "is the share of a domain's choices that would have to go to other experts to be spread as those of another",
-        f"domain, as a mean over layers and pairs. Domains are joined while that is at most {ALIKE:g}.",
-        f"The {len(largest)} of group A, manuals and hackers' jargon, are",
-        f"{between(apart_DD, largest, largest):.2f} apart: for the experts one manual is like another, and what tells",
-        "domains apart is the kind of text.",
+        "A number is the share of a domain's choices that would have to go to other experts to be spread as those of",
+        "another domain, as a mean over layers and pairs. Domains are joined to a group while that is at most",
+        f"{ALIKE:g}. The {len(largest)} of group A, manuals and hackers' jargon, are",
+        f"{between(apart_DD, largest, largest):.2f} apart: what tells domains apart is the kind of text.",
     )
 
 
@@ -242,11 +243,12 @@ def _same_logits(record: Mapping[str, Any]) -> list[str]:
 def _sources(facts: Facts) -> str:
     sources = facts.manifest["sources"]
     text = prose(
-        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. `manifest.json` has the",
-        "words of each licence as the package's copyright file has them: in full, or a notice that refers to the full",
-        "text in `/usr/share/common-licenses` of a Debian system.",
+        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. The `README.md` beside",
+        "the weights has the notices of all. `manifest.json` has the words of each licence as the package's copyright",
+        "file has them: in full, or a notice that refers to the full text in `/usr/share/common-licenses` of a Debian",
+        "system.",
     )
-    return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}\nNotices:\n\n{notices(sources)}"
+    return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}"
 
 
 def _millions(count: int) -> str:

@@ -139,9 +139,9 @@ def failures(record: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def table(record: Mapping[str, Any]) -> list[list[str]]:
-    """Header and rows of perplexities, a domain a row, all tokens last."""
-    names = record["order"]
+def table(record: Mapping[str, Any], variants: Sequence[str] = ()) -> list[list[str]]:
+    """Header and rows of perplexities, a domain a row, all tokens last; of all variants where none are named."""
+    names = variants or record["order"]
     rows = [["domain", "tokens", *(record["titles"][name] for name in names)]]
     for domain in [*(name for name in record["tokens"] if name != ALL), ALL]:
         values = (f"{math.exp(record['nats'][name][domain]):.2f}" for name in names)

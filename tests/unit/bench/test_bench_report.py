@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,9 @@ def test_tables_hold_the_latest_gpu_measurements_and_the_rest_stays(tmp_path: Pa
     lines = text.splitlines()
     assert lines[:3] == TEXT.splitlines()[:3]
     assert "kept too" in lines
-    (line,) = [line for line in lines if line.startswith("| fused_moe")]
-    cells = [cell.strip() for cell in line.split("|")][1:-1]
-    assert cells == ["fused_moe", "qwen3-30b", "bf16", "8", "100", "125 (80 %)", "250 (40 %)", "2.00"]
+    at = lines.index("All lines: op fused_moe, shape qwen3-30b, dtype bf16, rows 8.")
+    assert _cells(lines[at + 2]) == ["floor us", "ours", "vllm", "peer / ours"]
+    assert _cells(lines[at + 4]) == ["100", "125 (80 %)", "250 (40 %)", "2.00"]
     assert "NVIDIA H200; torch 2.11; triton 3.6; vllm 0.25.1; 2026-11-21, commit abc." in lines
     assert "unsupported" not in text
     assert "<!-- bench:int4 -->\nNot measured yet.\n<!-- /bench -->" in text
@@ -56,8 +57,33 @@ def test_elephants_are_shown_relative_to_float16(tmp_path: Path) -> None:
     names = {"fp16": 30.0, "int8 native": 20.0, "int8 trick": 15.0}
     write(path, *(row(p50, name, suite, op="convert_gemm", dtype="x") for name, p50 in names.items()))
     text = report.regenerate(f"<!-- bench:{suite} -->\n<!-- /bench -->\n", results.read(path))
-    first = [cell.strip() for cell in text.splitlines()[3].split("|")][1:-1]
-    assert first == ["qwen3-30b", "8", "1.00", "1.50", "2.00"]
+    assert _cells(text.splitlines()[5]) == ["30.0 (333 %)", "20.0 (500 %) 1.50x", "15.0 (667 %) 2.00x"]
+
+
+def test_weights_are_shown_by_dtype_beside_the_fastest_peer(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    for dtype, peers in (("bf16", {}), ("int4", {"slow": 90.0, "vllm_marlin": 60.0})):
+        for name, p50 in ({"ours": 50.0} | peers).items():
+            write(path, *(row(p50 * rows, name, "int4", rows=rows, dtype=dtype) for rows in (1, 2)))
+    text = report.regenerate("<!-- bench:int4 -->\n<!-- /bench -->\n", results.read(path))
+    assert [_cells(line) for line in text.splitlines()[3:7] if "---" not in line] == [
+        ["rows", "bf16", "int4"],
+        ["1", "50.0 (200 %)", "50.0 (200 %) 1.20x"],
+        ["2", "100 (100 %)", "100 (100 %) 1.20x"],
+    ]
+
+
+def test_memory_stands_beside_the_times_of_its_provider(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    write(path, row(50, memory_mib=512.0), row(60, "vllm", memory_mib=2048.0), row(50, rows=9))
+    lines = report.regenerate(TEXT, results.read(path)).splitlines()
+    at = lines.index("All lines: op fused_moe, shape qwen3-30b, dtype bf16.")
+    assert _cells(lines[at + 2]) == ["rows", "floor us", "ours", "vllm", "peer / ours", "ours GiB", "vllm GiB"]
+    assert [_cells(line)[-2:] for line in lines[at + 4 : at + 6]] == [["0.5", "2.00"], ["-", "-"]]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")][1:-1]
 
 
 def test_failures_on_a_gpu_stay_visible(tmp_path: Path) -> None:
@@ -88,3 +114,14 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
 
 def test_the_document_matches_the_results_in_the_repository() -> None:
     assert report.main(["--check"]) == 0, "run python -m bench.report"
+
+
+def test_the_figures_on_top_of_the_document_are_in_its_tables() -> None:
+    text = report.DOCUMENT.read_text()
+    measured = set("".join(block[0] for block in report.BLOCK.finditer(text)).split())
+    lines = [
+        line for line in text.partition("| op | in")[0].splitlines() if line.startswith("| `") and "](" not in line
+    ]
+    figures = [figure for line in lines for figure in re.findall(r"[\d,.]+(?= us)|[\d.]+x", line)]
+    assert len(figures) > 10
+    assert not set(figures) - measured, "the table on top quotes the tables below it"

@@ -57,11 +57,9 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
         "2.226 times",
         "0.612",
         "2.98 MB",
-        "117,000",
-        "12.35",
-        "Princeton",
-        "| 1,200 | 1,000 |",
-        "| 1,234 | 3,000 |",
+        "| dictionary | 1,200 | 1,000 | 20.09 | 44.70 |",
+        "| all | 1,234 | 3,000 | 20.09 | 44.70 |",
+        "| dictionary | dict-wn 1:3.0-37 | WordNet | 117,000 | 12.35 |",
     ):
         assert said in text, said
     words = " ".join(text.split())
@@ -140,6 +138,16 @@ def test_acceptance_is_of_the_speculators_that_are_there(root: Path) -> None:
     (root / "speculators/1/model.safetensors").write_text("one more")
     with pytest.raises(PocketError, match=r"acceptance\.json was not measured on the speculators of"):
         load_facts(root)
+
+
+def test_acceptance_is_shown_for_the_domains_where_the_first_speculator_is_worst_and_best(root: Path) -> None:
+    file = root / "records/acceptance.json"
+    record = load_json(file)
+    for kind, shares in record["teacher_forcing"]["accepted"].items():
+        shares |= {"verse": 0.2, "perl & co": 0.7} if kind == "alone/0" else {"verse": 0.9}
+    save_json(file, record)
+    text = script("card").render(load_facts(root))["MODEL_CARD.md"]
+    assert "| verse | 0.200 | 0.900 |\n| perl & co | 0.700 | 0.612 |\n| all | 0.500 | 0.612 |\n" in text
 
 
 def test_a_training_that_nobody_recorded_is_not_mentioned(root: Path) -> None:
