@@ -68,7 +68,8 @@ class Assumed:
     def _margin(self) -> str:
         within = (
             f"within {MARGIN:.0%} of 20 layer times measured on 4 H200 of one node, shared by all, 2 + 2 or "
-            "1 + 3, with Qwen3-30B-A3B's shapes in bfloat16 without a context (docs/log.md, layer times by mode)"
+            "1 + 3, with Qwen3-30B-A3B's shapes in bfloat16 without a context "
+            "(docs/log/2026-11.md, layer times by mode)"
         )
         others = ["other splits"] + ([f"the {self.gpu}"] if self.gpu != MEASURED else [])
         others += [f"{self.weight_bits}-bit weights"] if self.weight_bits != 16 else []

@@ -37,7 +37,7 @@ ACTIVATION_BYTES = 2
 INF = float("inf")
 MARGIN = 0.25
 """The estimates' greatest error against 20 measured layer times, none of which these figures were drawn from:
-Qwen3-30B-A3B's shapes in bfloat16 on 4 H200 (docs/log.md, layer times by mode), as test_layer_times.py shows."""
+Qwen3-30B-A3B's shapes in bfloat16 on 4 H200 (docs/log/2026-11.md, layer times by mode): see test_layer_times.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

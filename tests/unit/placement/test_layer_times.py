@@ -20,7 +20,7 @@ MEASURED_US = {
     512: (328, 318, 619, 240, 248),
     2048: (421, 441, 662, 508, 327),
 }
-"""docs/log.md, 2026-11-22, layer times by mode."""
+"""docs/log/2026-11.md, 2026-11-22, layer times by mode."""
 
 
 def estimated_us(tokens: int) -> list[float]:
