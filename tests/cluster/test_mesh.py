@@ -13,7 +13,7 @@ from testkit.kube.release import COMES_BACK
 from testkit.kube.scaled import Scaled
 
 RANKS = 2
-SETTINGS = ("attention.experts=mesh", f"attention.mesh.ranks={RANKS}")
+SETTINGS = ("layout=lockstep", f"attention.workers={RANKS}")
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from testkit.kube.release import NAME
 
 PROFILES = ("dev", "single-node", "multi-node")
 MESH = {
-    "plain": ["attention.mesh.ranks=4"],
+    "plain": ["attention.workers=4"],
     "sliced, over nodes": [
-        *("attention.mesh.ranks=8", "attention.replicas=2", "attention.config.expert_slices=2"),
-        *("attention.mesh.annotations.place=rack", "attention.rollingUpdate.maxSurge=1"),
+        *("attention.workers=8", "attention.replicas=2", "attention.config.expert_slices=2"),
+        *("attention.lockstep.annotations.place=rack", "attention.rollingUpdate.maxSurge=1"),
     ],
 }
 
@@ -43,7 +43,7 @@ def test_a_cluster_without_groups_says_so(bare_cluster: Cluster) -> None:
     if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
         pytest.skip("this cluster knows LeaderWorkerSets")
     for option in SCALED.values():
-        chosen = ["attention.experts=mesh", "attention.mesh.ranks=2", *option]
+        chosen = ["layout=lockstep", "attention.workers=2", *option]
         words = ["--values", str(CHART / "values-dev.yaml"), *[w for each in chosen for w in ("--set", each)]]
         said = bare_cluster.helm("install", NAME, str(CHART), "--dry-run=server", *words, check=False)
         assert "makes a LeaderWorkerSet, which this cluster does not know" in said
@@ -56,7 +56,7 @@ def test_groups_of_ranks_are_accepted(
     bare_cluster: Cluster, namespace: str, profile: str, option: str, scaled: str
 ) -> None:
     model = ["model.hostPath.path=/models"] if profile == "single-node" else []
-    chosen = ["attention.experts=mesh", *SCALED[scaled], *model, *MESH[option]]
+    chosen = ["layout=lockstep", *SCALED[scaled], *model, *MESH[option]]
     words = [
         "--api-versions",
         "keda.sh/v1alpha1",
