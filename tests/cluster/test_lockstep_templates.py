@@ -14,7 +14,7 @@ from testkit.kube.leader_worker_sets import defined
 from testkit.kube.release import NAME
 
 PROFILES = ("dev", "single-node", "multi-node")
-MESH = {
+LOCKSTEP = {
     "plain": ["attention.workers=4"],
     "sliced, over nodes": [
         *("attention.workers=8", "attention.replicas=2", "attention.config.expert_slices=2"),
@@ -34,7 +34,7 @@ SCALED = {
 @pytest.fixture(scope="module")
 def namespace(bare_cluster: Cluster) -> Iterator[str]:
     """With the controller's own definition where the cluster has it, else with ours."""
-    with defined(bare_cluster), bare_cluster.namespace("t-mesh-templates", level="privileged") as name:
+    with defined(bare_cluster), bare_cluster.namespace("t-lockstep-templates", level="privileged") as name:
         yield name
 
 
@@ -50,13 +50,13 @@ def test_a_cluster_without_groups_says_so(bare_cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("scaled", SCALED)
-@pytest.mark.parametrize("option", MESH)
+@pytest.mark.parametrize("option", LOCKSTEP)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_groups_of_ranks_are_accepted(
     bare_cluster: Cluster, namespace: str, profile: str, option: str, scaled: str
 ) -> None:
     model = ["model.hostPath.path=/models"] if profile == "single-node" else []
-    chosen = ["layout=lockstep", *SCALED[scaled], *model, *MESH[option]]
+    chosen = ["layout=lockstep", *SCALED[scaled], *model, *LOCKSTEP[option]]
     words = [
         "--api-versions",
         "keda.sh/v1alpha1",

@@ -58,7 +58,7 @@ def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another
     gateway = named(objects, "Deployment", "gateway")["spec"]["strategy"]["rollingUpdate"]
     assert gateway == {"maxSurge": 1, "maxUnavailable": 0}
     patience = config(objects, "attention")["experts_timeout"]
-    assert 120 < patience < 300, "long enough to load weights, and below --step-timeout"
+    assert patience > 120, "long enough to load weights"
 
 
 @pytest.mark.parametrize(
