@@ -8,7 +8,7 @@ from services.config.load import Layered, layer, load_layered, load_settings, ne
 from services.config.options import OptionParser, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import check_bounds, colocated, require
-from services.config.sections import ExpertSettings, QueueSettings, ScalingSettings
+from services.config.sections import NetworkSettings, QueueSettings
 from services.config.settings import ENV_PREFIX, SECTIONS, Settings, is_hidden, mask_url, roles_of
 
 __all__ = [
@@ -22,12 +22,11 @@ __all__ = [
     "SCHEDULER",
     "SECTIONS",
     "WORKERS",
-    "ExpertSettings",
     "Layered",
+    "NetworkSettings",
     "OptionParser",
     "QueueSettings",
     "Role",
-    "ScalingSettings",
     "Settings",
     "check_bounds",
     "colocated",

@@ -78,7 +78,7 @@ def test_the_files_are_found(ours: dict[str, str]) -> None:
 def test_no_text_names_an_option_of_an_earlier_release(ours: dict[str, str]) -> None:
     """Options of other tools that have such a name are not meant."""
     others = {"experts", "gpu", "ranks", "kubernetes"}
-    words = "|".join(name.replace("_", "-") for name in RENAMED if name not in others)
-    pattern = re.compile(rf"--({words})(?![\w-])")
+    names = [name for name in RENAMED if name not in others]
+    pattern = re.compile(rf"(--({'|'.join(names).replace('_', '-')})|config[.]({'|'.join(names)}))(?![\w-])")
     found = [f"{file}: {match[0]}" for file, text in ours.items() for match in pattern.finditer(text)]
     assert not found, "services/config/renamed.py says what to write instead"
