@@ -76,7 +76,7 @@ def remote_link(
 
 
 def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, most: int) -> Layout:
-    """Between CPUs answers come unsummed, so that tokens are those of ``--fabric-shared off``."""
+    """Between CPUs answers come unsummed, so that tokens in float32 are those of ``--fabric-shared off``."""
     return Layout(
         rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), most),
         hidden=spec.hidden_size,
