@@ -120,7 +120,7 @@ cluster-test: env
 
 # A part of CI: where KUBE_TOOL names no program, or its cluster does not start, it says so and is content.
 cluster-dry: env
-	KUBE_OPTIONAL=1 KUBE_TOOL=$(KUBE_TOOL) $(BIN)/pytest -q -rs tests/cluster/test_templates.py tests/cluster/test_mesh_templates.py
+	KUBE_OPTIONAL=1 KUBE_TOOL=$(KUBE_TOOL) $(BIN)/pytest -q -rs tests/cluster/test_templates.py tests/cluster/test_lockstep_templates.py
 
 # Exact versions of what the extras need now, without the local tag of a torch build.
 constraints:

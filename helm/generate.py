@@ -18,36 +18,36 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.config import ROLES, Role, Settings, roles_of  # noqa: E402  beside an installed expertmesh this one counts
+from services.config import RENAMED, ROLES, Role, Settings, is_hidden, roles_of  # noqa: E402  beside an installed expertmesh this one counts
 from services.queue.acl import RULES, permissions, user_line  # noqa: E402
 from services.queue.keys import Keys  # noqa: E402
 
 CHART = ROOT / "helm/expertmesh"
 MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- values: end -->")
 OWNED = {
-    *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "metrics_upstreams", "redis_url"),
-    "redis_url_file",
-    *("namespace", "attention_workers", "expert_workers", "colocated_workers", "experts", "expert_groups", "rank"),
-    *("expert_group", "fabric_port", "fabric_secret_file", "fabric_lane", "ranks", "mesh_address", "node", "auth"),
-    *("api_keys_file", "drain_delay", "drain_timeout", "log_format", "supervisor_pid", "process", "fabric_shared"),
-    *("kubernetes", "kubernetes_selector", "pod", "autoscale", "sleep_after", "scale_down_after"),
-    *("target_ttft", "target_tpot", "colocated_by"),
-    *(
-        "shard_replicas",
-        "fewest_replicas",
-        "most_replicas",
-        "fewest_attention",
-        "most_attention",
-        "fewest_gateways",
-        "most_gateways",
-    ),
+    *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "redis_url", "redis_url_file"),
+    *("namespace", "layout", "workers", "expert_workers", "expert_groups", "expert_group", "fabric_port"),
+    *("fabric_secret_file", "fabric_lane", "fabric_shared", "auth", "api_keys_file", "drain_delay", "drain_timeout"),
+    *("log_format", "kubernetes_selector", "autoscale", "sleep_after", "scale_down_after"),
+    *("target_ttft", "target_tpot", "shard_replicas", "min_replicas", "max_replicas"),
+    *("min_attention", "max_attention", "min_gateways", "max_gateways"),
+    *filter(is_hidden, Settings.model_fields),
 }
 """Settings that the chart sets from other values, or that mean nothing in a cluster."""
 HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay", "groups": "expert_groups"} | {
-    "minReplicas": "fewest_replicas",
-    "maxReplicas": "most_replicas",
+    "minReplicas": "min_replicas",
+    "maxReplicas": "max_replicas",
 }
 """Values that are handed on as a setting of the server, and share its bounds."""
+RENAMED_VALUES = {
+    "attention.experts": "Say layout: disaggregated (it was tcp), local, lockstep (it was mesh) or colocated (seats).",
+    "attention.mesh.ranks": "Say attention.workers.",
+    "attention.mesh.annotations": "Say attention.lockstep.annotations.",
+    "attention.seats.workers": "Say attention.workers.",
+    "attention.seats.groups": "Say attention.colocated.groups.",
+    "attention.seats.shared": "Say attention.colocated.shared.",
+}
+"""Values of earlier charts: what to say now."""
 _STRICT = {"additionalProperties": False}
 _NAMES = ("existingSecret", "existingClaim", "caSecret", "tlsSecret")
 _CLASSES = ("storageClassName", "priorityClassName", "runtimeClassName", "className")
@@ -122,7 +122,28 @@ def _node(
     if path in known:
         return known[path] or _named(path[-1]) or {"type": _kind(default)} | _bounds(path[-1])
     properties = {key: _node((*path, key), value, known, {}) for key, value in default.items()}
+    more = more | {name: _PASSED for name in _renamed_below(path) if name not in properties}
     return {"type": "object", **_STRICT, "properties": properties | more}
+
+
+_PASSED = {"description": "Has another name now: the chart says which."}
+"""Schema of what the schema leaves to the chart's checks, which know what to say."""
+
+
+def _renamed_below(path: tuple[str, ...]) -> list[str]:
+    """Keys of earlier charts at ``path``."""
+    values = [name.split(".") for name in RENAMED_VALUES]
+    return sorted({value[len(path)] for value in values if tuple(value[: len(path)]) == path})
+
+
+def renamed_settings() -> dict[str, str]:
+    """Settings of earlier servers that users of the chart could set, and for which there is something to say."""
+
+    def owned(sentence: str) -> bool:
+        return any(word.replace("-", "_") in OWNED for word in re.findall(r"--([a-z-]+)", sentence))
+
+    said = RENAMED | {"kv_blocks": "Say --kv-memory-gib X."}  # an option of the server still, which no help names
+    return {name: sentence for name, sentence in sorted(said.items()) if not owned(sentence)}
 
 
 def _named(key: str) -> dict[str, Any]:
@@ -193,6 +214,7 @@ def settings() -> dict[str, Any]:
         rule = {key: value for key, value in described[name].items() if key not in ("default", "roles", "title")}
         roles = ", ".join(role for role in ROLES if role in roles_of(name))
         properties[name] = rule | {"description": f"{rule['description']} ({roles})"}
+    properties |= dict.fromkeys(renamed_settings(), _PASSED)
     return {"type": "object", **_STRICT, "properties": properties}
 
 
@@ -202,8 +224,16 @@ def settings_of(role: Role) -> dict[str, Any]:
     return {
         "type": "object",
         **_STRICT,
-        "properties": {name: {"$ref": f"#/definitions/settings/properties/{name}"} for name in mine},
+        "properties": {
+            name: {"$ref": f"#/definitions/settings/properties/{name}"} for name in (*mine, *renamed_settings())
+        },
     }
+
+
+def renamed() -> str:
+    """What the chart's checks say of names of earlier charts and servers."""
+    text = yaml.safe_dump({"settings": renamed_settings(), "values": RENAMED_VALUES}, width=1000)
+    return f"# Written by helm/generate.py: what to say instead of a name of an earlier release.\n{text}"
 
 
 def users() -> str:
@@ -220,6 +250,7 @@ def results() -> dict[Path, str]:
     tail = rest.partition(MARKS[1])[2]
     return {
         CHART / "files/redis-users.acl": users(),
+        CHART / "files/renamed.yaml": renamed(),
         CHART / "values.schema.json": json.dumps(schema(values, text), indent=1, ensure_ascii=False) + "\n",
         CHART / "README.md": f"{head}{MARKS[0]}\n{table(values)}\n{MARKS[1]}{tail}",
     }

@@ -128,7 +128,18 @@ def _served(model: Path, shards: int) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["--model", model, "--expert-workers", shards, "--dtype", "float32", "--threads", 1]
+    words = [
+        "--model",
+        model,
+        "--layout",
+        "disaggregated",
+        "--expert-workers",
+        shards,
+        "--dtype",
+        "float32",
+        "--threads",
+        1,
+    ]
     words += ["--overlap", "off", "--no-prefix-cache", "--log-level", "warning"]
     with served([str(word) for word in words], port=port) as server:
         yield server.url

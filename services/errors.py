@@ -212,13 +212,13 @@ class BadAnswer(FabricError):
 
 
 class LockstepBroken(FabricError):
-    code = "mesh_broken"
+    code = "lockstep_broken"
 
 
 class LockstepLeft(FabricError):
     """A rank left in order, and so has this one."""
 
-    code = "mesh_left"
+    code = "lockstep_left"
 
 
 class RequestError(ExpertMeshError):

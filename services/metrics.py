@@ -219,9 +219,13 @@ class WorkerMetrics:
         self.stale_results = counter("stale_results_total", "Results refused because a later attempt owns the request.")
         self.given_up = counter("given_up_attempts_total", "Attempts given up because experts could not be reached.")
         self.refused_peers = counter("refused_peers_total", _REFUSED_PEERS, "reason")
-        self.mesh_messages = counter("mesh_messages_total", "Messages to other ranks, by scope: node, across.", "scope")
-        self.mesh_bytes = counter("mesh_bytes_total", "Bytes to other ranks, by scope: node, across.", "scope")
-        self.mesh_turns = counter("mesh_turns_total", "Steps of all ranks together, those without own rows too.")
+        self.lockstep_messages = counter(
+            "lockstep_messages_total", "Messages to other ranks, by scope: node, across.", "scope"
+        )
+        self.lockstep_bytes = counter("lockstep_bytes_total", "Bytes to other ranks, by scope: node, across.", "scope")
+        self.lockstep_turns = counter(
+            "lockstep_turns_total", "Steps of all ranks together, those without own rows too."
+        )
         self.expert_tokens = counter("expert_tokens_total", "Rows routed to a shard's experts.", "layer", "shard")
         self.expert_top_share = gauge(
             "expert_top_share_ratio", "Share of a layer's rows that its busiest experts took.", "layer", "rank"

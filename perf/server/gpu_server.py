@@ -1,7 +1,7 @@
 """A whole server between GPUs: recorded answers over REST while replicas are killed, leave and join. Prints as it goes.
 
     PYTHONPATH=.:kernels:tests python3 perf/server/gpu_server.py [--gpus 4] [--attention 2] [--experts 6] [--groups 1]
-        [--kills 20] [--settle] [--limit 150] [--out DIR]     (--device cpu --shared host --lane gloo: on any machine)
+        [--kills 20] [--settle] [--limit 150] [--out DIR]     (--device cpu --shared host --lane tcp: on any machine)
 
 One process per role, as a user starts them: Redis, gateway, scheduler, attention workers on GPUs of their own, expert
 workers on the rest in turn. An attention worker uses one seat of a group at a time, by its number: other seats of that
@@ -219,8 +219,9 @@ def special(options: argparse.Namespace, name: str) -> dict[str, object]:
     batch: dict[str, object] = {}
     if role != "experts":
         batch = {"max_num_seqs": options.streams, "max_num_batched_tokens": 512}
-        batch |= {"cuda_graphs": options.graphs, "lookahead": options.lookahead}
-    return {"device": options.device, "gpu": gpu, **link, **batch}
+        batch |= {"enforce_eager": options.eager}
+    device = options.device if options.device == "cpu" else f"{options.device}:{gpu}"
+    return {"device": device, **link, **batch}
 
 
 def give_up(stage: Bench, out: Path | None) -> None:
@@ -253,8 +254,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shared", default="auto")
     parser.add_argument("--lane", default="auto")
-    parser.add_argument("--graphs", default="auto")
-    parser.add_argument("--lookahead", default="auto")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, and no step ahead of another")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.until = time.monotonic() + options.limit

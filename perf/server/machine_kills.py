@@ -27,7 +27,9 @@ STREAMS, CALM_S, EFFECT_S = 64, 3.0, 2.0
 async def go(stage: Bench, options: argparse.Namespace) -> bool:
     began = time.perf_counter()
     deployment = Deployment(stage, groups=1, lease_s=options.lease)
-    machine = deployment.machine(colocated_workers=options.workers, expert_groups=1, fabric_shared=options.shared)
+    machine = deployment.machine(
+        layout="colocated", workers=options.workers, expert_groups=1, fabric_shared=options.shared
+    )
     print(f"{options.workers} workers are ready after {time.perf_counter() - began:.1f} s", flush=True)
     load, wanted = Load(url=machine.url, streams=STREAMS), jobs(recorded(), 1, shortest=16, longest=48)
     await load.undisturbed(wanted)

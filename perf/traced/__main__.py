@@ -29,8 +29,8 @@ from loadgen.served import Served, served
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/pocket-moe/model"
 LAYOUTS = {
-    "local": ("--attention-workers", "1"),
-    "shared": ("--attention-workers", "1", "--expert-workers", "1", "--fabric-shared", "host"),
+    "local": ("--workers", "1"),
+    "shared": ("--workers", "1", "--layout", "disaggregated", "--expert-workers", "1", "--fabric-shared", "host"),
 }
 OURS = ("services/", "kernels/moe_kernels/")
 WRITTEN_S = 20.0

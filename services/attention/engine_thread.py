@@ -18,6 +18,8 @@ from typing import Protocol
 from services.messages import GenerateRequest, TokenEvent, event_bytes
 
 BUFFER_BYTES = 64 * 1024 * 1024
+BUFFER_TOKENS = 65_536
+"""Computed tokens, and their bytes, that are held while Redis is away; then the engine pauses."""
 
 
 class SteppedEngine(Protocol):

@@ -34,7 +34,7 @@ class KVCache:
             needed = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
             raise ConfigError(
                 f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, which do not fit into the memory of {device}.",
-                hint="Lower --kv-blocks or --kv-memory-gib.",
+                hint="Lower --kv-memory-gib.",
             ) from error
         self._num_blocks, self._block_size = num_blocks, block_size
         self.token_ids_S = torch.zeros((num_blocks + 1) * block_size, dtype=torch.int64, device=device)
@@ -89,6 +89,6 @@ def blocks_within(memory_gib: float, spec: ModelSpec, *, block_size: int, dtype:
     if blocks < 1:
         raise ConfigError(
             f"--kv-memory-gib {memory_gib} is less than one KV block, which takes {each / 2**30:.3g} GiB.",
-            hint="Raise it, or set --kv-blocks.",
+            hint="Raise it.",
         )
     return blocks

@@ -1,4 +1,4 @@
-"""Co-located mode: this worker is one rank of several that each hold attention and a share of the experts.
+"""Layout lockstep: this worker is one rank of several that each hold attention and a share of the experts.
 
 The engine steps only when all ranks step. In: what the batch manager plans, as anywhere. Out: rows to the other ranks,
 theirs through the experts here.
@@ -39,7 +39,7 @@ MARGIN_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class Colocated:
+class LockstepRank:
     """One rank among all: its link, its experts, its wake-up signal. ``on_notify`` is set once there is somebody to
     wake.
     """
@@ -65,7 +65,7 @@ class Colocated:
         joined = join(self._meeting(), self._facts(worker), self.faults)
         shape = self._shape(joined.nodes)
         near = shape.neighbours(self._settings.rank)
-        self._control = control = GlooWire(joined.group(), near=near, timeout_s=self._settings.mesh_timeout)
+        self._control = control = GlooWire(joined.group(), near=near, timeout_s=self._settings.lockstep_timeout)
         wire = self._wire(joined, control)
         link = lockstep_link(
             wire,
@@ -73,7 +73,7 @@ class Colocated:
             placement=placement,
             num_experts=self._spec.num_experts,
             shape=shape,
-            max_rows=self._max_rows(),
+            max_rows=self._settings.max_num_batched_tokens,
         )
         self.traffic = wire.traffic
         self.wake_up = joined.wake_up(lambda: self.on_notify())
@@ -93,7 +93,7 @@ class Colocated:
 
     def _placement(self) -> Placement:
         settings, spec = self._settings, self._spec
-        groups = settings.ranks // settings.expert_slices
+        groups = settings.workers // settings.expert_slices
         slots = settings.expert_slots or -(-spec.num_experts // max(groups, 1))
         even = {layer: [1.0] * spec.num_experts for layer in spec.moe_layers}
         return place_experts(even, groups, min(slots, spec.num_experts))
@@ -112,40 +112,38 @@ class Colocated:
 
     def _meeting(self) -> Meeting:
         settings = self._settings
-        assert settings.mesh_address is not None, "load_settings requires it"
+        assert settings.lockstep_address is not None, "load_settings requires it"
         assert settings.fabric_secret_file is not None, "load_settings requires it"
-        address, _, port = settings.mesh_address.rpartition(":")
+        address, _, port = settings.lockstep_address.rpartition(":")
         return Meeting(
             rank=settings.rank,
-            ranks=settings.ranks,
+            ranks=settings.workers,
             address=address.strip("[]"),
             port=int(port),
             host=advertised(settings),
-            timeout_s=settings.mesh_timeout,
+            timeout_s=settings.lockstep_timeout,
             secret=read_secret(settings.fabric_secret_file),
         )
 
     def _facts(self, worker: str) -> Facts:
         settings = self._settings
-        names = ("ranks", "mesh_exchange", "relay_pairs", "expert_slots", "expert_slices")
-        rows = {"max_rows": self._max_rows()}
+        names = ("workers", "lockstep_exchange", "expert_slots", "expert_slices", "max_num_batched_tokens")
         return Facts(
             worker=worker,
             node=node_name(settings),
             fingerprint=self._spec.fingerprint,
             package=version("expertmesh"),
             dtype=str(self._dtype).removeprefix("torch."),
-            exchange=", ".join(f"{name} {getattr(settings, name, rows.get(name))}" for name in (*names, *rows)),
+            exchange=", ".join(f"{name} {getattr(settings, name)}" for name in names),
         )
 
     def _shape(self, nodes: tuple[str, ...]) -> LockstepShape:
         settings = self._settings
-        way = settings.mesh_exchange
+        way = settings.lockstep_exchange
         return LockstepShape(
             nodes=nodes,
             way=("hierarchical" if len(set(nodes)) > 1 else "flat") if way == "auto" else way,
             slices=settings.expert_slices,
-            pairs=settings.relay_pairs,
         )
 
     def _wire(self, joined: Joined, control: GlooWire) -> Wire:
@@ -153,15 +151,9 @@ class Colocated:
             return control
         from services.fabric.lockstep.nccl import NcclWire, nccl_group  # torch for CPUs has no NCCL
 
-        rank, ranks, seconds = self._settings.rank, len(joined.nodes), self._settings.mesh_timeout
+        rank, ranks, seconds = self._settings.rank, len(joined.nodes), self._settings.lockstep_timeout
         group = nccl_group(joined.store("nccl"), rank, ranks, self._device, seconds)
-        return NcclWire(group, control, device=self._device, timeout_s=self._settings.mesh_timeout)
-
-    def _max_rows(self) -> int:
-        """A step has no more, on any rank; without chunks a prompt may stretch it by its whole length."""
-        settings = self._settings
-        longest = settings.max_model_len or self._spec.max_position
-        return settings.max_num_batched_tokens + (0 if settings.chunked_prefill else longest)
+        return NcclWire(group, control, device=self._device, timeout_s=self._settings.lockstep_timeout)
 
     def _no_rows(self) -> Rows:
         spec, device = self._spec, self._device
@@ -176,36 +168,36 @@ class LockstepEngine:
     """An engine that steps when any rank has work.
 
     Args:
-        engine: its link is ``mesh.steps``.
+        engine: its link is ``lockstep.steps``.
     """
 
-    def __init__(self, engine: Engine[Any], mesh: Colocated) -> None:
-        self._engine, self._mesh = engine, mesh
+    def __init__(self, engine: Engine[Any], lockstep: LockstepRank) -> None:
+        self._engine, self._lockstep = engine, lockstep
         self._active = False
         self.blamed: dict[str, int] = {}
-        """Attempts in the step in which the mesh broke: one of them may be why."""
+        """Attempts in the step in which the lock-step broke: one of them may be why."""
         self.has_room: Callable[[], bool] = lambda: True
         """Whether results may be made; while they may not, this rank serves the others' rows only."""
         self.on_leave: Callable[[], object] = lambda: None
         """Called once, from the engine's thread, when another rank leaves: this one has to leave, too."""
-        mesh.wake_up.listen(mesh.steps.idle_turns)
+        lockstep.wake_up.listen(lockstep.steps.idle_turns)
 
     @property
     def has_work(self) -> bool:
-        steps = self._mesh.steps
-        return self._active or self._wants_step or steps.untold or self._mesh.wake_up.heard(steps.idle_turns)
+        steps = self._lockstep.steps
+        return self._active or self._wants_step or steps.untold or self._lockstep.wake_up.heard(steps.idle_turns)
 
     def on_work(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when another rank has work."""
-        self._mesh.on_notify = wake
+        self._lockstep.on_notify = wake
 
     def leave(self) -> None:
         """No more requests come. From any thread; the others hear of it with the next step, which needs a nudge."""
-        self._mesh.steps.leaving = True
+        self._lockstep.steps.leaving = True
 
     def wait_for_peers(self) -> None:
         """After the last request, when no thread steps: stay for ranks that still drain."""
-        self._mesh.wait_for_peers()
+        self._lockstep.wait_for_peers()
 
     def add(self, request: GenerateRequest) -> None:
         self._engine.add(request)
@@ -225,7 +217,7 @@ class LockstepEngine:
         Raises:
             LockstepBroken: a rank is gone; this one cannot go on either.
         """
-        steps, wake_up = self._mesh.steps, self._mesh.wake_up
+        steps, wake_up = self._lockstep.steps, self._lockstep.wake_up
         if not self._active and (self._wants_step or steps.untold):
             wake_up.ring(steps.idle_turns)
         before = steps.turns

@@ -192,10 +192,12 @@ class LockstepObserver:
         self._seen: dict[str, int] = {}
 
     def refresh(self) -> None:
-        self._metrics.mesh_turns.inc(self._new("turns", self._turns()))
+        self._metrics.lockstep_turns.inc(self._new("turns", self._turns()))
         for scope in list(self._traffic.messages):
-            self._metrics.mesh_messages.labels(scope).inc(self._new(f"messages {scope}", self._traffic.messages[scope]))
-            self._metrics.mesh_bytes.labels(scope).inc(self._new(f"bytes {scope}", self._traffic.bytes[scope]))
+            self._metrics.lockstep_messages.labels(scope).inc(
+                self._new(f"messages {scope}", self._traffic.messages[scope])
+            )
+            self._metrics.lockstep_bytes.labels(scope).inc(self._new(f"bytes {scope}", self._traffic.bytes[scope]))
 
     def _new(self, name: str, total: int) -> int:
         before, self._seen[name] = self._seen.get(name, 0), total

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.attention.engine_thread import BUFFER_BYTES
-from services.attention.lockstep_engine import Colocated, Departure, LockstepEngine
+from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
+from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
 from services.attention.metrics import (
     ExpertObserver,
     LockstepObserver,
@@ -53,7 +53,7 @@ from services.wire import WIRE
 T = TypeVar("T")
 EXPERTS_EVERY_S = 1.0
 DEREGISTER_S = 2.0
-MESH_END_S = 5.0
+LOCKSTEP_END_S = 5.0
 """For the threads that a rank in lock-step has inside torch, as it ends."""
 SHARED_S = 20.0
 """How long a worker with a seat of its own puts serving off until steps can go through shared memory."""
@@ -95,8 +95,8 @@ class AttentionRole:
             (log.info if isinstance(error, LockstepLeft) else log.error)("%s", error.message)
             os._exit(AGAIN)  # threads that wait for other ranks would hold an orderly exit up
         finally:
-            if built is not None and built.mesh is not None:
-                await _ended(built.mesh)
+            if built is not None and built.lockstep is not None:
+                await _ended(built.lockstep)
 
     def _build(self) -> Built:
         return build(self._settings, self._clock.now_ms, worker=self._id, beside_experts=self._beside_experts)
@@ -162,7 +162,7 @@ class AttentionRole:
         beside = [_watch(self._watched(built)), self._load_notes(built, steps).run()]
         departure = None
         if isinstance(built.engine, LockstepEngine):
-            built.engine.has_room = partial(worker.has_room, settings.publish_buffer_tokens, BUFFER_BYTES)
+            built.engine.has_room = partial(worker.has_room, BUFFER_TOKENS, BUFFER_BYTES)
             built.engine.on_work(worker.nudge)
             departure = Departure(built.engine, stop, worker.nudge)
             beside.append(departure.follow())
@@ -199,7 +199,7 @@ class AttentionRole:
                 engine.warm_up(stopped)
 
     def _watched(self, built: Built) -> list[Callable[[], None]]:
-        metrics, link, mesh = self._metrics, built.link, built.mesh
+        metrics, link, lockstep = self._metrics, built.link, built.lockstep
         by_layer = self._settings.layer_series
         watched: list[Callable[[], None]] = [ExpertObserver(metrics, link.expert_rows, by_layer=by_layer).refresh]
         if isinstance(link, TcpLink | SharedMemoryLink):
@@ -207,9 +207,9 @@ class AttentionRole:
             watched.append(RefusalObserver(metrics, link.faults).refresh)
         if isinstance(link, SharedMemoryLink):
             watched.append(SharingObserver(metrics, link).refresh)
-        if mesh:
-            watched.append(LockstepObserver(metrics, mesh.traffic, lambda: mesh.steps.turns).refresh)
-            watched.append(RefusalObserver(metrics, mesh.faults.totals).refresh)
+        if lockstep:
+            watched.append(LockstepObserver(metrics, lockstep.traffic, lambda: lockstep.steps.turns).refresh)
+            watched.append(RefusalObserver(metrics, lockstep.faults.totals).refresh)
         return watched
 
     def _load_notes(self, built: Built, steps: StepObserver) -> LoadNotes:
@@ -225,7 +225,7 @@ class AttentionRole:
 
     async def _hand_over(self, worker_id: str, blamed: Mapping[str, int]) -> None:
         """Requests go on at once. Those that were computed count as failed, as when their worker dies: one may have
-        broken the mesh, and would break the next one."""
+        broken the lock-step, and would break the next one."""
         queue = WorkerQueue(self._redis, Keys(self._settings.namespace), QueueLimits.of(self._settings))
         try:
             async with asyncio.timeout(DEREGISTER_S):
@@ -253,13 +253,12 @@ class AttentionRole:
         tokens, requests = credit(
             kv_tokens=built.capacity.kv_tokens,
             max_num_seqs=settings.max_num_seqs,
-            overcommit=settings.kv_overcommit,
         )
         return WorkerOptions(
             credit_tokens=tokens,
             credit_requests=requests,
             lease_s=settings.lease,
-            buffer_tokens=None if built.mesh else settings.publish_buffer_tokens,  # a rank goes on serving others' rows
+            buffer_tokens=None if built.lockstep else BUFFER_TOKENS,  # a rank goes on serving others' rows
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )
@@ -282,12 +281,12 @@ async def _unless_stopped(work: Callable[[], T], stop: asyncio.Event) -> T | Non
         await end_tasks([done, stopped])
 
 
-async def _ended(mesh: Colocated) -> None:
+async def _ended(lockstep: LockstepRank) -> None:
     try:
-        async with asyncio.timeout(MESH_END_S):
-            await in_daemon("end the mesh", mesh.close)
+        async with asyncio.timeout(LOCKSTEP_END_S):
+            await in_daemon("end the lock-step", lockstep.close)
     except TimeoutError:
-        log.warning("threads of the mesh are left behind: they did not end in %.0f s", MESH_END_S)
+        log.warning("threads of the lock-step are left behind: they did not end in %.0f s", LOCKSTEP_END_S)
 
 
 async def attend(settings: Settings, stop: asyncio.Event) -> None:

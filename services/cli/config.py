@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from services.config import Layered, OptionParser, concerned, layer, parse_options
+from services.config import Layered, OptionParser, concerned, is_hidden, layer, parse_options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,15 +19,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _as_json(layered: Layered) -> str:
-    values = layered.settings.shown()
+    values = _shown(layered)
     return json.dumps(
         {name: {"value": value, "from": layered.origin(name)} for name, value in values.items()}, indent=2
     )
 
 
+def _shown(layered: Layered) -> dict[str, object]:
+    """All but what processes hand over to one another, where nobody has set it."""
+    values = layered.settings.shown()
+    return {name: value for name, value in values.items() if name in layered.origins or not is_hidden(name)}
+
+
 def _as_table(layered: Layered) -> str:
     rows = [("option", "value", "from")]
-    rows += [(name, _text(value), layered.origin(name)) for name, value in layered.settings.shown().items()]
+    rows += [(name, _text(value), layered.origin(name)) for name, value in _shown(layered).items()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows)
 

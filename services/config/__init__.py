@@ -3,34 +3,13 @@
 Roles receive a :class:`Settings` by constructor and never read the environment themselves.
 """
 
-from services.config.load import (
-    Layered,
-    check_bounds,
-    check_sharing,
-    colocated,
-    layer,
-    load_layered,
-    load_settings,
-    nearest_hint,
-    parse_options,
-    require,
-)
+from services.config.fields import ATTENTION, COLOCATED, EXPERTS, GATEWAY, ROLES, SCHEDULER, WORKERS, Role, option
+from services.config.load import Layered, layer, load_layered, load_settings, nearest_hint, parse_options
 from services.config.options import OptionParser, concerned
-from services.config.settings import (
-    ATTENTION,
-    COLOCATED,
-    ENV_PREFIX,
-    EXPERTS,
-    GATEWAY,
-    ROLES,
-    SCHEDULER,
-    WORKERS,
-    Role,
-    Settings,
-    mask_url,
-    option,
-    roles_of,
-)
+from services.config.renamed import RENAMED
+from services.config.rules import check_bounds, colocated, require
+from services.config.sections import NetworkSettings, QueueSettings
+from services.config.settings import ENV_PREFIX, SECTIONS, Settings, is_hidden, mask_url, roles_of
 
 __all__ = [
     "ATTENTION",
@@ -38,17 +17,21 @@ __all__ = [
     "ENV_PREFIX",
     "EXPERTS",
     "GATEWAY",
+    "RENAMED",
     "ROLES",
     "SCHEDULER",
+    "SECTIONS",
     "WORKERS",
     "Layered",
+    "NetworkSettings",
     "OptionParser",
+    "QueueSettings",
     "Role",
     "Settings",
     "check_bounds",
-    "check_sharing",
     "colocated",
     "concerned",
+    "is_hidden",
     "layer",
     "load_layered",
     "load_settings",

@@ -16,20 +16,11 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from services.config import redis_url as redis_urls
+from services.config.fields import Role, option
 from services.config.options import OptionParser, add_options, bare, concerned
-from services.config.settings import (
-    ATTENTION,
-    COLOCATED,
-    ENV_PREFIX,
-    EXPERTS,
-    GATEWAY,
-    SCHEDULER,
-    WORKERS,
-    Role,
-    Settings,
-    mask_url,
-    option,
-)
+from services.config.renamed import RENAMED
+from services.config.rules import TITLES, require
+from services.config.settings import ENV_PREFIX, Settings, mask_url
 from services.errors import ConfigError
 
 _CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -41,15 +32,6 @@ _LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 _URL = ("redis_url", "redis_url_file")
 """Two ways to say one thing: the later source's counts, whichever it is."""
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "matching"}
-_TITLES = {
-    None: "server",
-    GATEWAY: "gateway",
-    SCHEDULER: "scheduler",
-    ATTENTION: "attention worker",
-    EXPERTS: "expert worker",
-    COLOCATED: "attention worker with experts",
-    WORKERS: "workers of one machine",
-}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
@@ -107,7 +89,7 @@ def load_layered(
     Raises:
         ConfigError: a key is unknown, or a value malformed or missing; names the source, the key and what to write.
     """
-    parser = OptionParser(f"expertmesh {role or 'serve'}", f"Run the {_TITLES[role]}.")
+    parser = OptionParser(f"expertmesh {role or 'serve'}", f"Run the {TITLES[role]}.")
     layered = layer(parse_options(parser, sys.argv[1:] if argv is None else argv, concerned(role)), overrides)
     if role:
         require(layered.settings, role)
@@ -143,194 +125,17 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
     see = f"See `{parser.prog} --help`."
     if not word.startswith("-"):
         raise ConfigError(f"Unexpected argument {argument!r}.", hint=see)
-    if word.removeprefix("--").replace("-", "_") in Settings.model_fields:
+    name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if name in Settings.model_fields:
         raise ConfigError(f"{word} does not concern `{parser.prog}`.", hint=see)
+    _refuse_renamed(word, name)
     raise ConfigError(f"Unknown option {word}.", hint=nearest_hint(word, parser.option_names()) or see)
 
 
-def colocated(settings: Settings) -> Settings:
-    """What an attention worker and an expert worker in one process go by: rows to other processes, no lane to this one,
-    and nothing to overlap with, since it is this GPU that computes experts.
-
-    Raises:
-        ConfigError: something else was asked for.
-    """
-    others = {
-        "overlap": ("auto", "off"),
-        "fabric_lane": ("auto", "tcp"),
-        "expert_slots": (None,),
-        "expert_slices": (1,),
-    }
-    for name, allowed in others.items():
-        if (value := getattr(settings, name)) not in allowed:
-            raise ConfigError(
-                f"{option(name)} {value} cannot be where attention has a seat beside it.",
-                hint="Leave it out, or choose --colocated-by mesh or expert workers.",
-            )
-    return settings.model_copy(update={"experts": "tcp", "fabric_lane": "tcp", "overlap": "off"})
-
-
-def check_sharing(settings: Settings) -> None:
-    """Raises ConfigError where experts would be both shared by attention workers and in workers of their own."""
-    if settings.colocated_workers and (settings.expert_workers or settings.attention_workers > 1):
-        raise ConfigError(
-            "Experts are either shared by attention workers or in workers of their own.",
-            hint="Give --colocated-workers alone, or --attention-workers and --expert-workers.",
-        )
-
-
-def require(settings: Settings, role: Role) -> None:
-    """Refuses settings with which ``role`` cannot run on its own."""
-    if role == WORKERS:
-        _require_workers(settings)
-        return
-    if role == COLOCATED:
-        require(colocated(settings), ATTENTION)
-        require(colocated(settings), EXPERTS)
-        return
-    if role in (GATEWAY, ATTENTION, EXPERTS) and settings.model is None:
-        raise ConfigError(f"The {_TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
-    if settings.redis_url is None:
-        raise ConfigError(
-            f"The {_TITLES[role]} needs a Redis.",
-            hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
-        )
-    if role == SCHEDULER:
-        _require_bounds(settings)
-        if settings.kubernetes == "on" and settings.kubernetes_selector is None:
-            raise ConfigError(
-                "--kubernetes on does not say which workloads are this deployment's.",
-                hint="Give --kubernetes-selector app.kubernetes.io/instance=RELEASE.",
-            )
-    if role == ATTENTION and settings.overlap == "on" and settings.experts != "tcp":
-        raise ConfigError(
-            f"--overlap on has nothing to overlap with --experts {settings.experts}.",
-            hint="Two micro-batches take turns with expert workers alone (--experts tcp); leave it out.",
-        )
-    if role == ATTENTION and settings.experts == "mesh":
-        if settings.lookahead == "on":
-            raise ConfigError(
-                "--lookahead on cannot be with --experts mesh.",
-                hint="Ranks in lock-step cut their steps alike and read each at once; leave it out.",
-            )
-        _require_mesh(settings)
-    workers = settings.experts not in ("local", "mesh")
-    if role == ATTENTION and workers and settings.experts_patience >= settings.step_timeout:
-        raise ConfigError(
-            f"--experts-patience {settings.experts_patience:g} is not below --step-timeout {settings.step_timeout:g}: "
-            "a step that waits for experts would count as hung.",
-            hint="Lower the one or raise the other.",
-        )
-    apart = role == EXPERTS or (role == ATTENTION and workers)
-    shares = apart or (role == ATTENTION and settings.experts == "mesh")
-    if shares and settings.fabric_secret_file is None:
-        others = "attention and expert workers" if apart else "all ranks"
-        raise ConfigError(
-            f"The {_TITLES[role]} needs the secret that {others} share.",
-            hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
-        )
-    if role == ATTENTION and settings.fabric_tls_name is not None and settings.fabric_tls_ca is None:
-        raise ConfigError(
-            "--fabric-tls-name names whose certificate to expect, but connections are not encrypted.",
-            hint="Give --fabric-tls-ca, too.",
-        )
-    encrypted = settings.fabric_tls_ca if role == ATTENTION else settings.fabric_tls_cert
-    if apart and encrypted and settings.fabric_lane in ("nccl", "gloo"):
-        raise ConfigError(
-            f"What goes by --fabric-lane {settings.fabric_lane} cannot be encrypted.",
-            hint="Choose auto or tcp, or leave TLS out.",
-        )
-
-
-def _require_workers(settings: Settings) -> None:
-    check_sharing(settings)
-    seats = settings.colocated_workers + settings.expert_workers
-    if not (seats or settings.attention_workers):
-        raise ConfigError(
-            "There is no worker to start.",
-            hint="Give --colocated-workers N, --attention-workers N or --expert-workers N.",
-        )
-    _require_ports(settings, seats)
-    if ":" in settings.device:
-        raise ConfigError(
-            f"--device {settings.device} is one device for all workers.",
-            hint="Choose cuda, of which each has its own from --gpu on, cpu or auto.",
-        )
-    if settings.experts == "mesh":
-        raise ConfigError(
-            "Workers of several machines in lock-step are started one by one.",
-            hint="Give --colocated-workers N, or run `expertmesh attention --rank` for each.",
-        )
-    if settings.colocated_workers:
-        require(settings, COLOCATED)
-        return
-    apart = settings.model_copy(update={"experts": "tcp"}) if settings.expert_workers else settings
-    if settings.attention_workers:
-        require(apart, ATTENTION)
-    if settings.expert_workers:
-        require(apart, EXPERTS)
-
-
-def _require_ports(settings: Settings, seats: int) -> None:
-    """The common page has --metrics-port, each worker the next one, and each seat one from --fabric-port on."""
-    workers = settings.colocated_workers or settings.attention_workers + settings.expert_workers
-    taken = {
-        "--metrics-port": range(settings.metrics_port, settings.metrics_port and settings.metrics_port + workers + 1),
-        "--fabric-port": range(settings.fabric_port, settings.fabric_port and settings.fabric_port + seats),
-    }
-    for name, ports in taken.items():
-        if ports and ports[-1] > 65_535:
-            raise ConfigError(
-                f"{name} {ports[0]} leaves no room for the ports of all workers.",
-                hint=f"{len(ports)} in a row are needed.",
-            )
-    pages, fabric = taken.values()
-    if pages and fabric and pages[0] <= fabric[-1] and fabric[0] <= pages[-1]:
-        raise ConfigError(
-            f"Pages on ports {pages[0]} to {pages[-1]} and seats on ports {fabric[0]} to {fabric[-1]} meet.",
-            hint="Move --metrics-port or --fabric-port.",
-        )
-
-
-def check_bounds(given: object, names: Iterable[str]) -> None:
-    """Raises ConfigError where ``fewest_NAME`` of ``given`` is more than its ``most_NAME``."""
-    for name in names:
-        fewest, most = getattr(given, f"fewest_{name}"), getattr(given, f"most_{name}")
-        if fewest > most:
-            raise ConfigError(
-                f"--fewest-{name} {fewest} is more than --most-{name} {most}.", hint="Lower the one or raise the other."
-            )
-
-
-def _require_bounds(settings: Settings) -> None:
-    check_bounds(settings, ("replicas", "attention", "gateways"))
-    for shard, (fewest, most) in settings.shard_bounds().items():
-        if fewest > most:
-            raise ConfigError(
-                f"--shard-replicas {shard}={fewest}:{most}: the fewest are more than the most.",
-                hint="Lower the one or raise the other.",
-            )
-
-
-def _require_mesh(settings: Settings) -> None:
-    address, _, port = (settings.mesh_address or "").rpartition(":")
-    if not address or not port.isdigit():
-        raise ConfigError("Ranks meet at the address of rank 0.", hint="Give all of them --mesh-address HOST:PORT.")
-    if settings.rank >= settings.ranks:
-        raise ConfigError(
-            f"There is no --rank {settings.rank} of --ranks {settings.ranks}.", hint="Ranks count from 0."
-        )
-    if settings.ranks % settings.expert_slices:
-        raise ConfigError(
-            f"--ranks {settings.ranks} cannot hold experts in --expert-slices {settings.expert_slices}.",
-            hint="The slices have to divide the ranks.",
-        )
-    if settings.mesh_timeout >= settings.step_timeout:
-        raise ConfigError(
-            f"--mesh-timeout {settings.mesh_timeout:g} is not below --step-timeout {settings.step_timeout:g}: "
-            "a rank that waits for another would count as hung.",
-            hint="Lower the one or raise the other.",
-        )
+def _refuse_renamed(written: str, name: str) -> None:
+    """Raises ConfigError where an earlier release had the setting ``name``, ``written`` so."""
+    if name in RENAMED:
+        raise ConfigError(f"{written} is no setting any more.", hint=RENAMED[name])
 
 
 def _from_environment() -> _Source:
@@ -342,6 +147,7 @@ def _from_environment() -> _Source:
     known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
     for key in sorted(mine):
         if key != _CONFIG_VARIABLE and key not in known:
+            _refuse_renamed(key, key.removeprefix(ENV_PREFIX).lower())
             raise ConfigError(f"Unknown environment variable {key}.", hint=nearest_hint(key, known) or "Unset it.")
     values = EnvSettingsSource(Settings)()
     return _Source(
@@ -370,6 +176,7 @@ def _from_file(path: Path) -> _Source:
     values = {str(key).replace("-", "_"): value for key, value in content.items()}
     for key in values:
         if key not in Settings.model_fields:
+            _refuse_renamed(f"{key!r} in {path}", key)
             hint = nearest_hint(key, Settings.model_fields) or "See `expertmesh config` for all keys."
             raise ConfigError(f"Unknown key {key!r} in {path}.", hint=hint)
     return _Source(label=str(path), prefix="", values=values)
@@ -415,6 +222,7 @@ def _url_in(file: Path) -> str:
 def _config_error(error: ValidationError, source: _Source) -> ConfigError:
     name = str(error.errors()[0]["loc"][0])
     if name not in Settings.model_fields:
+        _refuse_renamed(repr(name), name)
         return ConfigError(f"Unknown key {name!r}.", hint=nearest_hint(name, Settings.model_fields))
     value = source.values[name]
     shown = mask_url(value) if isinstance(value, str) else value

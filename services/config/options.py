@@ -7,7 +7,8 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from services.config.settings import ATTENTION, COLOCATED, EXPERTS, WORKERS, Role, Settings, option, roles_of
+from services.config.fields import ATTENTION, COLOCATED, EXPERTS, WORKERS, Role, option
+from services.config.settings import SECTIONS, Settings, is_hidden, roles_of
 from services.errors import ConfigError
 
 
@@ -46,30 +47,36 @@ def _help(name: str) -> str:
     return text if field.default in (None, []) else f"{text} (default: {field.default})"
 
 
-_OF_LOCK_STEP = (
-    "ranks", "rank", "mesh_address", "mesh_timeout", "mesh_exchange", "relay_pairs", "expert_slots", "expert_slices",
-)  # fmt: skip
-_SETTLED = {COLOCATED: ("experts", "overlap", "fabric_lane"), WORKERS: ("expert_group",)}
+_SETTLED: dict[Role, tuple[str, ...]] = {
+    COLOCATED: ("layout", "workers", "overlap", "fabric_lane"),
+    WORKERS: ("expert_group",),
+}
 """What has no choice beside these: an attention worker with a seat of its own, the workers of one machine."""
-_COUNTS = ("attention_workers", "expert_workers", "colocated_workers", "expert_groups")
+_COUNTS = ("expert_workers", "expert_groups")
 
 
 def concerned(role: Role | None) -> list[str]:
     """Names of the settings of ``role``; of all roles for None."""
     if role in (COLOCATED, WORKERS):
-        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*_OF_LOCK_STEP, *_SETTLED[role]}
+        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*SECTIONS["lockstep"].model_fields, *_SETTLED[role]}
         known = both | {*(_COUNTS if role == WORKERS else ())}
         return [name for name in Settings.model_fields if name in known]
     return [name for name in Settings.model_fields if role is None or role in roles_of(name)]
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Adds ``--config`` and one option per setting in ``names``; what is not given is absent from the namespace."""
-    group = parser.add_argument_group("options of the server")
-    group.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
-    for name in names:
-        if Settings.model_fields[name].annotation is bool:
-            shape: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        else:
-            shape = {"metavar": _metavar(name)}
-        group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, help=_help(name), **shape)
+    """Adds ``--config`` and one option per setting in ``names``, under the heading of its section; what is not given is
+    absent from the namespace."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
+    for heading, section in SECTIONS.items():
+        mine = [name for name in section.model_fields if name in names]
+        group = parser.add_argument_group(heading) if mine else parser
+        for name in mine:
+            help_text = argparse.SUPPRESS if is_hidden(name) else _help(name)
+            group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, help=help_text, **_shape(name))
+
+
+def _shape(name: str) -> dict[str, Any]:
+    if Settings.model_fields[name].annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"metavar": _metavar(name)}

@@ -74,7 +74,7 @@ class ExpertsRole:
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Take a seat, serve until ``stop`` or until the scheduler wants it gone, leave."""
         settings, name = self._settings, incarnation()
-        device = torch_device(settings.device, rank=settings.gpu)
+        device = torch_device(settings.device)
         loader = Loader(
             settings,
             self._spec,

@@ -42,6 +42,8 @@ WAIT_BESIDE_S = 0.5
 """For rows through shared memory, on a GPU that attention has kernels to load on: that waits, too."""
 JOIN_ROWS = 2048
 """Most rows of a call for several attention workers; more gain little by it."""
+INBOX_ROWS = 65_536
+"""Rows that may wait; then the server stops reading."""
 MAX_WARM_ROWS = 4096
 """Larger calls take kernels of the same shapes."""
 
@@ -163,7 +165,7 @@ class Loader:
             secret=self._secret,
             host=self._settings.host,
             port=self._settings.fabric_port,
-            inbox_rows=self._settings.fabric_inbox_rows,
+            inbox_rows=INBOX_ROWS,
             tls=self._tls,
             extensions=self._extensions(weights, symm),
             faults=self.faults,
@@ -197,7 +199,7 @@ class Loader:
             dtype=self._dtype,
             wait_s=WAIT_BESIDE_S if self._beside else WAIT_S,
             aside=self._beside,
-            limits=Limits(join_rows=JOIN_ROWS if self._settings.fabric_teams == "auto" else 0),
+            limits=Limits(join_rows=JOIN_ROWS if self._settings.joint_steps == "auto" else 0),
         )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:

@@ -106,7 +106,7 @@ async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Corouti
     redis = connect(settings.redis_url, max_connections=1)
     try:
         queue = GatewayQueue(redis, Keys(settings.namespace), name, QueueLimits.of(settings))
-        await keep(partial(queue.heartbeat, settings.own_gateway_lease))
+        await keep(partial(queue.heartbeat, settings.gateway_lease))
     finally:
         await redis.aclose()
 
@@ -123,8 +123,9 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
     name = incarnation()
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
-    queue = GatewayQueue(redis, keys, name, QueueLimits.of(settings), quarantine=quarantine)
-    pulse = HeartbeatBackoff(partial(_beating, settings, name), lease_s=settings.own_gateway_lease)
+    limits = QueueLimits.of(settings)
+    queue = GatewayQueue(redis, keys, name, limits, quarantine=quarantine)
+    pulse = HeartbeatBackoff(partial(_beating, settings, name), lease_s=settings.gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
     holdings = Holdings(settings.answer_memory << 20)
@@ -135,7 +136,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         table,
         metrics,
         lease_s=settings.lease,
-        own_lease_s=settings.own_gateway_lease,
+        own_lease_s=settings.gateway_lease,
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
         on_beat=pulse.tick,
@@ -151,7 +152,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         request_timeout_s=settings.request_timeout,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
-        keep_s=settings.idempotency_ttl,
+        keep_s=limits.idempotency_s,
         offload=offload,
     )
     store = key_store(settings, redis, metrics)

@@ -13,22 +13,24 @@ from services.model.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 
-def torch_device(name: str, *, rank: int = 0, of_host: bool = True) -> torch.device:
-    """The device called ``name``; ``cuda`` is the GPU with number ``rank``, and ``auto`` likewise if there is one.
+def torch_device(name: str, *, rank: int | None = None) -> torch.device:
+    """The device called ``name``; ``auto`` is a GPU if there is one, ``auto:2`` the one with that number, and one past
+    the last GPU shares one with another worker.
 
-    ``of_host``: ranks count the workers of this host alone, so that one past its GPUs shares one with another.
+    Args:
+        rank: number among ranks, of this and other hosts, of which ``auto`` and ``cuda`` take a GPU each.
 
     Raises:
         ConfigError: there is no such device.
     """
     # Each queue holds up what comes behind a kernel that waits for a peer: one for each stream, not 8 for all of them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if name in ("auto", "cuda") and torch.cuda.is_available():
-        if rank >= (count := torch.cuda.device_count()) and of_host:
-            log.warning("GPU %d is asked for, of %d: GPU %d has more than one worker", rank, count, rank % count)
-        return torch.device("cuda", rank % count)
-    if name == "auto":
-        return torch.device("cpu")
+    kind, _, number = name.partition(":")
+    if name == "cuda" or (kind == "auto" and (not number or number.isdigit())):
+        if torch.cuda.is_available():
+            return torch.device("cuda", _shared(int(number)) if number else (rank or 0) % torch.cuda.device_count())
+        if kind == "auto":
+            return torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -36,6 +38,13 @@ def torch_device(name: str, *, rank: int = 0, of_host: bool = True) -> torch.dev
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--device {name} cannot be used: {reason}.", hint="Try --device cpu or auto.") from error
     return device
+
+
+def _shared(number: int) -> int:
+    count = torch.cuda.device_count()
+    if number >= count:
+        log.warning("GPU %d is asked for, of %d: GPU %d has more than one worker", number, count, number % count)
+    return number % count
 
 
 def serving_dtype(name: str, spec: ModelSpec) -> torch.dtype:

@@ -33,8 +33,8 @@ REACHED_LINK = 295 / 450
 LINK_US = 4.1
 """One way. ADR 5: round trips of 64, 512 and 4096 KiB take 8.7, 12.2 and 36.7 us, so an empty one 8.2 and a byte more
 1 / 295 GB/s each way."""
-MESH_US = 2500.0
-"""One way among co-located GPUs of several nodes. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the host waits
+LOCKSTEP_US = 2500.0
+"""One way among GPUs of several nodes in lock-step. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the host waits
 for sizes."""
 ACROSS_US, ACROSS_GB = 20.0, 50.0
 """Between nodes: a guess at 400 Gbit/s with RDMA, not measured."""
@@ -48,7 +48,7 @@ class Assumed:
     nodes: int
     link_gb: float
     link_us: float
-    mesh_us: float
+    lockstep_us: float
     context: int
     skew: float
     weight_bits: int
@@ -78,7 +78,7 @@ class Assumed:
 
     def _together(self) -> str:
         if self.nodes > 1:
-            return f"the NCCL mesh, {2 * self.mesh_us:,.0f} us a layer (ADR 7)"
+            return f"lock-step over NCCL, {2 * self.lockstep_us:,.0f} us a layer (ADR 7)"
         return "seats that share memory, too (ADR 13)"
 
     def _link(self) -> str:

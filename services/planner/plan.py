@@ -23,7 +23,7 @@ from services.planner.figures import (
     ACROSS_US,
     KINDS,
     LINK_US,
-    MESH_US,
+    LOCKSTEP_US,
     REACHED_BANDWIDTH,
     REACHED_FLOPS,
     REACHED_LINK,
@@ -73,7 +73,11 @@ def _parser() -> OptionParser:
     parser.add_argument("--link-gb", type=float, metavar="X", help="GB/s of one GPU to others of its node (by kind)")
     parser.add_argument("--link-us", default=LINK_US, type=float, metavar="X", help="its latency (default: 4.1)")
     parser.add_argument(
-        "--mesh-us", default=MESH_US, type=float, metavar="X", help="of co-located GPUs of several nodes (2500)"
+        "--lockstep-us",
+        default=LOCKSTEP_US,
+        type=float,
+        metavar="X",
+        help="of GPUs of several nodes in lock-step (2500)",
     )
     parser.add_argument(
         "--across-gb", default=ACROSS_GB, type=float, metavar="X", help="GB/s of one GPU to other nodes (50)"
@@ -142,7 +146,7 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
     link = _link(spec, given, tokens)
     together = link  # seats share memory as expert workers do
     if given.nodes > 1:
-        together = Link(bandwidth=link.bandwidth, latency=max(given.mesh_us / 1e6, link.latency))
+        together = Link(bandwidth=link.bandwidth, latency=max(given.lockstep_us / 1e6, link.latency))
     kv_bytes = 2.0 * spec.kv_size * ACTIVATION_BYTES * given.context
     return choose_mode(shapes, link, gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew), together=together)
 
@@ -194,7 +198,7 @@ def _assumed(spec: ModelSpec, given: Namespace) -> Assumed:
         nodes=given.nodes,
         link_gb=link.bandwidth / 1e9,
         link_us=link.latency * 1e6,
-        mesh_us=given.mesh_us,
+        lockstep_us=given.lockstep_us,
         context=given.context,
         skew=given.skew,
         weight_bits=given.weight_bits,
@@ -253,22 +257,21 @@ def _expertflow(spec: ModelSpec, given: Namespace) -> str:
 def _command(mode: Mode, given: Namespace) -> str:
     model = f"expertmesh serve --model {given.model}"
     if mode.choice != "colocated":
-        shared = " --fabric-shared auto" if given.nodes == 1 else ""
         overlap = "on" if mode.choice == "apart_pingpong" else "off"
         return (
-            f"{mode.attention} x `expertmesh attention --experts tcp --overlap {overlap}{shared}`, "
-            f"{mode.experts} x `expertmesh experts{shared}` (docs/operating.md)"
+            f"{mode.attention} x `expertmesh attention --layout disaggregated --overlap {overlap}`, "
+            f"{mode.experts} x `expertmesh experts` (docs/operating.md)"
         )
     if mode.degree > 1:
         here = given.gpus // given.nodes
         if mode.degree > here:
             return (
-                f"{mode.degree} x `expertmesh attention --experts mesh --ranks {mode.degree} --rank R "
-                "--mesh-address HOST:PORT` (docs/operating.md)"
+                f"{mode.degree} x `expertmesh attention --layout lockstep --workers {mode.degree} --rank R "
+                "--lockstep-address HOST:PORT` (docs/operating.md)"
             )
         if given.nodes == 1:  # groups of the experts, each with as many replicas as there are copies
             groups = f" --expert-groups {mode.degree}" if mode.degree < given.gpus else ""
-            return f"{model} --colocated-workers {given.gpus}{groups} --colocated-by seats --fabric-shared auto"
+            return f"{model} --layout colocated --workers {given.gpus}{groups}"
         copies = given.gpus // mode.degree
-        return f"{model} --colocated-workers {mode.degree}" + (f", {copies} of them" if copies > 1 else "")
+        return f"{model} --layout colocated --workers {mode.degree}" + (f", {copies} of them" if copies > 1 else "")
     return model if given.gpus == 1 else f"`expertmesh attention` on each of {given.gpus} GPUs (docs/operating.md)"

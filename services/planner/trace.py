@@ -68,10 +68,10 @@ def _parser() -> OptionParser:
     number("--target-ttft", 2.0, "seconds to the first token")
     number("--target-tpot", 0.1, "seconds between tokens")
     number("--max-num-seqs", 64, "sequences that an attention worker has places for", int)
-    number("--most-replicas", 64, "replicas of a shard group at most", int)
-    number("--most-attention", 64, "attention workers at most", int)
-    number("--fewest-replicas", 1, "replicas of a shard group at least, while awake", int)
-    number("--fewest-attention", 1, "attention workers at least, while awake", int)
+    number("--max-replicas", 64, "replicas of a shard group at most", int)
+    number("--max-attention", 64, "attention workers at most", int)
+    number("--min-replicas", 1, "replicas of a shard group at least, while awake", int)
+    number("--min-attention", 1, "attention workers at least, while awake", int)
     number("--sleep-after", 0.0, "seconds without requests after which the model sleeps; 0: never")
     number("--scale-down-after", 120.0, "seconds for which fewer replicas must have sufficed")
     number("--start-seconds", 60.0, "from the wish for a replica to one that serves")
@@ -85,7 +85,7 @@ def _parser() -> OptionParser:
 
 
 def _check(given: Namespace) -> None:
-    over_zero = ("scale_requests", "target_ttft", "target_tpot", "max_num_seqs", "fewest_replicas", "fewest_attention")
+    over_zero = ("scale_requests", "target_ttft", "target_tpot", "max_num_seqs", "min_replicas", "min_attention")
     zero_or_more = (
         *("sleep_after", "scale_down_after", "start_seconds", "drain_seconds"),
         *("attention_gpus", "shard_gpus", "gpu_hour_cost"),
@@ -120,8 +120,8 @@ def _plant(given: Namespace, trace: Trace) -> Plant:
 def _options(given: Namespace) -> ScalingOptions:
     return ScalingOptions(
         bounds={
-            "experts": Bounds(fewest=given.fewest_replicas, most=given.most_replicas),
-            "attention": Bounds(fewest=given.fewest_attention, most=given.most_attention),
+            "experts": Bounds(fewest=given.min_replicas, most=given.max_replicas),
+            "attention": Bounds(fewest=given.min_attention, most=given.max_attention),
             "gateway": Bounds(fewest=1, most=1),
         },
         sleep_after_s=given.sleep_after,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.config import Settings
+from services.config import QueueSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,7 @@ class QueueLimits:
     record_grace_s: float = 3600.0
     """A live record expires this long after its deadline unless a worker keeps renewing its lease."""
     idempotency_s: float = 3600.0
+    """How long an Idempotency-Key is remembered."""
     max_idempotency_keys: int = 10_000
     """Bound keys of one tenant; over it the one that would end first is forgotten."""
     max_all_idempotency_keys: int = 100_000
@@ -68,15 +69,13 @@ class QueueLimits:
     """Unreadable messages that are kept."""
 
     @classmethod
-    def of(cls, settings: Settings) -> QueueLimits:
+    def of(cls, settings: QueueSettings) -> QueueLimits:
         """The limits that ``settings`` ask for."""
         return cls(
             max_requests=settings.max_queued_requests,
             max_tokens=settings.max_queued_tokens,
-            quantum=settings.fair_quantum,
             lease_s=settings.lease,
             max_attempts=settings.max_attempts,
             tombstone_s=5 * settings.lease,
             lost_s=max(10 * settings.lease, 30.0),
-            idempotency_s=settings.idempotency_ttl,
         )

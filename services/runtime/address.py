@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import socket
 
-from services.config import Settings
+from services.config import NetworkSettings
 
 _ANY = ("0.0.0.0", "::", "")
 
 
-def advertised(settings: Settings) -> str:
+def advertised(settings: NetworkSettings) -> str:
     """``--advertise``; else ``--host``, or this machine's name where that is every address."""
     return settings.advertise or (socket.gethostname() if settings.host in _ANY else settings.host)
 
 
-def node_name(settings: Settings) -> str:
+def node_name(settings: NetworkSettings) -> str:
     """``--node``; else this machine's name. Containers of one machine have names of their own: they have to be told."""
     return settings.node or socket.gethostname()
 
 
-def scrape_url(settings: Settings, port: int) -> str:
+def scrape_url(settings: NetworkSettings, port: int) -> str:
     """Where others scrape this process."""
     host = advertised(settings)
     return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"

@@ -38,13 +38,12 @@ log = logging.getLogger(__name__)
 
 
 def _watched(settings: Settings) -> KubeReplicas | None:
-    """What Kubernetes says of replicas, with --kubernetes on."""
-    if settings.kubernetes == "off":
+    """What Kubernetes says of replicas, with --kubernetes-selector."""
+    if (selector := settings.kubernetes_selector) is None:
         return None
-    assert settings.kubernetes_selector is not None, "load_settings requires it"
-    namespace, selector = own_namespace(), settings.kubernetes_selector
+    namespace = own_namespace()
     connect_in_cluster()  # what is missing is said at once
-    in_groups = settings.ranks > 1 and settings.colocated_by == "mesh"
+    in_groups = settings.workers > 1 and settings.layout == "lockstep"
     return KubeReplicas(lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector), groups=in_groups)
 
 
@@ -52,7 +51,7 @@ def _placement(
     settings: Settings, reader: TableReader, seats: SeatRegistry, observer: Observer, watched: KubeReplicas | None
 ) -> Callable[[], ExpertPlacement]:
     asked = settings.expert_groups
-    groups = asked or max(1, settings.expert_workers)
+    groups = asked or max(1, settings.disaggregated_experts)
     hysteresis = Hysteresis(wait_s=settings.rebalance_after)
     return lambda: ExpertPlacement(
         seats,
@@ -69,7 +68,7 @@ def _autoscaler(settings: Settings, sources: Sources, observer: Observer) -> Cal
     if settings.autoscale == "off":
         return None
     options = ScalingOptions.of(settings)
-    groups = settings.expert_groups or settings.expert_workers
+    groups = settings.expert_groups or settings.disaggregated_experts
     fresh_s = max(settings.lease, 2 * WHOLE_S)  # loads come with whole readings of the seats
     return lambda: Autoscaler(sources, options, groups=groups, lease_s=fresh_s, on_decision=observer.decided)
 

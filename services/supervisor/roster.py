@@ -16,20 +16,20 @@ class Place:
 
     name: str
     role: Role
-    gpu: int
+    device: str
     metrics_port: int
     fabric_port: int | None = None
     expert_group: int | None = None
 
     def changes(self) -> dict[str, object]:
         """To the settings of all, for this one."""
-        own: dict[str, object] = {"gpu": self.gpu, "metrics_port": self.metrics_port}
+        own: dict[str, object] = {"device": self.device, "metrics_port": self.metrics_port}
         if self.fabric_port is not None:
             own |= {"fabric_port": self.fabric_port, "expert_group": self.expert_group}
         return own
 
     def __str__(self) -> str:
-        told = f"{self.name}: GPU {self.gpu}, page on port {self.metrics_port}"
+        told = f"{self.name}: device {self.device}, page on port {self.metrics_port}"
         if self.fabric_port is None:
             return told
         group = (
@@ -39,26 +39,31 @@ class Place:
 
 
 def computing(settings: Settings) -> dict[Role, list[str]]:
-    """Names of the workers of each role. One attention worker alone has no number."""
-    if settings.colocated_workers:
-        return {ATTENTION: [], COLOCATED: _numbered(COLOCATED, settings.colocated_workers), EXPERTS: []}
-    attention = settings.attention_workers
+    """Names of the workers of each role. One attention worker that is no rank has no number."""
+    workers, layout = settings.workers, settings.layout
+    alone = workers == 1 and layout != "lockstep"
     return {
-        ATTENTION: [ATTENTION] if attention == 1 else _numbered(ATTENTION, attention),
-        COLOCATED: [],
-        EXPERTS: _numbered(EXPERTS, settings.expert_workers),
+        ATTENTION: [] if layout == "colocated" else [ATTENTION] if alone else _numbered(ATTENTION, workers),
+        COLOCATED: _numbered(COLOCATED, workers) if layout == "colocated" else [],
+        EXPERTS: _numbered(EXPERTS, settings.disaggregated_experts),
     }
 
 
+def device_of(settings: Settings, index: int) -> str:
+    """What worker ``index`` of a machine computes on: where a GPU may be chosen, the one with that number."""
+    return f"{settings.device}:{index}" if settings.device in ("auto", "cuda") else settings.device
+
+
 def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
-    """Of all workers of one machine, in order: the first GPU is ``settings.gpu``, the i-th seat has the i-th port from
+    """Of all workers of one machine, in order: the i-th has the i-th GPU, the i-th seat has the i-th port from
     --fabric-port on and group i modulo the number of groups, where the machine has seats for all of them.
 
     Args:
         pages: a port for each worker's page.
     """
     found: list[Place] = []
-    seats, groups = settings.colocated_workers or settings.expert_workers, settings.expert_groups or 0
+    seats = settings.workers if settings.layout == "colocated" else settings.disaggregated_experts
+    groups = settings.expert_groups or 0
     names = [(name, role) for role, those in computing(settings).items() for name in those]
     for index, (name, role) in enumerate(names):
         number = sum(place.fabric_port is not None for place in found)
@@ -66,7 +71,7 @@ def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
             Place(
                 name=name,
                 role=role,
-                gpu=settings.gpu + index,
+                device=device_of(settings, index),
                 metrics_port=pages[index],
                 fabric_port=None if role == ATTENTION else settings.fabric_port and settings.fabric_port + number,
                 expert_group=number % groups if role != ATTENTION and 0 < groups <= seats else None,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, check_sharing, colocated
+from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
 from services.errors import ConfigError
 from services.model.load_spec import load_spec
 from services.queue.embedded import EmbeddedRedis
@@ -27,7 +27,7 @@ from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
-from services.supervisor.roster import COMPUTING, computing
+from services.supervisor.roster import COMPUTING, computing, device_of
 
 _READY_POLL_S = 0.1
 _READY_NOTE_S = 15.0
@@ -94,12 +94,7 @@ class Supervisor:
         model = self._settings.model
         if model is None:
             raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
-        settings = self._settings
-        check_sharing(settings)
-        if not (settings.colocated_workers or settings.attention_workers):
-            raise ConfigError("Without an attention worker nothing is served.", hint="Give --attention-workers N.")
-        if settings.colocated_by == "seats":
-            _check_seats(settings)
+        require(self._settings, None)
         self._check_model(model)
         return check_port(self._settings.host, self._settings.port)
 
@@ -119,7 +114,7 @@ class Supervisor:
             changes = changes | {"process": name}
             outlook = Outlook(spared=partial(self._spared, name, role))
             if role in COMPUTING:
-                changes = changes | {"gpu": self._settings.gpu + workers.index(name)}
+                changes = changes | {"device": device_of(self._settings, workers.index(name))}
                 outlook = replace(outlook, on_end=partial(self._notices.ended, metrics_port=metrics[name]))
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
@@ -129,16 +124,14 @@ class Supervisor:
         """Name -> role of every process, in the order in which they are stopped."""
         names: dict[Role, list[str]] = {role: [role] for role in self._modules}
         names |= computing(self._settings)
-        if self._ranks():
-            names |= {ATTENTION: self._ranks(), COLOCATED: []}
         return {name: role for role in self._modules for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""
         settings = self._settings
         needed: dict[Role, int] = {
-            EXPERTS: settings.expert_groups or settings.expert_workers,
-            COLOCATED: settings.expert_groups or settings.colocated_workers,
+            EXPERTS: settings.expert_groups or settings.disaggregated_experts,
+            COLOCATED: settings.expert_groups or settings.workers,
         }
         if not self._ranks():  # of ranks in lock-step all are needed
             needed[ATTENTION] = 1
@@ -146,24 +139,21 @@ class Supervisor:
 
     def _ranks(self) -> list[str]:
         """Names of the attention workers that share the experts in lock-step."""
-        if self._settings.colocated_by != "mesh":
-            return []
-        return [f"{ATTENTION}-{rank}" for rank in range(self._settings.colocated_workers)]
+        return computing(self._settings)[ATTENTION] if self._settings.layout == "lockstep" else []
 
     def _fabric(self, folder: RunFolder, ports: ExitStack) -> dict[str, object]:
         """What attention and expert workers need of one another, where they are several."""
         settings = self._settings
-        if not (settings.colocated_workers or settings.expert_workers):
+        if settings.layout == "local":
             return {}
-        secret = {"fabric_secret_file": str(settings.fabric_secret_file or folder.new_secret("fabric"))}
-        if settings.expert_workers:
-            return secret | {"experts": "tcp", "fabric_port": 0}
-        if not self._ranks():
-            groups = settings.expert_groups or settings.colocated_workers
-            return secret | {"expert_groups": groups, "fabric_port": 0}
+        file = settings.fabric_secret_file or folder.new_secret("fabric")
+        secret: dict[str, object] = {"fabric_secret_file": str(file)}
+        if settings.layout == "disaggregated":
+            return secret | {"fabric_port": 0}
+        if settings.layout == "colocated":
+            return secret | {"expert_groups": settings.expert_groups or settings.workers, "fabric_port": 0}
         (port,) = held_ports(_LOOPBACK, 1, ports)
-        ranks = {"ranks": settings.colocated_workers, "mesh_address": f"{_LOOPBACK}:{port}"}
-        return secret | ranks | {"experts": "mesh"}
+        return secret | {"lockstep_address": f"{_LOOPBACK}:{port}"}
 
     async def _start_redis(self, folder: RunFolder) -> str:
         redis = EmbeddedRedis(folder.path / "redis")
@@ -195,16 +185,3 @@ class Supervisor:
                     noted = clock()
                     log.info("still waiting: %s", missing)
                 await asyncio.sleep(_READY_POLL_S)
-
-
-def _check_seats(settings: Settings) -> None:
-    if not settings.colocated_workers:
-        raise ConfigError(
-            "--colocated-by seats says how workers share that are not there.", hint="Give --colocated-workers N."
-        )
-    if (settings.expert_groups or 0) > settings.colocated_workers:
-        raise ConfigError(
-            f"--expert-groups {settings.expert_groups} are more than the {settings.colocated_workers} seats for them.",
-            hint="Give as many --colocated-workers, or fewer groups.",
-        )
-    colocated(settings)

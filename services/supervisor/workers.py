@@ -119,8 +119,6 @@ class Workers:
 
     async def _start(self, place: Place, folder: RunFolder, readiness: Readiness, notices: Notices) -> None:
         changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name}
-        if self._settings.expert_workers:
-            changes |= {"experts": "tcp"}
         outlook = Outlook(
             spared=partial(self._spared, place.name),
             proven=lambda: readiness.ever,

@@ -198,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams=options.streams,
         rate=options.rate,
         long_tokens=long_tokens,
-        gateway=(("idempotency_ttl", KEEP_S), *([(stall, 5)] if stall else [])),
+        keep_s=KEEP_S,
+        gateway=((stall, 5),) if stall else (),
     )
     with on_stage(shape) as stage:
         figures = run(stage, options)

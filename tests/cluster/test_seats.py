@@ -15,7 +15,7 @@ from testkit.processes.servers import metric_sum
 
 WORKERS = 2
 SETTINGS = (
-    *("attention.experts=seats", f"attention.seats.workers={WORKERS}", "attention.seats.shared=host"),
+    *("layout=colocated", f"attention.workers={WORKERS}", "attention.colocated.shared=host"),
     *("attention.drainSeconds=20", "attention.resources.requests.cpu=20m", "attention.resources.limits.memory=4Gi"),
 )
 FIND = """

@@ -9,7 +9,7 @@ from testkit.kube.cluster import Cluster
 from testkit.kube.scaled import Scaled
 
 WORKERS = 2
-SETTINGS = ("attention.experts=seats", f"attention.seats.workers={WORKERS}", "attention.seats.shared=host")
+SETTINGS = ("layout=colocated", f"attention.workers={WORKERS}", "attention.colocated.shared=host")
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ MODEL = "model.hostPath.path=/models"
 HAS_DISK = "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0]"
 OPTIONS = {
     "plain": [],
-    "experts with attention": ["attention.experts=local"],
+    "experts with attention": ["layout=local"],
     "workers of a node in one pod": [
-        *("attention.experts=seats", "attention.seats.workers=4", "attention.seats.groups=2"),
-        *("attention.seats.shared=off", "attention.resources.limits.nvidia\\.com/gpu=4"),
+        *("layout=colocated", "attention.workers=4", "attention.colocated.groups=2"),
+        *("attention.colocated.shared=off", "attention.resources.limits.nvidia\\.com/gpu=4"),
     ],
     "many groups": [
         *("experts.groups=4", "experts.replicas=3", "experts.perGroup.2.replicas=5"),

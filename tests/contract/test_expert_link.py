@@ -51,20 +51,20 @@ IMPLEMENTATIONS["symm"] = lambda layers: symm_link(layers, EXPERTS, [2, 1])
 IMPLEMENTATIONS["symm-summed"] = lambda layers: symm_link(layers, EXPERTS, [2], unsummed=False)
 
 
-def mesh(nodes: str, way: Any, slices: int = 1, pairs: int = 0, slots: int | None = None) -> OpenLink:
+def lockstep(nodes: str, way: Any, slices: int = 1, pairs: int = 0, slots: int | None = None) -> OpenLink:
     """One rank per letter, on the node of that name."""
     shape = LockstepShape(nodes=tuple(nodes), way=way, slices=slices, pairs=pairs)
     return lambda layers: dealt_link(layers, EXPERTS, shape, slots=slots)
 
 
 IMPLEMENTATIONS |= {
-    "mesh-flat": mesh("aabb", "flat"),
-    "mesh-flat-replicas": mesh("aab", "flat", slots=4),
-    "mesh-hierarchical": mesh("aabb", "hierarchical"),
-    "mesh-hierarchical-one-pair": mesh("aabb", "hierarchical", pairs=1),
-    "mesh-hierarchical-irregular": mesh("abbbc", "hierarchical", slots=3),
-    "mesh-sliced": mesh("aabb", "flat", slices=2),
-    "mesh-sliced-hierarchical": mesh("aaaabbbb", "hierarchical", slices=2),
+    "lockstep-flat": lockstep("aabb", "flat"),
+    "lockstep-flat-replicas": lockstep("aab", "flat", slots=4),
+    "lockstep-hierarchical": lockstep("aabb", "hierarchical"),
+    "lockstep-hierarchical-one-pair": lockstep("aabb", "hierarchical", pairs=1),
+    "lockstep-hierarchical-irregular": lockstep("abbbc", "hierarchical", slots=3),
+    "lockstep-sliced": lockstep("aabb", "flat", slices=2),
+    "lockstep-sliced-hierarchical": lockstep("aaaabbbb", "hierarchical", slices=2),
 }
 IN_ANOTHER_ORDER = [link for name, link in IMPLEMENTATIONS.items() if "hierarchical" in name]
 """These add partial sums: exact where every sum is."""

@@ -63,7 +63,7 @@ async def test_who_leaves_may_blame_attempts_and_those_alone_count_as_failed(ben
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_stuck=2)])
-async def test_a_request_that_breaks_one_mesh_after_the_other_ends(bench):
+async def test_a_request_that_breaks_one_group_after_the_other_ends(bench):
     await bench.add_worker("w")
     await bench.add_worker("v")
     (poison,) = await bench.run_on("w", bench.request("poison"))

@@ -1,4 +1,4 @@
-"""Attention workers that share the experts: the recorded answers, also when one of them is killed."""
+"""Attention workers in lock-step, which share the experts: the recorded answers, also when one of them is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.alone
 
 
 def serve(stage: Bench, ranks: int, **options: Any) -> Server:
-    return serve_pocket(stage, colocated_workers=ranks, **options)
+    return serve_pocket(stage, layout="lockstep", workers=ranks, **options)
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:
@@ -34,12 +34,14 @@ def check_answers(server: Server) -> None:
     """They are the recorded ones, and nobody computes without work."""
     wanted = recorded()[:64]
     assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=32)))
-    wait_until(lambda: server.metric("expertmesh_mesh_messages_total", scope="node") > 0, 10, "messages are counted")
+    wait_until(
+        lambda: server.metric("expertmesh_lockstep_messages_total", scope="node") > 0, 10, "messages are counted"
+    )
     assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))  # one has rows, all take part
     time.sleep(2)  # counters are brought up to date every second
-    turns, cpu_s = server.metric("expertmesh_mesh_turns_total"), used_s(server)
+    turns, cpu_s = server.metric("expertmesh_lockstep_turns_total"), used_s(server)
     time.sleep(2)
-    assert server.metric("expertmesh_mesh_turns_total") == turns, "nobody steps without work"
+    assert server.metric("expertmesh_lockstep_turns_total") == turns, "nobody steps without work"
     assert used_s(server) - cpu_s < 2, "nobody spins without work"
 
 
@@ -63,7 +65,7 @@ def check_end(server: Server) -> None:
 
 def test_sliced_experts_and_relays_give_the_recorded_answers(tmp_path: Path) -> None:
     with bench(tmp_path) as stage:
-        server = serve(stage, 4, expert_slices=2, expert_slots=10, mesh_exchange="hierarchical")
+        server = serve(stage, 4, expert_slices=2, expert_slots=10, lockstep_exchange="hierarchical")
         check_answers(server)
         check_end(server)
 

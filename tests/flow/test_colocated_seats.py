@@ -15,7 +15,7 @@ pytestmark = pytest.mark.alone
 
 
 def serve(stage: Bench, workers: int, **options: Any) -> Server:
-    return serve_pocket(stage, colocated_workers=workers, colocated_by="seats", **options)
+    return serve_pocket(stage, layout="colocated", workers=workers, **options)
 
 
 def check_end(server: Server) -> None:
@@ -44,7 +44,7 @@ async def disturbed(server: Server, wanted: list[dict[str, Any]], victim: psutil
 @pytest.mark.parametrize(("shared", "teams"), [("off", "off"), ("host", "off"), ("host", "auto")])
 def test_recorded_answers_by_several_seats_beside_attention(tmp_path: Path, shared: str, teams: str) -> None:
     with bench(tmp_path) as stage:
-        server = serve(stage, 2, fabric_shared=shared, fabric_teams=teams)
+        server = serve(stage, 2, fabric_shared=shared, joint_steps=teams)
         wanted = recorded()[:32]
         assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=16)))
         rows = [server.metric("expertmesh_experts_rows_total", shard=shard) for shard in "01"]
@@ -55,7 +55,7 @@ def test_recorded_answers_by_several_seats_beside_attention(tmp_path: Path, shar
         check_end(server)
 
 
-@pytest.mark.parametrize("options", [{}, {"fabric_shared": "host", "fabric_teams": "auto"}])
+@pytest.mark.parametrize("options", [{}, {"fabric_shared": "host", "joint_steps": "auto"}])
 def test_where_another_seat_holds_the_same_nobody_waits_for_the_dead_one(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

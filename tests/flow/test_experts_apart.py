@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -23,22 +22,19 @@ def listed(server: Server) -> float:
     return server.metric("expertmesh_expert_seats")
 
 
-@pytest.mark.parametrize(("lane", "shared", "groups"), [("tcp", "off", 2), ("gloo", "off", 1), ("tcp", "host", 1)])
-def test_no_token_changes_while_expert_workers_die_and_leave(
-    tmp_path: Path, lane: str, shared: str, groups: int
-) -> None:
-    """Two replicas of each group. Where there is a lane, who joins takes weights from the other one, verified."""
+@pytest.mark.parametrize(("shared", "groups"), [("off", 2), ("host", 1)])
+def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, shared: str, groups: int) -> None:
+    """Two replicas of each group."""
     workers, folder = 2 * groups, shutil.copytree(POCKET / "model", tmp_path / "model")
     write_digests(folder)
     with bench(tmp_path) as stage:
         server = serve_pocket(
             stage,
             folder,
+            layout="disaggregated",
             expert_workers=workers,
             expert_groups=groups,
-            fabric_lane=lane,
             fabric_shared=shared,
-            lookahead="on" if shared == "host" else "auto",
         )
         wait_until(lambda: listed(server) == workers, 60, "all expert workers are in the table")
         victim, leaver = server.of_role("experts")[:2]
@@ -46,7 +42,5 @@ def test_no_token_changes_while_expert_workers_die_and_leave(
         wait_until(lambda: len(server.of_role("experts")) == workers, 60, "another one was started")
         wait_until(lambda: listed(server) == workers, 60, "another one took the seat's place")
         assert ("shares memory" in server.proc.log()) == (shared == "host")
-        assert (server.metric("expertmesh_steps_ahead_total") > 0) == (shared == "host")
-        assert bool(re.search(r"weights of group \d came from seat \d", server.proc.log())) == (lane == "gloo")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
         wait_until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, 30, "it left")

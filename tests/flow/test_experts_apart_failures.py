@@ -35,9 +35,10 @@ def start(stage: Bench, **options: object) -> Server:
             "dtype": "float32",
             "threads": 1,
             "lease": LEASE_S,
+            "layout": "disaggregated",
             "expert_workers": EXPERTS,
             "expert_groups": 2,
-            "attention_workers": ATTENTION,
+            "workers": ATTENTION,
         }
         | options,
     )
@@ -49,7 +50,7 @@ def start(stage: Bench, **options: object) -> Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with bench(tmp_path_factory.mktemp("apart")) as stage:
-        yield start(stage, experts_patience=0.5)
+        yield start(stage, experts_timeout=0.5)
 
 
 def test_an_attention_worker_killed_while_experts_are_apart_loses_nothing(server: Server) -> None:

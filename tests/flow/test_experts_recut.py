@@ -54,6 +54,7 @@ def test_no_token_changes_while_the_groups_are_cut_anew(tmp_path: Path) -> None:
             redis_url=f"redis://127.0.0.1:{port}/0",
             dtype="float32",
             threads=1,
+            layout="disaggregated",
             expert_workers=4,
             expert_groups=2,
             rebalance_after=1,

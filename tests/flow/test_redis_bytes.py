@@ -52,6 +52,7 @@ def measured(stage: Bench, model: Path) -> Cost:
         dtype="float32",
         threads=1,
         lease=LEASE_S,
+        layout="disaggregated",
         expert_workers=2,
         expert_groups=2,
     )

@@ -45,9 +45,9 @@ class Guarded:
         options: dict[str, dict[str, object]] = {
             "scheduler": {},
             "gateway": {"port": port, "model": self._model, "served_model_name": "tiny"},
-            "attention": {"experts": "tcp", "kv_blocks": 256, **fabric},
+            "attention": {"layout": "disaggregated", "kv_blocks": 256, **fabric},
             "experts": fabric,
-            "workers": {"colocated_workers": 2, "kv_blocks": 256, **fabric},
+            "workers": {"layout": "colocated", "workers": 2, "kv_blocks": 256, **fabric},
         }
         for role in LAYOUTS[layout]:
             words = [

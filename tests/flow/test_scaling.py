@@ -40,7 +40,7 @@ class Deployment:
         stage.start("slow seat", [*slow, *flags(**compute, expert_group=0)])
         stage.role("experts", **compute, expert_group=1)
         for _ in range(2):
-            stage.role("attention", **compute, experts="tcp", kv_blocks=256)
+            stage.role("attention", **compute, layout="disaggregated", kv_blocks=256)
         gateway = stage.role("gateway", **common, model=model, served_model_name="tiny", port=http)
         self.server = Server(url=f"http://127.0.0.1:{http}", proc=gateway)
         self.server.wait_ready()

@@ -32,6 +32,7 @@ def start(stage: Bench, url: str) -> Server:
         served_model_name="pocket",
         threads=1,
         redis_url=url,
+        layout="disaggregated",
         expert_workers=WORKERS,
         expert_groups=2,
     )

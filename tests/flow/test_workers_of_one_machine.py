@@ -34,7 +34,7 @@ def patient(tmp_path: Path) -> Iterator[Deployment]:
 
 
 def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(patient: Deployment) -> None:
-    machine = patient.machine(colocated_workers=WORKERS, expert_groups=WORKERS, fabric_shared="host")
+    machine = patient.machine(layout="colocated", workers=WORKERS, expert_groups=WORKERS, fabric_shared="host")
     victim, began = machine.of_role("colocated")[1], time.monotonic()
     asyncio.run(answers_while(machine, victim.kill))
     machine.wait_ready()
@@ -50,7 +50,7 @@ def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(patient: De
 
 def test_machines_come_and_go_under_load(deployment: Deployment) -> None:
     """Each holds all groups: the second one is told to end, then the first one dies with all that it started."""
-    options = {"colocated_workers": WORKERS, "expert_groups": WORKERS}
+    options = {"layout": "colocated", "workers": WORKERS, "expert_groups": WORKERS}
     first, second = deployment.machine(**options), deployment.machine(**options)
     asyncio.run(answers_while(first, lambda: second.proc.popen.send_signal(signal.SIGTERM)))
     assert second.proc.stop() == 0
@@ -60,7 +60,9 @@ def test_machines_come_and_go_under_load(deployment: Deployment) -> None:
 
 
 def test_attention_and_experts_in_workers_of_their_own(deployment: Deployment) -> None:
-    machine = deployment.machine(attention_workers=1, expert_workers=2, expert_groups=WORKERS, fabric_shared="host")
+    machine = deployment.machine(
+        workers=1, layout="disaggregated", expert_workers=2, expert_groups=WORKERS, fabric_shared="host"
+    )
     wanted = recorded()[:32]
     assert_recorded(wanted, asyncio.run(complete_all(machine.url, wanted, at_once=16)))
     assert min(machine.metric("expertmesh_experts_rows_total", shard=shard) for shard in "01") > 0

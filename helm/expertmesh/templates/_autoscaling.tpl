@@ -20,13 +20,12 @@ target_tpot: {{ $scaling.targetTpotSeconds }}
 {{- end }}
 {{- if eq .role "scheduler" }}
 autoscale: "on"
-kubernetes: "on"
 kubernetes_selector: {{ include "expertmesh.matchLabels" . | quote }}
 sleep_after: {{ $scaling.sleepAfterSeconds }}
 scale_down_after: {{ $scaling.scaleDownAfterSeconds }}
-{{- if eq .root.Values.attention.experts "tcp" }}
-fewest_replicas: {{ $scaling.experts.minReplicas }}
-most_replicas: {{ $scaling.experts.maxReplicas }}
+{{- if eq (include "expertmesh.layout" .) "disaggregated" }}
+min_replicas: {{ $scaling.experts.minReplicas }}
+max_replicas: {{ $scaling.experts.maxReplicas }}
 {{- $own := list }}
 {{- range $group, $_ := .root.Values.experts.perGroup }}
 {{- $bounds := include "expertmesh.groupBounds" (dict "root" $.root "group" $group) | fromYaml }}
@@ -36,17 +35,10 @@ most_replicas: {{ $scaling.experts.maxReplicas }}
 shard_replicas: {{ join "," . | quote }}
 {{- end }}
 {{- end }}
-{{- if eq .root.Values.attention.experts "mesh" }}
-ranks: {{ .root.Values.attention.mesh.ranks }}
-{{- end }}
-{{- if eq .root.Values.attention.experts "seats" }}
-ranks: {{ .root.Values.attention.seats.workers }}
-colocated_by: seats
-{{- end }}
-fewest_attention: {{ $scaling.attention.minReplicas }}
-most_attention: {{ $scaling.attention.maxReplicas }}
-fewest_gateways: {{ $scaling.gateway.minReplicas }}
-most_gateways: {{ $scaling.gateway.maxReplicas }}
+min_attention: {{ $scaling.attention.minReplicas }}
+max_attention: {{ $scaling.attention.maxReplicas }}
+min_gateways: {{ $scaling.gateway.minReplicas }}
+max_gateways: {{ $scaling.gateway.maxReplicas }}
 {{- end }}
 {{- end -}}
 

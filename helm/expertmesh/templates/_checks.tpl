@@ -1,16 +1,33 @@
 {{/*
 Values that contradict one another: each define says in lines what is wrong, and any line ends the rendering. What is switched
-off as a whole (its `enabled`, expert workers by attention.experts) may keep its settings: a values file then has a switch. What
+off as a whole (its `enabled`, expert workers by layout) may keep its settings: a values file then has a switch. What
 concerns one value alone stands in its `# @schema`, what only a cluster knows in expertmesh.unchanged and expertmesh.kept.
 */}}
 {{- define "expertmesh.checks" -}}
 {{- $said := list -}}
-{{- range $part := list "redis" "tls" "model" "secrets" "groups" "seats" "scaling" "prometheus" "objects" -}}
+{{- range $part := list "renamed" "redis" "tls" "model" "secrets" "groups" "workers" "scaling" "prometheus" "objects" -}}
 {{- range include (printf "expertmesh.checks.%s" $part) $ | splitList "\n" -}}
 {{- with trim . }}{{ $said = append $said . }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- with $said }}{{ fail (printf "values that cannot be meant:\n%s" (uniq . | join "\n")) }}{{ end -}}
+{{- end -}}
+
+{{/* Names of an earlier chart and of an earlier server's settings: files/renamed.yaml has what to say now. */}}
+{{- define "expertmesh.checks.renamed" -}}
+{{- $names := .Files.Get "files/renamed.yaml" | fromYaml -}}
+{{- range $path, $now := $names.values }}
+{{- $found := $.Values }}
+{{- range $part := splitList "." $path }}{{ if kindIs "map" $found }}{{ $found = get $found $part }}{{ end }}{{ end }}
+{{- if ne (toString $found) "" }}
+{{ $path }} is no value any more. {{ $now }}{{ if not $.Values.layout }} With --reset-then-reuse-values instead of --reuse-values the defaults are this chart's.{{ end }}
+{{- end }}
+{{- end }}
+{{- range $name, $config := dict "config" .Values.config "gateway.config" .Values.gateway.config "scheduler.config" .Values.scheduler.config "attention.config" .Values.attention.config "experts.config" .Values.experts.config }}
+{{- range $setting := keys ($config | default dict) | sortAlpha }}{{ with get $names.settings $setting }}
+{{ $name }}.{{ $setting }} is no setting any more. {{ . }} (An option such as --max-num-seqs is max_num_seqs here.)
+{{- end }}{{ end }}
+{{- end }}
 {{- end -}}
 
 {{- define "expertmesh.checks.redis" -}}
@@ -52,11 +69,11 @@ redis.external.caSecret is {{ $redis.external.caSecret }}, but redis.external.ur
 {{- end }}
 {{- end }}
 {{- if (.Values.fabric.tls).enabled }}
-{{- if and (include "expertmesh.fabricTls" (dict "root" $)) (has .Values.fabric.lane (list "nccl" "gloo")) }}
+{{- if and (include "expertmesh.fabricTls" (dict "root" $)) (eq .Values.fabric.lane "nccl") }}
 fabric.lane is {{ .Values.fabric.lane }}, which cannot be encrypted, but fabric.tls.enabled is true. Set fabric.lane to auto or tcp, or fabric.tls.enabled=false.
 {{- end }}
-{{- if eq .Values.attention.experts "mesh" }}
-fabric.tls.enabled is true, but attention.experts=mesh passes rows by NCCL or gloo, which cannot be encrypted. Choose another attention.experts, or set fabric.tls.enabled=false.
+{{- if eq (include "expertmesh.layout" (dict "root" $)) "lockstep" }}
+fabric.tls.enabled is true, but layout=lockstep passes rows by NCCL or gloo, which cannot be encrypted. Choose another layout, or set fabric.tls.enabled=false.
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -90,7 +107,7 @@ auth.key and auth.plainKey are both {{ $auth.key }}: one is the file of hashed k
 
 {{- define "expertmesh.checks.groups" -}}
 {{- $experts := .Values.experts -}}
-{{- if eq .Values.attention.experts "tcp" -}}
+{{- if eq (include "expertmesh.layout" (dict "root" $)) "disaggregated" -}}
 {{- range $number, $_ := $experts.perGroup }}
 {{- if not (regexMatch "^(0|[1-9][0-9]*)$" $number | ternary (lt (atoi $number) (int $experts.groups)) false) }}
 experts.perGroup names group {{ $number }}, but experts.groups is {{ int $experts.groups }}: groups are counted from 0. Raise experts.groups, or leave that group out.
@@ -98,7 +115,7 @@ experts.perGroup names group {{ $number }}, but experts.groups is {{ int $expert
 {{- end }}
 {{- end -}}
 {{- include "expertmesh.checks.claims" (dict "name" "attention" "values" .Values.attention) }}
-{{- if eq .Values.attention.experts "tcp" -}}
+{{- if eq (include "expertmesh.layout" (dict "root" $)) "disaggregated" -}}
 {{- range $group := until (int $experts.groups) }}
 {{- $own := get $experts.perGroup (toString $group) | default dict }}
 {{- $name := ternary (printf "experts.perGroup.%d" $group) "experts" (or (hasKey $own "resources") (hasKey $own "resourceClaims")) }}
@@ -108,29 +125,33 @@ experts.perGroup names group {{ $number }}, but experts.groups is {{ int $expert
 {{- end -}}
 
 {{/* Several attention workers in a pod. What they have no choice about is not passed over: `expertmesh workers` would refuse some of it. */}}
-{{- define "expertmesh.checks.seats" -}}
+{{- define "expertmesh.checks.workers" -}}
 {{- $attention := .Values.attention -}}
-{{- $seats := $attention.seats -}}
-{{- if eq $attention.experts "seats" -}}
-{{- if gt (int $seats.groups) (int $seats.workers) }}
-attention.seats.groups is {{ $seats.groups }}, but attention.seats.workers is {{ $seats.workers }}, of which each holds one group. Raise attention.seats.workers, or lower attention.seats.groups.
+{{- $layout := include "expertmesh.layout" (dict "root" $) -}}
+{{- if and (eq $layout "lockstep") (lt (int $attention.workers) 2) }}
+attention.workers is {{ $attention.workers }}, but layout=lockstep has groups of 2 or more that compute together. Raise attention.workers, or choose another layout.
+{{- end }}
+{{- if eq $layout "colocated" -}}
+{{- $groups := int $attention.colocated.groups }}
+{{- if gt $groups (int $attention.workers) }}
+attention.colocated.groups is {{ $groups }}, but attention.workers is {{ $attention.workers }}, of which each holds one group. Raise attention.workers, or lower attention.colocated.groups.
 {{- end }}
 {{- $gpus := 0 }}{{ $kinds := list }}
 {{- range $name, $count := $attention.resources.limits | default dict }}{{ if hasPrefix "nvidia.com/" $name }}
 {{- $gpus = add $gpus (int $count) }}{{ $kinds = append $kinds (printf "%s: %d" $name (int $count)) }}
 {{- end }}{{ end }}
-{{- if and $gpus (ne (int $gpus) (int $seats.workers)) }}
-attention.resources.limits has {{ join ", " $kinds }}, but attention.seats.workers is {{ $seats.workers }}, of which each takes one of the pod's GPUs. Make them equal.
+{{- if and $gpus (ne (int $gpus) (int $attention.workers)) }}
+attention.resources.limits has {{ join ", " $kinds }}, but attention.workers is {{ $attention.workers }}, of which each takes one of the pod's GPUs. Make them equal.
 {{- end }}
-{{- if has .Values.fabric.lane (list "nccl" "gloo") }}
-fabric.lane is {{ .Values.fabric.lane }}, but attention.experts=seats passes rows by shared memory and over TCP alone. Set fabric.lane to auto or tcp.
+{{- if eq .Values.fabric.lane "nccl" }}
+fabric.lane is {{ .Values.fabric.lane }}, but layout=colocated passes rows by shared memory and over TCP alone. Set fabric.lane to auto or tcp.
 {{- end }}
 {{- range $name, $config := dict "config" .Values.config "attention.config" $attention.config "experts.config" .Values.experts.config }}
 {{- if contains ":" (get $config "device" | default "") }}
-{{ $name }}.device is {{ $config.device }}, one device for all {{ $seats.workers }} workers of a pod. Set it to auto, cuda or cpu: the i-th worker takes the i-th GPU.
+{{ $name }}.device is {{ $config.device }}, one device for all {{ $attention.workers }} workers of a pod. Set it to auto, cuda or cpu: the i-th worker takes the i-th GPU.
 {{- end }}
-{{- range $setting := list "gpu" "overlap" "expert_slots" "expert_slices" "mesh_timeout" "mesh_exchange" "relay_pairs" }}{{ if hasKey $config $setting }}
-{{ $name }}.{{ $setting }} is given, but workers with attention.experts=seats have no choice about it. Leave it out, or choose another attention.experts.
+{{- range $setting := list "overlap" "expert_slots" "expert_slices" "lockstep_exchange" }}{{ if hasKey $config $setting }}
+{{ $name }}.{{ $setting }} is given, but workers with layout=colocated have no choice about it. Leave it out, or choose another layout.
 {{- end }}{{ end }}
 {{- end }}
 {{- end -}}
@@ -150,8 +171,8 @@ set up the whole pod. Takes `name` and `values`. */}}
 {{- $scaling := .Values.autoscaling -}}
 {{- if $scaling.enabled -}}
 {{- $bounds := dict "autoscaling.gateway" $scaling.gateway "autoscaling.attention" $scaling.attention "autoscaling.experts" $scaling.experts }}
-{{- if ne .Values.attention.experts "tcp" }}{{ $_ := unset $bounds "autoscaling.experts" }}{{ end }}
-{{- range $group, $own := ternary .Values.experts.perGroup dict (eq .Values.attention.experts "tcp") }}
+{{- if ne (include "expertmesh.layout" (dict "root" $)) "disaggregated" }}{{ $_ := unset $bounds "autoscaling.experts" }}{{ end }}
+{{- range $group, $own := ternary .Values.experts.perGroup dict (eq (include "expertmesh.layout" (dict "root" $)) "disaggregated") }}
 {{- if or (hasKey $own "minReplicas") (hasKey $own "maxReplicas") }}{{ $_ := set $bounds (printf "experts.perGroup.%s" $group) (include "expertmesh.groupBounds" (dict "root" $ "group" $group) | fromYaml) }}{{ end }}
 {{- end }}
 {{- range $name, $each := $bounds }}{{ if gt (int $each.minReplicas) (int $each.maxReplicas) }}
@@ -202,8 +223,8 @@ The release is called {{ .Release.Name }}, and a Service must not have a dot in 
 {{- end }}
 {{- /* Aggregation of APIs is in each cluster, and not in what helm assumes where it sees none. */}}
 {{- $apis := .Capabilities.APIVersions }}
-{{- if and (eq .Values.attention.experts "mesh") ($apis.Has "apiregistration.k8s.io/v1") (not ($apis.Has "leaderworkerset.x-k8s.io/v1")) }}
-attention.experts=mesh makes a LeaderWorkerSet, which this cluster does not know. Install its controller (https://lws.sigs.k8s.io), or set attention.experts to tcp, seats or local.
+{{- if and (eq (include "expertmesh.layout" (dict "root" $)) "lockstep") ($apis.Has "apiregistration.k8s.io/v1") (not ($apis.Has "leaderworkerset.x-k8s.io/v1")) }}
+layout=lockstep makes a LeaderWorkerSet, which this cluster does not know. Install its controller (https://lws.sigs.k8s.io), or set layout to disaggregated, colocated or local.
 {{- end }}
 {{- range $role := list "gateway" "scheduler" "attention" }}
 {{- $updates := (index $.Values $role).rollingUpdate }}

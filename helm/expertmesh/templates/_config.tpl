@@ -30,37 +30,50 @@ the release's scheduler, if there is one.
 {{- end -}}
 {{- end -}}
 
-{{/* How many shard groups there are in Redis; empty where there are none (local, mesh). */}}
+{{/* Where the experts are. Without the value, as in those of a chart before it, they are apart. */}}
+{{- define "expertmesh.layout" -}}
+{{- .root.Values.layout | default "disaggregated" -}}
+{{- end -}}
+
+{{/* How many shard groups there are in Redis; empty where there are none (local, lockstep). */}}
 {{- define "expertmesh.shardGroups" -}}
 {{- $attention := .root.Values.attention -}}
-{{- if eq $attention.experts "tcp" }}{{ .root.Values.experts.groups }}{{ end -}}
-{{- if eq $attention.experts "seats" }}{{ int $attention.seats.groups | default (int $attention.seats.workers) }}{{ end -}}
+{{- if eq (include "expertmesh.layout" .) "disaggregated" }}{{ .root.Values.experts.groups }}{{ end -}}
+{{- if eq (include "expertmesh.layout" .) "colocated" }}{{ int $attention.colocated.groups | default (int $attention.workers) }}{{ end -}}
 {{- end -}}
 
 {{/* The value that says it. */}}
 {{- define "expertmesh.shardGroupsValue" -}}
-{{- $attention := .root.Values.attention -}}
-{{- if eq $attention.experts "tcp" -}}
+{{- if eq (include "expertmesh.layout" .) "disaggregated" -}}
 experts.groups
 {{- else -}}
-attention.seats.groups{{ if not (int $attention.seats.groups) }} (0: as many as attention.seats.workers){{ end }}
+attention.colocated.groups{{ if not (int .root.Values.attention.colocated.groups) }} (0: as many as attention.workers){{ end }}
 {{- end -}}
 {{- end -}}
 
-{{/* Of a pod that runs several attention workers, each with a seat. */}}
-{{- define "expertmesh.seatsConfig" -}}
-colocated_workers: {{ .root.Values.attention.seats.workers }}
-colocated_by: seats
+{{/* What schedulers and attention workers know of the layout. Pods have no memory in common, workers of one pod do. */}}
+{{- define "expertmesh.layoutConfig" -}}
+{{- $layout := include "expertmesh.layout" . -}}
+layout: {{ $layout }}
+{{- if has $layout (list "colocated" "lockstep") }}
+workers: {{ .root.Values.attention.workers }}
+{{- end }}
+{{- if eq .role "attention" }}
+{{- if ne $layout "colocated" }}
+fabric_shared: "off"
+{{- else }}
+fabric_shared: {{ .root.Values.attention.colocated.shared | quote }}
 expert_groups: {{ include "expertmesh.shardGroups" . }}
 fabric_port: 7100
-fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* The configuration file of one role: what the chart decides over the role's settings over those of all. */}}
 {{- define "expertmesh.config" -}}
 {{- $values := .root.Values -}}
 {{- $role := index $values .role -}}
-{{- $seats := and (eq .role "attention") (eq $values.attention.experts "seats") -}}
+{{- $seats := and (eq .role "attention") (eq (include "expertmesh.layout" .) "colocated") -}}
 {{- $own := dict "host" $values.bindAddress "namespace" (include "expertmesh.keyPrefix" .) "log_format" "json" -}}
 {{- if ne .role "scheduler" -}}
 {{- $_ := set $own "model" (include "expertmesh.modelPath" .) -}}
@@ -78,15 +91,15 @@ fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
 {{- if include "expertmesh.autoscaled" . -}}
 {{- $own = merge $own (include "expertmesh.autoscalingConfig" . | fromYaml) -}}
 {{- end -}}
-{{- if $seats -}}
-{{- $own = merge $own (include "expertmesh.seatsConfig" . | fromYaml) -}}
-{{- else if eq .role "attention" -}}
-{{- $_ := set $own "experts" $values.attention.experts -}}
+{{- if has .role (list "scheduler" "attention") -}}
+{{- $own = merge $own (include "expertmesh.layoutConfig" . | fromYaml) -}}
 {{- end -}}
-{{- if eq .role "experts" }}{{ $_ := set $own "fabric_port" 7100 }}{{ end -}}
-{{- if and (has .role (list "attention" "experts")) (ne $values.attention.experts "local") -}}
+{{- if eq .role "experts" -}}
+{{- $own = merge $own (dict "fabric_port" 7100 "fabric_shared" "off") -}}
+{{- end -}}
+{{- if and (has .role (list "attention" "experts")) (ne (include "expertmesh.layout" .) "local") -}}
 {{- $_ := set $own "fabric_secret_file" "/etc/expertmesh/fabric/secret" -}}
-{{- if eq $values.attention.experts "tcp" }}{{ $_ := set $own "fabric_lane" $values.fabric.lane }}{{ end -}}
+{{- if eq (include "expertmesh.layout" .) "disaggregated" }}{{ $_ := set $own "fabric_lane" $values.fabric.lane }}{{ end -}}
 {{- end -}}
 {{- if include "expertmesh.fabricTls" . -}}
 {{- if or $seats (eq .role "experts") -}}
@@ -103,12 +116,12 @@ fabric_shared: {{ .root.Values.attention.seats.shared | quote }}
 
 {{/* "true" where rows between workers are encrypted: those of expert workers and seats. */}}
 {{- define "expertmesh.fabricTls" -}}
-{{- if and (.root.Values.fabric.tls).enabled (has .root.Values.attention.experts (list "tcp" "seats")) }}true{{ end -}}
+{{- if and (.root.Values.fabric.tls).enabled (has (include "expertmesh.layout" .) (list "disaggregated" "colocated")) }}true{{ end -}}
 {{- end -}}
 
 {{/* The name in their certificate: one for all, which none of them has as its address. */}}
 {{- define "expertmesh.fabricName" -}}
-{{- $of := ternary "experts" "attention" (eq .root.Values.attention.experts "tcp") -}}
+{{- $of := ternary "experts" "attention" (eq (include "expertmesh.layout" .) "disaggregated") -}}
 {{- (.root.Values.fabric.tls).serverName | default (printf "%s-%s.%s.svc" (include "expertmesh.fullname" .) $of .root.Release.Namespace) -}}
 {{- end -}}
 

@@ -39,7 +39,7 @@
 
 {{/* Those of the seats of a pod, the i-th at 7100 + i. */}}
 {{- define "expertmesh.seatPorts" -}}
-ports: [{port: 7100, endPort: {{ add 7099 .root.Values.attention.seats.workers }}}]
+ports: [{port: 7100, endPort: {{ add 7099 .root.Values.attention.workers }}}]
 {{- end -}}
 
 {{/* The ports that workers open for one another: NCCL and gloo choose theirs. */}}

@@ -11,9 +11,9 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $ca := ternary (include "expertmesh.redisTlsSecret" .) (ternary "" $values.redis.external.caSecret $values.redis.enabled) (ne (include "expertmesh.redisTls" .) "") -}}
 {{- $caKey := ternary "ca.crt" $values.redis.external.caKey $values.redis.enabled -}}
 {{- $encrypts := and $computes (include "expertmesh.fabricTls" .) -}}
-{{- $proves := or (eq .role "experts") (eq $values.attention.experts "seats") -}}
-{{- $apart := and $computes (ne $values.attention.experts "local") -}}
-{{- $ranks := and (eq .role "attention") (eq $values.attention.experts "mesh") -}}
+{{- $proves := or (eq .role "experts") (eq (include "expertmesh.layout" .) "colocated") -}}
+{{- $apart := and $computes (ne (include "expertmesh.layout" .) "local") -}}
+{{- $ranks := and (eq .role "attention") (eq (include "expertmesh.layout" .) "lockstep") -}}
 {{- $watches := and (eq .role "scheduler") (include "expertmesh.autoscaled" .) -}}
 {{- $ofDeployment := not (or (hasKey . "group") $ranks) -}}
 metadata:
@@ -61,10 +61,9 @@ spec:
         {{- end }}
         {{- end }}
         {{- if $ranks }}
-        - {name: EXPERTMESH_RANKS, value: {{ $values.attention.mesh.ranks | quote }}}
         - name: EXPERTMESH_RANK
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
-        - {name: EXPERTMESH_MESH_ADDRESS, value: "$(LWS_LEADER_ADDRESS):7200"}
+        - {name: EXPERTMESH_LOCKSTEP_ADDRESS, value: "$(LWS_LEADER_ADDRESS):7200"}
         - name: EXPERTMESH_NODE
           valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
         {{- end }}
@@ -171,8 +170,8 @@ spec:
 {{- $attention := $values.attention -}}
 {{- $ports := dict "metrics" 9100 -}}
 {{- $own := dict "graceSeconds" (add $attention.drainSeconds 15) -}}
-{{- if eq $attention.experts "seats" -}}
-{{- range $seat := until (int $attention.seats.workers) }}{{ $_ := set $ports (printf "fabric-%d" $seat) (add 7100 $seat) }}{{ end -}}
+{{- if eq (include "expertmesh.layout" .) "colocated" -}}
+{{- range $seat := until (int $attention.workers) }}{{ $_ := set $ports (printf "fabric-%d" $seat) (add 7100 $seat) }}{{ end -}}
 {{- /* Attention drains, then its seat leaves the table and answers what it has, each in as much time. */ -}}
 {{- $own = dict "command" "workers" "graceSeconds" (add (mul 3 $attention.drainSeconds) 15) -}}
 {{- end -}}
@@ -243,7 +242,7 @@ their node is gone for good, and a node that comes back late would only lose pod
 
 {{/*
 Startup: the process listens. Readiness: the role can do its part, see ARCHITECTURE.md. Liveness: its event loop turns; an
-engine that hangs ends its process by itself (--step-timeout), and what is away elsewhere is no reason to restart.
+engine that hangs ends its process by itself (see --experts-timeout), and what is away elsewhere is no reason to restart.
 */}}
 {{- define "expertmesh.probes" -}}
 {{- $health := dict "path" "/health" "port" .port -}}

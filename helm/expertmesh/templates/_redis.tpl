@@ -46,7 +46,7 @@ include /run/redis/auth.conf
 
 {{/* The user of a role's pods. Takes `root` and `role`. */}}
 {{- define "expertmesh.redisUser" -}}
-{{- ternary "workers" .role (and (eq .role "attention") (eq .root.Values.attention.experts "seats")) -}}
+{{- ternary "workers" .role (and (eq .role "attention") (eq (include "expertmesh.layout" .) "colocated")) -}}
 {{- end -}}
 
 {{- define "expertmesh.redisPort" -}}

@@ -210,21 +210,15 @@ class BatchManager:
                 budget -= pieces[-1].length
 
     def _admit(self, pieces: list[Piece], budget: int) -> None:
-        stretch = not self._limits.chunked_prefill
         while self._waiting and self.running < self._limits.max_num_seqs and budget > 0:
             state = self._waiting.first
             matched = self._prefixes.match(state)
-            missing = len(state.token_ids) - len(matched) * self.pool.block_size
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
             if not self.pool.fits(matched, new + reserve(self.pool, self._running)):
                 break  # nothing passes by being small, or long prompts would starve
-            if not self._limits.chunked_prefill and missing > budget and not stretch:
-                break
             self._start(state, matched, new)
-            piece = Piece.of(state, budget if self._limits.chunked_prefill else missing)
-            pieces.append(piece)
-            budget -= piece.length
-            stretch = False
+            pieces.append(Piece.of(state, budget))
+            budget -= pieces[-1].length
 
     def _start(self, state: SequenceState, matched: Sequence[int], new: int) -> None:
         self._waiting.start(state)

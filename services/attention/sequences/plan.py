@@ -15,7 +15,7 @@ from services.prefix import PrefixScope
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLimits:
-    """Bounds of the batch. Without ``chunked_prefill`` the budget stretches to the first prompt of a step."""
+    """Bounds of the batch."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -24,7 +24,6 @@ class BatchLimits:
     eos_token_ids: tuple[int, ...]
     prefix_cache: bool = True
     prefix_cache_scope: PrefixScope = "tenant"
-    chunked_prefill: bool = True
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):

@@ -231,7 +231,7 @@ def refusal(request: GenerateRequest, *, max_model_len: int, kv_tokens: int, voc
     if request.max_len > kv_tokens:
         return ContextLengthExceeded(
             f"This worker's KV cache holds {kv_tokens} tokens, but {wanted} were asked for.",
-            hint="Shorten the prompt, lower max_tokens, or start the worker with more --kv-blocks.",
+            hint="Shorten the prompt, lower max_tokens, or start the worker with more --kv-memory-gib.",
             param="max_tokens",
         )
     return None

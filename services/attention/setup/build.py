@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from services.attention.kv_cache import blocks_within
-from services.attention.lockstep_engine import Colocated, LockstepEngine
+from services.attention.lockstep_engine import LockstepEngine, LockstepRank
 from services.attention.setup.capacity import Capacity, capacity
 from services.attention.setup.remote_link import remote_link
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions
 from services.attention.step.overlap import OverlapPolicy
-from services.attention.step.pipeline import Lookahead
 from services.config import Settings
 from services.fabric.link import CountingLink
 from services.fabric.local import LocalLink
@@ -40,7 +39,7 @@ class Built:
     capacity: Capacity
     engine: Engine[Any] | LockstepEngine
     link: CountingLink[Any]
-    mesh: Colocated | None = None
+    lockstep: LockstepRank | None = None
     """The other ranks, where they share the experts."""
 
 
@@ -57,28 +56,28 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_e
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
-    in_mesh = settings.experts == "mesh"
-    device = torch_device(settings.device, rank=settings.rank if in_mesh else settings.gpu, of_host=not in_mesh)
+    ranks = settings.layout == "lockstep"
+    device = torch_device(settings.device, rank=settings.rank if ranks else None)
     log.info("attention is computed on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
-    mesh = Colocated(settings, spec, dtype=dtype, device=device) if settings.experts == "mesh" else None
+    lockstep = LockstepRank(settings, spec, dtype=dtype, device=device) if ranks else None
     with loading_progress(log) as progress:
         dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
         link: CountingLink[Any]
-        if settings.experts == "tcp":
+        if settings.apart:
             link = remote_link(settings, spec, dtype, device, worker, beside_experts=beside_experts)
-        elif mesh is not None:
-            link = mesh.connect(worker, progress)
+        elif lockstep is not None:
+            link = lockstep.connect(worker, progress)
         else:
             experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
             shard = ExpertShard(experts, num_experts=spec.num_experts)
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
-    model, options = DenseModel(spec, dense), _engine_options(settings, room, mesh=mesh is not None)
-    if mesh is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
+    model, options = DenseModel(spec, dense), _engine_options(settings, room)
+    if lockstep is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
         engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
-        return Built(spec=spec, capacity=room, engine=LockstepEngine(engine, mesh), link=link, mesh=mesh)
-    capture = CudaCapture(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
+        return Built(spec=spec, capacity=room, engine=LockstepEngine(engine, lockstep), link=link, lockstep=lockstep)
+    capture = CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None
     engine = Engine(
         model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link), capture=capture
     )
@@ -95,7 +94,7 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
     if room.lowered:
         log.warning(
             "the %d KV blocks hold %d tokens, less than the model's %d: longer requests are refused; "
-            "give more --kv-blocks or --kv-memory-gib, or set --max-model-len",
+            "give more --kv-memory-gib, or set --max-model-len",
             room.kv_blocks,
             room.kv_tokens,
             spec.max_position,
@@ -106,17 +105,14 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
 def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> OverlapPolicy:
     """Experts in this process leave nothing to hide."""
     return OverlapPolicy(
-        "off" if settings.experts == "local" else settings.overlap,
+        settings.overlap if settings.apart else "off",
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
         waits_seen=not isinstance(link, SharedMemoryLink),  # there the device waits, not the host
     )
 
 
-LOOKAHEAD: dict[str, Lookahead] = {"off": "off", "auto": "replayed", "on": "all"}
-"""By option: after which steps another one may be launched before they are read."""
-
-
-def _engine_options(settings: Settings, room: Capacity, *, mesh: bool) -> EngineOptions:
+def _engine_options(settings: Settings, room: Capacity) -> EngineOptions:
+    each_step_alone = settings.enforce_eager or settings.layout == "lockstep"
     return EngineOptions(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -125,6 +121,5 @@ def _engine_options(settings: Settings, room: Capacity, *, mesh: bool) -> Engine
         block_size=settings.block_size,
         prefix_cache=settings.prefix_cache,
         prefix_cache_scope=settings.prefix_cache_scope,
-        chunked_prefill=settings.chunked_prefill,
-        lookahead="off" if mesh else LOOKAHEAD[settings.lookahead],
+        lookahead="off" if each_step_alone else "replayed",
     )

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from services.errors import ConfigError
 
+OVERCOMMIT = 1.5
+"""Tokens that a worker is assigned, as a multiple of those that its KV blocks hold."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
@@ -32,8 +35,7 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
     if asked is not None and asked > kv_tokens:
         raise ConfigError(
             f"--max-model-len {asked} does not fit: {kv_blocks} KV blocks of {block_size} hold {kv_tokens} tokens.",
-            hint=f"Give at least --kv-blocks {-(-asked // block_size)} (or more --kv-memory-gib), "
-            f"or at most --max-model-len {kv_tokens}.",
+            hint=f"Give more --kv-memory-gib, or at most --max-model-len {kv_tokens}.",
         )
     max_model_len = min(asked or max_position, kv_tokens)
     return Capacity(
@@ -44,10 +46,10 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
     )
 
 
-def credit(*, kv_tokens: int, max_num_seqs: int, overcommit: float) -> tuple[int, int]:
+def credit(*, kv_tokens: int, max_num_seqs: int) -> tuple[int, int]:
     """Tokens and requests that a worker may be assigned at a time.
 
     Tokens beyond what the KV blocks hold, since most requests end before ``max_tokens``; requests a few beyond the
     batch, so that a place in it is filled again without a round trip to the scheduler.
     """
-    return max(1, int(kv_tokens * overcommit)), max_num_seqs + max(1, max_num_seqs // 8)
+    return max(1, int(kv_tokens * OVERCOMMIT)), max_num_seqs + max(1, max_num_seqs // 8)

@@ -69,14 +69,14 @@ def remote_link(
         options=SharedMemoryOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S,
             beside_s=DEADLINE_BESIDE_S,
-            unavailable_s=settings.experts_patience,
+            unavailable_s=settings.experts_timeout,
             crowded=beside_experts and not host,
         ),
     )
 
 
 def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, most: int) -> Layout:
-    """Between CPUs answers come unsummed, so that tokens are those of ``--fabric-shared off``."""
+    """Between CPUs answers come unsummed, so that tokens in float32 are those of ``--fabric-shared off``."""
     return Layout(
         rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), most),
         hidden=spec.hidden_size,
@@ -107,9 +107,9 @@ def _tcp_link(
         ),
         secret=read_secret(settings.fabric_secret_file),
         call_s=settings.exchange_timeout,
-        unavailable_s=settings.experts_patience,
+        unavailable_s=settings.experts_timeout,
         tls=client_tls(settings.fabric_tls_ca, settings.fabric_tls_name),
-        reduced=settings.fabric_sums,
-        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane in ("nccl", "gloo")),
+        reduced=dtype != torch.float32,  # where sums are rounded, low bits may differ by how they are made
+        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane == "nccl"),
         extension=extension,
     )

@@ -134,7 +134,7 @@ class StepGraphs(Generic[HandleT]):
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(
                     f"Steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
-                    hint="Start with --cuda-graphs off, or leave more memory free: --kv-memory-gib, "
+                    hint="Start with --enforce-eager, or leave more memory free: --kv-memory-gib, "
                     "--max-num-batched-tokens.",
                 ) from error
             log.info("graphs of steps %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)

@@ -51,7 +51,6 @@ class EngineOptions:
     block_size: int = 16
     prefix_cache: bool = True
     prefix_cache_scope: PrefixScope = "tenant"
-    chunked_prefill: bool = True
     lookahead: Lookahead = "off"
 
 
@@ -106,7 +105,6 @@ class Engine(Generic[HandleT]):
             eos_token_ids=spec.eos_token_ids,
             prefix_cache=options.prefix_cache,
             prefix_cache_scope=options.prefix_cache_scope,
-            chunked_prefill=options.chunked_prefill,
         )
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._reset()

@@ -22,7 +22,7 @@ Way = Literal["flat", "hierarchical"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockstepShape:
-    """How the ranks of a mesh share experts.
+    """How the ranks in lock-step share experts.
 
     Args:
         nodes: name of the node by rank.

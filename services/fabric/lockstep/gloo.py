@@ -1,4 +1,4 @@
-"""Messages between the ranks of a mesh, in lock-step: what :mod:`services.fabric.lockstep.rows` packed, out and in.
+"""Messages between the ranks in lock-step: what :mod:`services.fabric.lockstep.rows` packed, out and in.
 
 A wire is one rank's end. Every exchange has a tag, and both ends of a pair open it. No wait is without a deadline.
 """
@@ -64,7 +64,7 @@ class Exchange(Protocol):
 
 
 class Wire(Protocol):
-    """One rank's end of the mesh."""
+    """One rank's end of the lock-step."""
 
     @property
     def rank(self) -> int: ...
@@ -182,7 +182,7 @@ def guarded(what: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
         raise LockstepBroken(
-            f"The mesh broke while {what}: {reason}", hint="All ranks start again; requests are kept."
+            f"The lock-step broke while {what}: {reason}", hint="All ranks start again; requests are kept."
         ) from error
 
 

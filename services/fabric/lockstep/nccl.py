@@ -1,4 +1,4 @@
-"""Messages of a mesh between GPUs over NCCL, from and into device memory. Sizes go ahead over gloo.
+"""Messages of ranks in lock-step between GPUs over NCCL, from and into device memory. Sizes go ahead over gloo.
 
 The sizes tell each rank what to receive, and that all ranks are there: NCCL itself waits for a dead peer without end.
 So each exchange costs a wait for the device; decode inside a node has links without (symmetric memory).

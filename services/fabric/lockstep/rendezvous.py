@@ -1,6 +1,6 @@
-"""How the ranks of a mesh find one another: at rank 0's store, each under its number, all with the same facts.
+"""How the ranks of a group find one another: at rank 0's store, each under its number, all with the same facts.
 
-One store lives for one mesh. A rank that comes again while the old mesh still stands finds its number taken: it spoils
+One store lives for one group. A rank that comes again while the old group stands finds its number taken: it spoils
 that store and rings, so that the others notice, end, and all meet anew at the next store.
 """
 
@@ -180,10 +180,12 @@ def _listener(meeting: Meeting) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"Another process listens on {meeting.address}:{meeting.port}.", hint="Choose another --mesh-address."
+                f"Another process listens on {meeting.address}:{meeting.port}.",
+                hint="Choose another --lockstep-address.",
             ) from error
         raise ConfigError(
-            f"Rank 0 cannot listen on {meeting.address}:{meeting.port}: {error}.", hint="Choose another --mesh-address."
+            f"Rank 0 cannot listen on {meeting.address}:{meeting.port}: {error}.",
+            hint="Choose another --lockstep-address.",
         ) from error
 
 
@@ -192,7 +194,7 @@ def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
     try:
         if store.compare_set(_key(rank), "", mine).decode() == mine:
             return True
-        log.info("rank %d is taken in the old mesh; waiting for its end", rank)
+        log.info("rank %d is taken in the old group; waiting for its end", rank)
         store.set(INVALIDATED, str(rank))
         notify_all(store)
         while True:

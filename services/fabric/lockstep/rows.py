@@ -1,4 +1,4 @@
-"""Rows on their way through a mesh: chosen by the next hop, packed for it, unpacked there, and summed on the way back.
+"""Rows on their way between ranks: chosen by the next hop, packed for it, unpacked there, and summed on the way back.
 
 Legend: N rows of a batch, D hidden size, K slots per row, M rows of a message, P pairs of a row and a slot.
 """

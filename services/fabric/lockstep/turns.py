@@ -1,8 +1,8 @@
-"""Lock-step over a mesh: before each step the ranks agree whether any of them has work; then all take all layers.
+"""Lock-step: before each step the ranks agree whether any of them has work; then all take all layers.
 
 A rank without work takes part without rows. While nobody has any, nobody computes, polls or sends: whoever gets work
-rings a wake-up signal, and all agree again. A mesh lives as a whole: one that leaves says so with an agreement, and the
-others then leave too, each when it has drained. Legend: T rows, D hidden size, K slots per row.
+rings a wake-up signal, and all agree again. A group lives as a whole: one that leaves says so with an agreement, and
+the others then leave too, each when it has drained. Legend: T rows, D hidden size, K slots per row.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class StoreWakeUp:
 
     Args:
         rings, waits: two connections to the store: one that waits is blocked.
-        on_notify: called from the thread; also when the store is gone, since then the mesh is.
+        on_notify: called from the thread; also when the store is gone, since then the group is.
     """
 
     def __init__(self, rings: Store, waits: Store, *, keeper: bool, on_notify: Callable[[], None]) -> None:

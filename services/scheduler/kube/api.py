@@ -164,7 +164,7 @@ def _refusal(status: int, text: str) -> KubernetesUnavailable:
         return WatchExpired(f"The API server has forgotten what came since: {text}")
     hint = {
         401: "The token is refused; it is read anew.",
-        403: "The service account may not get, list and watch StatefulSets, Deployments and, with --ranks, "
+        403: "The service account may not get, list and watch StatefulSets, Deployments and, with --layout lockstep, "
         "LeaderWorkerSets of its namespace: the chart's Role is missing.",
     }
     return KubernetesUnavailable(f"The API server answers {status}: {text}", hint=hint.get(status))

@@ -88,15 +88,15 @@ class ScalingOptions:
     def of(cls, settings: Settings) -> ScalingOptions:
         return cls(
             bounds={
-                "experts": Bounds(fewest=settings.fewest_replicas, most=settings.most_replicas),
-                "attention": Bounds(fewest=settings.fewest_attention, most=settings.most_attention),
-                "gateway": Bounds(fewest=settings.fewest_gateways, most=settings.most_gateways),
+                "experts": Bounds(fewest=settings.min_replicas, most=settings.max_replicas),
+                "attention": Bounds(fewest=settings.min_attention, most=settings.max_attention),
+                "gateway": Bounds(fewest=settings.min_gateways, most=settings.max_gateways),
             },
             shards={shard: Bounds(fewest=few, most=many) for shard, (few, many) in settings.shard_bounds().items()},
             sleep_after_s=settings.sleep_after,
             down_after_s=settings.scale_down_after,
-            ranks=settings.ranks,
-            groups=settings.expert_groups or 1 if settings.colocated_by == "seats" else None,
+            ranks=settings.workers if settings.layout in ("colocated", "lockstep") else 1,
+            groups=settings.expert_groups or 1 if settings.layout == "colocated" else None,
         )
 
     def decides(self, target: Target) -> bool:

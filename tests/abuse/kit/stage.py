@@ -49,7 +49,8 @@ class Shape:
 
     ``streams`` honest ones, of which half (without ``short``, all) last for ``long_tokens``; ``rate`` tokens a second
     each. ``keys``: tenant -> limits of its key, besides the usual ones. ``gateway``: further options of its command
-    line. ``real``: the pocket model's attention worker instead of the stand-in, and no honest streams.
+    line. ``real``: the pocket model's attention worker instead of the stand-in, and no honest streams. ``keep_s``: how
+    long the gateway remembers an Idempotency-Key, where not as long as usual.
     """
 
     streams: int = 8
@@ -64,6 +65,7 @@ class Shape:
     real: bool = False
     keys: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     gateway: tuple[tuple[str, object], ...] = ()
+    keep_s: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -130,7 +132,9 @@ class Stage:
         options: dict[str, object] = {"model": self.model, "served_model_name": "pocket", "port": self.port}
         options |= {"redis_url": self.redis_url, "lease": self.shape.lease_s, "supervisor_pid": os.getpid()}
         options |= {"auth": "required", "api_keys_file": self.key_file, "request_timeout": 3600}
-        command = [sys.executable, "-m", "services.gateway", *flags(**(options | dict(self.shape.gateway)))]
+        keep_s = self.shape.keep_s
+        module = ["services.gateway"] if keep_s is None else ["abuse.kit.forgetful_gateway", str(keep_s)]
+        command = [sys.executable, "-m", *module, *flags(**(options | dict(self.shape.gateway)))]
         self._start("gateway", command, GATEWAY_MIB, nofile=self.shape.nofile)
         if self.watch is not None:
             self.watch.ask("follow", gateway=self.procs["gateway"].pid, port=self.port)

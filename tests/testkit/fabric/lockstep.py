@@ -39,7 +39,7 @@ class Ranks:
 
     def _wire(self, rank: int, timeout_s: float) -> Any:
         client = TCPStore(LOOPBACK, self.store.port, is_master=False, wait_for_workers=False)
-        store = PrefixStore("mesh", client)
+        store = PrefixStore("lockstep", client)
         group = gloo_group(store, rank, len(self.nodes), host=LOOPBACK, timeout_s=max(timeout_s, CONNECT_S))
         near = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
         return GlooWire(group, near=near, timeout_s=timeout_s)
@@ -99,7 +99,7 @@ def dealt_link(
     slots: int | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[DealtLink]:
-    """A mesh with the experts of ``layers`` placed evenly; ``slots`` per layer and group of ranks, for replicas."""
+    """Ranks with the experts of ``layers`` placed evenly; ``slots`` per layer and group of ranks, for replicas."""
     ranks = ranks or shared_ranks(shape.nodes)
     even = {layer: [1.0] * num_experts for layer in layers}
     placement = place_experts(even, shape.groups, slots or -(-num_experts // shape.groups))

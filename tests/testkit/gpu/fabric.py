@@ -189,7 +189,7 @@ def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
 
         return links
 
-    def mesh(way: Any, slices: int = 1) -> Callable[[GpuPool], GpuLinks]:
+    def lockstep(way: Any, slices: int = 1) -> Callable[[GpuPool], GpuLinks]:
         def links(pool: GpuPool) -> GpuLinks:
             ranks = gpu_ranks(pool.gpus)
             shape = LockstepShape(nodes=ranks.nodes, way=way, slices=slices)
@@ -203,7 +203,7 @@ def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
         "symm-summed": workers(Way(shared=True, summed=True), [2]),
         "nccl": workers(Way(shared=False), [2, 1]),
         "nccl-reduced": workers(Way(shared=False, summed=True), [2], another_order=True),
-        "mesh-nccl-flat": mesh("flat"),
-        "mesh-nccl-hierarchical": mesh("hierarchical"),
-        "mesh-nccl-sliced": mesh("flat", slices=2),
+        "lockstep-nccl-flat": lockstep("flat"),
+        "lockstep-nccl-hierarchical": lockstep("hierarchical"),
+        "lockstep-nccl-sliced": lockstep("flat", slices=2),
     }

@@ -17,6 +17,7 @@ import redis
 
 from services.queue.embedded import find_redis_server
 from testkit.processes.cable import Cable
+from testkit.processes.earlier import options_of_earlier
 from testkit.processes.netns import open_network
 from testkit.processes.servers import Bench, Proc, Server, flags, free_port, metric_sum, wait_until
 
@@ -123,7 +124,8 @@ class Cluster:
         if member.role == "redis":
             member.proc = self._redis(member)
             return
-        options = flags(**member.options, redis_url=self.redis_url, supervisor_pid=os.getpid())
+        own = options_of_earlier(member.options) if name in self.trees else member.options
+        options = flags(**own, redis_url=self.redis_url, supervisor_pid=os.getpid())
         command = [*self._source(name), sys.executable, "-m", "services", member.role, *options]
         member.proc = self.stage.start(name, member.place.command(command))
 
@@ -206,12 +208,12 @@ class Cluster:
         role = name.partition("-")[0]
         ports = {"port": free_port()} if role == "gateway" else {"metrics_port": free_port()}
         compute: dict[str, object] = {"dtype": "float32", "threads": 1, "fabric_secret_file": self._secret}
-        attention = compute | {"model": self._model, "kv_blocks": 1024, "experts_patience": PATIENCE_S}
+        attention = compute | {"model": self._model, "kv_blocks": 1024, "experts_timeout": PATIENCE_S}
         own: dict[str, dict[str, object]] = {
             "redis": {},
             "gateway": {"model": self._model, "served_model_name": "pocket", "auth": "off"},
             "scheduler": {"expert_groups": self.shape.groups},
-            "attention": attention | {"experts": "tcp"},
+            "attention": attention | {"layout": "disaggregated"},
             "colocated": attention,
             "experts": compute | {"model": self._model},
         }

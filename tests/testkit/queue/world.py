@@ -146,7 +146,7 @@ class World:
             await self.bench.redis.zadd(self.bench.keys.workers, {worker_id: 1}, xx=True)
 
     async def leave_worker(self) -> None:
-        """With some of what it ran to blame, as a rank whose mesh broke has."""
+        """With some of what it ran to blame, as a rank whose group broke has."""
         if self.workers:
             worker = self.workers.pop(self.draw.choice(list(self.workers)))
             blamed = self.draw.sample(sorted(worker.held), min(1, len(worker.held)))

@@ -1,4 +1,4 @@
-"""How a rank in lock-step ends: its mesh ends with it, and a mesh that does not end keeps nobody."""
+"""How a rank in lock-step ends: its threads end with it, and a group that does not end keeps nobody."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def crashes() -> None:
 
 def rank(monkeypatch: pytest.MonkeyPatch, close: Callable[[], object], serve: Serve) -> Awaitable[None]:
     """Its whole life, as far as it goes beyond ``serve``."""
-    built: Any = SimpleNamespace(mesh=SimpleNamespace(close=close))
+    built: Any = SimpleNamespace(lockstep=SimpleNamespace(close=close))
     monkeypatch.setattr(AttentionRole, "_build", lambda _: built)
     monkeypatch.setattr(AttentionRole, "_with_experts", lambda *_: serve())
     redis: Any = None
@@ -38,7 +38,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, close: Callable[[], object], serve: Se
 
 
 @pytest.mark.parametrize("serve", [ends, crashes])
-async def test_the_mesh_ends_with_its_rank(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+async def test_the_lock_step_ends_with_its_rank(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     closed = threading.Event()
     life = rank(monkeypatch, closed.set, serve)
     if serve is crashes:
@@ -49,13 +49,13 @@ async def test_the_mesh_ends_with_its_rank(monkeypatch: pytest.MonkeyPatch, serv
     assert closed.is_set()
 
 
-async def test_a_mesh_that_does_not_end_is_left_behind(
+async def test_a_lock_step_that_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "MESH_END_S", 0.1)
+    monkeypatch.setattr(attention, "LOCKSTEP_END_S", 0.1)
     go = threading.Event()
     await rank(monkeypatch, lambda: go.wait(20), ends)
     assert left_behind()
-    assert "threads of the mesh are left behind" in caplog.text
+    assert "threads of the lock-step are left behind" in caplog.text
     go.set()
     wait_until(lambda: not left_behind(), 20, "they end")

@@ -79,21 +79,18 @@ def workload(tiny: Any) -> dict[str, tuple[GenerateRequest, list[int]]]:
     return wanted
 
 
-@pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("cache", [True, False])
 def test_greedy_equals_the_oracle_whatever_the_batch_does(
-    make_engine: MakeEngine, workload: dict[str, tuple[GenerateRequest, list[int]]], chunked: bool, cache: bool
+    make_engine: MakeEngine, workload: dict[str, tuple[GenerateRequest, list[int]]], cache: bool
 ) -> None:
-    engine = make_engine(
-        kv_blocks=24, max_num_seqs=6, max_num_batched_tokens=16, chunked_prefill=chunked, prefix_cache=cache
-    )
+    engine = make_engine(kv_blocks=24, max_num_seqs=6, max_num_batched_tokens=16, prefix_cache=cache)
     for request, _ in workload.values():
         engine.add(request)
     events = run(engine)
     assert {name: tokens(of_one) for name, of_one in events.items()} == {n: want for n, (_, want) in workload.items()}
     stats = engine.stats()
     assert stats.preemptions > 0
-    assert (stats.prefill_chunks > 0) == chunked
+    assert stats.prefill_chunks > 0
     assert (stats.prefix_hit_tokens > 0) == cache
     assert stats.decode_tokens == sum(len(want) for _, want in workload.values())
 
@@ -102,7 +99,7 @@ TIGHT: dict[str, dict[str, Any]] = {
     "blocks of one token": {"block_size": 1, "kv_blocks": 80, "max_num_seqs": 64},
     "one token a step": {"block_size": 16, "kv_blocks": 5, "max_num_batched_tokens": 1},
     "fewer tokens than sequences": {"block_size": 3, "kv_blocks": 40, "max_num_batched_tokens": 3, "max_num_seqs": 12},
-    "one sequence": {"block_size": 64, "kv_blocks": 2, "max_num_seqs": 1, "chunked_prefill": False},
+    "one sequence": {"block_size": 64, "kv_blocks": 2, "max_num_seqs": 1},
 }
 
 
@@ -368,7 +365,7 @@ def test_sizes_come_from_memory_or_from_blocks(make_engine: MakeEngine) -> None:
         make_engine(kv_blocks=None, kv_memory_gib=bytes_per_block / 2**31)
     with pytest.raises(ConfigError, match="max-model-len"):
         make_engine(max_model_len=257)
-    with pytest.raises(ConfigError, match=r"GiB.*Lower --kv-blocks"):
+    with pytest.raises(ConfigError, match=r"GiB.*Lower --kv-memory-gib"):
         make_engine(kv_blocks=10**12)
 
 

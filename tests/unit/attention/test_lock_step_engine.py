@@ -1,4 +1,4 @@
-"""Whom a rank blames when the mesh breaks (what was in its step, not what waits), and how it hears of one leaving."""
+"""Whom a rank blames when the lock-step breaks (what was in its step, not what waits), and how it hears of leaving."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def engine_that(step: Any, *, has_work: bool = True) -> LockstepEngine:
     steps = SimpleNamespace(turns=0, idle_turns=0, finish=lambda: None, begin=broken, untold=False)
     wake_up = SimpleNamespace(listen=lambda _: None, ring=lambda _: None, heard=lambda _: not has_work)
     engine: Any = SimpleNamespace(has_work=has_work, step=step, in_step=lambda: {"running": 2})
-    mesh: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
-    return LockstepEngine(engine, mesh)
+    lockstep: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
+    return LockstepEngine(engine, lockstep)
 
 
 def broken(**_: bool) -> Any:
     raise LockstepBroken("A rank is gone.")
 
 
-def test_what_was_computed_when_the_mesh_broke_is_blamed() -> None:
+def test_what_was_computed_when_the_lock_step_broke_is_blamed() -> None:
     engine = engine_that(broken)
     with pytest.raises(LockstepBroken):
         engine.step()
     assert engine.blamed == {"running": 2}
 
 
-def test_nothing_is_blamed_for_a_mesh_that_broke_while_this_rank_had_no_work() -> None:
+def test_nothing_is_blamed_for_a_lock_step_that_broke_while_this_rank_had_no_work() -> None:
     engine = engine_that(broken, has_work=False)
     with pytest.raises(LockstepBroken):
         engine.step()
@@ -54,8 +54,8 @@ def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
         )
         wake_up = SimpleNamespace(listen=lambda _: None, ring=rung.append, heard=lambda _: False)
         idle: Any = SimpleNamespace(has_work=False)
-        mesh: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
-        return LockstepEngine(idle, mesh)
+        lockstep: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
+        return LockstepEngine(idle, lockstep)
 
     leaver, other = engine(), engine()
     told: list[str] = []

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from services.attention.sampling import filters
 from services.attention.sequences.plan import StepPlan
-from services.attention.setup.build import LOOKAHEAD
 from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions
+from services.attention.step.pipeline import Lookahead
 from services.errors import ExpertUnavailable, LockstepBroken
 from services.fabric.local import LocalHandle, LocalLink
 from services.messages import GenerateRequest, SamplingParams, TokenEvent
@@ -424,13 +424,17 @@ def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
         assert story == Plot(3).play(engine_of(False))
 
 
-@pytest.mark.parametrize(("option", "replayed", "ahead"), [("auto", False, 0), ("auto", True, 8), ("on", False, 8)])
-def test_auto_follows_steps_that_are_replayed_alone(tiny: Any, option: str, replayed: bool, ahead: int) -> None:
+@pytest.mark.parametrize(
+    ("option", "replayed", "ahead"), [("replayed", False, 0), ("replayed", True, 8), ("all", False, 8)]
+)
+def test_steps_that_are_replayed_are_followed_alone_or_all(
+    tiny: Any, option: Lookahead, replayed: bool, ahead: int
+) -> None:
     def again(work: Callable[[], None]) -> Callable[[], None]:
         work()
         return work
 
-    options = EngineOptions(block_size=4, kv_blocks=32, lookahead=LOOKAHEAD[option])
+    options = EngineOptions(block_size=4, kv_blocks=32, lookahead=option)
     engine: Engine[Any] = Engine(
         model=tiny.dense(), link=tiny.link(), options=options, clock=lambda: 0, capture=again if replayed else None
     )
@@ -441,7 +445,7 @@ def test_auto_follows_steps_that_are_replayed_alone(tiny: Any, option: str, repl
     assert engine.stats().steps_ahead == ahead
 
 
-def test_a_broken_mesh_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None:
+def test_a_broken_lock_step_ends_the_engine(engine_of: MakeEngine, tiny: Any) -> None:
     engine = engine_of(True, link=Ending(tiny.link(), "combine", 3, LockstepBroken("A rank is gone.")))
     engine.add(ask("r", [1, 2, 3], max_tokens=20))
     engine.step()

@@ -71,7 +71,6 @@ class Harness:
     block_size: int = 2
     budget: int = 8
     seqs: int = 4
-    chunked: bool = True
     cache: bool = True
     max_model_len: int = 64
     now: int = 0
@@ -86,7 +85,6 @@ class Harness:
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
             prefix_cache=self.cache,
-            chunked_prefill=self.chunked,
         )
         self.pool = BlockPool(self.blocks, self.block_size)
         self.batch = BatchManager(limits, self.pool, lambda: self.now)
@@ -132,9 +130,7 @@ class Harness:
     def _check_budget(self, plan: StepPlan) -> None:
         names = [piece.state.request.id for piece in plan.pieces]
         assert len(names) == len(set(names)) <= self.seqs
-        decodes = sum(piece.length == 1 for piece in plan.pieces)
-        stretched = 0 if self.chunked else decodes + max((piece.length for piece in plan.pieces), default=0)
-        assert plan.tokens <= max(self.budget, stretched)
+        assert plan.tokens <= self.budget
 
     def tokens(self, name: str) -> list[int]:
         return [e.token_id for e in self.events if e.request_id == name and e.token_id is not None]
@@ -152,7 +148,6 @@ prompts = st.lists(st.integers(1, 3), min_size=1, max_size=9)
     blocks=st.integers(2, 12),
     budget=st.integers(1, 9),
     seqs=st.integers(1, 5),
-    chunked=st.booleans(),
     cache=st.booleans(),
     arrivals=st.lists(st.integers(0, 3), min_size=8, max_size=8),
     scored=st.integers(0, 7),
@@ -163,13 +158,12 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     blocks: int,
     budget: int,
     seqs: int,
-    chunked: bool,
     cache: bool,
     arrivals: list[int],
     scored: int,
     wire: int,
 ) -> None:
-    run = Harness(blocks=blocks, budget=budget, seqs=seqs, chunked=chunked, cache=cache)
+    run = Harness(blocks=blocks, budget=budget, seqs=seqs, cache=cache)
     requests = [
         request(
             f"r{i}",
@@ -389,15 +383,6 @@ def test_decodes_come_first_and_a_long_prompt_is_cut_into_chunks() -> None:
         shapes.append([(p.state.request.id, p.length) for p in run.step().pieces])
     assert shapes[:4] == [[("decoding", 1), ("long", 3)]] * 3 + [[("decoding", 1), ("long", 1)]]
     assert run.batch.counters.prefill_chunks == 3
-
-
-def test_without_chunking_a_prompt_is_one_piece() -> None:
-    run = Harness(blocks=32, budget=4, chunked=False)
-    for token in (1, 2):
-        run.batch.add(request(str(token), [token] * 10, max_tokens=1))
-    run.run()
-    assert [[p.length for p in plan.pieces] for plan in run.plans] == [[10], [10]]
-    assert run.batch.counters.prefill_chunks == 0
 
 
 def test_prefix_hits_leave_at_least_the_last_token_to_compute() -> None:

@@ -52,8 +52,8 @@ def test_gateways_attention_workers_and_each_group_are_scaled_by_what_the_schedu
 
 
 def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
-    mesh = ("attention.experts=mesh", "attention.mesh.ranks=4", "autoscaling.attention.maxReplicas=3")
-    rendered = render(*ON, *mesh, apis=KEDA)
+    lockstep = ("layout=lockstep", "attention.workers=4", "autoscaling.attention.maxReplicas=3")
+    rendered = render(*ON, *lockstep, apis=KEDA)
     objects = scaled(rendered)
     assert objects.keys() == {"gateway", "attention"}
     target, bounds = objects["attention"]["scaleTargetRef"], ("minReplicaCount", "maxReplicaCount")
@@ -62,19 +62,21 @@ def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
     assert [objects["attention"][name] for name in bounds] == [1, 3]
     assert "replicas" not in named(rendered, "LeaderWorkerSet", "attention")["spec"]
     config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert (config["ranks"], config["most_attention"]) == (4, 3), "the scheduler counts groups"
+    assert (config["layout"], config["workers"], config["max_attention"]) == ("lockstep", 4, 3), (
+        "the scheduler counts groups"
+    )
     [apps, groups] = named(rendered, "Role", "scheduler")["rules"]
     assert apps["verbs"] == groups["verbs"] == ["get", "list", "watch"]
     assert (groups["apiGroups"], groups["resources"]) == (["leaderworkerset.x-k8s.io"], ["leaderworkersets"])
 
 
-@pytest.mark.parametrize("where", ["mesh", "local", "seats"])
+@pytest.mark.parametrize("where", ["lockstep", "local", "colocated"])
 def test_bounds_of_expert_workers_that_there_are_not_do_not_reach_the_scheduler(render: Render, where: str) -> None:
     """It would refuse these."""
     odd = ("autoscaling.experts.minReplicas=5", "experts.perGroup.0.minReplicas=9")
-    rendered = render(*ON, f"attention.experts={where}", *odd, apis=KEDA)
+    rendered = render(*ON, f"layout={where}", *odd, apis=KEDA)
     config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert not {"fewest_replicas", "most_replicas", "shard_replicas"} & config.keys()
+    assert not {"min_replicas", "max_replicas", "shard_replicas"} & config.keys()
 
 
 def test_what_keda_counts_is_given_no_number(rendered: Objects) -> None:
@@ -98,7 +100,7 @@ def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
     found = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in objects.items()}
     assert found == {"gateway": (3, 4), "attention": (1, 9), "experts-0": (1, 6), "experts-1": (2, 8)}
     config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert (config["fewest_replicas"], config["most_replicas"], config["most_attention"]) == (2, 6, 9)
+    assert (config["min_replicas"], config["max_replicas"], config["max_attention"]) == (2, 6, 9)
     assert config["shard_replicas"] == "0=1:6,1=2:8"
 
 
@@ -109,7 +111,7 @@ def test_the_scheduler_reads_what_it_is_told(render: Render, tmp_path: Any, monk
     file = tmp_path / "config.yaml"
     file.write_text(named(objects, "ConfigMap", "scheduler")["data"]["config.yaml"])
     read = load_settings(["--config", str(file)], role="scheduler")
-    assert (read.autoscale, read.kubernetes, read.sleep_after, read.scale_down_after) == ("on", "on", 900.0, 60.0)
+    assert (read.autoscale, read.sleep_after, read.scale_down_after) == ("on", 900.0, 60.0)
     pairs = dict(pair.split("=") for pair in (read.kubernetes_selector or "").split(","))
     labels = named(objects, "StatefulSet", "experts-0")["metadata"]["labels"]
     assert pairs.items() <= labels.items()
@@ -203,10 +205,10 @@ def test_what_is_scraped_otherwise_is_found_by_its_labels(render: Render) -> Non
 
 
 def test_experts_that_stay_with_attention_have_no_scale_of_their_own(render: Render) -> None:
-    assert scaled(render(*ON, "attention.experts=local", apis=KEDA)).keys() == {"gateway", "attention"}
+    assert scaled(render(*ON, "layout=local", apis=KEDA)).keys() == {"gateway", "attention"}
 
 
-def test_the_alert_on_the_most_replicas_knows_the_bounds_of_single_groups(render: Render) -> None:
+def test_the_alert_on_the_max_replicas_knows_the_bounds_of_single_groups(render: Render) -> None:
     bounds = (
         "autoscaling.experts.maxReplicas=6",
         "experts.perGroup.1.maxReplicas=8",

@@ -45,7 +45,7 @@ def test_lint_finds_nothing(helm: Callable[..., Any], profile: str) -> None:
         ("config.redis_url=redis://x", "config: Additional property redis_url is not allowed"),
         ("experts.groups=0", "experts.groups: Must be greater than or equal to 1"),
         ("experts.perGroup.first.replicas=2", "experts.perGroup: Additional property first is not allowed"),
-        ("gateway.config.kv_blocks=9", "gateway.config: Additional property kv_blocks is not allowed"),
+        ("gateway.config.block_size=9", "gateway.config: Additional property block_size is not allowed"),
         ("config.fabric_shared=auto", "config: Additional property fabric_shared is not allowed"),
         ("gateway.drainSeconds=3601", "gateway.drainSeconds: Must be less than or equal to 3600"),
         ("gateway.drainDelaySeconds=601", "gateway.drainDelaySeconds: Must be less than or equal to 600"),
@@ -143,7 +143,7 @@ def test_what_an_autoscaler_counts_is_left_to_it(render: Render) -> None:
 
 
 def test_experts_may_stay_with_the_attention_workers(render: Render) -> None:
-    objects = render("attention.experts=local")
+    objects = render("layout=local")
     assert not [name for _, name in objects if "experts" in name.removeprefix("mesh-expertmesh")]
     assert ("Secret", "mesh-expertmesh-fabric") not in objects
 

@@ -75,7 +75,7 @@ def test_the_password_of_a_url_is_not_shown(refused: Refused) -> None:
         ),
         (["fabric.tls.enabled=true"], "Give fabric.tls.secretName, or fabric.tls.certManager with enabled and"),
         ([*ENCRYPTED, "fabric.lane=nccl"], "fabric.lane is nccl, which cannot be encrypted, but fabric.tls.enabled"),
-        ([*ENCRYPTED, "attention.experts=mesh"], "attention.experts=mesh passes rows by NCCL or gloo, which cannot"),
+        ([*ENCRYPTED, "layout=lockstep"], "layout=lockstep passes rows by NCCL or gloo, which cannot"),
     ],
 )
 def test_what_is_to_be_encrypted_can_be(refused: Refused, settings: list[str], says: str) -> None:
@@ -198,14 +198,14 @@ def test_all_of_them_are_said_at_once_and_each_once(refused: Refused) -> None:
         ["networkPolicy.enabled=false", "networkPolicy.redisPort=7000"],
         ["experts.perGroup.0.maxReplicas=8", "experts.perGroup.1.minReplicas=9", "autoscaling.sleepAfterSeconds=60"],
         ["autoscaling.prometheus.authModes=bearer", "autoscaling.prometheus.metadata.query=a"],
-        ["attention.experts=local", "experts.perGroup.7.replicas=2", *CLAIM, "attention.mesh.ranks=4"],
+        ["layout=local", "experts.perGroup.7.replicas=2", *CLAIM, "attention.workers=4"],
         ["redis.enabled=false", "redis.external.existingSecret=a", "redis.external.url=redis+sentinel://a/m"],
         ["redis.persistence.enabled=false", "redis.persistence.storageClassName=fast", "redis.pdb.enabled=false"],
         ["model.pvc.prefetch.source=hf://a/b@c"],
         [*CLAIM, "experts.resources.claims[0].name=gpu"],
         [*CLAIM],
         ["redis.enabled=false", "redis.external.url=redis://a", "redis.auth.existingSecret=a"],
-        [*ASKED, "attention.experts=local", "experts.perGroup.0.minReplicas=9", "autoscaling.experts.minReplicas=9"],
+        [*ASKED, "layout=local", "experts.perGroup.0.minReplicas=9", "autoscaling.experts.minReplicas=9"],
     ],
 )
 def test_what_is_switched_off_may_keep_its_settings(render: Render, settings: list[str]) -> None:

@@ -55,7 +55,7 @@ def test_a_roles_own_toleration_of_a_lost_node_counts(
 
 
 def test_pods_that_a_statefulset_makes_stay_with_a_lost_node(render: Render) -> None:
-    found = named(render("attention.experts=mesh"), "LeaderWorkerSet", "attention")
+    found = named(render("layout=lockstep"), "LeaderWorkerSet", "attention")
     assert "tolerations" not in found["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
 
 

@@ -207,7 +207,7 @@ async def test_a_role_waits_for_scripts_that_a_scheduler_loads(running: Any, ren
     ("role", "kind", "settings", "user"),
     [
         *((role, "StatefulSet" if role == "experts" else "Deployment", [], role) for role in ROLES),
-        ("attention", "Deployment", ["attention.experts=seats"], "workers"),
+        ("attention", "Deployment", ["layout=colocated"], "workers"),
     ],
 )
 def test_each_roles_pods_have_the_password_of_its_user_alone(
@@ -348,27 +348,27 @@ def test_the_way_to_redis_is_its_tls_port(render: Render, plaintext: bool) -> No
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [("tcp", "mesh-expertmesh-experts.there.svc"), ("seats", "mesh-expertmesh-attention.there.svc")],
+    [("disaggregated", "mesh-expertmesh-experts.there.svc"), ("colocated", "mesh-expertmesh-attention.there.svc")],
 )
 def test_workers_encrypt_rows_under_a_name_that_pods_can_have(render: Render, layout: str, name: str) -> None:
     issuer = ("certManager.enabled=true", "certManager.issuerRef.name=mine", "certManager.issuerRef.kind=Issuer")
-    objects = render(
-        f"attention.experts={layout}", "fabric.tls.enabled=true", *(f"fabric.tls.{each}" for each in issuer)
-    )
+    objects = render(f"layout={layout}", "fabric.tls.enabled=true", *(f"fabric.tls.{each}" for each in issuer))
     [certificate] = [each for (kind, _), each in objects.items() if kind == "Certificate"]
     assert name in certificate["spec"]["dnsNames"]
     assert certificate["spec"]["secretName"] == "mesh-expertmesh-fabric-tls"
     read = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
     assert (read["fabric_tls_ca"], read["fabric_tls_name"]) == ("/etc/expertmesh/fabric-tls/ca.crt", name)
-    assert ("fabric_tls_key" in read) is (layout == "seats")
+    assert ("fabric_tls_key" in read) is (layout == "colocated")
     for (kind, owner), each in objects.items():
         if kind in ("Deployment", "StatefulSet"):
             volumes = {volume["name"]: volume for volume in each["spec"]["template"]["spec"]["volumes"]}
             items = [item["key"] for item in volumes.get("fabric-tls", {"secret": {"items": []}})["secret"]["items"]]
-            proves = "experts" in owner.removeprefix("mesh-expertmesh") or (layout == "seats" and "attention" in owner)
+            proves = "experts" in owner.removeprefix("mesh-expertmesh") or (
+                layout == "colocated" and "attention" in owner
+            )
             own = ["ca.crt", "tls.crt", "tls.key"] if proves else ["ca.crt"] if "attention" in owner else []
             assert items == own, owner
-    if layout == "tcp":
+    if layout == "disaggregated":
         served = yaml.safe_load(named(objects, "ConfigMap", "experts")["data"]["config.yaml"])
         assert served["fabric_tls_cert"] == "/etc/expertmesh/fabric-tls/tls.crt"
         assert "fabric_tls_ca" not in served
@@ -386,7 +386,7 @@ def test_redis_has_a_certificate_for_its_service(render: Render) -> None:
 
 def test_what_is_encrypted_says_nothing_where_nothing_is(render: Render) -> None:
     """Settings of a switch that is off."""
-    local = "attention.experts=local"
+    local = "layout=local"
     secrets = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "redis-users", "api-keys")}
     plain, asked = render(local), render(local, *FABRIC)
     assert {key: plain[key] for key in plain.keys() - secrets} == {key: asked[key] for key in asked.keys() - secrets}

@@ -42,20 +42,20 @@ def test_another_number_of_groups_is_refused(upgrade: Callable[..., str]) -> Non
     assert "Give another redis.keyPrefix with it" in said
     assert upgrade(["experts.groups=2"], ["experts.groups=2", "experts.replicas=3"]) == ""
     assert upgrade(["experts.groups=2"], ["experts.groups=4", "redis.keyPrefix=again"]) == ""
-    assert upgrade(["attention.experts=local"], ["experts.groups=4"]) == ""
+    assert upgrade(["layout=local"], ["experts.groups=4"]) == ""
 
 
 def test_another_number_of_groups_in_a_pod_is_refused_by_the_value_that_says_it(upgrade: Callable[..., str]) -> None:
-    two, four = (["attention.experts=seats", f"attention.seats.workers={workers}"] for workers in (2, 4))
+    two, four = (["layout=colocated", f"attention.workers={workers}"] for workers in (2, 4))
     said = upgrade(two, four)
-    assert "attention.seats.groups (0: as many as attention.seats.workers) is 2 in the installed release, not 4" in said
-    assert "attention.seats.groups is 2 in the installed release, not 3" in upgrade(
-        two, [*four, "attention.seats.groups=3"]
+    assert "attention.colocated.groups (0: as many as attention.workers) is 2 in the installed release, not 4" in said
+    assert "attention.colocated.groups is 2 in the installed release, not 3" in upgrade(
+        two, [*four, "attention.colocated.groups=3"]
     )
-    assert upgrade(two, [*four, "attention.seats.groups=2"]) == ""
+    assert upgrade(two, [*four, "attention.colocated.groups=2"]) == ""
     assert "experts.groups is 4 in the installed release, not 2" in upgrade(four, ["experts.groups=2"])
-    assert "attention.seats.groups" in upgrade(["experts.groups=3"], two)
-    assert upgrade(["experts.groups=2"], two) == upgrade(two, ["attention.experts=local"]) == ""
+    assert "attention.colocated.groups" in upgrade(["experts.groups=3"], two)
+    assert upgrade(["experts.groups=2"], two) == upgrade(two, ["layout=local"]) == ""
     assert upgrade(two, [*four, "redis.keyPrefix=again"]) == ""
 
 
@@ -99,7 +99,10 @@ OF_LATER = (
         "redis.tls",
         "redis.external.keys",
         "fabric.tls",
-        "attention.seats",
+        "layout",
+        "attention.workers",
+        "attention.colocated",
+        "attention.lockstep",
         "model.pvc.prefetch.waitResources",
         "model.pvc.prefetch.serviceAccount",
     ),

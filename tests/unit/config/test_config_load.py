@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.config import (
+    RENAMED,
     ROLES,
+    SECTIONS,
     Settings,
     colocated,
     concerned,
+    is_hidden,
     load_layered,
     load_settings,
     mask_url,
@@ -187,28 +191,32 @@ def test_a_role_on_its_own_needs_redis_and_perhaps_a_model() -> None:
 
 
 _WORKERS = ("--redis-url", "redis://h", "--model", "m", "--fabric-secret-file", "s")
+_COLOCATED = ("--layout", "colocated", "--workers", "2")
+_APART = ("--layout", "disaggregated", "--expert-workers")
 
 
 def test_workers_of_one_machine_take_what_theirs_take_and_their_number() -> None:
-    settings = load_settings([*_WORKERS, "--colocated-workers", "2", "--fabric-port", "7100"], role="workers")
-    assert (settings.colocated_workers, settings.fabric_port) == (2, 7100)
+    settings = load_settings([*_WORKERS, *_COLOCATED, "--fabric-port", "7100"], role="workers")
+    assert (settings.workers, settings.fabric_port) == (2, 7100)
     assert "--overlap" in {option(name) for name in concerned("workers")}, "attention and experts may be apart"
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (["--attention-workers", "0"], "There is no worker to start"),
-        (["--colocated-workers", "2", "--expert-workers", "1"], "either shared by attention workers or in workers"),
-        (["--colocated-workers", "2", "--device", "cuda:1"], "--device cuda:1 is one device for all workers"),
-        (["--colocated-workers", "2", "--fabric-lane", "nccl"], "--fabric-lane nccl cannot be where attention has"),
-        (["--colocated-workers", "2", "--overlap", "on"], "--overlap on cannot be where attention has a seat"),
-        (["--colocated-workers", "2", "--metrics-port", "65534"], "--metrics-port 65534 leaves no room"),
-        (["--expert-workers", "3", "--fabric-port", "65534"], "--fabric-port 65534 leaves no room"),
-        (["--expert-workers", "1", "--metrics-port", "71", "--fabric-port", "73"], "71 to 73 and seats on ports 73 to"),
-        (["--experts", "mesh"], "in lock-step are started one by one"),
+        (["--workers", "0"], "There is no worker to start"),
+        ([*_APART, "0", "--workers", "0"], "There is no worker to start"),
+        ([*_COLOCATED, "--expert-workers", "1"], "is given, but with --layout colocated there are none"),
+        (["--expert-workers", "1"], "Give --layout disaggregated, too"),
+        (["--expert-groups", "1"], "with --layout local experts are in no groups"),
+        ([*_COLOCATED, "--device", "cuda:1"], "--device cuda:1 is one device for all workers"),
+        ([*_COLOCATED, "--fabric-lane", "nccl"], "--fabric-lane nccl cannot be with --layout colocated"),
+        ([*_COLOCATED, "--overlap", "on"], "--overlap on cannot be with --layout colocated"),
+        ([*_COLOCATED, "--metrics-port", "65534"], "--metrics-port 65534 leaves no room"),
+        ([*_APART, "3", "--fabric-port", "65534"], "--fabric-port 65534 leaves no room"),
+        ([*_APART, "1", "--metrics-port", "71", "--fabric-port", "73"], "71 to 73 and seats on ports 73 to"),
+        (["--layout", "lockstep"], "in lock-step are started one by one"),
         (["--rank", "1"], "--rank does not concern"),
-        (["--expert-workers", "1", "--overlap", "on", "--experts-patience", "400"], "is not below --step-timeout"),
     ],
 )
 def test_workers_of_one_machine_that_cannot_be(given: list[str], problem: str) -> None:
@@ -217,8 +225,8 @@ def test_workers_of_one_machine_that_cannot_be(given: list[str], problem: str) -
 
 def test_workers_of_one_machine_need_a_secret_where_rows_leave_a_process() -> None:
     bare = _WORKERS[:4]
-    assert load_settings([*bare, "--attention-workers", "2"], role="workers").experts == "local"
-    for shared in (["--expert-workers", "1"], ["--colocated-workers", "1"]):
+    assert load_settings([*bare, "--workers", "2"], role="workers").layout == "local"
+    for shared in (["--layout", "disaggregated"], ["--layout", "colocated"]):
         assert "--fabric-secret-file" in _refusal(*bare, *shared, role="workers")
 
 
@@ -226,15 +234,56 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
         assert roles_of(name) or "`serve`" in field.description, name
-    of_roles = {name for role in ROLES for name in concerned(role)}
-    assert set(concerned(None)) - of_roles == {"attention_workers"}
+    assert set(concerned(None)) == {name for role in ROLES for name in concerned(role)}
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_are_no_more_settings_than_a_reader_can_take_in() -> None:
+    seen = [name for name in Settings.model_fields if not is_hidden(name)]
+    assert len(seen) <= 70, "a setting that nobody needs is a constant where it is used"
+
+
+def test_every_setting_is_in_one_section() -> None:
+    names = [name for section in SECTIONS.values() for name in section.model_fields]
+    assert names == list(Settings.model_fields)
+
+
+def test_help_names_every_option_under_its_section_but_what_processes_hand_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         load_settings(["--help"])
     text = capsys.readouterr().out
-    assert all(option(name) in text for name in Settings.model_fields)
+    for name in Settings.model_fields:
+        assert (f"{option(name)} " in text) is not is_hidden(name), name
+    headings = [line.removesuffix(":") for line in text.splitlines() if re.fullmatch(r"[a-z]+:", line)]
+    assert [heading for heading in headings if heading != "options"] == list(SECTIONS)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_name_of_an_earlier_release_says_what_to_write_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert name not in Settings.model_fields
+    wanted = f"is no setting any more. {RENAMED[name]}"
+    assert _refusal(option(name), "1") == f"{option(name)} {wanted}"
+    assert _refusal("--config", _file(tmp_path, f"{name}: 1")).endswith(wanted)
+    monkeypatch.setenv(f"EXPERTMESH_{name.upper()}", "1")
+    assert _refusal() == f"EXPERTMESH_{name.upper()} {wanted}"
+
+
+def test_what_is_said_instead_is_an_option_that_there_is() -> None:
+    for sentence in RENAMED.values():
+        for said in re.findall(r"--[a-z-]+", sentence):
+            assert said.removeprefix("--").replace("-", "_") in Settings.model_fields, sentence
+
+
+def test_what_is_derived_follows_what_it_is_derived_from() -> None:
+    usual, short = Settings(), Settings(lease=1.0, experts_timeout=0.0)
+    assert (usual.gateway_lease, usual.step_timeout, usual.lockstep_timeout) == (30.0, 300.0, 30.0)
+    assert (short.gateway_lease, short.step_timeout, short.lockstep_timeout) == (5.0, 60.0, 1.0)
+    counts = [Settings(layout="disaggregated", expert_workers=count).disaggregated_experts for count in (None, 0, 3)]
+    assert counts == [1, 0, 3]
+    assert usual.disaggregated_experts == 0
 
 
 @pytest.mark.parametrize(
@@ -323,23 +372,21 @@ def test_settings_survive_the_file_they_are_handed_over_in(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "--mesh-address HOST:PORT"),
-        (["--mesh-address", "host"], "--mesh-address HOST:PORT"),
-        (["--mesh-address", "host:1", "--ranks", "2", "--rank", "2"], "no --rank 2 of --ranks 2"),
-        (["--mesh-address", "host:1", "--ranks", "4", "--expert-slices", "3"], "--expert-slices 3"),
-        (["--mesh-address", "host:1", "--mesh-timeout", "300"], "not below --step-timeout 300"),
-        (["--mesh-address", "host:1", "--overlap", "on"], "nothing to overlap with --experts mesh"),
-        (["--mesh-address", "host:1", "--lookahead", "on"], "--lookahead on cannot be with --experts mesh"),
+        ([], "--lockstep-address HOST:PORT"),
+        (["--lockstep-address", "host"], "--lockstep-address HOST:PORT"),
+        (["--lockstep-address", "host:1", "--workers", "2", "--rank", "2"], "no --rank 2 of --workers 2"),
+        (["--lockstep-address", "host:1", "--workers", "4", "--expert-slices", "3"], "--expert-slices 3"),
+        (["--lockstep-address", "host:1", "--overlap", "on"], "nothing to overlap with --layout lockstep"),
     ],
 )
 def test_ranks_that_do_not_fit_together(arguments: list[str], problem: str) -> None:
-    common = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh", "--fabric-secret-file", "f"]
+    common = ["--model", "m", "--redis-url", "redis://h", "--layout", "lockstep", "--fabric-secret-file", "f"]
     with pytest.raises(ConfigError, match=problem):
         load_settings([*common, *arguments], role="attention")
 
 
 def test_ranks_do_not_start_without_a_secret() -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--experts", "mesh", "--mesh-address", "host:1"]
+    argv = ["--model", "m", "--redis-url", "redis://h", "--layout", "lockstep", "--lockstep-address", "host:1"]
     with pytest.raises(ConfigError, match="the secret that all ranks share"):
         load_settings(argv, role="attention")
 
@@ -350,30 +397,33 @@ def test_an_attention_worker_with_a_seat_takes_the_options_of_both() -> None:
     assert (settings.max_num_seqs, settings.expert_group) == (7, 2)
     with pytest.raises(ConfigError, match="needs the secret that attention and expert workers share"):
         load_settings(argv[:4], role="colocated")
-    for option_ in ("--experts", "--rank", "--overlap", "--fabric-lane"):
+    for option_ in ("--layout", "--workers", "--rank", "--overlap", "--fabric-lane"):
         with pytest.raises(ConfigError, match=f"{option_} does not concern `expertmesh colocated`"):
             load_settings([*argv, option_, "1"], role="colocated")
 
 
 def test_what_it_has_no_choice_about_is_settled() -> None:
-    both = colocated(Settings(experts="mesh", fabric_shared="auto"))
-    assert (both.experts, both.overlap, both.fabric_lane, both.fabric_shared) == ("tcp", "off", "tcp", "auto")
+    both = colocated(Settings(layout="lockstep", fabric_shared="host"))
+    assert (both.layout, both.overlap, both.fabric_lane, both.fabric_shared) == ("colocated", "off", "tcp", "host")
     for asked in ({"overlap": "on"}, {"fabric_lane": "nccl"}, {"expert_slots": 4}):
-        with pytest.raises(ConfigError, match="cannot be where attention has a seat beside it"):
+        with pytest.raises(ConfigError, match="cannot be with --layout colocated"):
             colocated(Settings(**asked))  # type: ignore[arg-type]
 
 
 def test_nothing_overlaps_where_the_experts_are_in_the_same_process() -> None:
     argv = ["--model", "m", "--redis-url", "redis://h", "--overlap", "on"]
-    with pytest.raises(ConfigError, match="nothing to overlap with --experts local"):
+    with pytest.raises(ConfigError, match="nothing to overlap with --layout local"):
         load_settings(argv, role="attention")
-    assert load_settings([*argv, "--experts", "tcp", "--fabric-secret-file", "f"], role="attention").overlap == "on"
+    assert (
+        load_settings([*argv, "--layout", "disaggregated", "--fabric-secret-file", "f"], role="attention").overlap
+        == "on"
+    )
 
 
 @pytest.mark.parametrize(
     ("role", "tls"),
     [
-        ("attention", ["--experts", "tcp", "--fabric-tls-ca", "ca"]),
+        ("attention", ["--layout", "disaggregated", "--fabric-tls-ca", "ca"]),
         ("experts", ["--fabric-tls-cert", "c", "--fabric-tls-key", "k"]),
     ],
 )
@@ -385,7 +435,7 @@ def test_a_lane_that_was_asked_for_is_not_dropped_for_tls(role: Any, tls: list[s
 
 
 def test_a_name_to_expect_needs_certificates_to_trust() -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f", "--experts", "tcp"]
+    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f", "--layout", "disaggregated"]
     argv += ["--fabric-tls-name", "experts.models.svc"]
     with pytest.raises(ConfigError, match=r"--fabric-tls-name .* not encrypted"):
         load_settings(argv, role="attention")
@@ -393,8 +443,8 @@ def test_a_name_to_expect_needs_certificates_to_trust() -> None:
 
 
 @pytest.mark.parametrize("what", ["replicas", "attention", "gateways"])
-def test_the_fewest_replicas_are_no_more_than_the_most(what: str) -> None:
-    argv = ["--redis-url", "redis://h", f"--most-{what}", "2"]
-    assert load_settings([*argv, f"--fewest-{what}", "2"], role="scheduler")
-    with pytest.raises(ConfigError, match=f"--fewest-{what} 3 is more than --most-{what} 2"):
-        load_settings([*argv, f"--fewest-{what}", "3"], role="scheduler")
+def test_the_minimum_of_replicas_is_no_more_than_the_maximum(what: str) -> None:
+    argv = ["--redis-url", "redis://h", f"--max-{what}", "2"]
+    assert load_settings([*argv, f"--min-{what}", "2"], role="scheduler")
+    with pytest.raises(ConfigError, match=f"--min-{what} 3 is more than --max-{what} 2"):
+        load_settings([*argv, f"--min-{what}", "3"], role="scheduler")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from services.config import RENAMED
+
 ROOT = Path(__file__).parents[3]
 RETIRED = {
     r"climb(s|ed|ing)?": "forward",
@@ -70,3 +72,12 @@ def test_it_is_not_used(ours: dict[str, str], word: str) -> None:
 
 def test_the_files_are_found(ours: dict[str, str]) -> None:
     assert {"README.md", "services/attention/step/engine.py", "services/queue/lua/admit.lua"} <= ours.keys()
+
+
+def test_no_text_names_an_option_of_an_earlier_release(ours: dict[str, str]) -> None:
+    """Options of other tools that have such a name are not meant."""
+    others = {"experts", "gpu", "ranks", "kubernetes"}
+    names = [name for name in RENAMED if name not in others]
+    pattern = re.compile(rf"(--({'|'.join(names).replace('_', '-')})|config[.]({'|'.join(names)}))(?![\w-])")
+    found = [f"{file}: {match[0]}" for file, text in ours.items() for match in pattern.finditer(text)]
+    assert not found, "services/config/renamed.py says what to write instead"

@@ -54,7 +54,8 @@ class Joining:
         )  # fmt: skip
         seats = [seat_of(self.source, 0)]
         table = table_of(*seats, groups=[self.group], experts=self.spec.num_experts)
-        settings = Settings(model=folder, fabric_secret_file=secret, fabric_lane="gloo", dtype="float32")
+        settings = Settings(model=folder, fabric_secret_file=secret, dtype="float32")
+        settings = settings.model_copy(update={"fabric_lane": "gloo"})  # as nccl, on a CPU
         self.loader = Loader(
             settings, self.spec, worker="joins", dtype=torch.float32, device=CPU, version="0", tables=lambda: table
         )

@@ -16,24 +16,23 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_each_worker_has_the_gpu_of_its_number_and_sharing_one_is_told(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert [torch_device(name, rank=rank) for rank in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
+def test_each_worker_has_the_gpu_of_its_number_and_sharing_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    name = "auto"
+    assert [torch_device(f"{name}:{gpu}") for gpu in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert torch_device(name) == torch.device("cuda:0")
     assert not caplog.messages
-    assert torch_device(name, rank=3) == torch.device("cuda:1")
+    assert torch_device(f"{name}:3") == torch.device("cuda:1")
     assert caplog.messages == ["GPU 3 is asked for, of 2: GPU 1 has more than one worker"]
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_ranks_on_several_hosts_share_no_gpu_for_being_many(caplog: pytest.LogCaptureFixture) -> None:
-    assert torch_device("auto", rank=3, of_host=False) == torch.device("cuda:1")
+    assert torch_device("auto", rank=3) == torch.device("cuda:1")
     assert not caplog.messages
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert torch_device("auto", rank=2) == torch.device("cpu")
+    assert torch_device("auto", rank=2) == torch_device("auto:2") == torch.device("cpu")
     with pytest.raises(ConfigError, match="--device cuda cannot be used"):
         torch_device("cuda")

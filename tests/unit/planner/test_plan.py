@@ -40,12 +40,12 @@ def test_experts_that_fit_no_gpu_are_shared(capsys: pytest.CaptureFixture[str], 
     code, text = said(capsys, "--model", big, "--gpus", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1")
     assert code == 0
     assert "co-located by 2" in text
-    run = f"Run: expertmesh serve --model {big} --colocated-workers 2"
-    assert f"{run} --colocated-by seats --fabric-shared auto\n" in text
+    run = f"Run: expertmesh serve --model {big} --layout colocated --workers 2\n"
+    assert run in text
     nodes = ("--gpus", "2", "--nodes", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1", "--across-us", "1")
     code, text = said(capsys, "--model", big, *nodes)
     assert code == 0
-    assert "2 x `expertmesh attention --experts mesh --ranks 2" in text, "nothing is shared across nodes"
+    assert "2 x `expertmesh attention --layout lockstep --workers 2" in text, "nothing is shared across nodes"
 
 
 def test_across_nodes_it_compares_both_exchanges(capsys: pytest.CaptureFixture[str], big: str) -> None:
@@ -71,7 +71,7 @@ def test_it_says_what_it_assumes_and_how_far_off_it_was(capsys: pytest.CaptureFi
     _, text = said(capsys, "--model", big, "--gpus", "4", "--gpu", "h100", "--nodes", "2", "--weight-bits", "8")
     assert "nothing was measured of other splits, the h100, 8-bit weights, several nodes.\n" in text
     assert "a guess: give --across-us, --across-gb" in text
-    assert "by the NCCL mesh, 5,000 us a layer" in text
+    assert "by lock-step over NCCL, 5,000 us a layer" in text
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_rows_of_a_topic_go_to_the_shards_whose_experts_it_chose(tmp_path: Path)
         (["--target-ttft", "0"], "--target-ttft is 0; expected more than 0"),
         (["--gpu-hour-cost", "-1"], "--gpu-hour-cost is -1"),
         (["--start-seconds", "nan"], "--start-seconds is nan"),
-        (["--fewest-replicas", "5", "--most-replicas", "4"], "--fewest-replicas 5 is more than --most-replicas 4"),
+        (["--min-replicas", "5", "--max-replicas", "4"], "--min-replicas 5 is more than --max-replicas 4"),
         (["--gpus", "4"], "--gpus"),
     ],
 )

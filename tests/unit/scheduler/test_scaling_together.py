@@ -50,7 +50,7 @@ def test_what_is_not_known_of_a_group_is_not_known_of_the_replica() -> None:
 
 
 def test_seats_of_a_group_in_a_replica() -> None:
-    settings = Settings(redis_url="redis://h", colocated_by="seats", ranks=5, expert_groups=3)
+    settings = Settings(redis_url="redis://h", layout="colocated", workers=5, expert_groups=3)
     assert [ScalingOptions.of(settings).seats_of(group) for group in range(3)] == [2, 2, 1]
-    lock_step = settings.model_copy(update={"colocated_by": "mesh"})
+    lock_step = settings.model_copy(update={"layout": "lockstep"})
     assert ScalingOptions.of(lock_step).groups is None

@@ -210,18 +210,22 @@ async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code:
 
 async def test_expert_workers_are_processes_that_share_a_secret_with_the_attention_worker(home: Path) -> None:
     modules = _MODULES | {"experts": "fake_role"}
-    assert await _run(_until_started(home, 5), expert_workers=2, modules=modules) == 0
+    assert await _run(_until_started(home, 5), layout="disaggregated", expert_workers=2, modules=modules) == 0
     started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
     assert set(started) == {*_MODULES, "experts-0", "experts-1"}
-    assert started["attention"]["experts"] == "tcp"
-    assert {started[name]["gpu"] for name in ("attention", "experts-0", "experts-1")} == {0, 1, 2}
+    assert started["attention"]["layout"] == "disaggregated"
+    assert {started[name]["device"] for name in ("attention", "experts-0", "experts-1")} == {
+        "auto:0",
+        "auto:1",
+        "auto:2",
+    }
     assert len({started[name]["fabric_secret_file"] for name in ("attention", "experts-0", "experts-1")}) == 1
     assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 4
     assert [note["role"] for note in notes_in(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]
 
 
 async def test_several_attention_workers_are_processes_of_their_own(home: Path) -> None:
-    assert await _run(_until_started(home, 4), attention_workers=2) == 0
+    assert await _run(_until_started(home, 4), workers=2) == 0
     started = {note["role"]: note["settings"] for note in notes_in(home)}
     assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1"}
     assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 3
@@ -241,7 +245,7 @@ async def test_a_replica_that_keeps_dying_does_not_end_the_server(home: Path, ca
     async def during(_: str) -> None:
         await until(lambda: lives() == 7)
 
-    assert await _run(during, expert_workers=2, **_EXPERTS) == 0
+    assert await _run(during, layout="disaggregated", expert_workers=2, **_EXPERTS) == 0
     assert "experts-1 keeps failing" in caplog.text
 
 
@@ -249,7 +253,10 @@ async def test_a_replica_that_keeps_dying_does_not_end_the_server(home: Path, ca
 async def test_expert_workers_that_all_keep_dying_or_without_replicas_end_the_server(home: Path, groups: int) -> None:
     for name in ("experts-0", "experts-1")[groups - 1 :]:
         (home / f"{name}.fail").write_text("70 " * 50)
-    assert await _run(_nothing_ever, expert_workers=2, **(_EXPERTS | {"expert_groups": groups})) == 70
+    assert (
+        await _run(_nothing_ever, layout="disaggregated", expert_workers=2, **(_EXPERTS | {"expert_groups": groups}))
+        == 70
+    )
 
 
 async def test_expert_workers_are_stopped_together(home: Path) -> None:
@@ -260,30 +267,33 @@ async def test_expert_workers_are_stopped_together(home: Path) -> None:
     async def during(_: str) -> None:
         began.append(time.monotonic())
 
-    assert await _run(during, expert_workers=4, drain_timeout=0.0, stop_margin_s=2.0, **_EXPERTS) == 0
+    assert (
+        await _run(during, layout="disaggregated", expert_workers=4, drain_timeout=0.0, stop_margin_s=2.0, **_EXPERTS)
+        == 0
+    )
     assert time.monotonic() - began[0] < 6
 
 
 async def test_attention_workers_that_share_the_experts_have_ranks_and_meet_at_one_address(home: Path) -> None:
-    assert await _run(_until_started(home, 5), colocated_workers=3) == 0
+    assert await _run(_until_started(home, 5), layout="lockstep", workers=3) == 0
     started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
     assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1", "attention-2"}
     ranks = [started[f"attention-{number}"] for number in range(3)]
-    assert [(rank["experts"], rank["rank"], rank["ranks"]) for rank in ranks] == [("mesh", n, 3) for n in range(3)]
-    assert len({rank["mesh_address"] for rank in ranks}) == 1
+    assert [(rank["layout"], rank["rank"], rank["workers"]) for rank in ranks] == [("lockstep", n, 3) for n in range(3)]
+    assert len({rank["lockstep_address"] for rank in ranks}) == 1
     assert len({rank["fabric_secret_file"] for rank in ranks}) == 1
     assert len({rank["metrics_port"] for rank in ranks}) == 3
 
 
-_SEATS: dict[str, Any] = {"colocated_by": "seats", "modules": _MODULES | {"colocated": "fake_role"}}
+_SEATS: dict[str, Any] = {"layout": "colocated", "modules": _MODULES | {"colocated": "fake_role"}}
 
 
 async def test_attention_workers_with_seats_share_the_experts_in_as_many_groups(home: Path) -> None:
-    assert await _run(_until_started(home, 5), colocated_workers=3, gpu=4, **_SEATS) == 0
+    assert await _run(_until_started(home, 5), workers=3, device="cuda", **_SEATS) == 0
     started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
     names = [f"colocated-{number}" for number in range(3)]
     assert set(started) == {"gateway", "scheduler", *names}
-    assert [started[name]["gpu"] for name in names] == [4, 5, 6]
+    assert [started[name]["device"] for name in names] == ["cuda:0", "cuda:1", "cuda:2"]
     assert started["scheduler"]["expert_groups"] == 3
     assert len({started[name]["fabric_secret_file"] for name in names}) == 1
 
@@ -294,16 +304,16 @@ async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) ->
     async def during(_: str) -> None:
         await until(lambda: [note["role"] for note in notes_in(home)].count("colocated-1") == 7)
 
-    assert await _run(during, colocated_workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
+    assert await _run(during, workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({}, "workers share that are not there"),
-        ({"colocated_workers": 2, "expert_groups": 3}, "--expert-groups 3 are more than the 2 seats"),
-        ({"colocated_workers": 2, "overlap": "on"}, "--overlap on cannot be where attention has a seat"),
-        ({"colocated_workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be"),
+        ({"workers": 0}, "Without an attention worker nothing is served"),
+        ({"workers": 2, "expert_groups": 3}, "--expert-groups 3 are more than the 2 seats"),
+        ({"workers": 2, "overlap": "on"}, "--overlap on cannot be with --layout colocated"),
+        ({"workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be"),
     ],
 )
 async def test_seats_that_cannot_be(home: Path, options: dict[str, Any], problem: str) -> None:
@@ -314,13 +324,28 @@ async def test_seats_that_cannot_be(home: Path, options: dict[str, Any], problem
 
 async def test_a_worker_whose_experts_nobody_else_holds_ends_the_server(home: Path) -> None:
     (home / "colocated-1.fail").write_text("70 " * 50)
-    assert await _run(_nothing_ever, colocated_workers=2, **_SEATS) == 70
+    assert await _run(_nothing_ever, workers=2, **_SEATS) == 70
 
 
-async def test_experts_are_shared_or_apart(home: Path) -> None:
-    with pytest.raises(ConfigError, match="--colocated-workers alone"):
-        await _supervisor(colocated_workers=2, expert_workers=2).run(asyncio.Event())
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"layout": "colocated", "expert_workers": 2}, "--expert-workers 2 is given, but with --layout colocated"),
+        ({"expert_workers": 2}, "--layout local there are none. Give --layout disaggregated, too"),
+        ({"layout": "disaggregated", "expert_workers": 0}, "Without an expert worker nothing is served"),
+        ({"layout": "lockstep", "expert_groups": 2}, "with --layout lockstep experts are in no groups"),
+    ],
+)
+async def test_counts_that_a_layout_does_not_have(home: Path, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        await _supervisor(**options).run(asyncio.Event())
     assert not notes_in(home)
+
+
+async def test_one_expert_worker_is_started_where_nobody_says_how_many(home: Path) -> None:
+    modules = _MODULES | {"experts": "fake_role"}
+    assert await _run(_until_started(home, 4), layout="disaggregated", modules=modules) == 0
+    assert {note["role"] for note in notes_in(home)} == {*_MODULES, "experts-0"}
 
 
 async def _nothing_ever(_: str) -> None:

@@ -80,9 +80,9 @@ def _until_started(home: Path, count: int) -> During:
 async def test_each_worker_has_a_gpu_and_ports_of_its_own(home: Path) -> None:
     first, fabric = free_ports(4), free_ports(3)
     ports = {"metrics_port": first, "fabric_port": fabric}
-    assert await _run(home, _until_started(home, 3), colocated_workers=3, gpu=2, **ports) == 0
+    assert await _run(home, _until_started(home, 3), layout="colocated", workers=3, device="cuda", **ports) == 0
     started = [_started(home)[f"colocated-{number}"] for number in range(3)]
-    assert [settings["gpu"] for settings in started] == [2, 3, 4]
+    assert [settings["device"] for settings in started] == ["cuda:0", "cuda:1", "cuda:2"]
     assert [settings["metrics_port"] for settings in started] == [first + 1, first + 2, first + 3]
     assert [settings["fabric_port"] for settings in started] == [fabric, fabric + 1, fabric + 2]
     assert [settings["expert_group"] for settings in started] == [None] * 3, "the scheduler says who holds what"
@@ -92,33 +92,39 @@ async def test_each_worker_has_a_gpu_and_ports_of_its_own(home: Path) -> None:
 
 
 async def test_ports_that_nobody_asked_for_are_free_ones(home: Path) -> None:
-    assert await _run(home, _until_started(home, 2), colocated_workers=2) == 0
+    assert await _run(home, _until_started(home, 2), layout="colocated", workers=2) == 0
     started = _started(home).values()
     assert len({settings["metrics_port"] for settings in started} - {0}) == 2
     assert {settings["fabric_port"] for settings in started} == {0}
 
 
 async def test_seats_hold_the_groups_in_turn(home: Path) -> None:
-    assert await _run(home, _until_started(home, 5), attention_workers=2, expert_workers=3, expert_groups=2) == 0
+    assert (
+        await _run(home, _until_started(home, 5), workers=2, layout="disaggregated", expert_workers=3, expert_groups=2)
+        == 0
+    )
     started = _started(home)
     assert [started[f"experts-{number}"]["expert_group"] for number in range(3)] == [0, 1, 0]
     assert [started[f"attention-{number}"]["expert_group"] for number in range(2)] == [None, None]
-    assert {settings["experts"] for settings in started.values()} == {"tcp"}
-    assert sorted(settings["gpu"] for settings in started.values()) == [0, 1, 2, 3, 4]
+    assert {settings["layout"] for settings in started.values()} == {"disaggregated"}
+    assert sorted(settings["device"] for settings in started.values()) == [f"auto:{gpu}" for gpu in range(5)]
 
 
 async def test_where_there_are_more_groups_than_seats_the_scheduler_says_who_holds_what(home: Path) -> None:
-    assert await _run(home, _until_started(home, 2), attention_workers=0, expert_workers=2, expert_groups=3) == 0
+    assert (
+        await _run(home, _until_started(home, 2), workers=0, layout="disaggregated", expert_workers=2, expert_groups=3)
+        == 0
+    )
     assert {settings["expert_group"] for settings in _started(home).values()} == {None}
 
 
 async def test_attention_workers_may_be_alone(home: Path) -> None:
-    assert await _run(home, _until_started(home, 2), attention_workers=2) == 0
-    assert {settings["experts"] for settings in _started(home).values()} == {"local"}
+    assert await _run(home, _until_started(home, 2), workers=2) == 0
+    assert {settings["layout"] for settings in _started(home).values()} == {"local"}
 
 
 async def test_attention_ends_before_the_seats_that_it_uses(home: Path) -> None:
-    assert await _run(home, _until_started(home, 3), expert_workers=2) == 0
+    assert await _run(home, _until_started(home, 3), layout="disaggregated", expert_workers=2) == 0
     assert next(note["role"] for note in notes_in(home, "stopped")) == "attention"
 
 
@@ -139,7 +145,7 @@ async def test_one_page_shows_all_and_is_ready_when_all_are(home: Path) -> None:
         (home / "colocated-1.missing").unlink()
         await _until_ready(port)
 
-    assert await _run(home, during, colocated_workers=2, metrics_port=port) == 0
+    assert await _run(home, during, layout="colocated", workers=2, metrics_port=port) == 0
 
 
 async def _get(port: int, name: str) -> httpx.Response:
@@ -160,7 +166,7 @@ async def test_none_is_ready_while_they_end(home: Path) -> None:
     (home / "pages").touch()
     (home / "colocated-0.stubborn").touch()
     port, stop = free_ports(3), asyncio.Event()
-    workers = _workers(home, colocated_workers=2, metrics_port=port)
+    workers = _workers(home, layout="colocated", workers=2, metrics_port=port)
     running = asyncio.create_task(workers.run(stop))
     await _until_ready(port)
     stop.set()
@@ -172,7 +178,9 @@ async def test_none_is_ready_while_they_end(home: Path) -> None:
 async def test_one_that_answers_no_more_is_killed_and_comes_again(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     (home / "pages").touch()
     port, stop = free_ports(3), asyncio.Event()
-    running = asyncio.create_task(_workers(home, hung_s=1.0, colocated_workers=2, metrics_port=port).run(stop))
+    running = asyncio.create_task(
+        _workers(home, hung_s=1.0, layout="colocated", workers=2, metrics_port=port).run(stop)
+    )
     await _until_ready(port)
     victim = next(note for note in notes_in(home) if note["role"] == "colocated-1")
     os.kill(victim["pid"], signal.SIGSTOP)
@@ -187,7 +195,7 @@ async def test_one_that_answers_no_more_is_killed_and_comes_again(home: Path, ca
 async def test_one_that_loads_for_long_is_not_killed(home: Path) -> None:
     """It has not answered yet: no page is there."""
     stop = asyncio.Event()
-    running = asyncio.create_task(_workers(home, hung_s=0.1, colocated_workers=1).run(stop))
+    running = asyncio.create_task(_workers(home, hung_s=0.1, layout="colocated", workers=1).run(stop))
     await _until_started(home, 1)()
     await asyncio.sleep(1.5)
     stop.set()
@@ -206,7 +214,7 @@ async def test_once_they_have_served_no_code_of_one_ends_the_others(home: Path, 
         await until(lambda: len(notes_in(home)) == 3)
         await _until_ready(port)
 
-    assert await _run(home, during, colocated_workers=2, metrics_port=port) == 0
+    assert await _run(home, during, layout="colocated", workers=2, metrics_port=port) == 0
     assert [note["role"] for note in notes_in(home)].count("colocated-0") == 1
 
 
@@ -215,7 +223,7 @@ async def test_lives_of_any_length_count_as_failures_while_none_has_served(home:
     for number in range(2):
         (home / f"colocated-{number}.fail").write_text("70 " * 50)
     policy = partial(RestartPolicy, first_delay_s=0.01, max_failures=3, healthy_s=1e-6)
-    assert await _workers(home, new_policy=policy, colocated_workers=2).run(asyncio.Event()) == 70
+    assert await _workers(home, new_policy=policy, layout="colocated", workers=2).run(asyncio.Event()) == 70
 
 
 async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) -> None:
@@ -229,7 +237,7 @@ async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) ->
         page = await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{port}/metrics")
         assert 'expertmesh_worker_starts_total{role="workers",worker="colocated-1"} 2.0' in page.text
 
-    assert await _run(home, during, colocated_workers=2, expert_groups=2, metrics_port=port) == 0
+    assert await _run(home, during, layout="colocated", workers=2, expert_groups=2, metrics_port=port) == 0
     lives = [note["settings"] for note in notes_in(home) if note["role"] == "colocated-1"]
     assert lives[0] == lives[1]
 
@@ -239,24 +247,24 @@ async def test_redis_is_told_of_one_that_ended(home: Path, redis_url: str) -> No
         await _until_started(home, 2)()
         await killed_and_told(redis_url, "of-a-machine", notes_in(home)[0])
 
-    assert await _run(home, during, colocated_workers=2, redis_url=redis_url, namespace="of-a-machine") == 0
+    assert await _run(home, during, layout="colocated", workers=2, redis_url=redis_url, namespace="of-a-machine") == 0
 
 
 async def test_one_that_keeps_failing_is_tried_on_while_others_work(home: Path) -> None:
     (home / "colocated-1.fail").write_text("70 kill 70 70 70 70")
     during = _until_started(home, 8)
-    assert await _run(home, during, colocated_workers=2) == 0
+    assert await _run(home, during, layout="colocated", workers=2) == 0
 
 
 async def test_all_that_keep_failing_end_it(home: Path) -> None:
     for number in range(2):
         (home / f"colocated-{number}.fail").write_text("70 " * 50)
-    assert await _run(home, colocated_workers=2) == 70
+    assert await _run(home, layout="colocated", workers=2) == 70
 
 
 async def test_what_the_next_try_would_repeat_ends_it_with_its_code(home: Path) -> None:
     (home / "colocated-1.fail").write_text("3")
-    assert await _run(home, colocated_workers=2) == 3
+    assert await _run(home, layout="colocated", workers=2) == 3
     assert [note["role"] for note in notes_in(home)].count("colocated-1") == 1
 
 
@@ -268,7 +276,7 @@ async def test_a_taken_port_is_told_before_anything_starts(home: Path, number: i
         socket.create_server(("127.0.0.1", first + number)),
         pytest.raises(PortInUse, match=f"{first + number}.*{option}"),
     ):
-        await _run(home, colocated_workers=2, **ports)
+        await _run(home, layout="colocated", workers=2, **ports)
     assert not notes_in(home)
 
 
@@ -282,13 +290,13 @@ async def test_a_workers_ports_stay_its_own_while_it_is_away(home: Path) -> None
             with pytest.raises(OSError, match="in use"), socket.socket() as other:
                 other.bind(("127.0.0.1", port))
 
-    assert await _run(home, during, colocated_workers=2, **ports) == 0
+    assert await _run(home, during, layout="colocated", workers=2, **ports) == 0
 
 
 async def test_a_second_signal_does_not_wait(home: Path) -> None:
     (home / "colocated-0.stubborn").touch()
     stop = asyncio.Event()
-    workers = _workers(home, colocated_workers=2)
+    workers = _workers(home, layout="colocated", workers=2)
     running = asyncio.create_task(workers.run(stop))
     await _until_started(home, 2)()
     stop.set()

@@ -1,4 +1,4 @@
-"""What a mesh sends, and what happens to it when a rank dies or lags: counted messages, typed errors, no publish."""
+"""What ranks in lock-step send, and what follows when one dies or lags: counted messages, typed errors, no publish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.placement import place_experts
 
 HIDDEN = 8
 EXPERTS = 16
-BROKE = "The mesh broke while"
+BROKE = "The lock-step broke while"
 ROW_BYTES = HIDDEN * 4
 
 

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMismatch
 from services.fabric.faults import Faults
-from services.fabric.lockstep import store_proxy as mesh_gate
+from services.fabric.lockstep import store_proxy as lockstep_gate
 from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _store, join
 from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.tcp import handshake as tcp_handshake
@@ -77,7 +77,7 @@ def test_ranks_whose_wires_differ_part_by_name() -> None:
 def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mesh_gate, "admit", partial(tcp_handshake.admit, spoken=Versions(2, 3)))
+    monkeypatch.setattr(lockstep_gate, "admit", partial(tcp_handshake.admit, spoken=Versions(2, 3)))
     port, faults = free_port(), Faults()
     found = _store(meeting("127.0.0.1", port), "9.9.9", faults)
     facts = Facts(worker="w", node="n", fingerprint="f", package="0.0.9", dtype="d", exchange="e")
@@ -90,7 +90,7 @@ def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(
 
 
 def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_UNPROVEN)]
@@ -111,7 +111,7 @@ class Flaky(socket.socket):
         return super().accept()
 
 
-class Nowhere(mesh_gate._Proxy):
+class Nowhere(lockstep_gate._Proxy):
     def _other(self, near: Arrival) -> socket.socket:
         raise OSError(f"{near.name} is led nowhere")
 
@@ -128,7 +128,7 @@ def test_the_gate_outlives_a_connection_that_it_could_not_take(caplog: pytest.Lo
 
 
 def test_a_rank_may_be_silent_for_longer_than_a_handshake_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
     tunnel = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")

@@ -151,7 +151,7 @@ def test_a_pass_that_fails_while_rows_are_away() -> None:
     assert link.rows == [3, 0]
 
 
-def test_a_broken_mesh_stays_broken() -> None:
+def test_a_broken_lock_step_stays_broken() -> None:
     table = Table(2)
     steps, _ = steps_of(table, 0)
     table.leave()

@@ -18,7 +18,7 @@ from testkit.fabric.tcp import SECRET, linked, seat_of, send, serve, table_of
 from testkit.processes.certificates import Authority
 from testkit.processes.servers import free_port, wait_until
 
-from services.fabric.lockstep import store_proxy as mesh_gate
+from services.fabric.lockstep import store_proxy as lockstep_gate
 from services.fabric.lockstep.rendezvous import Meeting, _store
 from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
@@ -130,7 +130,7 @@ def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_strangers_keep_no_rank_from_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_gate, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 60.0)
     port = free_port()
     meeting = Meeting(
         rank=0, ranks=2, address="127.0.0.1", port=port, host="127.0.0.1", timeout_s=5, secret=SECRET

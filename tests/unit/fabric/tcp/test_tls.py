@@ -151,7 +151,7 @@ def test_the_settings_of_both_roles_meet(tmp_path: Path, authority: Authority) -
     )
     try:
         for name, ready in ((NAME, True), (None, False)):
-            settings = Settings(experts="tcp", fabric_tls_ca=authority.file, fabric_tls_name=name, **facts)
+            settings = Settings(layout="disaggregated", fabric_tls_ca=authority.file, fabric_tls_name=name, **facts)
             link = remote_link(settings, spec, torch.float32, CPU, "attention-0")
             link.apply(table)
             try:

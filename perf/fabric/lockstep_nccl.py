@@ -1,6 +1,6 @@
-"""The mesh over NCCL: compared with one GPU, and timed, flat, hierarchical and sliced. Needs 2 or more GPUs.
+"""Ranks in lock-step over NCCL: compared with one GPU, and timed, flat, hierarchical and sliced. Needs 2 or more GPUs.
 
-    PYTHONPATH=.:tests:kernels python perf/fabric/mesh_nccl.py [--gpus N]
+    PYTHONPATH=.:tests:kernels python perf/fabric/lockstep_nccl.py [--gpus N]
 
 One process per GPU. Nodes are made up (the first half of the GPUs is one, the rest the other), so that the hierarchical
 exchange has something to cross; its time on one machine says what its hops cost, not what they save.

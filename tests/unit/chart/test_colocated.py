@@ -13,7 +13,7 @@ from testkit.kube.chart import CHART, Objects, Render, named
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, Settings, concerned, load_settings
 
-SEATS = ("attention.experts=seats", "attention.seats.workers=4")
+SEATS = ("layout=colocated", "attention.workers=4")
 GPUS = "attention.resources.limits.nvidia\\.com/gpu"
 KEDA = ("keda.sh/v1alpha1",)
 SCALED = (
@@ -83,20 +83,21 @@ def test_there_are_no_expert_workers_beside_them(render: Render) -> None:
 def test_workers_and_scheduler_are_told_the_same(
     render: Render, read: Callable[[Objects], Settings], groups: int, found: int
 ) -> None:
-    objects = render(*SEATS, f"attention.seats.groups={groups}", "attention.seats.shared=host", "experts.groups=3")
+    objects = render(
+        *SEATS, f"attention.colocated.groups={groups}", "attention.colocated.shared=host", "experts.groups=3"
+    )
     settings = read(objects)
-    assert (settings.colocated_workers, settings.colocated_by, settings.expert_groups) == (4, "seats", found)
+    assert (settings.layout, settings.workers, settings.expert_groups) == ("colocated", 4, found)
     assert (settings.fabric_port, settings.metrics_port, settings.fabric_shared) == (7100, 9100, "host")
     assert settings.fabric_secret_file == Path("/etc/expertmesh/fabric/secret")
     assert (settings.drain_timeout, settings.host) == (60, "0.0.0.0")
-    assert not {"experts", "fabric_lane", "expert_group"} & config(objects).keys(), "settled by itself"
+    assert not {"fabric_lane", "expert_group"} & config(objects).keys(), "settled by itself"
     assert config(objects, "scheduler")["expert_groups"] == found
-    assert not {"ranks", "colocated_by"} & config(objects, "scheduler").keys(), "without autoscaling"
 
 
 def test_memory_is_shared_unless_told_otherwise(render: Render, read: Callable[[Objects], Settings]) -> None:
     assert read(render(*SEATS)).fabric_shared == "auto"
-    assert read(render(*SEATS, "attention.seats.shared=off")).fabric_shared == "off"
+    assert read(render(*SEATS, "attention.colocated.shared=off")).fabric_shared == "off"
 
 
 def test_settings_of_both_roles_reach_the_workers_and_those_of_attention_count_most(
@@ -142,18 +143,21 @@ def test_a_pod_counts_as_one_replica_where_keda_counts(render: Render) -> None:
     target = named(objects, "ScaledObject", "attention")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) in objects
     told = config(objects, "scheduler")
-    assert (told["ranks"], told["colocated_by"], told["most_attention"], told["expert_groups"]) == (4, "seats", 3, 4)
+    assert (told["workers"], told["layout"], told["max_attention"], told["expert_groups"]) == (4, "colocated", 3, 4)
     assert [rule["apiGroups"] for rule in named(objects, "Role", "scheduler")["rules"]] == [["apps"]]
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["attention.seats.groups=5"], "attention.seats.groups is 5, but attention.seats.workers is 4, of which each"),
-        ([f"{GPUS}=1"], "attention.resources.limits has nvidia.com/gpu: 1, but attention.seats.workers is 4, of which"),
+        (
+            ["attention.colocated.groups=5"],
+            "attention.colocated.groups is 5, but attention.workers is 4, of which each",
+        ),
+        ([f"{GPUS}=1"], "attention.resources.limits has nvidia.com/gpu: 1, but attention.workers is 4, of which"),
         (
             ["attention.resources.limits.nvidia\\.com/mig-3g\\.40gb=1"],
-            "attention.resources.limits has nvidia.com/mig-3g.40gb: 1, but attention.seats.workers is 4, of which",
+            "attention.resources.limits has nvidia.com/mig-3g.40gb: 1, but attention.workers is 4, of which",
         ),
         (
             ["attention.config.device=cuda:0"],
@@ -163,13 +167,11 @@ def test_a_pod_counts_as_one_replica_where_keda_counts(render: Render) -> None:
             ["config.device=cuda:1"],
             "config.device is cuda:1, one device for all 4 workers of a pod. Set it to auto, cuda",
         ),
-        (["config.gpu=1"], "config.gpu is given, but workers with attention.experts=seats have no choice about it"),
-        (["experts.config.gpu=1"], "experts.config.gpu is given, but workers with attention.experts=seats"),
-        (["fabric.lane=nccl"], "fabric.lane is nccl, but attention.experts=seats passes rows by shared memory and"),
-        (["fabric.lane=gloo"], "Set fabric.lane to auto or tcp."),
-        (["attention.seats.workers=0"], "attention.seats.workers: Must be greater than or equal to 1"),
-        (["attention.seats.groups=-1"], "attention.seats.groups: Must be greater than or equal to 0"),
-        (["attention.seats.shared=on"], "attention.seats.shared must be one of the following"),
+        (["fabric.lane=nccl"], "fabric.lane is nccl, but layout=colocated passes rows by shared memory and"),
+        (["fabric.lane=gloo"], "fabric.lane must be one of the following"),
+        (["attention.workers=0"], "attention.workers: Must be greater than or equal to 1"),
+        (["attention.colocated.groups=-1"], "attention.colocated.groups: Must be greater than or equal to 0"),
+        (["attention.colocated.shared=on"], "attention.colocated.shared must be one of the following"),
         (["attention.config.fabric_shared=auto"], "attention.config: Additional property fabric_shared is not allowed"),
         (
             ["attention.config.expert_capacity=9"],
@@ -188,14 +190,14 @@ def settled() -> set[str]:
     """What the chart lets a user say to attention workers, and one with a seat has no choice about."""
     schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]
     told = {name for role in (ATTENTION, EXPERTS) for name in schema[f"{role}Settings"]["properties"]}
-    return told - {*concerned(COLOCATED)}
+    return told & {*Settings.model_fields} - {*concerned(COLOCATED)}
 
 
 @pytest.mark.parametrize("where", ["config", "attention.config"])
 def test_what_a_worker_with_a_seat_has_no_choice_about_is_refused(refused: Callable[..., str], where: str) -> None:
     names = settled()
-    assert names >= {"overlap", "expert_slots", "mesh_timeout"}
-    good = {"overlap": "off", "mesh_exchange": "flat"}
+    assert names >= {"overlap", "expert_slots", "lockstep_exchange"}
+    good = {"overlap": "off", "lockstep_exchange": "flat"}
     said = refused(*(f"{where}.{name}={good.get(name, 1)}" for name in names))
     told = [line.split()[0] for line in said.splitlines() if "have no choice about it" in line]
     assert set(told) == {f"{where}.{name}" for name in names}
@@ -204,12 +206,12 @@ def test_what_a_worker_with_a_seat_has_no_choice_about_is_refused(refused: Calla
 @pytest.mark.parametrize(
     "settings",
     [
-        ["attention.seats.groups=5", "fabric.lane=nccl", "attention.config.overlap=on", f"{GPUS}=1"],
-        ["attention.experts=local", "attention.seats.groups=5"],
-        [*SEATS, "attention.seats.groups=2", "fabric.lane=tcp", f"{GPUS}=4"],
+        ["attention.colocated.groups=5", "fabric.lane=nccl", "attention.config.overlap=on", f"{GPUS}=1"],
+        ["layout=local", "attention.colocated.groups=5"],
+        [*SEATS, "attention.colocated.groups=2", "fabric.lane=tcp", f"{GPUS}=4"],
         [*SEATS, "attention.resources.limits.nvidia\\.com/mig-3g\\.40gb=4", "experts.perGroup.7.replicas=2"],
         [*SEATS, "config.device=cuda", "attention.config.device=cpu"],
-        [*SEATS, *SCALED, "autoscaling.experts.minReplicas=9", "attention.mesh.ranks=3"],
+        [*SEATS, *SCALED, "autoscaling.experts.minReplicas=9", "attention.workers=3"],
     ],
 )
 def test_what_can_be_meant_is_taken(render: Render, settings: list[str]) -> None:
@@ -231,6 +233,6 @@ def test_workers_that_end_inside_a_pod_that_runs_on_are_told(render: Render) -> 
 
 def test_the_notes_say_what_a_pod_runs(notes: Callable[..., str]) -> None:
     says = "mesh-expertmesh-attention runs 4 attention worker(s), which hold 2 shard group(s) of the experts"
-    assert says in notes(*SEATS, "attention.seats.groups=2")
+    assert says in notes(*SEATS, "attention.colocated.groups=2")
     assert "gateways and of pods of attention workers:" in notes(*SEATS, *SCALED, apis=KEDA)
     assert "attention worker(s)" not in notes()

@@ -13,14 +13,14 @@ from testkit.kube.release import COMES_BACK
 from testkit.kube.scaled import Scaled
 
 RANKS = 2
-SETTINGS = ("attention.experts=mesh", f"attention.mesh.ranks={RANKS}")
+SETTINGS = ("layout=lockstep", f"attention.workers={RANKS}")
 
 
 @pytest.fixture(scope="module")
-def mesh(cluster: Cluster) -> Iterator[Scaled]:
+def lockstep(cluster: Cluster) -> Iterator[Scaled]:
     with ExitStack() as stack:
         has_controller = stack.enter_context(defined(cluster))
-        namespace = stack.enter_context(cluster.namespace("t-mesh"))
+        namespace = stack.enter_context(cluster.namespace("t-lockstep"))
         if not has_controller:
             stack.enter_context(controlled(cluster, namespace))
         found = Scaled(
@@ -35,26 +35,26 @@ def mesh(cluster: Cluster) -> Iterator[Scaled]:
         yield found
 
 
-async def test_groups_come_and_go_by_load(mesh: Scaled) -> None:
+async def test_groups_come_and_go_by_load(lockstep: Scaled) -> None:
     """The ranks of a group that goes drain together."""
-    await mesh.grows_and_shrinks()
+    await lockstep.grows_and_shrinks()
 
 
-async def test_a_rank_whose_pod_is_deleted_with_force_loses_no_request(mesh: Scaled) -> None:
+async def test_a_rank_whose_pod_is_deleted_with_force_loses_no_request(lockstep: Scaled) -> None:
     """Of the only group there is: what its ranks do not answer in a second goes on when they have met again."""
-    before = mesh.release.pods("attention")[0]
+    before = lockstep.release.pods("attention")[0]
 
     def kill() -> None:
-        mesh.cluster.kubectl(
-            "-n", mesh.namespace, "delete", "pod", before["metadata"]["name"], "--force", "--grace-period=0"
+        lockstep.cluster.kubectl(
+            "-n", lockstep.namespace, "delete", "pod", before["metadata"]["name"], "--force", "--grace-period=0"
         )
-        until(lambda: mesh.replicas() == (1, 0), 60, "it is missed")
-        until(lambda: mesh.replicas() == (1, 1), 120, "the ranks have met again")
+        until(lambda: lockstep.replicas() == (1, 0), 60, "it is missed")
+        until(lambda: lockstep.replicas() == (1, 1), 120, "the ranks have met again")
 
-    outcome = await mesh.release.under_load(kill, clients=2, manner=COMES_BACK, lead_s=1.0)
+    outcome = await lockstep.release.under_load(kill, clients=2, manner=COMES_BACK, lead_s=1.0)
     print(f"\n{outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
 
 
-def test_groups_sleep_and_wake(mesh: Scaled) -> None:
-    mesh.sleeps_and_wakes()
+def test_groups_sleep_and_wake(lockstep: Scaled) -> None:
+    lockstep.sleeps_and_wakes()

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from testkit.kube.chart import CHART, Render, named
 
-MESH = ("attention.experts=mesh", "attention.mesh.ranks=4", "attention.replicas=2", "attention.config.expert_slices=2")
+LOCKSTEP = ("layout=lockstep", "attention.workers=4", "attention.replicas=2", "attention.config.expert_slices=2")
 
 
 def test_ranks_are_groups_of_pods(render: Render) -> None:
-    objects = render(*MESH, "commonAnnotations.team=moe", "attention.mesh.annotations.place=rack")
+    objects = render(*LOCKSTEP, "commonAnnotations.team=moe", "attention.lockstep.annotations.place=rack")
     found = named(objects, "LeaderWorkerSet", "attention")
     group = found["spec"]["leaderWorkerTemplate"]
     assert (found["spec"]["replicas"], group["size"]) == (2, 4)
@@ -23,23 +23,22 @@ def test_ranks_are_groups_of_pods(render: Render) -> None:
 
 
 def test_a_rank_knows_its_number_its_node_and_where_rank_0_is(render: Render) -> None:
-    group = named(render(*MESH), "LeaderWorkerSet", "attention")["spec"]["leaderWorkerTemplate"]
+    group = named(render(*LOCKSTEP), "LeaderWorkerSet", "attention")["spec"]["leaderWorkerTemplate"]
     [container] = group["workerTemplate"]["spec"]["containers"]
     env = {
         each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"][3:]
     }
-    assert env["EXPERTMESH_RANKS"] == "4"
     assert env["EXPERTMESH_RANK"] == "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
-    assert env["EXPERTMESH_MESH_ADDRESS"] == "$(LWS_LEADER_ADDRESS):7200"
+    assert env["EXPERTMESH_LOCKSTEP_ADDRESS"] == "$(LWS_LEADER_ADDRESS):7200"
     assert env["EXPERTMESH_NODE"] == "spec.nodeName"
     assert env["EXPERTMESH_ADVERTISE"] == "status.podIP"
 
 
 def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Render) -> None:
-    objects = render(*MESH)
+    objects = render(*LOCKSTEP)
     config = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
-    told = ("experts", "fabric_secret_file", "expert_slices")
-    assert tuple(config[name] for name in told) == ("mesh", "/etc/expertmesh/fabric/secret", 2)
+    told = ("layout", "workers", "fabric_secret_file", "expert_slices")
+    assert tuple(config[name] for name in told) == ("lockstep", 4, "/etc/expertmesh/fabric/secret", 2)
     assert named(objects, "Secret", "fabric")
     policy = named(objects, "NetworkPolicy", "attention")["spec"]
 
@@ -58,16 +57,17 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
 
 def test_a_cluster_that_knows_no_groups_is_told_of(helm: Any) -> None:
     """Where none is seen, as by tools that render alone, nothing is."""
-    words = ["template", "mesh", str(CHART), *(word for each in MESH for word in ("--set", each))]
+    words = ["template", "mesh", str(CHART), *(word for each in LOCKSTEP for word in ("--set", each))]
     apis = [("--api-versions", each) for each in ("apiregistration.k8s.io/v1", "leaderworkerset.x-k8s.io/v1")]
     seen = helm(*words, *apis[0])
     assert "this cluster does not know. Install its controller (https://lws.sigs.k8s.io)" in seen.stderr
     assert helm(*words, *apis[0], *apis[1]).returncode == helm(*words).returncode == 0
-    assert helm("template", "mesh", str(CHART), *apis[0]).returncode == 0, "tcp needs none"
+    assert helm("template", "mesh", str(CHART), *apis[0]).returncode == 0, "disaggregated needs none"
 
 
 @pytest.mark.parametrize("ranks", ["1", "half"])
 def test_a_group_has_two_ranks_at_least(helm: Any, ranks: str) -> None:
-    done = helm("template", "mesh", str(CHART), "--set", f"attention.mesh.ranks={ranks}")
+    chosen = ("--set", "layout=lockstep", "--set", f"attention.workers={ranks}")
+    done = helm("template", "mesh", str(CHART), *chosen)
     assert done.returncode != 0
-    assert "attention.mesh.ranks" in done.stderr
+    assert "attention.workers" in done.stderr

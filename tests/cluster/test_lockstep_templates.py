@@ -14,11 +14,11 @@ from testkit.kube.leader_worker_sets import defined
 from testkit.kube.release import NAME
 
 PROFILES = ("dev", "single-node", "multi-node")
-MESH = {
-    "plain": ["attention.mesh.ranks=4"],
+LOCKSTEP = {
+    "plain": ["attention.workers=4"],
     "sliced, over nodes": [
-        *("attention.mesh.ranks=8", "attention.replicas=2", "attention.config.expert_slices=2"),
-        *("attention.mesh.annotations.place=rack", "attention.rollingUpdate.maxSurge=1"),
+        *("attention.workers=8", "attention.replicas=2", "attention.config.expert_slices=2"),
+        *("attention.lockstep.annotations.place=rack", "attention.rollingUpdate.maxSurge=1"),
     ],
 }
 
@@ -34,7 +34,7 @@ SCALED = {
 @pytest.fixture(scope="module")
 def namespace(bare_cluster: Cluster) -> Iterator[str]:
     """With the controller's own definition where the cluster has it, else with ours."""
-    with defined(bare_cluster), bare_cluster.namespace("t-mesh-templates", level="privileged") as name:
+    with defined(bare_cluster), bare_cluster.namespace("t-lockstep-templates", level="privileged") as name:
         yield name
 
 
@@ -43,20 +43,20 @@ def test_a_cluster_without_groups_says_so(bare_cluster: Cluster) -> None:
     if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
         pytest.skip("this cluster knows LeaderWorkerSets")
     for option in SCALED.values():
-        chosen = ["attention.experts=mesh", "attention.mesh.ranks=2", *option]
+        chosen = ["layout=lockstep", "attention.workers=2", *option]
         words = ["--values", str(CHART / "values-dev.yaml"), *[w for each in chosen for w in ("--set", each)]]
         said = bare_cluster.helm("install", NAME, str(CHART), "--dry-run=server", *words, check=False)
         assert "makes a LeaderWorkerSet, which this cluster does not know" in said
 
 
 @pytest.mark.parametrize("scaled", SCALED)
-@pytest.mark.parametrize("option", MESH)
+@pytest.mark.parametrize("option", LOCKSTEP)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_groups_of_ranks_are_accepted(
     bare_cluster: Cluster, namespace: str, profile: str, option: str, scaled: str
 ) -> None:
     model = ["model.hostPath.path=/models"] if profile == "single-node" else []
-    chosen = ["attention.experts=mesh", *SCALED[scaled], *model, *MESH[option]]
+    chosen = ["layout=lockstep", *SCALED[scaled], *model, *LOCKSTEP[option]]
     words = [
         "--api-versions",
         "keda.sh/v1alpha1",

@@ -1,0 +1,276 @@
+"""What settings may not say together: a function for each rule, which raises ConfigError with what to write instead.
+
+Rules see the settings of one process and its role; the role of `serve`, which starts all others, is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from services.config.fields import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, WORKERS, Role, option
+from services.config.settings import Settings
+from services.errors import ConfigError
+
+Rule = Callable[[Settings, Role | None], None]
+TITLES: dict[Role | None, str] = {
+    None: "server",
+    GATEWAY: "gateway",
+    SCHEDULER: "scheduler",
+    ATTENTION: "attention worker",
+    EXPERTS: "expert worker",
+    COLOCATED: "attention worker with experts",
+    WORKERS: "workers of one machine",
+}
+
+
+def require(settings: Settings, role: Role | None) -> None:
+    """Refuses settings with which ``role`` cannot run on its own.
+
+    Raises:
+        ConfigError: a rule is broken; says which settings, and what to write.
+    """
+    for rule in RULES:
+        rule(settings, role)
+    for part, own in _parts(settings, role):
+        require(own, part)
+
+
+def _parts(settings: Settings, role: Role | None) -> list[tuple[Role, Settings]]:
+    """The roles that one of several is made of, each with its settings."""
+    if role == COLOCATED:
+        both = colocated(settings)
+        return [(ATTENTION, both), (EXPERTS, both)]
+    if role != WORKERS:
+        return []
+    if settings.layout == "colocated":
+        return [(COLOCATED, settings)]
+    counts: dict[Role, int] = {ATTENTION: settings.workers, EXPERTS: settings.disaggregated_experts}
+    return [(part, settings) for part, count in counts.items() if count]
+
+
+def colocated(settings: Settings) -> Settings:
+    """What an attention worker and an expert worker in one process go by: rows to other processes, no lane to this one,
+    and nothing to overlap with, since it is this GPU that computes experts.
+
+    Raises:
+        ConfigError: something else was asked for.
+    """
+    others = {
+        "overlap": ("auto", "off"),
+        "fabric_lane": ("auto", "tcp"),
+        "expert_slots": (None,),
+        "expert_slices": (1,),
+    }
+    for name, allowed in others.items():
+        if (value := getattr(settings, name)) not in allowed:
+            raise ConfigError(
+                f"{option(name)} {value} cannot be with --layout colocated.",
+                hint="Leave it out, or choose --layout disaggregated or --layout lockstep.",
+            )
+    return settings.model_copy(update={"layout": "colocated", "fabric_lane": "tcp", "overlap": "off"})
+
+
+def check_bounds(given: object, names: Iterable[str]) -> None:
+    """Raises ConfigError where ``min_NAME`` of ``given`` is more than its ``max_NAME``."""
+    for name in names:
+        fewest, most = getattr(given, f"min_{name}"), getattr(given, f"max_{name}")
+        if fewest > most:
+            raise ConfigError(
+                f"--min-{name} {fewest} is more than --max-{name} {most}.", hint="Lower the one or raise the other."
+            )
+
+
+def _expert_workers_have_a_layout(settings: Settings, role: Role | None) -> None:
+    starts_them = role in (None, WORKERS, SCHEDULER)
+    if starts_them and settings.expert_workers is not None and settings.layout != "disaggregated":
+        raise ConfigError(
+            f"--expert-workers {settings.expert_workers} is given, but with --layout {settings.layout} there are none.",
+            hint="Give --layout disaggregated, too, or leave --expert-workers out.",
+        )
+
+
+def _groups_have_workers(settings: Settings, role: Role | None) -> None:
+    groups, layout = settings.expert_groups, settings.layout
+    if role not in (None, WORKERS) or groups is None:
+        return
+    if layout in ("local", "lockstep"):
+        raise ConfigError(
+            f"--expert-groups {groups} is given, but with --layout {layout} experts are in no groups.",
+            hint="Give --layout disaggregated or --layout colocated, or leave --expert-groups out.",
+        )
+    if role is None and layout == "colocated" and groups > settings.workers:
+        raise ConfigError(
+            f"--expert-groups {groups} are more than the {settings.workers} seats for them.",
+            hint="Give as many --workers, or fewer groups.",
+        )
+
+
+def _serve_has_every_worker(settings: Settings, role: Role | None) -> None:
+    if role is None and not settings.workers:
+        raise ConfigError("Without an attention worker nothing is served.", hint="Give --workers N.")
+    elsewhere = settings.redis_url is not None and settings.fabric_secret_file is not None
+    if role is None and settings.expert_workers == 0 and not elsewhere:
+        raise ConfigError(
+            "Without an expert worker nothing is served.",
+            hint="Give --expert-workers N, or --redis-url and --fabric-secret-file of those that run elsewhere.",
+        )
+
+
+def _serve_can_colocate(settings: Settings, role: Role | None) -> None:
+    if role is None and settings.layout == "colocated":
+        colocated(settings)
+
+
+def _machine_has_a_worker(settings: Settings, role: Role | None) -> None:
+    if role == WORKERS and not (settings.workers or settings.disaggregated_experts):
+        raise ConfigError(
+            "There is no worker to start.",
+            hint="Give --workers N, or --layout disaggregated with --expert-workers N.",
+        )
+
+
+def _machine_has_ports(settings: Settings, role: Role | None) -> None:
+    """The common page has --metrics-port, each worker the next one, and each seat one from --fabric-port on."""
+    if role != WORKERS:
+        return
+    seats = settings.workers if settings.layout == "colocated" else settings.disaggregated_experts
+    workers = settings.workers + settings.disaggregated_experts
+    taken = {
+        "--metrics-port": range(settings.metrics_port, settings.metrics_port and settings.metrics_port + workers + 1),
+        "--fabric-port": range(settings.fabric_port, settings.fabric_port and settings.fabric_port + seats),
+    }
+    for name, ports in taken.items():
+        if ports and ports[-1] > 65_535:
+            raise ConfigError(
+                f"{name} {ports[0]} leaves no room for the ports of all workers.",
+                hint=f"{len(ports)} in a row are needed.",
+            )
+    pages, fabric = taken.values()
+    if pages and fabric and pages[0] <= fabric[-1] and fabric[0] <= pages[-1]:
+        raise ConfigError(
+            f"Pages on ports {pages[0]} to {pages[-1]} and seats on ports {fabric[0]} to {fabric[-1]} meet.",
+            hint="Move --metrics-port or --fabric-port.",
+        )
+
+
+def _machine_shares_no_device(settings: Settings, role: Role | None) -> None:
+    if role == WORKERS and ":" in settings.device:
+        raise ConfigError(
+            f"--device {settings.device} is one device for all workers.",
+            hint="Choose cuda or auto, of which each takes the next GPU, or cpu.",
+        )
+
+
+def _machine_starts_no_ranks(settings: Settings, role: Role | None) -> None:
+    if role == WORKERS and settings.layout == "lockstep":
+        raise ConfigError(
+            "Workers of several machines in lock-step are started one by one.",
+            hint="Give --layout colocated, or run `expertmesh attention --layout lockstep --rank R` for each.",
+        )
+
+
+def _model_is_given(settings: Settings, role: Role | None) -> None:
+    if role in (GATEWAY, ATTENTION, EXPERTS) and settings.model is None:
+        raise ConfigError(f"The {TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
+
+
+def _redis_is_given(settings: Settings, role: Role | None) -> None:
+    if role in (GATEWAY, SCHEDULER, ATTENTION, EXPERTS) and settings.redis_url is None:
+        raise ConfigError(
+            f"The {TITLES[role]} needs a Redis.",
+            hint="Give --redis-url redis://HOST:PORT, or run all roles with `expertmesh serve`, which brings its own.",
+        )
+
+
+def _replicas_have_room(settings: Settings, role: Role | None) -> None:
+    if role != SCHEDULER:
+        return
+    check_bounds(settings, ("replicas", "attention", "gateways"))
+    for shard, (fewest, most) in settings.shard_bounds().items():
+        if fewest > most:
+            raise ConfigError(
+                f"--shard-replicas {shard}={fewest}:{most}: the minimum is more than the maximum.",
+                hint="Lower the one or raise the other.",
+            )
+
+
+def _overlap_has_an_exchange(settings: Settings, role: Role | None) -> None:
+    if role == ATTENTION and settings.overlap == "on" and settings.layout in ("local", "lockstep"):
+        raise ConfigError(
+            f"--overlap on has nothing to overlap with --layout {settings.layout}.",
+            hint="Two micro-batches take turns with expert workers alone (--layout disaggregated); leave it out.",
+        )
+
+
+def _ranks_can_meet(settings: Settings, role: Role | None) -> None:
+    if role != ATTENTION or settings.layout != "lockstep":
+        return
+    address, _, port = (settings.lockstep_address or "").rpartition(":")
+    if not address or not port.isdigit():
+        raise ConfigError("Ranks meet at the address of rank 0.", hint="Give all of them --lockstep-address HOST:PORT.")
+    if settings.rank >= settings.workers:
+        raise ConfigError(
+            f"There is no --rank {settings.rank} of --workers {settings.workers}.", hint="Ranks count from 0."
+        )
+
+
+def _slices_divide_the_ranks(settings: Settings, role: Role | None) -> None:
+    ranks = role == ATTENTION and settings.layout == "lockstep"
+    if ranks and settings.workers % settings.expert_slices:
+        raise ConfigError(
+            f"--workers {settings.workers} cannot hold experts in --expert-slices {settings.expert_slices}.",
+            hint="The slices have to divide the ranks.",
+        )
+
+
+def _rows_have_a_secret(settings: Settings, role: Role | None) -> None:
+    apart = _connects(settings, role)
+    shares = apart or (role == ATTENTION and settings.layout == "lockstep")
+    if shares and settings.fabric_secret_file is None:
+        others = "attention and expert workers" if apart else "all ranks"
+        raise ConfigError(
+            f"The {TITLES[role]} needs the secret that {others} share.",
+            hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
+        )
+
+
+def _names_are_proven(settings: Settings, role: Role | None) -> None:
+    if role == ATTENTION and settings.fabric_tls_name is not None and settings.fabric_tls_ca is None:
+        raise ConfigError(
+            "--fabric-tls-name names whose certificate to expect, but connections are not encrypted.",
+            hint="Give --fabric-tls-ca, too.",
+        )
+
+
+def _encrypted_rows_have_no_lane(settings: Settings, role: Role | None) -> None:
+    encrypted = settings.fabric_tls_ca if role == ATTENTION else settings.fabric_tls_cert
+    if _connects(settings, role) and encrypted and settings.fabric_lane == "nccl":
+        raise ConfigError(
+            "What goes by --fabric-lane nccl cannot be encrypted.", hint="Choose auto or tcp, or leave TLS out."
+        )
+
+
+def _connects(settings: Settings, role: Role | None) -> bool:
+    """Whether rows go between this process and others that attend, or hold experts, alone."""
+    return role == EXPERTS or (role == ATTENTION and settings.apart)
+
+
+RULES: tuple[Rule, ...] = (
+    _expert_workers_have_a_layout,
+    _groups_have_workers,
+    _serve_has_every_worker,
+    _serve_can_colocate,
+    _machine_has_a_worker,
+    _machine_has_ports,
+    _machine_shares_no_device,
+    _machine_starts_no_ranks,
+    _model_is_given,
+    _redis_is_given,
+    _replicas_have_room,
+    _overlap_has_an_exchange,
+    _ranks_can_meet,
+    _slices_divide_the_ranks,
+    _rows_have_a_secret,
+    _names_are_proven,
+    _encrypted_rows_have_no_lane,
+)

@@ -1,0 +1,24 @@
+"""The settings, in sections. A part that needs one section alone takes that class, of which ``Settings`` is one."""
+
+from services.config.sections.engine import EngineSettings
+from services.config.sections.experts import ExpertSettings, Layout
+from services.config.sections.gateway import GatewaySettings
+from services.config.sections.lockstep import LockstepSettings
+from services.config.sections.model import ModelSettings
+from services.config.sections.network import NetworkSettings
+from services.config.sections.process import ProcessSettings
+from services.config.sections.queue import QueueSettings
+from services.config.sections.scaling import ScalingSettings
+
+__all__ = [
+    "EngineSettings",
+    "ExpertSettings",
+    "GatewaySettings",
+    "Layout",
+    "LockstepSettings",
+    "ModelSettings",
+    "NetworkSettings",
+    "ProcessSettings",
+    "QueueSettings",
+    "ScalingSettings",
+]
