@@ -133,11 +133,10 @@ def _machine_has_ports(settings: Settings, role: Role | None) -> None:
     """The common page has --metrics-port, each worker the next one, and each seat one from --fabric-port on."""
     if role != WORKERS:
         return
-    seats = settings.workers if settings.layout == "colocated" else settings.disaggregated_experts
     workers = settings.workers + settings.disaggregated_experts
     taken = {
         "--metrics-port": range(settings.metrics_port, settings.metrics_port and settings.metrics_port + workers + 1),
-        "--fabric-port": range(settings.fabric_port, settings.fabric_port and settings.fabric_port + seats),
+        "--fabric-port": range(settings.fabric_port, settings.fabric_port and settings.fabric_port + settings.seats),
     }
     for name, ports in taken.items():
         if ports and ports[-1] > 65_535:

@@ -62,7 +62,6 @@ def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
         pages: a port for each worker's page.
     """
     found: list[Place] = []
-    seats = settings.workers if settings.layout == "colocated" else settings.disaggregated_experts
     groups = settings.expert_groups or 0
     names = [(name, role) for role, those in computing(settings).items() for name in those]
     for index, (name, role) in enumerate(names):
@@ -74,7 +73,7 @@ def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
                 device=device_of(settings, index),
                 metrics_port=pages[index],
                 fabric_port=None if role == ATTENTION else settings.fabric_port and settings.fabric_port + number,
-                expert_group=number % groups if role != ATTENTION and 0 < groups <= seats else None,
+                expert_group=number % groups if role != ATTENTION and 0 < groups <= settings.seats else None,
             )
         )
     return found

@@ -129,10 +129,7 @@ class Supervisor:
     def _spared(self, name: str, role: Role) -> bool:
         """Whether the server serves without the process ``name``, which keeps failing."""
         settings = self._settings
-        needed: dict[Role, int] = {
-            EXPERTS: settings.expert_groups or settings.disaggregated_experts,
-            COLOCATED: settings.expert_groups or settings.workers,
-        }
+        needed: dict[Role, int] = dict.fromkeys((EXPERTS, COLOCATED), settings.expert_groups or settings.seats)
         if not self._ranks():  # of ranks in lock-step all are needed
             needed[ATTENTION] = 1
         return role in needed and self._children.well_beside(name, role) >= needed[role]
@@ -151,7 +148,7 @@ class Supervisor:
         if settings.layout == "disaggregated":
             return secret | {"fabric_port": 0}
         if settings.layout == "colocated":
-            return secret | {"expert_groups": settings.expert_groups or settings.workers, "fabric_port": 0}
+            return secret | {"expert_groups": settings.expert_groups or settings.seats, "fabric_port": 0}
         (port,) = held_ports(_LOOPBACK, 1, ports)
         return secret | {"lockstep_address": f"{_LOOPBACK}:{port}"}
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from testkit.kube.cluster import Cluster, until
 from testkit.kube.lost_node import lose
-from testkit.kube.release import COMES_BACK, NAME, PLAIN, PREFIX, TAKES_UP, Manner, Outcome, Release
+from testkit.kube.release import COMES_BACK, NAME, PLAIN, PREFIX, TAKES_UP, Manner, Outcome, Release, is_leaving
 
 ROLES = ("gateway", "scheduler", "attention", "experts")
 TWICE = (
@@ -75,7 +75,7 @@ def _whole(release: Release, count: int) -> bool:
     """Whether there are so many pods, all ready, and none that is about to end."""
     pods = release.pods()
     conditions = [each for pod in pods for each in pod["status"].get("conditions", []) if each["type"] == "Ready"]
-    leaving = [pod for pod in pods if "deletionTimestamp" in pod["metadata"]]
+    leaving = any(map(is_leaving, pods))
     return len(pods) == len(conditions) == count and not leaving and all(c["status"] == "True" for c in conditions)
 
 

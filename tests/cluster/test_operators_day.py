@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 from testkit.kube.cluster import IMAGES, TAG, Cluster, CommandFailed, until
-from testkit.kube.release import COMES_BACK, NAME, PLAIN, PREFIX, Manner, Release
+from testkit.kube.release import COMES_BACK, NAME, PLAIN, PREFIX, Manner, Release, is_leaving
 from testkit.kube.tls_redis import tls_redis
 
 from services.cli.main import main
@@ -83,7 +83,8 @@ class Day:
         """Their uids by role, without those that leave."""
         found: dict[str, set[str]] = {}
         for pod in self.release.pods():
-            if "deletionTimestamp" not in (meta := pod["metadata"]):
+            if not is_leaving(pod):
+                meta = pod["metadata"]
                 found.setdefault(meta["labels"]["app.kubernetes.io/component"], set()).add(meta["uid"])
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from testkit.kube.cluster import Cluster, until
-from testkit.kube.release import NAME, Release
+from testkit.kube.release import NAME, Release, is_leaving
 from testkit.pocket.answers import MAX_TOKENS, recorded
 from testkit.processes.servers import metric_sum
 
@@ -96,7 +96,7 @@ def _whole(release: Release, count: int, without: str = "") -> bool:
         for each in pod["status"].get("conditions", [])
         if each["type"] == "Ready"
     ]
-    leaving = any("deletionTimestamp" in pod["metadata"] for pod in pods)
+    leaving = any(map(is_leaving, pods))
     return ready == [True] * count and len(pods) == count and not leaving and without not in map(_name, pods)
 
 

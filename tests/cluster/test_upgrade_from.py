@@ -9,11 +9,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from testkit.kube.cluster import IMAGES, LOCAL, TAG, Cluster, until
-from testkit.kube.release import COMES_BACK, NAME, Release
+from testkit.kube.release import COMES_BACK, NAME, Release, is_leaving
 from testkit.processes.earlier import unpack
 
 FROM = os.environ.get("KUBE_FROM", "")
@@ -70,14 +69,9 @@ async def test_a_rollback_to_it_under_load_fails_nothing(before: Release, old_ch
     def roll_back() -> None:
         if not (Path(old_chart[0]) / "files/redis-users.acl").exists():  # see docs/kubernetes-operations.md
             cluster.helm("upgrade", NAME, *to_default, "--namespace", namespace, "--wait", "--timeout", "10m")
-            until(lambda: not any(_leaving(pod) for pod in before.pods()), 120, "the pods of before have ended")
+            until(lambda: not any(map(is_leaving, before.pods())), 120, "the pods of before have ended")
         cluster.helm("rollback", NAME, "1", "--namespace", namespace, "--wait", "--timeout", "10m")
 
     outcome = await before.under_load(roll_back, manner=COMES_BACK, lead_s=5)
     print(f"\nback to {FROM}: {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
-
-
-def _leaving(pod: dict[str, Any]) -> bool:
-    """Whether it was told to end. Helm's --wait does not wait for these, whose streams may still need their login."""
-    return "deletionTimestamp" in pod["metadata"]

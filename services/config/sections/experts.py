@@ -117,6 +117,11 @@ class ExpertSettings(BaseModel):
         return 1 if self.expert_workers is None else self.expert_workers
 
     @property
+    def seats(self) -> int:
+        """How many seats for experts there are to start: those of expert workers, or of colocated attention workers."""
+        return self.workers if self.layout == "colocated" else self.disaggregated_experts
+
+    @property
     def step_timeout(self) -> float:
         """Seconds after which a step of the engine counts as hung: the worker exits."""
         return max(60.0, 10 * self.experts_timeout)

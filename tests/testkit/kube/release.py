@@ -73,6 +73,11 @@ COMES_BACK = Manner(comes_back=True)
 TAKES_UP = Manner(comes_back=True, takes_up=True, silence_s=20.0)
 
 
+def is_leaving(pod: dict[str, Any]) -> bool:
+    """Whether the pod was told to end. Helm's --wait does not wait for these, which may still have streams."""
+    return "deletionTimestamp" in pod["metadata"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
     """The release ``name`` in ``namespace``. ``service``: what its clients ask; ``keys``: the Secret with their key."""
