@@ -84,11 +84,12 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._house.leave(self)
         self._deaf = self._leaving = True
-        super().connection_lost(exc)
-        for cycle in (self._serving, *(cycle for cycle, _ in self.pipeline)):  # uvicorn tells the newest one alone
-            if cycle is not None and not cycle.response_complete:
+        for cycle in (self.cycle, self._serving, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete and not cycle.disconnected:
                 cycle.disconnected = True
-                cycle.message_event.set()
+                self._house.part(cycle.message_event.set)
+        self.cycle = None  # type: ignore[assignment] # uvicorn would wake it, the newest one alone, at once
+        super().connection_lost(exc)
         self._untie()
 
     def data_received(self, data: bytes) -> None:

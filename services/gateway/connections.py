@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -22,6 +23,9 @@ _KIB = 1024
 _ENDED_AT_ONCE = 256
 """Waits that end in one turn of the event loop, in some milliseconds: ten thousand would hold up every stream for most
 of a second."""
+_PARTED_AT_ONCE = 32
+"""Answers that hear in one turn of the event loop that their client has gone. Each takes a fifth of a millisecond to
+end: five thousand at once would hold up every probe and stream for a second."""
 _CANDIDATES = 16
 """Oldest ones that are asked whether something of theirs is still unread, before a newcomer is turned away."""
 
@@ -110,6 +114,7 @@ class Connections:
         self._spare: set[Guest] = set()
         self._ordinary: set[Guest] = set()
         self._coming = {False: 0, True: 0}  # accepted, and no guest yet, by whether the place is a spare one
+        self._parted: deque[Callable[[], None]] = deque()
 
     @property
     def free(self) -> int:
@@ -144,6 +149,18 @@ class Connections:
         self.forget_head(guest)
         self._ordinary.discard(guest)
         self._spare.discard(guest)
+
+    def part(self, wake: Callable[[], None]) -> None:
+        """Calls ``wake``, by which an answer hears that its client has gone, when those that came before have heard."""
+        self._parted.append(wake)
+        if len(self._parted) == 1:
+            asyncio.get_running_loop().call_soon(self._wake_parted)
+
+    def _wake_parted(self) -> None:
+        for _ in range(min(_PARTED_AT_ONCE, len(self._parted))):
+            self._parted.popleft()()
+        if self._parted:
+            asyncio.get_running_loop().call_soon(self._wake_parted)
 
     def wait(self, guest: Guest, wait: Wait, seconds: float) -> None:
         """From now on ``guest`` has so long."""

@@ -7,6 +7,8 @@ import json
 import logging
 import resource
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,6 +79,21 @@ class House:
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"expertmesh_gateway_{name}", labels) or 0.0
+
+
+async def test_answers_hear_a_few_at_a_time_that_their_clients_have_gone() -> None:
+    """Thousands that end in one turn of the event loop would hold up every probe."""
+    places, heard, turns = House().places, list[int](), [0]
+    for number in range(300):
+        places.part(partial(heard.append, number))
+    while len(heard) < 300:
+        await asyncio.sleep(0)
+        turns.append(len(heard))
+    assert heard == list(range(300))
+    assert max(after - before for before, after in pairwise(turns)) <= 32
+    places.part(partial(heard.append, 300))
+    await asyncio.sleep(0)
+    assert heard[-1] == 300
 
 
 def test_time_that_was_not_lived_does_not_count():
