@@ -92,7 +92,7 @@ class Publisher:
 
 LOOK_S = 0.02
 """Time between two looks at gateways that lag."""
-LONGEST_S = 0.5
+LONGEST_S = 0.3
 """The longest wait after one publishing call. Clients of other gateways get no tokens meanwhile."""
 STALLED_S = 1.0
 """A gateway that handled nothing for this long is dead or paused: workers do not wait for it."""
