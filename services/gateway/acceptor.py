@@ -24,7 +24,7 @@ the heads that are read meanwhile. Those who give way must have come in an earli
 _PAUSE_S = 0.1
 RESERVE = 160
 """Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
-_FEWEST = 16
+_MIN_CONNECTIONS = 16
 _UNSENT_BYTES = 16 * 1024
 """In the kernel, beyond what the peer has taken: it is charged to the container, and stays while a peer does not read.
 What is on its way counts apart, so this costs no speed."""
@@ -56,7 +56,7 @@ def within_descriptors(bounds: Bounds) -> Bounds:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return bounds
     spare = min(bounds.spare, max(1, (soft - RESERVE) // 4))
-    connections = max(_FEWEST, soft - RESERVE - spare)
+    connections = max(_MIN_CONNECTIONS, soft - RESERVE - spare)
     log.warning(
         "%d connections are the most, not %d: this process may have %d descriptors only (ulimit -n)",
         connections,

@@ -19,14 +19,14 @@ from services.errors import NotReady, RequestError
 from services.gateway import openapi
 from services.gateway import responses as shapes
 from services.gateway.auth import Authenticator
-from services.gateway.door import Door
 from services.gateway.errors_http import on_crash, on_http_exception, on_request_error, on_validation_error
 from services.gateway.exposition import Siblings
+from services.gateway.guard import Guard
 from services.gateway.health import Readiness
 from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
-from services.gateway.middleware import ByTurns, RequestContext, SameMachine, Turns
+from services.gateway.middleware import RequestContext, RoundRobin, SameMachine, Turns
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.parse import Parser
@@ -53,7 +53,7 @@ class Parts:
     intake: Intake
     follower: ResultFollower
     authenticator: Authenticator
-    door: Door
+    guard: Guard
     tokenizer: TokenizerRoutes
     readiness: Readiness
     siblings: Siblings
@@ -64,7 +64,7 @@ class Parts:
     protected: bool
     same_machine: bool = False
     """Nobody needs a key, and only this machine can connect: what a web page could send is refused."""
-    metrics_apart: bool = False
+    separate_metrics: bool = False
     """/metrics is served by :func:`build_metrics_app` alone."""
 
 
@@ -85,9 +85,9 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_models(app, parts)
     _add_tokenizer(app, parts)
     _add_operations(app, parts)
-    if not parts.metrics_apart:
+    if not parts.separate_metrics:
         _add_metrics(app, parts)
-    paced = ByTurns(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
+    paced = RoundRobin(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
     inner = SameMachine(paced) if parts.same_machine else paced
     return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
@@ -100,7 +100,7 @@ def build_metrics_app(parts: Parts) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, parts: Parts) -> None:
-    refusals, door = openapi.refusals(*_GENERATION), parts.door
+    refusals, guard = openapi.refusals(*_GENERATION), parts.guard
     completion_bodies, chat_bodies = Parser(CompletionBody), Parser(ChatBody)
 
     @app.post(
@@ -110,8 +110,8 @@ def _add_generation(app: FastAPI, parts: Parts) -> None:
     )
     async def completions(request: Request, key: Key = None) -> Response:
         """Continues a prompt."""
-        caller = await door.enter(request)
-        async with door.body(completion_bodies, request, caller) as body:
+        caller = await guard.enter(request)
+        async with guard.body(completion_bodies, request, caller) as body:
             job = await parts.intake.completion(body, caller, _checked(key))
         return _answer(parts, job, body, CompletionFormat, logprobs=body.logprobs is not None)
 
@@ -122,8 +122,8 @@ def _add_generation(app: FastAPI, parts: Parts) -> None:
     )
     async def chat(request: Request, key: Key = None) -> Response:
         """Answers a conversation, through the checkpoint's chat template."""
-        caller = await door.enter(request)
-        async with door.body(chat_bodies, request, caller) as body:
+        caller = await guard.enter(request)
+        async with guard.body(chat_bodies, request, caller) as body:
             job = await parts.intake.chat(body, caller, _checked(key))
         return _answer(parts, job, body, ChatFormat, logprobs=body.logprobs or False)
 
@@ -168,7 +168,7 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
 
 
 def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
-    routes, door, refusals = parts.tokenizer, parts.door, openapi.refusals(*_POSTED)
+    routes, guard, refusals = parts.tokenizer, parts.guard, openapi.refusals(*_POSTED)
     texts, tokens = Parser(TokenizeBody), Parser(DetokenizeBody)
 
     @app.post(
@@ -178,10 +178,10 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
     )
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
-        caller = await door.enter(request)
-        async with door.body(texts, request, caller) as body:
+        caller = await guard.enter(request)
+        async with guard.body(texts, request, caller) as body:
             answer = await routes.tokenize(body, caller.tenant)
-        door.hold(request, caller, len(answer))
+        guard.hold(request, caller, len(answer))
         return LongResponse(answer)
 
     @app.post(
@@ -191,10 +191,10 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
     )
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        caller = await door.enter(request)
-        async with door.body(tokens, request, caller) as body:
+        caller = await guard.enter(request)
+        async with guard.body(tokens, request, caller) as body:
             answer = await routes.detokenize(body, caller.tenant)
-        door.hold(request, caller, len(answer))
+        guard.hold(request, caller, len(answer))
         return LongResponse(answer)
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401))

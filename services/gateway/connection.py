@@ -41,13 +41,13 @@ class Connection(HttpToolsProtocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         *,
-        house: Connections,
+        connections: Connections,
         spare: bool,
         probes: ASGIApp,
     ) -> None:
         super().__init__(config, server_state, app_state)
-        self._house = house
-        self._bounds = house.bounds
+        self._connections = connections
+        self._bounds = connections.bounds
         self._spare = spare
         if spare:
             self.app = probes
@@ -58,7 +58,7 @@ class Connection(HttpToolsProtocol):
         self._leaving = False
         self._given_up = False
         self._refusal: tuple[str, RequestError | None] | None = None
-        self.tally = Tally(house.bounds)
+        self.tally = Tally(connections.bounds)
         self._rests_since = 0.0
         self._turns = 0  # changes of what it reads
         self._due = 0  # bytes that are still to come of a body with a length
@@ -74,15 +74,15 @@ class Connection(HttpToolsProtocol):
         self._line = Line(
             abort=self._inner.abort,
             expire=late,
-            now=self._house.time.now,
+            now=self._connections.time.now,
             stall_s=bounds.stall_s,
             least_rate=bounds.least_rate,
         )
-        self._house.enter(self, spare=self._spare)
+        self._connections.enter(self, spare=self._spare)
         self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._house.leave(self)
+        self._connections.leave(self)
         self._deaf = self._leaving = True
         super().connection_lost(exc)
         for cycle in (self._serving, *(cycle for cycle, _ in self.pipeline)):  # uvicorn tells the newest one alone
@@ -101,15 +101,15 @@ class Connection(HttpToolsProtocol):
             self._inner.abort()
 
     def eof_received(self) -> None:
-        self._house.wait(self, Wait.LINGER, self._patience_s())
+        self._connections.wait(self, Wait.CLOSING, self._write_timeout_s())
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._house.wait(self, Wait.STALL, self._patience_s())
+        self._connections.wait(self, Wait.STALL, self._write_timeout_s())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._house.done(self, Wait.STALL)
+        self._connections.done(self, Wait.STALL)
 
     def shutdown(self) -> None:
         """The server ends."""
@@ -118,7 +118,7 @@ class Connection(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    # What the house asks and says
+    # What the connections asks and says
 
     @property
     def unread(self) -> bool:
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
     @property
     def waited_s(self) -> float:
         """For how long it has waited for another request; -1: it does not, or had none yet."""
-        return self._house.time.now() - self._rests_since if self._reads is Wait.IDLE else -1.0
+        return self._connections.time.now() - self._rests_since if self._reads is Wait.IDLE else -1.0
 
     @property
     def stays(self) -> bool:
@@ -150,10 +150,12 @@ class Connection(HttpToolsProtocol):
             self._refuse("body_late", RequestTimedOut("The body took too long.", hint="Send it faster."), silent=True)
         elif wait is Wait.IDLE:
             self.leave()  # in order, and nobody's fault
-        elif not self._given_up:  # by the other one of those that look: an answer and the house
+        elif not self._given_up:  # by the other one of those that look: an answer and the connections
             self._given_up = True
-            if wait is not Wait.LINGER:  # which was told before
-                self._house.refusals.note(f"{wait.value}_late", f"gave up a connection: {wait.value} for too long")
+            if wait is not Wait.CLOSING:  # which was told before
+                self._connections.refusals.note(
+                    f"{wait.value}_late", f"gave up a connection: {wait.value} for too long"
+                )
             self._inner.abort()
 
     def give_way(self, wait: Wait) -> None:  # noqa: ARG002 - whatever it waited for
@@ -170,7 +172,7 @@ class Connection(HttpToolsProtocol):
         else:
             self._close()
         self._read(None)
-        self._house.wait(self, Wait.LINGER, self._patience_s())
+        self._connections.wait(self, Wait.CLOSING, self._write_timeout_s())
 
     # What the parser tells
 
@@ -252,18 +254,18 @@ class Connection(HttpToolsProtocol):
     def _read(self, wait: Wait | None, seconds: float = 0.0) -> None:
         """From now on ``wait`` is what the peer has to send next."""
         if self._reads is not None:
-            self._house.done(self, self._reads)
+            self._connections.done(self, self._reads)
         self._reads, self._turns = wait, self._turns + 1
         if wait is not None:
-            self._house.wait(self, wait, seconds)
+            self._connections.wait(self, wait, seconds)
 
     def _rest(self) -> None:
         """Until the next request: nothing of the last one is kept, for there may be thousands that rest."""
         self.tally.rest()
-        self._house.forget_head(self)
+        self._connections.forget_head(self)
         self.url, self.headers = b"", []
         self.scope = self.cycle.scope = {}  # type: ignore[typeddict-item]
-        self._rests_since = self._house.time.now()
+        self._rests_since = self._connections.time.now()
         self._read(Wait.IDLE, self._bounds.keep_alive_s)
 
     def _piece(self) -> int:
@@ -289,7 +291,7 @@ class Connection(HttpToolsProtocol):
             if tally.ahead(size):
                 self._refuse("ahead", None)
         elif reads is Wait.HEAD:
-            if tally.head(size) or not self._house.hold_head(self, tally.heads_bytes):
+            if tally.head(size) or not self._connections.hold_head(self, tally.heads_bytes):
                 self._refuse("head_bytes", HeadTooLarge(f"The head exceeds {self._bounds.head_bytes} bytes."))
         elif tally.framing(size):
             self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
@@ -303,14 +305,16 @@ class Connection(HttpToolsProtocol):
 
     def _upgrade(self) -> None:
         """To another protocol, of which there is none here: the request is answered, the rest is not read."""
-        self._house.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
+        self._connections.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
         self._deaf = True
         self.cycle.keep_alive = False
 
     def _refuse(self, reason: str, error: RequestError | None, *, silent: bool = False) -> None:
         """Nothing more is read. What it asked before is answered; else ``error`` is its answer, where one can still be
         written, and what it goes on sending, unless it is ``silent``, is thrown away until it has read that."""
-        self._house.refusals.note(reason, f"refused a connection: {reason}" + (f": {error.message}" if error else ""))
+        self._connections.refusals.note(
+            reason, f"refused a connection: {reason}" + (f": {error.message}" if error else "")
+        )
         self._deaf = True
         cycle, receiving = self.cycle, self._reads in (Wait.BODY, Wait.REST)
         self._read(None)
@@ -326,14 +330,14 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
             self._leaving = True
             self.flow.resume_reading()
-            self._house.wait(self, Wait.LINGER, self._patience_s())
+            self._connections.wait(self, Wait.CLOSING, self._write_timeout_s())
             if silent:
                 self._close()
 
-    def _patience_s(self) -> float:
+    def _write_timeout_s(self) -> float:
         """How long the peer may take to read what was written."""
         waiting, bounds = self._inner.get_write_buffer_size(), self._bounds
-        return bounds.stall_s + waiting / bounds.least_rate if waiting else bounds.linger_s
+        return bounds.stall_s + waiting / bounds.least_rate if waiting else bounds.closing_s
 
     def _close(self) -> None:
         self._deaf = True

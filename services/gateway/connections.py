@@ -56,7 +56,7 @@ class Bounds:
     stall_s: float = 60.0
     keep_alive_s: float = 75.0
     """Longer than usual proxies keep theirs, so that they close first."""
-    linger_s: float = 10.0
+    closing_s: float = 10.0
     """From the close to its end: the peer reads what it was told, and sends the rest of what it was sending."""
     look_s: float = 0.5
 
@@ -69,14 +69,14 @@ class Wait(Enum):
     REST = "rest"  # of a body whose request was answered without it
     IDLE = "idle"
     STALL = "stalled"  # until the peer reads what was written
-    LINGER = "closing"
+    CLOSING = "closing"
 
 
-_GIVING_WAY = (Wait.LINGER, Wait.HEAD, Wait.REST, Wait.IDLE)
+_GIVING_WAY = (Wait.CLOSING, Wait.HEAD, Wait.REST, Wait.IDLE)
 """Who makes room for a newcomer, the oldest first: nobody who is served."""
 
 
-class Guest(Protocol):
+class Client(Protocol):
     """A connection, as far as it is known here."""
 
     @property
@@ -103,13 +103,13 @@ class Connections:
         self.time = LivedTime(2 * bounds.look_s)
         self._gauges = {wait: metrics.connections.labels(listener, wait.value) for wait in Wait}
         self._served = metrics.connections.labels(listener, "served")
-        self._waits: dict[Wait, dict[Guest, float]] = {wait: {} for wait in Wait}
-        self._graced: set[Guest] = set()
-        self._large: dict[Guest, int] = {}
+        self._waits: dict[Wait, dict[Client, float]] = {wait: {} for wait in Wait}
+        self._graced: set[Client] = set()
+        self._large: dict[Client, int] = {}
         self._large_sum = 0
-        self._spare: set[Guest] = set()
-        self._ordinary: set[Guest] = set()
-        self._coming = {False: 0, True: 0}  # accepted, and no guest yet, by whether the place is a spare one
+        self._spare: set[Client] = set()
+        self._ordinary: set[Client] = set()
+        self._coming = {False: 0, True: 0}  # accepted, and no client yet, by whether the place is a spare one
 
     @property
     def free(self) -> int:
@@ -133,36 +133,36 @@ class Connections:
         """The connection of a place came to nothing."""
         self._coming[spare] -= 1
 
-    def enter(self, guest: Guest, *, spare: bool) -> None:
-        """``guest`` is the connection that :meth:`place` was asked for."""
+    def enter(self, client: Client, *, spare: bool) -> None:
+        """``client`` is the connection that :meth:`place` was asked for."""
         self._coming[spare] -= 1
-        (self._spare if spare else self._ordinary).add(guest)
+        (self._spare if spare else self._ordinary).add(client)
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, client: Client) -> None:
         for wait in Wait:
-            self.done(guest, wait)
-        self.forget_head(guest)
-        self._ordinary.discard(guest)
-        self._spare.discard(guest)
+            self.done(client, wait)
+        self.forget_head(client)
+        self._ordinary.discard(client)
+        self._spare.discard(client)
 
-    def wait(self, guest: Guest, wait: Wait, seconds: float) -> None:
-        """From now on ``guest`` has so long."""
-        self._waits[wait][guest] = self.time.now() + seconds
+    def wait(self, client: Client, wait: Wait, seconds: float) -> None:
+        """From now on ``client`` has so long."""
+        self._waits[wait][client] = self.time.now() + seconds
 
-    def done(self, guest: Guest, wait: Wait) -> None:
-        if self._waits[wait].pop(guest, None) is not None:
-            self._graced.discard(guest)
+    def done(self, client: Client, wait: Wait) -> None:
+        if self._waits[wait].pop(client, None) is not None:
+            self._graced.discard(client)
 
-    def hold_head(self, guest: Guest, size: int) -> bool:
+    def hold_head(self, client: Client, size: int) -> bool:
         """Counts the bytes of a large head until :meth:`forget_head`. False: all large heads together are too many."""
         if size <= self.bounds.large_head:
             return True
-        self._large_sum += size - self._large.get(guest, 0)
-        self._large[guest] = size
+        self._large_sum += size - self._large.get(client, 0)
+        self._large[client] = size
         return self._large_sum <= self.bounds.large_heads
 
-    def forget_head(self, guest: Guest) -> None:
-        self._large_sum -= self._large.pop(guest, 0)
+    def forget_head(self, client: Client) -> None:
+        self._large_sum -= self._large.pop(client, 0)
 
     async def watch(self) -> None:
         """Until cancelled."""
@@ -174,49 +174,51 @@ class Connections:
     def look(self) -> bool:
         """Ends waits that are over; whether there are more of them."""
         now = self.time.tick()
-        over = [(guest, wait) for wait, guests in self._waits.items() for guest, due in guests.items() if due <= now]
-        for guest, wait in over[:_ENDED_AT_ONCE]:
-            if self._waits[wait].get(guest, math.inf) <= now:  # else another one's end was its own
-                self._end(guest, wait, now)
-        self._tell()
+        over = [
+            (client, wait) for wait, clients in self._waits.items() for client, due in clients.items() if due <= now
+        ]
+        for client, wait in over[:_ENDED_AT_ONCE]:
+            if self._waits[wait].get(client, math.inf) <= now:  # else another one's end was its own
+                self._end(client, wait, now)
+        self._report_counts()
         return len(over) > _ENDED_AT_ONCE
 
-    def _end(self, guest: Guest, wait: Wait, now: float) -> None:
-        if self._excused(guest, wait):
-            self._waits[wait][guest] = now + self.bounds.look_s
+    def _end(self, client: Client, wait: Wait, now: float) -> None:
+        if self._excused(client, wait):
+            self._waits[wait][client] = now + self.bounds.look_s
         else:
-            del self._waits[wait][guest]
-            guest.expire(wait)
+            del self._waits[wait][client]
+            client.expire(wait)
 
-    def _excused(self, guest: Guest, wait: Wait) -> bool:
+    def _excused(self, client: Client, wait: Wait) -> bool:
         """What has come and is not read was in time; it is read before the next look."""
-        if wait is Wait.BODY and guest.paused:
+        if wait is Wait.BODY and client.paused:
             return True
-        if wait in (Wait.STALL, Wait.LINGER) or guest in self._graced or not guest.unread:
+        if wait in (Wait.STALL, Wait.CLOSING) or client in self._graced or not client.unread:
             return False
-        self._graced.add(guest)
+        self._graced.add(client)
         return True
 
     def _count(self, *, spare: bool) -> int:
         return len(self._spare if spare else self._ordinary) + self._coming[spare]
 
-    def _make_room(self, among: set[Guest]) -> bool:
+    def _make_room(self, among: set[Client]) -> bool:
         for wait in _GIVING_WAY:
-            guest = next(self._can_give_way(wait, among), None)
-            if guest is not None:
-                self.leave(guest)
+            client = next(self._can_give_way(wait, among), None)
+            if client is not None:
+                self.leave(client)
                 self.refusals.note(f"gave_way_{wait.value}", "all places for connections are taken: closed the oldest")
-                guest.give_way(wait)
+                client.give_way(wait)
                 return True
         return False
 
-    def _can_give_way(self, wait: Wait, among: set[Guest]) -> Iterator[Guest]:
-        oldest = (guest for guest in self._waits[wait] if guest in among)
-        return (guest for guest in islice(oldest, _CANDIDATES) if wait is Wait.LINGER or not guest.unread)
+    def _can_give_way(self, wait: Wait, among: set[Client]) -> Iterator[Client]:
+        oldest = (client for client in self._waits[wait] if client in among)
+        return (client for client in islice(oldest, _CANDIDATES) if wait is Wait.CLOSING or not client.unread)
 
-    def _tell(self) -> None:
-        for wait, guests in self._waits.items():
-            self._gauges[wait].set(len(guests))
+    def _report_counts(self) -> None:
+        for wait, clients in self._waits.items():
+            self._gauges[wait].set(len(clients))
         reading = sum(len(self._waits[wait]) for wait in Wait if wait is not Wait.STALL)
         self._served.set(max(0, len(self._ordinary) + len(self._spare) - reading))
 

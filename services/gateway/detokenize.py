@@ -13,7 +13,7 @@ from typing import Protocol
 from services.gateway.tokenizer import TextCodec
 
 _CONTEXT = 6  # prompt tokens before the first generated one that settle its leading space
-_PATIENCE = 16  # tokens that may end in an incomplete character before it is taken for invalid
+_MAX_PENDING = 16  # tokens that may end in an incomplete character before it is taken for invalid
 _REPLACEMENT = "\ufffd"
 _NOTHING = -1  # no character
 
@@ -50,29 +50,29 @@ class WindowDetokenizer:
     def __init__(self, codec: TextCodec, prompt_tail: Sequence[int] = ()) -> None:
         self._codec = codec
         self._window = list(prompt_tail[-_CONTEXT:])
-        self._settled = len(self._window)  # tokens of the window whose text is out
+        self._shown = len(self._window)  # tokens of the window whose text is out
         self._text = self._decode(self._window)  # text of those
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        pending = len(self._window) - self._settled
-        if len(text) <= len(self._text) or (text.endswith(_REPLACEMENT) and pending < _PATIENCE):
+        pending = len(self._window) - self._shown
+        if len(text) <= len(self._text) or (text.endswith(_REPLACEMENT) and pending < _MAX_PENDING):
             return ""
-        return self._settle(text)
+        return self._emit(text)
 
     def flush(self) -> str:
-        return self._settle(self._decode(self._window))
+        return self._emit(self._decode(self._window))
 
-    def _settle(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         piece = text[len(self._text) :]
-        newest = self._window[self._settled :]
+        newest = self._window[self._shown :]
         newest_text = self._decode(newest)
         if newest_text:  # special tokens alone are no context: keep the window until there is text behind them
             self._window, self._text = newest, newest_text
         else:
             self._text = text
-        self._settled = len(self._window)
+        self._shown = len(self._window)
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -31,7 +31,7 @@ Place = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket:
+class JobOrigin:
     """What a job's ids and draws derive from. ``resumed``: the queue may know the job already; ``key``: is to be bound
     to it as it is admitted."""
 
@@ -41,11 +41,11 @@ class Ticket:
     key: IdempotencyKey | None = None
 
 
-Start = Callable[[Ticket], Awaitable[Job]]
+Start = Callable[[JobOrigin], Awaitable[Job]]
 
 
-def new_ticket() -> Ticket:
-    return Ticket(base_id=uuid.uuid4().hex, seed=secrets.randbits(63))
+def new_origin() -> JobOrigin:
+    return JobOrigin(base_id=uuid.uuid4().hex, seed=secrets.randbits(63))
 
 
 def fingerprint(path: str, body: bytes) -> str:
@@ -78,12 +78,12 @@ class _Kept(NamedTuple):
 class KeyedJobs:
     """Jobs of this gateway by (tenant, key): those in flight, and the last ones that finished.
 
-    Of finished ones those stay that fit into ``most_bytes``, for ``keep_s`` seconds at most.
+    Of finished ones those stay that fit into ``max_bytes``, for ``keep_s`` seconds at most.
     """
 
     def __init__(self, holdings: Holdings, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._holdings = holdings
-        self._most_bytes = holdings.limit // _KEPT_SHARE
+        self._max_bytes = holdings.limit // _KEPT_SHARE
         self._keep_s = keep_s
         self._clock = clock
         self._entries: dict[Place, _Entry] = {}
@@ -126,12 +126,12 @@ class KeyedJobs:
         return job
 
     async def _started(self, place: Place, body_fingerprint: str, start: Start) -> Job:
-        fresh = new_ticket()
+        fresh = new_origin()
         key = IdempotencyKey(key=place[1], fingerprint=body_fingerprint, base_id=fresh.base_id, seed=fresh.seed)
         try:
             return await start(replace(fresh, key=key))
         except KeyBound as bound:
-            return await start(Ticket(base_id=bound.base_id, seed=bound.seed, resumed=True))
+            return await start(JobOrigin(base_id=bound.base_id, seed=bound.seed, resumed=True))
 
     def _keep(self, place: Place, entry: _Entry, job: Job) -> None:
         if self._entries.get(place) is not entry:
@@ -154,7 +154,7 @@ class KeyedJobs:
         """Forgets the oldest finished jobs beyond the bounds, now and when their time has come; jobs in flight stay."""
         while self._finished:
             place, kept = next(iter(self._finished.items()))
-            fits = len(self._finished) <= _MAX_JOBS and self._bytes <= self._most_bytes
+            fits = len(self._finished) <= _MAX_JOBS and self._bytes <= self._max_bytes
             if fits and kept.until > self._clock():
                 self._look_again(kept.until - self._clock())
                 return

@@ -17,7 +17,7 @@ from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand, Holdings, Loan
 from services.gateway.detokenize import StopSet
 from services.gateway.echo import Echo, Spelled
-from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
+from services.gateway.idempotency import JobOrigin, KeyedJobs, fingerprint, new_origin
 from services.gateway.job import Choice, Job, Rendering
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
@@ -175,13 +175,13 @@ class Intake:
         self._table.holdings.check(caller.tenant)
         self._follower.cancel(self._table.make_room())
 
-        async def start(ticket: Ticket) -> Job:
+        async def start(origin: JobOrigin) -> Job:
             with self._table.holdings.lend(caller.tenant) as loan:
-                job = self._job(body, plan, await self._echoes(plan, caller, loan), ticket, caller)
-            return await self._admit(job, ticket, caller)
+                job = self._job(body, plan, await self._echoes(plan, caller, loan), origin, caller)
+            return await self._admit(job, origin, caller)
 
         if key is None:
-            return await start(new_ticket())
+            return await start(new_origin())
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
 
     async def _echoes(self, plan: _Plan, caller: Caller, loan: Loan) -> list[Spelled]:
@@ -243,10 +243,12 @@ class Intake:
                 param="stop",
             )
 
-    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], ticket: Ticket, caller: Caller) -> Job:
+    def _job(
+        self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], origin: JobOrigin, caller: Caller
+    ) -> Job:
         codec, scored = self.prompts.model.codec, plan.logprobs is not None
         stops = StopSet(body.stops) if body.stops else None
-        sampling = _sampling(body, plan, ticket.seed)
+        sampling = _sampling(body, plan, origin.seed)
         choices: list[Choice] = []
         for number, prompt in enumerate(plan.prompts):
             ids = array("i", prompt.token_ids)
@@ -256,7 +258,7 @@ class Intake:
             for draw in range(plan.n):
                 index = len(choices)
                 request = GenerateRequest(
-                    id=f"{ticket.base_id}-{index}",
+                    id=f"{origin.base_id}-{index}",
                     attempt=1,
                     token_ids=[],
                     prompt_len=len(ids),
@@ -271,7 +273,7 @@ class Intake:
                 )
                 choices.append(Choice(index, request, ids, codec, rendering))
         return Job(
-            job_id=ticket.base_id,
+            job_id=origin.base_id,
             choices=choices,
             n=plan.n,
             tenant=caller.tenant,
@@ -279,16 +281,16 @@ class Intake:
             arrived=plan.arrived,
         )
 
-    async def _admit(self, job: Job, ticket: Ticket, caller: Caller) -> Job:
+    async def _admit(self, job: Job, origin: JobOrigin, caller: Caller) -> Job:
         """Puts ``job`` into the queue. Its events may come before the answer, so it is in the table first."""
-        if ticket.resumed:
+        if origin.resumed:
             await self._follower.cancels_heard({choice.request.id for choice in job.choices})
         self._table.add(job)
         try:
-            granted = await self._enqueue(job, ticket, caller)
+            granted = await self._enqueue(job, origin, caller)
         except BaseException as error:
             self._table.discard(job)
-            if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or ticket.resumed:
+            if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or origin.resumed:
                 # Whether it took effect is unknown, or it did for a part.
                 self._follower.cancel({choice.request.id: 0 for choice in job.choices})
             raise
@@ -302,12 +304,12 @@ class Intake:
             self._metrics.prompt_len.observe(length)
         return job
 
-    async def _enqueue(self, job: Job, ticket: Ticket, caller: Caller) -> list[GenerateRequest]:
+    async def _enqueue(self, job: Job, origin: JobOrigin, caller: Caller) -> list[GenerateRequest]:
         requests, prompts = [choice.request for choice in job.choices], job.prompts
         limits = caller.limits
-        if not ticket.resumed:
+        if not origin.resumed:
             return await self._queue.admit(
-                requests, timeout_s=self._timeout_s, tenant_limits=limits, key=ticket.key, prompts=prompts
+                requests, timeout_s=self._timeout_s, tenant_limits=limits, key=origin.key, prompts=prompts
             )
         count, timeout_s = len(requests), self._timeout_s
         return [

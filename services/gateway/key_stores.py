@@ -39,14 +39,14 @@ class FileKeys:
         path: Path,
         warn: Callable[[str], None],
         *,
-        tell: Callable[[float], None] = lambda _usable: None,
+        report: Callable[[float], None] = lambda _usable: None,
         grace_s: float = _GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``tell`` hears 1 while the file is as it should be, else 0. Raises ConfigError where it is unusable now."""
         self._path = path
         self._warn = warn
-        self._tell = tell
+        self._report = report
         self._grace_s = grace_s
         self._clock = clock
         self._stamp = self._look()
@@ -54,7 +54,7 @@ class FileKeys:
         self._gone_at: float | None = None
         self._usable = True
         self._following = asyncio.Lock()
-        tell(1)
+        report(1)
         if urgent := sum(key.urgent for key in self._keys.values()):
             log.info("%d API keys may pass others by (priority below %d)", urgent, DEFAULT_PRIORITY)
 
@@ -84,7 +84,7 @@ class FileKeys:
             keys = await asyncio.to_thread(self._read)  # thousands of keys take a second to parse
         except ConfigError as error:  # one that was gone before stays so: a broken file brings no keys back
             self._warn(error.message)
-            self._tell(0)
+            self._report(0)
             return True
         except OSError:
             self._miss()
@@ -109,7 +109,7 @@ class FileKeys:
 
     def _set_usable(self, usable: bool) -> None:
         self._usable = usable
-        self._tell(float(usable))
+        self._report(float(usable))
 
     def _look(self) -> tuple[int, int, int, int] | None:
         try:

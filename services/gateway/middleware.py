@@ -98,7 +98,7 @@ class RequestContext:
             log.log(level, "request", extra=extra | {"ms": round(seconds * 1e3, 1)})
 
 
-class ByTurns:
+class RoundRobin:
     """Lets requests begin at a pace, tenants in rotation; who asks how the server is does not wait. ``tenant_of`` tells
     from the ``Authorization`` header whose turn it is."""
 
@@ -176,8 +176,8 @@ _AT_ONCE = 4
 class Turns:
     """``tell`` hears how many requests wait, as it changes."""
 
-    def __init__(self, tell: Callable[[float], None], *, at_once: int = _AT_ONCE) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[float], None], *, at_once: int = _AT_ONCE) -> None:
+        self._report = report
         self._at_once = at_once
         self._left = at_once
         self._renewing = False
@@ -218,4 +218,4 @@ class Turns:
 
     def _count(self, change: int) -> None:
         self._waiting += change
-        self._tell(self._waiting)
+        self._report(self._waiting)

@@ -31,7 +31,7 @@ class Queue(Protocol):
     async def charge(self, tenant: str, limits: TenantLimits) -> None: ...
 
     async def resubmit(
-        self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True
+        self, request: GenerateRequest, prompts: Prompts | None = None, *, by_name: bool = True
     ) -> bool: ...
 
     async def take_up(

@@ -15,7 +15,7 @@ _QUIET_S = 10.0
 
 
 @dataclass(slots=True)
-class _Told:
+class _Logged:
     at: float
     left_out: int = 0
 
@@ -27,15 +27,15 @@ class Refusals:
     def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = metrics.refused
         self._clock = clock
-        self._told: dict[str, _Told] = {}
+        self._logged: dict[str, _Logged] = {}
 
     def note(self, reason: str, text: str) -> None:
         """Counts one; ``text`` says what was done, for the log."""
         self._counter.labels(reason).inc()
-        now, last = self._clock(), self._told.get(reason)
+        now, last = self._clock(), self._logged.get(reason)
         if last is not None and now - last.at < _QUIET_S:
             last.left_out += 1
             return
         more = f" ({last.left_out} more since this was said last)" if last is not None and last.left_out else ""
         log.warning("%s%s", text, more, extra={"reason": reason})
-        self._told[reason] = _Told(now)
+        self._logged[reason] = _Logged(now)

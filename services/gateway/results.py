@@ -67,7 +67,7 @@ class ResultFollower:
         self._lease_s = lease_s
         self._own_lease_s = own_lease_s
         self._on_beat = on_beat
-        self._patience_s = request_timeout_s + 4 * lease_s
+        self._silence_s = request_timeout_s + 4 * lease_s
         self._fingerprint = fingerprint
         self._clock = clock
         self._last_id = FIRST_ID
@@ -252,7 +252,7 @@ class ResultFollower:
         choice.recovering = False  # events of the new attempt may come before the answer to this call
         log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
         prompts = {request.prompt: choice.prompt}
-        await self._queue.resubmit(request, prompts, apart=not choice.whole)  # False: the next survey tells why
+        await self._queue.resubmit(request, prompts, by_name=not choice.whole)  # False: the next survey tells why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True
@@ -274,7 +274,7 @@ class ResultFollower:
         """Ends jobs that nothing was heard of for longer than any queue or lease lasts: a client never hangs."""
         now = self._clock()
         for job, choice in self._table.waiting():
-            if now - max(job.arrived, choice.last_at or 0.0) > self._patience_s:
+            if now - max(job.arrived, choice.last_at or 0.0) > self._silence_s:
                 self.fail(job, DeadlineExceeded("No token came within the request timeout.", hint="Try again later."))
 
     async def _keep_alive(self) -> None:

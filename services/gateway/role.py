@@ -25,16 +25,16 @@ from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_req
 from services.gateway.budget import Holdings
 from services.gateway.chat_template import load_chat_template
 from services.gateway.connections import Bounds, Connections
-from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings, parse_upstreams
+from services.gateway.guard import Guard, Rooms
 from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.heartbeat import Beat, HeartbeatThread
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
 from services.gateway.memory import collect_seldom, give_back_memory, keep_one_heap
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
-from services.gateway.pulse import Beat, HeartbeatBackoff
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
@@ -82,7 +82,7 @@ def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyS
     if not keys_required(settings.auth, settings.host):
         return None
     if settings.api_keys_file is not None:
-        return FileKeys(settings.api_keys_file, log.error, tell=metrics.keys_usable.set)
+        return FileKeys(settings.api_keys_file, log.error, report=metrics.keys_usable.set)
     log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
     return RedisKeys(redis, Keys(settings.namespace).api_keys)
 
@@ -96,7 +96,7 @@ class Gateway:
     follower: ResultFollower
     parts: Parts
     notes: LoadNotes
-    pulse: HeartbeatBackoff
+    heartbeat: HeartbeatThread
     bounds: Bounds
 
 
@@ -125,7 +125,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
     limits = QueueLimits.of(settings)
     queue = GatewayQueue(redis, keys, name, limits, quarantine=quarantine)
-    pulse = HeartbeatBackoff(partial(_beating, settings, name), lease_s=settings.gateway_lease)
+    heartbeat = HeartbeatThread(partial(_beating, settings, name), lease_s=settings.gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
     holdings = Holdings(settings.answer_memory << 20)
@@ -139,7 +139,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         own_lease_s=settings.gateway_lease,
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
-        on_beat=pulse.tick,
+        on_beat=heartbeat.tick,
     )
     prompts = PromptReader(model, lambda: follower.workers, offload)
     intake = Intake(
@@ -166,7 +166,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         intake=intake,
         follower=follower,
         authenticator=authenticator,
-        door=Door(
+        guard=Guard(
             authenticator=authenticator,
             queue=queue,
             rooms=rooms,
@@ -182,11 +182,13 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         version=version("expertmesh"),
         protected=store is not None,
         same_machine=store is None and is_loopback(settings.host),
-        metrics_apart=bool(settings.metrics_port),
+        separate_metrics=bool(settings.metrics_port),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse, bounds=bounds)
+        yield Gateway(
+            queue=queue, table=table, follower=follower, parts=parts, notes=notes, heartbeat=heartbeat, bounds=bounds
+        )
     finally:
         offload.close()
         await siblings.close()
@@ -200,15 +202,15 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
-        async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
+        async with assemble(settings, redis) as gateway, _separate_metrics(settings, gateway.parts):
             await _greet(gateway, redis)
             collect_seldom()
             connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
-            gateway.pulse.start()
+            gateway.heartbeat.start()
             try:
                 await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
             finally:
-                await gateway.pulse.stop()
+                await gateway.heartbeat.stop()
             with contextlib.suppress(QueueUnavailable):
                 await gateway.queue.leave()
     finally:
@@ -217,7 +219,7 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def _metrics_apart(settings: Settings, parts: Parts) -> AsyncIterator[None]:
+async def _separate_metrics(settings: Settings, parts: Parts) -> AsyncIterator[None]:
     """Serves /metrics on a port of its own, if it has one."""
     if not settings.metrics_port:
         yield

@@ -77,7 +77,7 @@ class _Server(uvicorn.Server):
                 self.config,
                 self.server_state,
                 self.lifespan.state,
-                house=self._connections,
+                connections=self._connections,
                 spare=spare,
                 probes=probes,
             )
@@ -166,7 +166,7 @@ class Drain:
         self._intake.leaving = True
         await self._until_quiet()
         began = time.monotonic()
-        await self._until_told(began + self._timeout_s / 2)
+        await self._until_idle(began + self._timeout_s / 2)
         self._intake.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, began + self._timeout_s - time.monotonic())):
@@ -183,7 +183,7 @@ class Drain:
         if left:
             log.warning("shutting down with %d requests unfinished", len(left))
 
-    async def _until_told(self, latest: float) -> None:
+    async def _until_idle(self, latest: float) -> None:
         """No connection is left on which a client may expect to be served, or none but those that take nothing any
         more; without a delay nobody is waited for."""
         least_s = min(_LATE_S, self._delay_s)

@@ -107,7 +107,7 @@ class JobTable:
             self.holdings.grow(job, choice.nbytes - size)
         for job in {id(job): job for job, _, _ in touched.values()}.values():
             if not job.done:
-                self._settle(job, todo)
+                self._update(job, todo)
         todo.cancel.update(self.make_room())
         return todo
 
@@ -179,7 +179,7 @@ class JobTable:
             self._count_end(job, choice)
         return new
 
-    def _settle(self, job: Job, todo: Followups) -> None:
+    def _update(self, job: Job, todo: Followups) -> None:
         """Wakes the job's readers; ends it when all of its choices have ended or one has failed."""
         failed = next((choice.error for choice in job.choices if choice.error is not None), None)
         if failed is not None:

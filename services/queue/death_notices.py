@@ -23,7 +23,7 @@ class DeathNotices:
         self._scripts = Scripts(redis, keys, limits)
         self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
 
-    async def tell(self, pid: int, metrics_port: int) -> int:
+    async def send(self, pid: int, metrics_port: int) -> int:
         """How many parts the process ``pid``, with its page on that port, had: a worker, a seat, a reader of the table.
 
         By both, for containers of a host may share its name, and number their processes alike.

@@ -79,7 +79,7 @@ class ExpertQueue:
         """Renews the lease and says how the worker fares; call it every quarter of the lease.
 
         Joins again by itself where Redis forgot the worker: with what it holds, and with its number, unless another
-        worker has that by now. An assignment that cannot be read counts as none: what was told before stays.
+        worker has that by now. An assignment that cannot be read counts as none: what was assigned before stays.
         ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch where others came while
         this one was silent for two leases.
         """
@@ -115,9 +115,9 @@ class ExpertQueue:
 
     async def _enter(self, member: _Member, report: SeatReport) -> None:
         """``report`` and the assignment count where Redis does not know the seat."""
-        info, told = member.info, member.assignment
+        info, assigned = member.info, member.assignment
         seat = (info.id, milliseconds(member.lease_s), encode(info), info.fingerprint, member.number)
-        holds = (told.digest, encode_group(told.group)) if told else ("", b"")
+        holds = (assigned.digest, encode_group(assigned.group)) if assigned else ("", b"")
         member.number = int(await self._scripts.run("join_seat", *seat, report.status, encode(report), *holds))
 
     async def _beat(self, member: _Member, report: SeatReport, rows: SeatRows | None) -> Any:

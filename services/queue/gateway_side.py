@@ -78,9 +78,9 @@ class GatewayQueue:
             position=keys.handled(incarnation),
         )
         self._quarantine = quarantine or Quarantine()
-        self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
+        self._by_name = False  # whether everybody who reads records knows how to find a prompt: see look()
         self._claimed, self._claimed_at = "", 0.0  # with the last heartbeat that was heard
-        self._behind = False  # whether somebody is known not to
+        self._old_readers = False  # whether somebody is known not to
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:
         """Registers this gateway or renews its lease; call it every quarter of ``ttl_s``.
@@ -133,11 +133,11 @@ class GatewayQueue:
         )
         assert len({r.id for r in requests}) == len(requests)
         head = (tenant, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits))
-        store, apart = PromptStore(prompts), self._apart
+        store, by_name = PromptStore(prompts), self._by_name
         later, tokens = len(requests), sum(request.cost for request in requests)
         bound = binding(tenant, key)
         admitted: list[GenerateRequest] = []
-        for piece in pieces(store.stored(request, apart=apart) for request in requests):
+        for piece in pieces(store.stored(request, by_name=by_name) for request in requests):
             later, tokens = later - len(piece), tokens - sum(stored.request.cost for stored in piece)
             reply = await self._scripts.run("admit", *head, later, tokens, requests[0].id, *bound, *items(piece))
             if reply[0] == b"key":
@@ -153,14 +153,14 @@ class GatewayQueue:
         _, interval_ms, burst = tenant_arguments(limits)
         raise_refusal(await self._scripts.run("charge", tenant, interval_ms, burst), 1)
 
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True) -> bool:
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, by_name: bool = True) -> bool:
         """Queues the attempt that AttemptLost or :meth:`resync` named, at the request's original place.
 
         ``request.token_ids`` ends with all tokens delivered so far. A record that Redis lost is admitted anew, past
         the bounds. False: cancelled, ended, taken up by another gateway, or a later attempt exists. ``apart`` False:
         the record holds the prompt, whatever others are known to read.
         """
-        stored = PromptStore(prompts).stored(request, apart=apart and self._apart)
+        stored = PromptStore(prompts).stored(request, by_name=by_name and self._by_name)
         arguments = (
             *(request.id, request.attempt, self._incarnation, request.tenant, request.priority, request.cost),
             *(request.sampling.max_tokens, request.delivered, request.deadline_ms, stored.body, stored.name),
@@ -189,7 +189,7 @@ class GatewayQueue:
         gateway's stream gets ``finish="cancelled"``; a worker that ran it gets Cancel. Raises as :meth:`admit`.
         """
         assert request.delivered == 0
-        stored = PromptStore(prompts).stored(request, apart=self._apart)
+        stored = PromptStore(prompts).stored(request, by_name=self._by_name)
         arguments = (
             *(request.id, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits)),
             *(request.tenant, request.priority, request.cost, request.sampling.max_tokens, stored.body, stored.name),
@@ -276,8 +276,8 @@ class GatewayQueue:
             except UnreadableMessage as error:
                 await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
                 versions.append(OLDEST_WIRE)
-        self._apart = min(versions) >= APART
-        self._behind = any(0 < version < APART for version in versions)
+        self._by_name = min(versions) >= APART
+        self._old_readers = any(0 < version < APART for version in versions)
         return workers
 
     async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int:
@@ -285,7 +285,7 @@ class GatewayQueue:
         member of an earlier release gets one of them without; the number of those. Call it after each :meth:`look`:
         where everybody finds prompts by name it does nothing.
         """
-        if not self._behind:
+        if not self._old_readers:
             return 0
         known = {request.id: (request, prompt) for request, prompt in sequences}
         asked: list[tuple[Argument, ...]] = [(key, request.attempt, 0, b"") for key, (request, _) in known.items()]
@@ -299,5 +299,5 @@ class GatewayQueue:
 
 
 def _restated(request: GenerateRequest, prompt: array[int]) -> tuple[Argument, ...]:
-    stored = PromptStore({request.prompt: prompt}).stored(request, apart=False)
+    stored = PromptStore({request.prompt: prompt}).stored(request, by_name=False)
     return request.id, request.attempt, request.delivered, stored.body

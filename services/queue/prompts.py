@@ -69,13 +69,13 @@ class PromptStore:
         self._prompts = prompts or {}
         self._packed: dict[str, bytes] = {}
 
-    def stored(self, request: GenerateRequest, *, apart: bool) -> Stored:
+    def stored(self, request: GenerateRequest, *, by_name: bool) -> Stored:
         """``request`` for its record; ``apart``: without its prompt, unless that is no longer than what follows it.
 
         An earlier release takes the first ``prompt_len`` of ``token_ids`` for the prompt. Where those are fewer it
         refuses the request, and no reader of any release takes what was delivered for the prompt.
         """
-        if not apart or request.delivered >= request.prompt_len:
+        if not by_name or request.delivered >= request.prompt_len:
             joined = whole(request, self._prompts[request.prompt]) if request.prompt else request
             return Stored(request, encode(joined), "", b"")
         if request.prompt:

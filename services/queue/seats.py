@@ -182,12 +182,12 @@ class SeatRegistry:
         held, more, readers, *numbers = await self._scripts.run("reap_seats", epoch, max_items)
         return SeatReap(seats=tuple(numbers), readers=readers, held=bool(held), more=bool(more))
 
-    async def assign_groups(self, epoch: int, told: Sequence[tuple[str, ShardGroup]]) -> list[bool]:
+    async def assign_groups(self, epoch: int, pairs: Sequence[tuple[str, ShardGroup]]) -> list[bool]:
         """Tells each worker's seat to hold the group instead of what it holds; False for one that is gone or leaves.
 
         Take those out of the table first that serve another group.
         """
-        items: list[tuple[Argument, ...]] = [(worker, group.digest, encode_group(group)) for worker, group in told]
+        items: list[tuple[Argument, ...]] = [(worker, group.digest, encode_group(group)) for worker, group in pairs]
         replies = await self._scripts.run_chunks("assign_groups", (epoch,), items)
         return [bool(answer) for reply in replies for answer in reply]
 

@@ -20,9 +20,12 @@ class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
 
 def connect_primary(url: SentinelUrl, *, max_connections: int, timeout_s: float, **options: Any) -> Redis:
     """Connects lazily; every new connection asks a Sentinel first. ``options`` are those of every connection."""
-    told = dict(url.options)
-    login = {"username": told.pop("sentinel_username", None), "password": told.pop("sentinel_password", None)}
-    tls: dict[str, Any] = {"ssl": True, **told} if url.tls else {}
+    extra = dict(url.options)
+    login = {
+        "username": extra.pop("sentinel_username", None),
+        "password": extra.pop("sentinel_password", None),
+    }
+    tls: dict[str, Any] = {"ssl": True, **extra} if url.tls else {}
     if "ssl_check_hostname" in tls:
         tls["ssl_check_hostname"] = tls["ssl_check_hostname"].lower() not in ("0", "false", "no")
     sentinel = Sentinel(list(url.sentinels), sentinel_kwargs={**options, **tls, **login})  # type: ignore[no-untyped-call]

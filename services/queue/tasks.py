@@ -17,13 +17,13 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     whoever ends him asks again as well, and what is left behind would live on.
     """
     pending = set(tasks)
-    patience_s, cancelled = _AGAIN_S, False
+    timeout_s, cancelled = _AGAIN_S, False
     while pending:
         for task in pending:
             task.cancel()  # does nothing to one that is done
         try:
-            await asyncio.wait(pending, timeout=patience_s)
-            patience_s *= 2
+            await asyncio.wait(pending, timeout=timeout_s)
+            timeout_s *= 2
         except asyncio.CancelledError:
             cancelled = True
         done = {task for task in pending if task.done()}

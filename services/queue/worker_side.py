@@ -108,13 +108,13 @@ class WorkerQueue:
         items: list[tuple[Argument, ...]] = list(attempts.items())
         await self._scripts.run_chunks("give_up", (worker_id, msgspec.msgpack.encode(error)), items)
 
-    async def deregister(self, worker_id: str, blamed: Mapping[str, int] | None = None) -> None:
+    async def deregister(self, worker_id: str, suspects: Mapping[str, int] | None = None) -> None:
         """Leaves at once. Requests that published nothing go back to their places in the queue; the others are lost
-        to AttemptLost. Neither counts as a failure, but for the attempts in ``blamed`` (id -> attempt), which may be
+        to AttemptLost. Neither counts as a failure, but for the attempts in ``suspects`` (id -> attempt), which may be
         why the worker ends: they are lost as if it had died, and at the cap of attempts dead-lettered.
         """
         self._registrations.pop(worker_id, None)  # first: a heartbeat on its way must not enter it again
-        suspects = [value for item in (blamed or {}).items() for value in item]
+        suspects = [value for item in (suspects or {}).items() for value in item]
         await self._scripts.run("deregister", worker_id, *suspects)
         if (inbox := self._inboxes.pop(worker_id, None)) is not None:
             await inbox.close()

@@ -298,7 +298,7 @@ async def test_a_request_refused_by_an_earlier_release_goes_on_with_its_prompt(b
     await bench.worker.publish("w", [event])
     attempt = await bench.gateway.resync(request.id, 1)
     again = structs.replace(request, attempt=attempt)
-    assert await bench.gateway.resubmit(again, {request.prompt: array("i", PROMPT)}, apart=False)
+    assert await bench.gateway.resubmit(again, {request.prompt: array("i", PROMPT)}, by_name=False)
     assert await prompts(bench) == {}
     assert (await body_of(bench, request)).token_ids == PROMPT
 

@@ -7,11 +7,11 @@ if fenced then return fenced end
 local answer = {}
 for i = 3, #ARGV, 3 do
   local worker, key = ARGV[i], P .. 'seat:' .. ARGV[i]
-  local told = seated(worker) and redis.call('HGET', key, 'status') ~= 'leaving'
-  if told then
+  local seated_now = seated(worker) and redis.call('HGET', key, 'status') ~= 'leaving'
+  if seated_now then
     redis.call('HSET', key, 'digest', ARGV[i + 1], 'assignment', ARGV[i + 2])
     changed(worker)
   end
-  answer[#answer + 1] = told and 1 or 0
+  answer[#answer + 1] = seated_now and 1 or 0
 end
 return answer

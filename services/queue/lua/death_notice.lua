@@ -15,6 +15,6 @@ for i = 2, #ARGV do
     end
   end
 end
-settle_undone()
+rebalance_undone()
 if ended > 0 then wake() end
 return ended

@@ -20,6 +20,6 @@ for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. worker)) do
   end
 end
 remove_worker(worker)
-settle_undone()
+rebalance_undone()
 wake()
 return { requeued, lost, dead }

@@ -39,7 +39,7 @@ local function rewrite(r, body, delivered, prompt, ids)
   set(r, 'body', body, 'delivered', delivered, 'prompt', prompt)
 end
 
-local function tell_worker(r)
+local function send_cancel(r)
   if redis.call('EXISTS', P .. 'worker:' .. r.holder) == 1 then
     append_inbox(r.holder, cmsgpack.pack({ 'cancel', r.id, r.attempt }))
   end
@@ -74,7 +74,7 @@ end
 
 -- Ends r at the wish of its gateway (by 1), or because that is gone (by 0). delivered: tokens that need no refund.
 local function cancel(r, by, delivered)
-  if r.state == 'running' then tell_worker(r) end
+  if r.state == 'running' then send_cancel(r) end
   if r.state == 'claimed' then refund(r, r.cost) end
   if r.state == 'running' and delivered then refund(r, r.budget - delivered) end
   detach(r)
@@ -90,15 +90,15 @@ end
 
 local undone = {} -- priorities of requests that went back into the queue
 
--- Back into the queue as the same attempt: nothing of it was published. Scripts that do so end with settle_undone.
+-- Back into the queue as the same attempt: nothing of it was published. Scripts that do so end with rebalance_undone.
 local function requeue(r)
   detach(r)
   enqueue(r, r.cost)
   undone[r.priority] = true
 end
 
-local function settle_undone()
-  for priority in pairs(undone) do settle(priority) end
+local function rebalance_undone()
+  for priority in pairs(undone) do rebalance(priority) end
 end
 
 -- Forgets a dead letter; whether there was one.
@@ -135,7 +135,7 @@ end
 -- requests beside it, which got further between the same failures. Scores of a prompt are no token: a prompt is computed
 -- in parts, and what kills at the second of them would never be stuck.
 local function lose(r, reason, failures)
-  tell_worker(r)
+  send_cancel(r)
   detach(r)
   refund(r, r.cost)
   r.attempt = r.attempt + 1

@@ -6,7 +6,7 @@
 local MAX_RANGES = 16
 
 -- What a key says, as far as members write anything so long; nil where it says nothing or is of another type.
-local function told(key)
+local function value_of(key)
   local value = redis.pcall('GETRANGE', key, 0, 255)
   return type(value) == 'string' and value ~= '' and value or nil
 end
@@ -35,11 +35,11 @@ local function claim_wire(lease_ms, good_until)
   local mine = C.oldest_wire .. '-' .. C.wire
   for _, range in ipairs(ranges()) do
     local oldest, newest = string.match(range, '^(%d+)-(%d+)$')
-    local release = told(P .. 'wire:' .. range)
-    local apart = oldest and (tonumber(oldest) > C.wire or tonumber(newest) < C.oldest_wire)
-    if release and apart and good_until <= NOW then return disagreement('WIRE', release, range) end
-    if release and apart then note('a range of versions') end
-    if not release or not oldest or apart then redis.call('SREM', P .. 'wires', range) end
+    local release = value_of(P .. 'wire:' .. range)
+    local disjoint = oldest and (tonumber(oldest) > C.wire or tonumber(newest) < C.oldest_wire)
+    if release and disjoint and good_until <= NOW then return disagreement('WIRE', release, range) end
+    if release and disjoint then note('a range of versions') end
+    if not release or not oldest or disjoint then redis.call('SREM', P .. 'wires', range) end
   end
   redis.call('SADD', P .. 'wires', mine)
   redis.call('SET', P .. 'wire:' .. mine, C.release, 'PX', 2 * lease_ms)
@@ -49,7 +49,7 @@ end
 local function claim_model(fingerprint, lease_ms, good_until)
   local mismatch = claim_wire(lease_ms, good_until)
   if mismatch or fingerprint == '' then return mismatch end
-  local served = told(P .. 'model')
+  local served = value_of(P .. 'model')
   if served and served ~= fingerprint and good_until <= NOW then return disagreement('FINGERPRINT', served) end
   if served and served ~= fingerprint then note('model') end
   redis.call('SET', P .. 'model', fingerprint, 'PX', 2 * lease_ms)

@@ -55,7 +55,7 @@ end
 
 -- Takes back the rounds that every tenant of a priority could do without and still be served. Claims that are undone
 -- leave such rounds behind; kept, they would let a tenant take many turns in a row.
-local function settle(priority)
+local function rebalance(priority)
   local key, rounds = P .. 'deficit:' .. priority, math.huge
   local flat = redis.call('HGETALL', key)
   for k = 1, #flat, 2 do

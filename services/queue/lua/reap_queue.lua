@@ -25,6 +25,6 @@ for _, id in ipairs(old) do
   end
 end
 redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', NOW - C.dead_ms)
-settle_undone()
+rebalance_undone()
 if requeued > 0 then wake() end
 return { expired, requeued, (#late == most or #old == most) and 1 or 0 }

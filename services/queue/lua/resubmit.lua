@@ -17,7 +17,7 @@ if not r then
 end
 if r.state == 'done' or r.reply_to ~= ARGV[4] or r.attempt > attempt then return 0 end
 if r.attempt == attempt and r.state ~= 'lost' then return 1 end
-if r.state == 'running' then tell_worker(r) end
+if r.state == 'running' then send_cancel(r) end
 if r.state == 'running' or r.state == 'claimed' then refund(r, r.cost) end
 detach(r)
 r.attempt = attempt

@@ -22,11 +22,11 @@ local function news()
   return now[1] ~= before[1] or now[2] ~= before[2] or now[3] ~= before[3]
 end
 
-local told = news()
-if told or ARGV[4] ~= v[6] then redis.call('HSET', key, 'status', status, 'report', ARGV[4]) end
+local news_now = news()
+if news_now or ARGV[4] ~= v[6] then redis.call('HSET', key, 'status', status, 'report', ARGV[4]) end
 if ARGV[5] ~= '' then redis.call('HSET', key, 'rows', ARGV[5]) end
 redis.call('PEXPIRE', key, C.stream_ms)
-if told then changed(worker) end
+if news_now then changed(worker) end
 if status ~= v[3] then wake() end
 local leave = (v[4] or status == 'leaving') and 1 or 0
 local assignment = v[5] and v[5] ~= ARGV[6] and redis.call('HGET', key, 'assignment') or ''

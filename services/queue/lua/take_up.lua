@@ -27,7 +27,7 @@ if r.reply_to ~= reply_to then move(r, reply_to) end
 local untouched = r.streamed == '' and r.delivered == 0
 if untouched and r.state ~= 'lost' then return { 'ok', r.attempt, r.deadline } end
 if not untouched then
-  if r.state == 'running' then tell_worker(r) end
+  if r.state == 'running' then send_cancel(r) end
   if r.state == 'running' or r.state == 'claimed' then refund(r, r.cost) end
   r.attempt = r.attempt + 1
 end

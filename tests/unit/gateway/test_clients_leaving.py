@@ -197,15 +197,15 @@ async def test_unusable_keys_are_refused(gateway, key):
 
 
 async def test_keys_of_two_tenants_are_apart(gateway):
-    from services.gateway.idempotency import KeyedJobs, Ticket
+    from services.gateway.idempotency import JobOrigin, KeyedJobs
 
-    keyed, tickets = KeyedJobs(gateway.table.holdings, keep_s=60), []
+    keyed, origins = KeyedJobs(gateway.table.holdings, keep_s=60), []
 
-    async def start(ticket: Ticket) -> Any:
-        tickets.append(ticket)
+    async def start(origin: JobOrigin) -> Any:
+        origins.append(origin)
         raise ValueError("enough")
 
     for tenant in ("a", "b"):
         with pytest.raises(ValueError, match="enough"):
             await keyed.run(tenant, "k", "body", start)
-    assert tickets[0].base_id != tickets[1].base_id
+    assert origins[0].base_id != origins[1].base_id

@@ -371,7 +371,7 @@ async def test_ready_names_what_is_missing(gateway):
 
 
 async def test_metrics_on_a_port_of_their_own_are_on_no_other(start):
-    gateway = await start(metrics_apart=True)
+    gateway = await start(separate_metrics=True)
     assert (await gateway.http.get("/metrics")).status_code == 404
     apart = httpx.ASGITransport(app=build_metrics_app(gateway.parts))
     async with httpx.AsyncClient(transport=apart, base_url="http://apart") as http:

@@ -40,7 +40,7 @@ class Followed:
         self.usable: list[float] = []
         self.write("sk-a")
         self.keys = FileKeys(
-            self.path, self.warnings.append, tell=self.usable.append, grace_s=GRACE_S, clock=self.clock
+            self.path, self.warnings.append, report=self.usable.append, grace_s=GRACE_S, clock=self.clock
         )
 
     def write(self, *secrets: str) -> None:

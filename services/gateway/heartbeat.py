@@ -18,14 +18,14 @@ from services.errors import ExpertMeshError
 
 BEATS_PER_LEASE = 4
 MAX_PAUSE_S = 1.0
-HUNG_S = 300.0
+STUCK_S = 300.0
 """For so long a loop that gives no sign is held for busy; then its requests go to whoever asks for them."""
 
 log = logging.getLogger(__name__)
 Beat = Callable[[], Coroutine[Any, Any, None]]
 
 
-class HeartbeatBackoff:
+class HeartbeatThread:
     """``session`` runs in the thread, on its own event loop: it opens what a beat needs, and hands the beat to what
     it is given, which returns at the end."""
 
@@ -34,17 +34,17 @@ class HeartbeatBackoff:
         session: Callable[[Callable[[Beat], Coroutine[Any, Any, None]]], Coroutine[Any, Any, None]],
         *,
         lease_s: float,
-        hung_s: float = HUNG_S,
+        stuck_s: float = STUCK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._pause_s = min(MAX_PAUSE_S, lease_s / BEATS_PER_LEASE)
-        self._hung_s = hung_s
+        self._stuck_s = stuck_s
         self._clock = clock
         self._seen = clock()
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()  # of that loop
-        self._thread = threading.Thread(target=self._main, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -68,7 +68,7 @@ class HeartbeatBackoff:
 
     async def _keep(self, beat: Beat) -> None:
         while not self._over.is_set():
-            if self._clock() - self._seen < self._hung_s:
+            if self._clock() - self._seen < self._stuck_s:
                 try:
                     await beat()
                 except ExpertMeshError as error:  # the event loop meets the same, and acts on it

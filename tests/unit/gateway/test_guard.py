@@ -11,7 +11,7 @@ import pytest
 from services.errors import Overloaded, RateLimited, WorkLimited
 from services.gateway.auth import ApiKey, digest
 from services.gateway.connections import Bounds
-from services.gateway.door import Room
+from services.gateway.guard import Room
 
 URL = "/v1/completions"
 GOOD = {"prompt": "hello", "max_tokens": 3}

@@ -28,11 +28,11 @@ _RETRY_S = 1.0
 class Room:
     """``total`` of ``what``, and ``share`` of it for one tenant. ``tell`` hears how much is taken, as it changes."""
 
-    def __init__(self, what: str, total: int, share: int, tell: Callable[[float], None]) -> None:
+    def __init__(self, what: str, total: int, share: int, report: Callable[[float], None]) -> None:
         self._what = what
         self._total = total
         self._share = share
-        self._tell = tell
+        self._report = report
         self._held: dict[str, int] = {}
         self._sum = 0
 
@@ -65,7 +65,7 @@ class Room:
         left = self._held.pop(tenant, 0) + amount
         if left:
             self._held[tenant] = left
-        self._tell(self._sum)
+        self._report(self._sum)
 
 
 class Hold:
@@ -122,7 +122,7 @@ class Rooms:
         )
 
 
-class Door:
+class Guard:
     """Lets requests in."""
 
     def __init__(
