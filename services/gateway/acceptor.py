@@ -66,12 +66,6 @@ def within_descriptors(bounds: Bounds) -> Bounds:
     return replace(bounds, connections=connections, spare=spare)
 
 
-def _prepare(connection: socket.socket) -> None:
-    for option in _OPTIONS:
-        with contextlib.suppress(OSError):  # a family that knows no such thing
-            connection.setsockopt(*option)
-
-
 class Acceptor:
     """Accepts from ``listener`` until closed. ``make`` is the protocol of a connection, given whether its place is a
     spare one. To uvicorn it is one of its servers."""
@@ -122,8 +116,10 @@ class Acceptor:
         task.add_done_callback(self._opening.discard)
 
     async def _welcome(self, taken: socket.socket, spare: bool) -> None:
+        for option in _OPTIONS:
+            with contextlib.suppress(OSError):  # a family that knows no such thing
+                taken.setsockopt(*option)
         try:
-            _prepare(taken)
             await self._loop.connect_accepted_socket(lambda: self._make(spare), taken)
         except OSError as error:  # it has gone already
             log.debug("a connection ended before it began: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated
@@ -29,7 +30,7 @@ from services.gateway.job import Job
 from services.gateway.middleware import RequestContext, RoundRobin, SameMachine, Turns
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
-from services.gateway.parse import Parser
+from services.gateway.parse import B, Parser
 from services.gateway.recent import Recent
 from services.gateway.refusals import Refusals
 from services.gateway.results import ResultFollower
@@ -100,36 +101,23 @@ def build_metrics_app(parts: Parts) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, parts: Parts) -> None:
-    refusals, guard = openapi.refusals(*_GENERATION), parts.guard
-    completion_bodies, chat_bodies = Parser(CompletionBody), Parser(ChatBody)
+    guard, completion_bodies, chat_bodies = parts.guard, Parser(CompletionBody), Parser(ChatBody)
 
-    @app.post(
-        "/v1/completions",
-        responses={200: {"model": shapes.CompletionResponse} | openapi.events(), **refusals},
-        openapi_extra=openapi.takes(CompletionBody),
-    )
+    @app.post("/v1/completions", **openapi.post(CompletionBody, shapes.CompletionResponse, *_GENERATION, events=True))
     async def completions(request: Request, key: Key = None) -> Response:
         """Continues a prompt."""
         caller = await guard.enter(request)
         async with guard.body(completion_bodies, request, caller) as body:
-            job = await parts.intake.completion(body, caller, _checked(key))
+            job = await parts.intake.completion(body, caller, check_key(key))
         return _answer(parts, job, body, CompletionFormat, logprobs=body.logprobs is not None)
 
-    @app.post(
-        "/v1/chat/completions",
-        responses={200: {"model": shapes.ChatResponse} | openapi.events(), **refusals},
-        openapi_extra=openapi.takes(ChatBody),
-    )
+    @app.post("/v1/chat/completions", **openapi.post(ChatBody, shapes.ChatResponse, *_GENERATION, events=True))
     async def chat(request: Request, key: Key = None) -> Response:
         """Answers a conversation, through the checkpoint's chat template."""
         caller = await guard.enter(request)
         async with guard.body(chat_bodies, request, caller) as body:
-            job = await parts.intake.chat(body, caller, _checked(key))
+            job = await parts.intake.chat(body, caller, check_key(key))
         return _answer(parts, job, body, ChatFormat, logprobs=body.logprobs or False)
-
-
-def _checked(key: str | None) -> str | None:
-    return None if key is None else check_key(key)
 
 
 def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *, logprobs: bool) -> Response:
@@ -168,34 +156,25 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
 
 
 def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
-    routes, guard, refusals = parts.tokenizer, parts.guard, openapi.refusals(*_POSTED)
+    routes, guard = parts.tokenizer, parts.guard
     texts, tokens = Parser(TokenizeBody), Parser(DetokenizeBody)
 
-    @app.post(
-        "/tokenize",
-        responses={200: {"model": shapes.TokenizeResponse}, **refusals},
-        openapi_extra=openapi.takes(TokenizeBody),
-    )
-    async def tokenize(request: Request) -> Response:
-        """Token ids of a text or of messages."""
+    async def respond(request: Request, bodies: Parser[B], make: Callable[[B, str], Awaitable[bytes]]) -> Response:
         caller = await guard.enter(request)
-        async with guard.body(texts, request, caller) as body:
-            answer = await routes.tokenize(body, caller.tenant)
+        async with guard.body(bodies, request, caller) as body:
+            answer = await make(body, caller.tenant)
         guard.hold(request, caller, len(answer))
         return LongResponse(answer)
 
-    @app.post(
-        "/detokenize",
-        responses={200: {"model": shapes.DetokenizeResponse}, **refusals},
-        openapi_extra=openapi.takes(DetokenizeBody),
-    )
+    @app.post("/tokenize", **openapi.post(TokenizeBody, shapes.TokenizeResponse, *_POSTED))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text or of messages."""
+        return await respond(request, texts, routes.tokenize)
+
+    @app.post("/detokenize", **openapi.post(DetokenizeBody, shapes.DetokenizeResponse, *_POSTED))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        caller = await guard.enter(request)
-        async with guard.body(tokens, request, caller) as body:
-            answer = await routes.detokenize(body, caller.tenant)
-        guard.hold(request, caller, len(answer))
-        return LongResponse(answer)
+        return await respond(request, tokens, routes.detokenize)
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:
@@ -205,10 +184,6 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         return shapes.TokenizerInfo(
             **asdict(model.codec.special), chat_template=None if model.template is None else model.template.source
         )
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
 
 
 def _add_operations(app: FastAPI, parts: Parts) -> None:
@@ -246,7 +221,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def document(authorization: Authorization = None) -> Response:
         await parts.authenticator.identify(authorization)  # it names the model, as /v1/models does
-        return _json(encoded())
+        return Response(encoded(), media_type="application/json")
 
 
 def _add_metrics(app: FastAPI, parts: Parts) -> None:
@@ -255,7 +230,9 @@ def _add_metrics(app: FastAPI, parts: Parts) -> None:
 
     page = Recent(make, _PAGES_PER_S)  # anybody may ask
 
-    @app.get("/metrics", responses=openapi.plain_text() | openapi.refusals(), response_class=Response)
+    text: openapi.Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", responses=text | openapi.refusals(), response_class=Response)
     async def metrics() -> Response:
         """Prometheus series of this process and its siblings."""
         return Response(await page.get(), headers={"content-type": CONTENT_TYPE})

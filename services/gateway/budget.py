@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from services.errors import InvalidRequest, WorkLimited
 from services.gateway.job import Job
@@ -122,9 +121,7 @@ class Loan:
     def __enter__(self) -> Loan:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._add(self._tenant, -self.size)
 
 

@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
                 )
             self._inner.abort()
 
-    def give_way(self, wait: Wait) -> None:  # noqa: ARG002 - whatever it waited for
+    def give_way(self) -> None:
         self._inner.abort()
 
     def leave(self) -> None:

@@ -91,7 +91,7 @@ class Client(Protocol):
 
     def expire(self, wait: Wait) -> None: ...
 
-    def give_way(self, wait: Wait) -> None: ...
+    def give_way(self) -> None: ...
 
 
 class Connections:
@@ -208,7 +208,7 @@ class Connections:
             if client is not None:
                 self.leave(client)
                 self.refusals.note(f"gave_way_{wait.value}", "all places for connections are taken: closed the oldest")
-                client.give_way(wait)
+                client.give_way()
                 return True
         return False
 

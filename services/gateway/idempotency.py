@@ -53,9 +53,9 @@ def fingerprint(path: str, body: bytes) -> str:
     return hashlib.sha256(path.encode() + b"\n" + body).hexdigest()
 
 
-def check_key(key: str) -> str:
-    """Raises InvalidRequest where ``key`` is not 1 to 255 printable ASCII characters."""
-    if not _USABLE.fullmatch(key):
+def check_key(key: str | None) -> str | None:
+    """Returns ``key``. Raises InvalidRequest where there is one that is not 1 to 255 printable ASCII characters."""
+    if key is not None and not _USABLE.fullmatch(key):
         raise InvalidRequest(
             "Idempotency-Key must be 1 to 255 printable ASCII characters.", hint="Use a UUID.", param="Idempotency-Key"
         )
@@ -156,13 +156,11 @@ class KeyedJobs:
             place, kept = next(iter(self._finished.items()))
             fits = len(self._finished) <= _MAX_JOBS and self._bytes <= self._max_bytes
             if fits and kept.until > self._clock():
-                self._look_again(kept.until - self._clock())
+                if self._timer is None:
+                    loop = asyncio.get_running_loop()
+                    self._timer = loop.call_later(kept.until - self._clock(), self._on_time)
                 return
             self._forget(place)
-
-    def _look_again(self, after_s: float) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(after_s, self._on_time)
 
     def _on_time(self) -> None:
         self._timer = None

@@ -112,7 +112,7 @@ class Intake:
             priority=caller.priority(body.priority),
             echo=body.echo or False,
         )
-        return await self._run(body, self._fitted(plan, body.max_tokens), caller, key)
+        return await self._run(body, plan, body.max_tokens, caller, key)
 
     async def chat(self, body: ChatBody, caller: Caller, key: str | None = None) -> Job:
         """The job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
@@ -141,7 +141,7 @@ class Intake:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=caller.priority(body.priority),
         )
-        return await self._run(body, self._fitted(plan, wanted), caller, key)
+        return await self._run(body, plan, wanted, caller, key)
 
     def _check_open(self, body: GenerationBody) -> None:
         self.asked_at = time.monotonic()
@@ -164,13 +164,11 @@ class Intake:
                 param="n",
             )
 
-    def _fitted(self, plan: _Plan, wanted: int | None) -> _Plan:
-        """``plan`` with the client's own ``wanted`` tokens; a default is lowered until the request may be admitted."""
+    async def _run(self, body: GenerationBody, plan: _Plan, wanted: int | None, caller: Caller, key: str | None) -> Job:
+        """Generates ``wanted`` tokens; by default as many of the plan's as the budget admits."""
         if wanted is None:
             wanted = self._budget.most_tokens(plan.demand, plan.max_tokens)
-        return replace(plan, max_tokens=wanted)
-
-    async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
+        plan = replace(plan, max_tokens=wanted)
         self._check(body, plan)
         self._table.holdings.check(caller.tenant)
         self._follower.cancel(self._table.make_room())
@@ -262,7 +260,11 @@ class Intake:
                     attempt=1,
                     token_ids=[],
                     prompt_len=len(ids),
-                    sampling=_of_choice(sampling, draw, plan),
+                    sampling=structs.replace(
+                        sampling,
+                        choice=draw,
+                        prompt_logprobs=plan.logprobs if plan.echo and draw == 0 else None,  # scored once, for all
+                    ),
                     deadline_ms=0,  # set by the queue, by Redis TIME
                     priority=plan.priority,
                     tenant=caller.tenant,
@@ -318,11 +320,6 @@ class Intake:
             )
             for place, request in enumerate(requests)
         ]
-
-
-def _of_choice(sampling: SamplingParams, draw: int, plan: _Plan) -> SamplingParams:
-    """``sampling`` for that choice of a prompt. The first of them has the prompt scored, for all."""
-    return structs.replace(sampling, choice=draw, prompt_logprobs=plan.logprobs if plan.echo and draw == 0 else None)
 
 
 def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int) -> SamplingParams:

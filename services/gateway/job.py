@@ -79,19 +79,19 @@ class Choice:
         self._visible = 0
         self._text = detokenizer(codec, prompt)
         self._stops = rendering.stops.finder() if rendering.stops else None
-        self._started = False
+        self.started = False  # whether an event of the sequence came: from here on the answer is on its way
         self._decoded = self.echo.chars if self.echo else 0  # characters out of the detokeniser, echo included
         self._released = self._decoded  # characters in text, echo included
 
     @property
-    def started(self) -> bool:
-        """Whether an event of the sequence came: from here on the answer is on its way."""
-        return self._started
-
-    @property
     def readable(self) -> bool:
         """Whether anything may go out: the echo comes first, and all of it."""
-        return self._started and (self.echo is None or self.echo.complete)
+        return self.started and (self.echo is None or self.echo.complete)
+
+    @property
+    def length(self) -> int:
+        """Bytes of its text so far, the echo included."""
+        return len(self.text) + (len(self.echo.text) if self.echo else 0)
 
     @property
     def prompt_records(self) -> int:
@@ -143,8 +143,8 @@ class Choice:
         return self._accept_token(event)
 
     def _accept_token(self, event: TokenEvent) -> Step:
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self.cached_tokens = min(event.cached_tokens, len(self.prompt))
         stopped = False
         if event.index == len(self.generated) and event.token_id is not None:
@@ -238,15 +238,6 @@ class Choice:
         return step
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a job. A prompt counts once however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
 class Reader:
     """Someone who waits for a job: wakes on every progress, or (``at_end``) only when the job is over. ``give_up`` is
     set while it is stuck: until its client has read what it was sent."""
@@ -302,14 +293,6 @@ class Job:
     @property
     def unfinished(self) -> list[Choice]:
         return [choice for choice in self.choices if choice.finish is None]
-
-    def usage(self) -> Usage:
-        prompts = self.choices[:: self.n]
-        return Usage(
-            prompt_tokens=sum(len(choice.prompt) for choice in prompts),
-            completion_tokens=sum(len(choice.generated) for choice in self.choices),
-            cached_tokens=sum(choice.cached_tokens for choice in prompts),
-        )
 
     def open(self, *, at_end: bool) -> Reader:
         """A new reader, awake at once where there is something to read already.

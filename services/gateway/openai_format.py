@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from services.errors import RequestError
-from services.gateway.job import Choice, Job, Usage
+from services.gateway.job import Choice, Job
 from services.gateway.records import Record
 from services.gateway.tokenizer import TextCodec
 
@@ -46,12 +46,15 @@ def error_event(error: RequestError) -> bytes:
     return b"data: " + _encode(error_body(error)) + b"\n\n"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(job: Job) -> dict[str, Any]:
+    """Token counts of ``job``. A prompt counts once however many choices it has."""
+    firsts = job.choices[:: job.n]
+    prompt, completion = sum(len(c.prompt) for c in firsts), sum(len(c.generated) for c in job.choices)
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
     }
 
 
@@ -78,9 +81,9 @@ class Format(ABC):
         self._before = self._envelope + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    @abstractmethod
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice) -> bytes:  # noqa: ARG002 - the dialect decides
         """Events before a choice's first chunk."""
+        return b""
 
     @abstractmethod
     def _content(self, text: str) -> bytes:
@@ -101,7 +104,7 @@ class Format(ABC):
     def heavy(self) -> bool:
         """Whether the whole answer takes long to encode."""
         records = sum(choice.records for choice in self._job.choices) if self._logprobs or self._token_ids else 0
-        return records > self.piece_records or sum(self._length(choice) for choice in self._job.choices) > TAKE_BYTES
+        return records > self.piece_records or sum(choice.length for choice in self._job.choices) > TAKE_BYTES
 
     @property
     def has_records(self) -> bool:
@@ -116,7 +119,7 @@ class Format(ABC):
 
     def usage_event(self) -> bytes:
         """The last chunk before [DONE] where the client asked for usage."""
-        return self._envelope + b',"choices":[],"usage":' + _encode(usage_body(self._job.usage())) + b"}\n\n"
+        return self._envelope + b',"choices":[],"usage":' + _encode(usage_body(self._job)) + b"}\n\n"
 
     def whole(self) -> Iterator[bytes]:
         """The answer of a client that does not stream, in pieces."""
@@ -124,7 +127,7 @@ class Format(ABC):
         for choice in self._job.choices:
             yield b"," if choice.index else b""
             yield from self._whole_choice(choice)
-        yield b'],"usage":' + _encode(usage_body(self._job.usage())) + b"}"
+        yield b'],"usage":' + _encode(usage_body(self._job)) + b"}"
 
     def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
         before, after = self._around_content()
@@ -154,10 +157,6 @@ class Format(ABC):
             yield (b"," if start > first else b"") + _encode(members)[1:-1]
         yield b"]"
 
-    @staticmethod
-    def _length(choice: Choice) -> int:
-        return len(choice.text) + (len(choice.echo.text) if choice.echo else 0)
-
 
 def _cut(text: bytes | bytearray, start: int) -> int:
     """Where a piece of ``text``, which is UTF-8, ends that begins at ``start``."""
@@ -181,9 +180,6 @@ class CompletionFormat(Format):
 
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
-
-    def opening(self, choice: Choice) -> bytes:  # noqa: ARG002 - completions have no opening
-        return b""
 
     def _content(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
@@ -309,17 +305,14 @@ class Cursor:
         text = self._text(choice, place)
         full = place.records + self._format.piece_records
         end = min(choice.records, full)
-        over = choice.finish is not None and self._left(choice, place) == 0 and end == choice.records
+        all_text = place.echoed + place.text == choice.length
+        over = choice.finish is not None and all_text and end == choice.records
         if not text and not over and end < full:
             return b""  # a few records without text wait for it
         opening = b"" if place.opened else self._format.opening(choice)
         event = self._format.chunk(choice, text, place.records, end, final=over)
         place.records, place.opened, place.closed = end, True, over
         return opening + event
-
-    @staticmethod
-    def _left(choice: Choice, place: _Place) -> int:
-        return (len(choice.echo.text) if choice.echo else 0) - place.echoed + len(choice.text) - place.text
 
     @staticmethod
     def _text(choice: Choice, place: _Place) -> str:

@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from services.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -58,7 +59,8 @@ class PromptReader:
         self._workers = workers
         self._offload = offload
         self._fits = Fits(model.codec, lambda: self.max_model_len)
-        self._chat = None if model.template is None else ChatEncoder(model.template, model.codec, self._check_messages)
+        check = partial(self._fits.check, param="messages")
+        self._chat = None if model.template is None else ChatEncoder(model.template, model.codec, check)
 
     @property
     def max_model_len(self) -> int:
@@ -164,9 +166,6 @@ class PromptReader:
         self._fits.check(item, "prompt")
         token_ids = self.model.codec.encode(item, add_special_tokens=add_special_tokens)
         return Prompt(token_ids=array("i", token_ids), text=item)
-
-    def _check_messages(self, text: str) -> None:
-        self._fits.check(text, "messages")
 
 
 def _chars(item: str | array[int]) -> int:

@@ -27,7 +27,7 @@ from services.gateway.chat_template import load_chat_template
 from services.gateway.connections import Bounds, Connections
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.guard import Guard, Rooms
-from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.health import Readiness
 from services.gateway.heartbeat import Beat, HeartbeatThread
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
@@ -44,7 +44,7 @@ from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
-from services.queue.connect import check_server, connect
+from services.queue.connect import check_server, command, connect
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
@@ -174,7 +174,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
             max_body_bytes=settings.max_body_bytes,
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
-        readiness=Readiness(follower, LeaderProbe(redis, keys.leader), store),
+        readiness=Readiness(follower, partial(command, redis, "EXISTS", keys.leader), store),
         siblings=siblings,
         registry=registry,
         metrics=metrics,

@@ -108,9 +108,7 @@ async def _client_of(
             abandon(job)
 
 
-class WholeResponse(Response):
-    """Answers when the job is over. Raises its error, for the exception handlers."""
-
+class _JobResponse(Response):
     def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
         super().__init__()
         self._job = job
@@ -118,6 +116,19 @@ class WholeResponse(Response):
         self._abandon = abandon
         self._offload = offload
         self._holdings = holdings
+
+    async def _encoded(self, encode: Callable[[], bytes]) -> bytes:
+        """What ``encode`` returns in a thread; nothing where the job has let go of its answer meanwhile."""
+        try:
+            return await self._offload.run(self._job.tenant, encode, owed=True)
+        except Exception:
+            if self._job.error is None:
+                raise
+            return b""
+
+
+class WholeResponse(_JobResponse):
+    """Answers when the job is over. Raises its error, for the exception handlers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = Outlet(scope, send)
@@ -136,7 +147,7 @@ class WholeResponse(Response):
         """Each encoded beside the event loop when its turn comes, and only once the one before it is on its way."""
         await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
         pieces = self._format.whole()
-        while piece := await self._next(pieces):
+        while (piece := await self._encoded(lambda: _joined(pieces))) and self._job.error is None:
             if not await client.send(piece):
                 return
         if self._job.error is None:
@@ -144,26 +155,9 @@ class WholeResponse(Response):
         elif not client.gone:
             await client.leave()  # there is no other way to say that this is not all
 
-    async def _next(self, pieces: Iterator[bytes]) -> bytes:
-        try:
-            piece = await self._offload.run(self._job.tenant, lambda: _joined(pieces), owed=True)
-        except Exception:
-            if self._job.error is None:
-                raise
-            return b""  # the job has let go of its answer meanwhile
-        return piece if self._job.error is None else b""
 
-
-class EventResponse(Response):
+class EventResponse(_JobResponse):
     """Streams. A failure before the first token is an HTTP error; a later one is an event that ends the stream."""
-
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
-        super().__init__()
-        self._job = job
-        self._format = form
-        self._abandon = abandon
-        self._offload = offload
-        self._holdings = holdings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, outlet = self._job, Outlet(scope, send)
@@ -183,7 +177,8 @@ class EventResponse(Response):
         client.hold(cursor.nbytes)
         while True:
             done = job.done  # before looking: what is there then is all
-            events = await self._take(cursor) or (_COMMENT if client.reader.poked and not done else b"")
+            events = await self._encoded(cursor.take) if cursor.heavy else cursor.take()
+            events = events or (_COMMENT if client.reader.poked and not done else b"")
             client.reader.poked = False
             if client.gone or (events and not await client.send(events)):
                 return False
@@ -193,16 +188,6 @@ class EventResponse(Response):
                 return True
             elif not await client.news():
                 return False
-
-    async def _take(self, cursor: Cursor) -> bytes:
-        if not cursor.heavy:
-            return cursor.take()
-        try:
-            return await self._offload.run(self._job.tenant, cursor.take, owed=True)
-        except Exception:
-            if self._job.error is None:
-                raise
-            return b""  # the job has let go of its answer meanwhile
 
     def _ending(self) -> bytes:
         if self._job.error is not None:

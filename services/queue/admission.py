@@ -32,23 +32,14 @@ def raise_refusal(reply: Sequence[Any], requests: int) -> None:
         return
     bound, wait_ms, count = reply
     retry_after_s = float(min(max(1, -(-wait_ms // 1000)), MAX_RETRY_AFTER_S))
-    raise _refusal(bound.decode(), count, requests, retry_after_s)
-
-
-def _refusal(bound: str, count: int, requests: int, retry_after_s: float) -> TooManyRequests:
-    wait = f"Retry in {retry_after_s:.0f} s."
-    match bound:
-        case "requests":
-            text = f"{count} requests wait already and {requests} more would be too many."
-            return QueueFull(text, hint=wait, retry_after_s=retry_after_s)
-        case "tokens":
-            return QueueFull(f"{count} tokens wait already.", hint=wait, retry_after_s=retry_after_s)
-        case "concurrency":
-            text = f"This key has {count} sequences under way and may not add {requests}."
-            return ConcurrencyLimited(text, hint=wait, retry_after_s=retry_after_s)
-        case _:
-            text = "This key sends more requests per minute than it may."
-            return RateLimited(text, hint=wait, retry_after_s=retry_after_s)
+    kinds: dict[bytes, tuple[type[TooManyRequests], str]] = {
+        b"requests": (QueueFull, f"{count} requests wait already and {requests} more would be too many."),
+        b"tokens": (QueueFull, f"{count} tokens wait already."),
+        b"concurrency": (ConcurrencyLimited, f"This key has {count} sequences under way and may not add {requests}."),
+        b"rate": (RateLimited, "This key sends more requests per minute than it may."),
+    }
+    kind, text = kinds[bound]
+    raise kind(text, hint=f"Retry in {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,12 +14,11 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from services.errors import ConfigError, StartupError
+from services.queue.connect import MIN_VERSION
 from services.runtime import die_with_parent
 
-MIN_VERSION = (6, 2)
 _START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
@@ -144,9 +143,7 @@ class EmbeddedRedis:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def _home(self) -> Path:

@@ -41,8 +41,6 @@ class Orders:
     """Of the table that is published; 0: none is."""
     oldest_epoch: int | None = None
     """Of the tables that attention workers may use; None: nobody uses any; 0: not known, Redis lost its data."""
-    rejoined: bool = False
-    """Redis did not know the worker (its lease had expired, or Redis lost its data); it has joined again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,8 +85,7 @@ class ExpertQueue:
         if member is None:
             return Orders(number=0, leave=True)
         reply = await self._beat(member, report, rows)
-        rejoined = reply is None
-        if rejoined:
+        if reply is None:
             if worker_id not in self._members:  # deregistered meanwhile: it must not enter again
                 return Orders(number=0, leave=True)
             await self._enter(member, report)
@@ -96,10 +93,10 @@ class ExpertQueue:
         if reply is None:
             raise QueueUnavailable("Redis lost the seat as soon as it was taken.", retry_after_s=1)
         try:
-            return _orders(member, reply, rejoined=rejoined)
+            return _orders(member, reply)
         except UnreadableMessage as error:
             await self._quarantine.put("assignment", worker_id, error, reply[5])
-            return _orders(member, [*reply[:5], b""], rejoined=rejoined)
+            return _orders(member, [*reply[:5], b""])
 
     async def leave(self, worker_id: str) -> bool:
         """Asks to be left out of the next table; False if Redis does not know the worker.
@@ -126,7 +123,7 @@ class ExpertQueue:
         return await self._scripts.run("seat_heartbeat", member.info.id, report.status, encode(report), counted, known)
 
 
-def _orders(member: _Member, reply: list[Any], *, rejoined: bool) -> Orders:
+def _orders(member: _Member, reply: list[Any]) -> Orders:
     number, leave, table_epoch, oldest, digest, group = reply
     if not digest:
         member.assignment = None
@@ -138,5 +135,4 @@ def _orders(member: _Member, reply: list[Any], *, rejoined: bool) -> Orders:
         assignment=member.assignment,
         table_epoch=table_epoch,
         oldest_epoch=None if oldest < 0 else oldest,
-        rejoined=rejoined,
     )

@@ -54,10 +54,6 @@ class Stored:
     name: str
     ids: bytes
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.body) + len(self.ids)
-
 
 class PromptStore:
     """Makes records of requests. ``prompts`` are those that requests name, by name; others hold theirs themselves.

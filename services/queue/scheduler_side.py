@@ -219,12 +219,25 @@ class SchedulerQueue:
         """Workers whose lease is live. One whose record cannot be read gets nothing to do."""
         states: list[WorkerState] = []
         self._reads.clear()
-        for worker_id, info, *counts in await self._scripts.run("workers"):
+        rows = await self._scripts.run("workers")
+        for worker_id, data, tokens, requests, credit_tokens, credit_requests, unproven, guarded in rows:
             try:
-                states.append(_worker_state(decode_worker(info), *counts))
-                self._reads[states[-1].info.id] = states[-1].info.wire
+                info = decode_worker(data)
             except UnreadableMessage as error:
-                await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
+                await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, data)
+                continue
+            self._reads[info.id] = info.wire
+            states.append(
+                WorkerState(
+                    info=info,
+                    outstanding_tokens=tokens,
+                    outstanding_requests=requests,
+                    credit_tokens=credit_tokens,
+                    credit_requests=credit_requests,
+                    unproven=unproven,
+                    guarded=bool(guarded),
+                )
+            )
         return states
 
     async def reap(self, epoch: int, max_items: int = 256) -> ReapReport:
@@ -260,23 +273,3 @@ class SchedulerQueue:
         stats = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")
         dead = await command(self._redis, "ZCARD", self._keys.dead)
         return QueueDepth(requests=int(stats[0] or 0), tokens=int(stats[1] or 0), dead_letters=int(dead))
-
-
-def _worker_state(
-    info: WorkerInfo,
-    outstanding_tokens: int,
-    outstanding_requests: int,
-    credit_tokens: int,
-    credit_requests: int,
-    unproven: int,
-    guarded: int,
-) -> WorkerState:
-    return WorkerState(
-        info=info,
-        outstanding_tokens=outstanding_tokens,
-        outstanding_requests=outstanding_requests,
-        credit_tokens=credit_tokens,
-        credit_requests=credit_requests,
-        unproven=unproven,
-        guarded=bool(guarded),
-    )

@@ -195,7 +195,7 @@ def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
         added = len(stored.body) + (0 if stored.name in named else len(stored.ids))
         if piece and (size + added > PIECE_BYTES or len(piece) == PIECE_REQUESTS):
             yield piece
-            piece, size, named, added = [], 0, set(), stored.nbytes
+            piece, size, named, added = [], 0, set(), len(stored.body) + len(stored.ids)
         piece.append(stored)
         size += added
         named.add(stored.name)
@@ -208,7 +208,7 @@ def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument,
     size = 0
     for row in rows:
         added = sum(len(value) for value in row if isinstance(value, bytes))
-        if part and (size + added > PIECE_BYTES or len(part) == CHUNK):
+        if part and (size + added > PIECE_BYTES or len(part) == CHUNK or part[-1][:2] == row[:2]):
             yield part
             part, size = [], 0
         part.append(row)

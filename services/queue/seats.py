@@ -204,10 +204,6 @@ class SeatRegistry:
             following=following,
         )
 
-    async def oldest_epoch_in_use(self) -> int | None:
-        """Of the tables that attention workers may use; None if nobody uses any. The dead count until reaped."""
-        return (await self.table_epochs()).oldest
-
     async def publish_table(self, epoch: int, table: RoutingTable) -> None:
         """Replaces the table and wakes its readers. Repeating the call is harmless.
 

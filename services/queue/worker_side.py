@@ -28,13 +28,10 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.prompts import PromptReader
 from services.queue.quarantine import Quarantine
-from services.queue.scripts import CHUNK, Argument, Scripts, milliseconds
+from services.queue.scripts import CHUNK, PIECE_BYTES, Argument, Scripts, milliseconds, parts
 from services.queue.streams import FIRST_ID, StreamReader
 
 __all__ = ["FIRST_ID", "WorkerQueue"]
-
-PUBLISH_BYTES = 1 << 20
-"""Of events in one call, during which Redis serves nobody else."""
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +163,7 @@ class WorkerQueue:
         for event in events:
             groups.setdefault((event.request_id, event.attempt), []).append(event)
         refused, lagging = set[str](), dict[str, str]()
-        for part in _parts(groups):
+        for part in parts(_rows(groups)):
             reply = await self._scripts.run("publish", worker_id, *(value for item in part for value in item))
             refused |= {str(part[index][0]) for index in reply[0]}
             lagging |= _pairs(reply[1])
@@ -183,27 +180,17 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
     return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _parts(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """Events by request, so many at a time as one call may carry, but one event at least. A request's stay in order,
-    and come once in a call: its id is a field of the entry."""
-    part: list[tuple[Argument, ...]] = []
-    size = 0
+def _rows(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[tuple[Argument, ...]]:
+    """The arguments of ``publish.lua`` for each request; several rows where its events are too long for one call."""
     for (request_id, attempt), group in groups.items():
         for events, data in _cut(group):
-            again = bool(part) and part[-1][:2] == (request_id, attempt)
-            if part and (again or size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
-                yield part
-                part, size = [], 0
-            part.append((request_id, attempt, _generated(events), data))
-            size += len(data)
-    if part:
-        yield part
+            yield request_id, attempt, _generated(events), data
 
 
 def _cut(events: Sequence[TokenEvent]) -> Iterator[tuple[Sequence[TokenEvent], bytes]]:
     """One request's, encoded, in as many runs as it takes: scores of a backlog have tens of MiB."""
     data = encode(events)
-    if len(data) <= PUBLISH_BYTES or len(events) == 1:
+    if len(data) <= PIECE_BYTES or len(events) == 1:
         yield events, data
         return
     half = len(events) // 2

@@ -11,7 +11,7 @@ from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
 from services.queue.gateway_side import FIRST_ID
 from services.queue.limits import QueueLimits
-from services.queue.worker_side import PUBLISH_BYTES
+from services.queue.scripts import PIECE_BYTES
 
 
 async def test_a_step_is_one_entry_per_gateway(bench):
@@ -296,7 +296,7 @@ async def test_one_requests_backlog_of_scores_takes_several_entries_and_stays_in
     backlog = [TokenEvent(request_id="a", attempt=1, index=0, scores=part) for part in parts]
     await bench.worker.publish("w", [*backlog, bench.token(request, 0, finish="stop")])
     entries = await bench.redis.xrange(bench.keys.results("g1"))
-    assert max(sum(map(len, fields.values())) for _, fields in entries) <= PUBLISH_BYTES + 1024
+    assert max(sum(map(len, fields.values())) for _, fields in entries) <= PIECE_BYTES + 1024
     events = await bench.events()
     assert [event.request_id for event in events] == ["b"] + ["a"] * 31
     assert [event.scores for event in events[1:-1]] == parts

@@ -430,7 +430,7 @@ async def _running(
             authenticator=authenticator, queue=queue, rooms=rooms, offload=offload, max_body_bytes=max_body_bytes
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
-        readiness=Readiness(follower, leader, store),  # type: ignore[arg-type]
+        readiness=Readiness(follower, leader.present, store),
         siblings=siblings,
         registry=registry,
         metrics=metrics,
