@@ -1,4 +1,4 @@
-"""Word of processes that ended, from whoever started them: nobody waits until their leases expire."""
+"""Reports of workers that ended, from the supervisor that started them to Redis: nobody waits for their leases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.queue.seats import SeatRegistry
 
 
 class DeathNotices:
-    """Of attention and expert workers on this host. Raises QueueUnavailable while Redis does not answer."""
+    """Reports ends of this host's attention and expert workers. Raises QueueUnavailable while Redis does not answer."""
 
     def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
         limits = limits or QueueLimits()
@@ -24,9 +24,10 @@ class DeathNotices:
         self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
 
     async def send(self, pid: int, metrics_port: int) -> int:
-        """How many parts the process ``pid``, with its page on that port, had: a worker, a seat, a reader of the table.
+        """Reports that the process ``pid`` with its metrics page on ``metrics_port`` has ended.
 
-        By both, for containers of a host may share its name, and number their processes alike.
+        The port identifies it, too: containers may share a host's name and number their processes alike. Returns how
+        many members it was: a worker, a seat, a reader of the table.
         """
         infos: list[WorkerInfo | ExpertInfo] = [
             *(state.info for state in await self._workers.workers()),

@@ -1,4 +1,4 @@
-"""An expert worker's side of Redis: its seat, its assignment, and when it may go.
+"""An expert worker's side of Redis. Reports and heartbeats go out; an assignment, or the order to leave, comes in.
 
 The worker's id is its incarnation. All methods raise QueueUnavailable while Redis does not answer, and may be repeated.
 """
@@ -21,7 +21,7 @@ from services.routing import ShardGroup, decode_group, encode_group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """The group that a seat shall hold. The worker reports ``digest`` when it has loaded it."""
+    """The group that a seat shall hold. The worker reports ``digest`` when it has loaded the group."""
 
     group: ShardGroup
     digest: str
@@ -32,15 +32,15 @@ class Orders:
     """What the scheduler wants of a seat."""
 
     number: int
-    """The seat's; 0 if the worker never joined or is deregistered."""
+    """The seat's number; 0 if the worker never joined or is deregistered."""
     leave: bool = False
     """Call :meth:`ExpertQueue.leave`, serve until :func:`services.queue.tables.unused`, deregister and end."""
     assignment: Assignment | None = None
-    """None: none yet. What is loaded stays loaded."""
+    """The group to load; None: keep what is loaded."""
     table_epoch: int = 0
-    """Of the table that is published; 0: none is."""
+    """Epoch of the published table; 0: there is none."""
     oldest_epoch: int | None = None
-    """Of the tables that attention workers may use; None: nobody uses any; 0: not known, Redis lost its data."""
+    """Oldest epoch that attention workers may use; None: nobody uses a table; 0: unknown, for Redis lost its data."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,9 +62,8 @@ class ExpertQueue:
         self._members: dict[str, _Member] = {}
 
     async def join(self, info: ExpertInfo, lease_s: float) -> int:
-        """Takes a seat under a lease; its number, which no other worker ever has. Again: the same, and renews ``info``.
-
-        Raises FingerprintMismatch where live members of the namespace serve another model.
+        """Takes a seat under a lease and returns its number, which no other worker ever has. A worker that joins again
+        keeps its number and renews ``info``. Raises FingerprintMismatch where live members serve another model.
         """
         member = self._members.get(info.id)
         joining = member or _Member(info=info, lease_s=lease_s)
@@ -74,12 +73,12 @@ class ExpertQueue:
         return joining.number
 
     async def heartbeat(self, worker_id: str, report: SeatReport, rows: SeatRows | None = None) -> Orders:
-        """Renews the lease and says how the worker fares; call it every quarter of the lease.
+        """Renews the lease and reports the worker's state; call it every quarter of the lease.
 
         Joins again by itself where Redis forgot the worker: with what it holds, and with its number, unless another
-        worker has that by now. An assignment that cannot be read counts as none: what was assigned before stays.
-        ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch where others came while
-        this one was silent for two leases.
+        worker has it by now. An assignment that cannot be read counts as none: the former one stays. ``rows`` None
+        leaves the reported rows as they are. Raises FingerprintMismatch where members of another model came while this
+        worker was silent for two leases.
         """
         member = self._members.get(worker_id)
         if member is None:
@@ -101,7 +100,7 @@ class ExpertQueue:
     async def leave(self, worker_id: str) -> bool:
         """Asks to be left out of the next table; False if Redis does not know the worker.
 
-        The worker goes on with its heartbeats (status ``leaving``) and with the rows that it gets.
+        The worker keeps sending heartbeats (status ``leaving``) and serving the rows that it gets.
         """
         return bool(await self._scripts.run("leave_seat", worker_id))
 
@@ -111,7 +110,7 @@ class ExpertQueue:
         await self._scripts.run("deregister_seat", worker_id)
 
     async def _enter(self, member: _Member, report: SeatReport) -> None:
-        """``report`` and the assignment count where Redis does not know the seat."""
+        """Joins; ``report`` and the member's assignment count where Redis does not know the seat."""
         info, assigned = member.info, member.assignment
         seat = (info.id, milliseconds(member.lease_s), encode(info), info.fingerprint, member.number)
         holds = (assigned.digest, encode_group(assigned.group)) if assigned else ("", b"")

@@ -1,4 +1,4 @@
-"""A client of the Redis that Sentinels call the primary. After a failover new connections go to the new one."""
+"""A client of the Redis that Sentinels name as primary. After a failover new connections go to the new primary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.config.redis_url import SentinelUrl
 
 
 class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to the primary; a caller waits for a free one. Ends the Sentinels' own clients too."""
+    """Connections to the primary; a caller waits for a free one. Closes the clients of the Sentinels, too."""
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -19,7 +19,7 @@ class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
 
 
 def connect_primary(url: SentinelUrl, *, max_connections: int, timeout_s: float, **options: Any) -> Redis:
-    """Connects lazily; every new connection asks a Sentinel first. ``options`` are those of every connection."""
+    """Connects lazily; every new connection asks a Sentinel first. ``options`` hold for every connection."""
     extra = dict(url.options)
     login = {
         "username": extra.pop("sentinel_username", None),

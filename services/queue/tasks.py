@@ -10,11 +10,11 @@ _AGAIN_S = 0.1
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel ``tasks`` and wait until they are over, whatever they ended with.
+    """Cancels ``tasks`` and waits until they are done, whatever their outcome.
 
-    Again, ever more patiently, because ``asyncio.wait_for`` (up to Python 3.11, and Redis commands are sent inside one)
-    swallows a cancellation that arrives together with its result. A caller who is cancelled meanwhile is so afterwards:
-    whoever ends him asks again as well, and what is left behind would live on.
+    It cancels repeatedly, with doubling pauses, because ``asyncio.wait_for`` (up to Python 3.11, and Redis commands are
+    sent inside one) swallows a cancellation that arrives together with its result. Cancelling the caller meanwhile
+    takes effect afterwards: tasks left behind would live on.
     """
     pending = set(tasks)
     timeout_s, cancelled = _AGAIN_S, False

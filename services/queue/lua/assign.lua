@@ -6,17 +6,17 @@
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 
-local looked = {} -- {requests that have not got on, whether one of them is a suspect} by worker: each is looked at once
+local known = {} -- by worker: {open: unproven requests, alone: whether a suspect is among them}, read once
 
 local function company(worker)
-  if not looked[worker] then
+  if not known[worker] then
     local open, alone = unproven(worker)
-    looked[worker] = { open = open, alone = alone }
+    known[worker] = { open = open, alone = alone }
   end
-  return looked[worker]
+  return known[worker]
 end
 
--- The lease in ms that the worker gives, or nil if it is gone, has no credit for r, or one of them is to run alone.
+-- The worker's lease in ms; nil if it is gone, has no credit for r, or a suspect (r or one of its own) must run alone.
 local function credit(r, worker)
   local lease = tonumber(redis.call('ZSCORE', P .. 'workers', worker))
   if not lease or lease <= NOW then return nil end

@@ -1,5 +1,5 @@
 --@use base
--- Who reads what a gateway writes.
+-- Lists who reads what a gateway writes.
 -- ARGV: limits
 -- Returns {newest version that the leader reads (0: nobody leads), {worker, its info, worker, its info, ...}}: workers
 -- whose lease is live.

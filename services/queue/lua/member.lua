@@ -1,11 +1,12 @@
--- Library (needs base): what members of a namespace must agree in, while they live: the model that they serve, and a
--- version of what they write to one another. wires are the ranges of versions that members read, such as 1-2;
--- wire:<range> lives as long as any of these does and names its release. (The release before version 2 tells none; it reads 1-1.)
--- What a member claimed itself less than two leases ago cannot have run out, so nobody can have claimed anything else since:
--- another value was put there by somebody who is no member, or means harm. The member puts its own back and goes on.
+-- Library (needs base): what live members of a namespace must agree in: the model that they serve, and a version of
+-- what they write to one another. wires has the ranges of versions that members read, such as 1-2; wire:<range> lives
+-- as long as any member of that range does, and names its release. (The release before version 2 writes no range; it
+-- reads 1-1.) What a member claimed less than two leases ago cannot have expired, so no member can have claimed
+-- anything else since: another value was written by an intruder or by mistake. The member puts its own back and goes
+-- on.
 local MAX_RANGES = 16
 
--- What a key says, as far as members write anything so long; nil where it says nothing or is of another type.
+-- The value of a key, up to the longest that members write; nil where it is empty or of another type.
 local function value_of(key)
   local value = redis.pcall('GETRANGE', key, 0, 255)
   return type(value) == 'string' and value ~= '' and value or nil
@@ -29,8 +30,8 @@ local function ranges()
   return {}
 end
 
--- An error reply where live members read nothing that this one writes, or the other way round. good_until: end of what it
--- claimed before, 0 for a first claim.
+-- Claims the range of versions that this member reads; an error reply where live members read nothing that it writes,
+-- or the other way round. good_until: when its former claim expires, 0 for a first claim.
 local function claim_wire(lease_ms, good_until)
   local mine = C.oldest_wire .. '-' .. C.wire
   for _, range in ipairs(ranges()) do
@@ -45,7 +46,7 @@ local function claim_wire(lease_ms, good_until)
   redis.call('SET', P .. 'wire:' .. mine, C.release, 'PX', 2 * lease_ms)
 end
 
--- An error reply where live members serve another model than fingerprint ('' claims nothing), or see claim_wire.
+-- Claims the model, too; an error reply where live members serve another one than fingerprint ('' claims none).
 local function claim_model(fingerprint, lease_ms, good_until)
   local mismatch = claim_wire(lease_ms, good_until)
   if mismatch or fingerprint == '' then return mismatch end
@@ -55,8 +56,8 @@ local function claim_model(fingerprint, lease_ms, good_until)
   redis.call('SET', P .. 'model', fingerprint, 'PX', 2 * lease_ms)
 end
 
--- End of what a member claimed with its last heartbeat; 0 for one that is not in the index of leases.
-local function claimed_until(index, member, own_lease_ms, lease_ms)
+-- When the claim of a member's last heartbeat expires: two leases after it; 0 for one that has no lease.
+local function claimed_until(index, member, lease_ms)
   local lease_end = tonumber(redis.call('ZSCORE', P .. index, member))
-  return lease_end and lease_end - own_lease_ms + 2 * lease_ms or 0
+  return lease_end and lease_end + lease_ms or 0
 end
