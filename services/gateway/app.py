@@ -1,4 +1,4 @@
-"""The routes. Each reads its body, asks a collaborator, and answers in OpenAI's shapes."""
+"""The routes. In: HTTP requests. Out: answers in OpenAI's shapes, for which each route asks a collaborator."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from services.metrics import CONTENT_TYPE, GatewayMetrics
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
 _PAGES_PER_S = 20.0
-"""Each is made on the event loop, in some milliseconds."""
+"""Pages of metrics; making one takes some milliseconds of the event loop."""
 _POSTED = (400, 401, 404, 415, 429)
 _GENERATION = (*_POSTED, 409)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the routes work with."""
+    """The collaborators of the routes."""
 
     intake: Intake
     follower: ResultFollower
@@ -64,7 +64,7 @@ class Parts:
     version: str
     protected: bool
     same_machine: bool = False
-    """Nobody needs a key, and only this machine can connect: what a web page could send is refused."""
+    """Clients need no key and only this machine can connect, so requests that a web page could send are refused."""
     separate_metrics: bool = False
     """/metrics is served by :func:`build_metrics_app` alone."""
 
@@ -76,7 +76,7 @@ def build_app(parts: Parts) -> ASGIApp:
         version=parts.version,
         description="OpenAI-compatible server for Mixture-of-Experts language models.",
         redirect_slashes=False,
-        openapi_url=None,  # FastAPI's asks for no key, and its pages load scripts of strangers
+        openapi_url=None,  # FastAPI's own asks for no key, and its pages load scripts of other sites
     )
     app.add_exception_handler(RequestError, on_request_error(Refusals(parts.metrics)))
     app.add_exception_handler(HTTPException, on_http_exception)
@@ -202,7 +202,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/accepting", responses=openapi.refusals())
     async def accepting() -> shapes.Status:
-        """200 while requests may come here, though they may have to wait for a worker: what load balancers ask."""
+        """200 while requests may come here, though they may have to wait for a worker; for load balancers."""
         if parts.intake.leaving:
             raise NotReady("This gateway is shutting down.", retry_after_s=1.0)
         if not parts.readiness.connected():
@@ -213,7 +213,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     async def version() -> shapes.Version:
         return shapes.Version(version=parts.version)
 
-    @cache  # one for all who ask, also while they do not read it
+    @cache  # all clients share one, also clients that do not read it
     def encoded() -> bytes:
         name = parts.intake.prompts.model.name
         return msgspec.json.encode(openapi.document(app, protected=parts.protected, model=name))

@@ -1,7 +1,7 @@
-"""All connections of one listener: who gets a place, who gives way, and whose time is over.
+"""All connections of one listener: which get a place, which give way, and which have waited too long.
 
-In: what each connection waits for, and how much its peer has sent (:class:`Tally`). Out: refusals of those that take
-too long, and places for those who come.
+In: what each connection waits for, and how much its peer has sent (:class:`Tally`). Out: places for new connections,
+and ends of connections that take too long.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from services.metrics import GatewayMetrics
 
 _KIB = 1024
 _ENDED_AT_ONCE = 256
-"""Waits that end in one turn of the event loop, in some milliseconds: ten thousand would hold up every stream for most
-of a second."""
+"""Waits that end in one turn of the event loop, in some milliseconds: ten thousand would block every stream for almost
+a second."""
 _CANDIDATES = 16
-"""Oldest ones that are asked whether something of theirs is still unread, before a newcomer is turned away."""
+"""How many of the oldest connections are checked for unread bytes before a new one is turned away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What one connection may take, and how many there may be. Sizes in bytes, times in seconds."""
+    """What one connection may take, and how many there may be. Sizes are in bytes, times in seconds."""
 
     connections: int = 10_000
     spare: int = 64
-    """Beyond ``connections``, for whoever asks how the gateway is: a full one is not a dead one."""
+    """Places beyond ``connections`` for probes: a full gateway must not look dead."""
     head_bytes: int = 64 * _KIB
     head_fields: int = 128
     head_s: float = 15.0
     spare_head_s: float = 2.0
     large_head: int = 8 * _KIB
     large_heads: int = 32 * 1024 * _KIB
-    """All heads above ``large_head`` together: ten thousand of 64 KiB would be the memory of the whole pod."""
+    """All heads above ``large_head`` together: ten thousand of 64 KiB would take the memory of the whole pod."""
     body_bytes: int = 4 * 1024 * _KIB
-    """What a body without Content-Length is given time for."""
+    """A body without Content-Length gets the time for this size."""
     body_s: float = 30.0
-    least_rate: float = 64.0 * _KIB
-    """Bytes per second that a client sends and reads at, beyond ``body_s`` and ``stall_s``."""
+    min_rate: float = 64.0 * _KIB
+    """The bytes per second that a client has to send and read, beyond ``body_s`` and ``stall_s``."""
     framing_bytes: int = 64 * _KIB
-    """Chunk headers, their extensions and trailers, beyond an eighth of the bytes that the body itself has."""
+    """Chunk headers, their extensions and trailers, beyond an eighth of the body's own bytes."""
     rest_bytes: int = 64 * 1024 * _KIB
-    """Of a body that nobody reads: it was answered before it came."""
+    """Bytes of a body whose request was answered before it came, so that nobody reads it."""
     ahead_bytes: int = 16 * _KIB
     ahead_requests: int = 4
-    """Sent before the answer to the request before: pipelining, which hardly any client does."""
+    """Bytes and requests sent before the last answer: pipelining, which hardly any client does."""
     write_buffer: int = 16 * _KIB
     stall_s: float = 60.0
     keep_alive_s: float = 75.0
-    """Longer than usual proxies keep theirs, so that they close first."""
+    """Longer than usual proxies keep connections, so that the proxy closes first."""
     closing_s: float = 10.0
-    """From the close to its end: the peer reads what it was told, and sends the rest of what it was sending."""
+    """How long a close may take: the peer reads the answer, and sends the rest of its request."""
     look_s: float = 0.5
 
 
@@ -73,11 +73,11 @@ class Wait(Enum):
 
 
 _GIVING_WAY = (Wait.CLOSING, Wait.HEAD, Wait.REST, Wait.IDLE)
-"""Who makes room for a newcomer, the oldest first: nobody who is served."""
+"""Connections that make room for a new one, the oldest first; none that is served."""
 
 
 class Client(Protocol):
-    """A connection, as far as it is known here."""
+    """A client's connection, as :class:`Connections` needs it."""
 
     @property
     def unread(self) -> bool:
@@ -86,7 +86,7 @@ class Client(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether this process is not reading: the wait is not the peer's fault."""
+        """Whether this process does not read, so that the peer is not responsible for the wait."""
         ...
 
     def expire(self, wait: Wait) -> None: ...
@@ -95,7 +95,7 @@ class Client(Protocol):
 
 
 class Connections:
-    """The places of a listener. A place is taken by :meth:`place`, and given back by :meth:`leave`."""
+    """The places of a listener. :meth:`place` takes a place, :meth:`leave` gives it back."""
 
     def __init__(self, bounds: Bounds, metrics: GatewayMetrics, listener: str) -> None:
         self.bounds = bounds
@@ -109,16 +109,16 @@ class Connections:
         self._large_sum = 0
         self._spare: set[Client] = set()
         self._ordinary: set[Client] = set()
-        self._coming = {False: 0, True: 0}  # accepted, and no client yet, by whether the place is a spare one
+        self._coming = {False: 0, True: 0}  # accepted and not entered yet, by whether the place is a spare one
 
     @property
     def free(self) -> int:
-        """Ordinary places that nobody has."""
+        """How many ordinary places are free."""
         return self.bounds.connections - self._count(spare=False)
 
     def place(self) -> bool | None:
-        """Takes a place for a connection that was accepted: False is an ordinary one, True a spare one that only says
-        how the gateway is, None none at all. Where all are taken the oldest of those that are not served give way."""
+        """Takes a place for an accepted connection: False is an ordinary place, True a spare one, which serves probes
+        only, None no place. Where all are taken the oldest connection that is not served gives way."""
         if self._count(spare=False) < self.bounds.connections or self._make_room(self._ordinary):
             spare = False
         elif self._count(spare=True) < self.bounds.spare or self._make_room(self._spare):
@@ -130,11 +130,11 @@ class Connections:
         return spare
 
     def vacate(self, *, spare: bool) -> None:
-        """The connection of a place came to nothing."""
+        """Gives back the place of a connection that ended before :meth:`enter`."""
         self._coming[spare] -= 1
 
     def enter(self, client: Client, *, spare: bool) -> None:
-        """``client`` is the connection that :meth:`place` was asked for."""
+        """Enters the connection that :meth:`place` took a place for."""
         self._coming[spare] -= 1
         (self._spare if spare else self._ordinary).add(client)
 
@@ -146,7 +146,7 @@ class Connections:
         self._spare.discard(client)
 
     def wait(self, client: Client, wait: Wait, seconds: float) -> None:
-        """From now on ``client`` has so long."""
+        """Gives ``client`` this many seconds, from now, for ``wait``."""
         self._waits[wait][client] = self.time.now() + seconds
 
     def done(self, client: Client, wait: Wait) -> None:
@@ -154,7 +154,7 @@ class Connections:
             self._graced.discard(client)
 
     def hold_head(self, client: Client, size: int) -> bool:
-        """Counts the bytes of a large head until :meth:`forget_head`. False: all large heads together are too many."""
+        """Counts the bytes of a large head until :meth:`forget_head`. False: all large heads together take too many."""
         if size <= self.bounds.large_head:
             return True
         self._large_sum += size - self._large.get(client, 0)
@@ -165,20 +165,18 @@ class Connections:
         self._large_sum -= self._large.pop(client, 0)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Ends waits until cancelled."""
         pause_s = self.bounds.look_s
         while True:
             await asyncio.sleep(pause_s)
             pause_s = 0.0 if self.look() else self.bounds.look_s
 
     def look(self) -> bool:
-        """Ends waits that are over; whether there are more of them."""
+        """Ends waits that are over. Returns whether more of them remain."""
         now = self.time.tick()
-        over = [
-            (client, wait) for wait, clients in self._waits.items() for client, due in clients.items() if due <= now
-        ]
+        over = [(client, wait) for wait, dues in self._waits.items() for client, due in dues.items() if due <= now]
         for client, wait in over[:_ENDED_AT_ONCE]:
-            if self._waits[wait].get(client, math.inf) <= now:  # else another one's end was its own
+            if self._waits[wait].get(client, math.inf) <= now:  # else it has ended with another wait
                 self._end(client, wait, now)
         self._report_counts()
         return len(over) > _ENDED_AT_ONCE
@@ -191,7 +189,8 @@ class Connections:
             client.expire(wait)
 
     def _excused(self, client: Client, wait: Wait) -> bool:
-        """What has come and is not read was in time; it is read before the next look."""
+        """Whether the wait goes on: bytes that have come and are not read yet were in time, and are read until the next
+        look."""
         if wait is Wait.BODY and client.paused:
             return True
         if wait in (Wait.STALL, Wait.CLOSING) or client in self._graced or not client.unread:
@@ -224,22 +223,22 @@ class Connections:
 
 
 _CONTENT_SHARE = 8
-"""Bytes of a body for each of its framing: with less, as in chunks of five bytes, the parser is most of the work."""
+"""Bytes of a body for each byte of its framing: with fewer, as in chunks of five bytes, the parser takes too long."""
 
 
 class Tally:
-    """Counts. What returns a bool says whether that is too much."""
+    """Counts what a peer has sent. Methods that return a bool say whether that is too much."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self.head_bytes = self.head_fields = 0
-        self._earlier_heads = 0  # bytes of those before it, while any of them is under way
-        self._wire_bytes = self._body_bytes = 0  # of a body as it was sent, and as it is meant
+        self._earlier_heads = 0  # bytes of earlier heads, while any of them is in flight
+        self._wire_bytes = self._body_bytes = 0  # of a body with its framing, and without
         self._ahead_bytes = self._thrown_away = 0
 
     @property
     def heads_bytes(self) -> int:
-        """Of all heads that are under way."""
+        """Bytes of all heads in flight."""
         return self._earlier_heads + self.head_bytes
 
     def begin_head(self) -> None:
@@ -250,7 +249,7 @@ class Tally:
         self._wire_bytes = self._body_bytes = 0
 
     def rest(self) -> None:
-        """Nothing is under way."""
+        """Notes that nothing is in flight."""
         self._ahead_bytes = self._earlier_heads = self.head_bytes = 0
 
     def head(self, size: int) -> bool:
@@ -258,21 +257,21 @@ class Tally:
         return self.head_bytes > self._bounds.head_bytes
 
     def field(self) -> bool:
-        """One more, of the head or behind the body."""
+        """Counts one more field, of the head or behind the body."""
         self.head_fields += 1
         return self.head_fields > self._bounds.head_fields
 
     def content(self, size: int) -> None:
-        """Of a body, as it is meant."""
+        """Counts bytes of a body without its framing."""
         self._body_bytes += size
 
     def framing(self, size: int) -> bool:
-        """``size`` more bytes of a body as it was sent; too much of them are not its own."""
+        """Counts ``size`` more bytes of a body with its framing, of which there may be too much."""
         self._wire_bytes += size
         return self._wire_bytes - self._body_bytes > self._bounds.framing_bytes + self._body_bytes // _CONTENT_SHARE
 
     def unwanted(self) -> bool:
-        """What came of a body that nobody reads."""
+        """Whether too much has come of a body that nobody reads."""
         return self._wire_bytes > self._bounds.rest_bytes
 
     def ahead(self, size: int) -> bool:

@@ -14,7 +14,7 @@ _LOOKS_PER_S = 4.0
 
 
 class Readiness:
-    """Collects what a request needs on its way. Redis is asked a few times a second, whoever asks here how often."""
+    """Checks what a request needs. Redis is asked a few times a second, however often clients ask."""
 
     def __init__(
         self, follower: ResultFollower, led: Callable[[], Coroutine[Any, Any, object]], keys: KeyStore | None = None
@@ -26,7 +26,7 @@ class Readiness:
         self._connected = False
 
     def connected(self) -> bool:
-        """Whether Redis has answered once. While it is away later this gateway is still the one to tell clients so."""
+        """Whether Redis has answered once. While it is away later, this gateway still answers clients with errors."""
         self._connected = self._connected or self._follower.up
         return self._connected
 

@@ -1,6 +1,6 @@
 """From a parsed body to an admitted job: model name, limits, sampling, admission.
 
-In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` whose sequences are in the queue.
+In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` with its sequences in the queue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand, Holdings, Loan
 from services.gateway.detokenize import StopSet
 from services.gateway.echo import Echo, Spelled
-from services.gateway.idempotency import JobOrigin, KeyedJobs, fingerprint, new_origin
+from services.gateway.idempotency import KeyedJobs, Origin, fingerprint, new_origin
 from services.gateway.job import Choice, Job, Rendering
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
@@ -33,14 +33,14 @@ from services.wire import WIRE
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
-_MAX_STOP_CHARS = 4096  # of all stop strings of a request together
-_MAX_ECHO_BYTES = 16 << 20  # of all prompts of a request together, once each
-_INLINE_IDS = 4096  # more are decoded beside the event loop
+_MAX_STOP_CHARS = 4096  # all stop strings of a request together
+_MAX_ECHO_BYTES = 16 << 20  # all prompts of a request together, each once
+_INLINE_IDS = 4096  # longer prompts are decoded in a thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """A request with its defaults filled in: everything but ids, seed and admission."""
+    """A request with its defaults filled in, before ids, seed and admission."""
 
     arrived: float
     prompts: Sequence[Prompt]
@@ -57,8 +57,8 @@ class _Plan:
 
 
 class Intake:
-    """Admits generation requests. ``draining`` makes it refuse new ones; ``leaving`` says that it is about to.
-    ``asked_at``: when the last one came, by ``time.monotonic``."""
+    """Admits generation requests. ``draining`` makes it refuse new requests; ``leaving`` says that it soon will.
+    ``asked_at`` is when the last request came, by ``time.monotonic``."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Intake:
 
     @property
     def holdings(self) -> Holdings:
-        """Where its answers count."""
+        """The account of the answers' memory."""
         return self._table.holdings
 
     async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
-        """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""
+        """The job for ``POST /v1/completions``. Raises RequestError for a fault of the client or a refusal."""
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(len(body.prompts) * (body.n or 1), caller)
@@ -154,26 +154,26 @@ class Intake:
             raise QueueUnavailable("The queue does not answer.", hint="Try again soon.", retry_after_s=_AWAY_RETRY_S)
 
     def _check_count(self, sequences: int, caller: Caller) -> None:
-        """Refuses what admission would refuse for ever: a 429 would send the client round in circles."""
+        """Refuses a request that admission would always refuse: a 429 would make the client retry for ever."""
         allowed = caller.limits.concurrency if caller.limits else None
-        most = self._max_sequences if allowed is None else min(allowed, self._max_sequences)
-        if sequences > most:
+        limit = self._max_sequences if allowed is None else min(allowed, self._max_sequences)
+        if sequences > limit:
             raise InvalidRequest(
-                f"The request asks for {sequences} sequences (prompts times n); {most} is the most.",
+                f"The request asks for {sequences} sequences (prompts times n); {limit} is the most.",
                 hint="Split it into several requests.",
                 param="n",
             )
 
     async def _run(self, body: GenerationBody, plan: _Plan, wanted: int | None, caller: Caller, key: str | None) -> Job:
-        """Generates ``wanted`` tokens; by default as many of the plan's as the budget admits."""
+        """The job of ``plan`` with ``wanted`` tokens; by default with as many of the plan's as the budget admits."""
         if wanted is None:
-            wanted = self._budget.most_tokens(plan.demand, plan.max_tokens)
+            wanted = self._budget.largest_max_tokens(plan.demand, plan.max_tokens)
         plan = replace(plan, max_tokens=wanted)
         self._check(body, plan)
         self._table.holdings.check(caller.tenant)
         self._follower.cancel(self._table.make_room())
 
-        async def start(origin: JobOrigin) -> Job:
+        async def start(origin: Origin) -> Job:
             with self._table.holdings.lend(caller.tenant) as loan:
                 job = self._job(body, plan, await self._echoes(plan, caller, loan), origin, caller)
             return await self._admit(job, origin, caller)
@@ -183,7 +183,7 @@ class Intake:
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
 
     async def _echoes(self, plan: _Plan, caller: Caller, loan: Loan) -> list[Spelled]:
-        """The texts of the prompts where they are to be repeated. Raises InvalidRequest where they are too long."""
+        """The texts of prompts that the answer repeats. Raises InvalidRequest where they are too long."""
         echoes: list[Spelled] = []
         for prompt in plan.prompts if plan.echo else ():
             echoes.append(await self._echo(prompt, caller))
@@ -241,9 +241,7 @@ class Intake:
                 param="stop",
             )
 
-    def _job(
-        self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], origin: JobOrigin, caller: Caller
-    ) -> Job:
+    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], origin: Origin, caller: Caller) -> Job:
         codec, scored = self.prompts.model.codec, plan.logprobs is not None
         stops = StopSet(body.stops) if body.stops else None
         sampling = _sampling(body, plan, origin.seed)
@@ -283,8 +281,8 @@ class Intake:
             arrived=plan.arrived,
         )
 
-    async def _admit(self, job: Job, origin: JobOrigin, caller: Caller) -> Job:
-        """Puts ``job`` into the queue. Its events may come before the answer, so it is in the table first."""
+    async def _admit(self, job: Job, origin: Origin, caller: Caller) -> Job:
+        """Puts ``job`` into the queue. Its events may come before the reply, so it enters the table first."""
         if origin.resumed:
             await self._follower.cancels_heard({choice.request.id for choice in job.choices})
         self._table.add(job)
@@ -293,7 +291,7 @@ class Intake:
         except BaseException as error:
             self._table.discard(job)
             if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or origin.resumed:
-                # Whether it took effect is unknown, or it did for a part.
+                # The call may have taken effect, at least in part.
                 self._follower.cancel({choice.request.id: 0 for choice in job.choices})
             raise
         for choice, request in zip(job.choices, granted, strict=True):
@@ -306,7 +304,7 @@ class Intake:
             self._metrics.prompt_len.observe(length)
         return job
 
-    async def _enqueue(self, job: Job, origin: JobOrigin, caller: Caller) -> list[GenerateRequest]:
+    async def _enqueue(self, job: Job, origin: Origin, caller: Caller) -> list[GenerateRequest]:
         requests, prompts = [choice.request for choice in job.choices], job.prompts
         limits = caller.limits
         if not origin.resumed:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies that the routes parse themselves, and every status that a client may see."""
+"""The OpenAPI document: bodies that the routes parse themselves, and every status that a client may get."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def post(body: type[Body], answer: type[BaseModel], *statuses: int, events: bool
 
 
 def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
-    """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only one served."""
+    """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only model served."""
     found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, bodies = msgspec.json.schema_components(_BODIES, ref_template=_REFERENCE)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})

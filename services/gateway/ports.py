@@ -1,4 +1,4 @@
-"""What the gateway needs of the queue. ``services.queue.GatewayQueue`` is it; see there for what each call promises."""
+"""The queue as the gateway needs it. ``services.queue.GatewayQueue`` implements it and documents each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.queue.limits import TenantLimits
 
 
 class Queue(Protocol):
-    """All calls raise :class:`QueueUnavailable` while Redis is away and may then be repeated."""
+    """All calls raise :class:`QueueUnavailable` while Redis is away, and may then be repeated."""
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None: ...
 

@@ -1,4 +1,6 @@
-"""The gateway role: the HTTP front. Needs Redis and the checkpoint's configuration and tokenizer."""
+"""The gateway role: HTTP requests come in, requests to the queue go out. It needs Redis, and the checkpoint's
+configuration and tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,12 @@ log = logging.getLogger(__name__)
 
 _OF_METRICS = Bounds(connections=16, spare=0, body_bytes=0)
 _SWITCH_S = 0.001
-"""For how long a thread keeps the interpreter's lock while the event loop waits for it; Python's default is five times
-as long, and the loop waits anew whenever it has looked for events."""
+"""How long a thread keeps the interpreter's lock while the event loop waits for it. Python's default is five times as
+long, and the loop waits each time that it has polled for events."""
 
 
 def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
-    """What clients see of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
+    """The model of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
     assert settings.model is not None, "load_settings requires it of this role"
     config = read_tokenizer_config(settings.model)
     codec = load_codec(settings.model, config)
@@ -77,7 +79,7 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
 
 
 def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
-    """Where API keys are looked up; None where clients need none."""
+    """The store of API keys; None where clients need none."""
     metrics.keys_usable.set(1)
     if not keys_required(settings.auth, settings.host):
         return None
@@ -89,7 +91,7 @@ def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gateway:
-    """The parts of a gateway process that live as long as it does."""
+    """The parts of a gateway process that live as long as the process."""
 
     queue: Queue
     table: JobTable
@@ -101,7 +103,7 @@ class Gateway:
 
 
 async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
-    """Heartbeats of the gateway ``name`` over a connection of their own."""
+    """A session of :class:`HeartbeatThread`: heartbeats of the gateway ``name``, over a connection of their own."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     redis = connect(settings.redis_url, max_connections=1)
     try:
@@ -113,7 +115,7 @@ async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Corouti
 
 @asynccontextmanager
 async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
-    """Builds a gateway over ``redis``; nothing runs yet."""
+    """Builds a gateway that uses ``redis``; nothing runs yet."""
     assert settings.model is not None, "load_settings requires it of this role"
     spec = load_spec(settings.model)
     model = served_model(settings, spec)
@@ -195,7 +197,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
 
 
 async def front(settings: Settings, stop: asyncio.Event) -> None:
-    """Run a gateway until ``stop``; then let open requests end."""
+    """Runs a gateway until ``stop``, then drains it."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     sys.setswitchinterval(_SWITCH_S)
     keep_one_heap()
@@ -245,7 +247,8 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
 
 async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(work) for work in (gateway.follower.run(), gateway.notes.run(), give_back_memory())]
+        work = (gateway.follower.run(), gateway.notes.run(), give_back_memory())
+        background = [group.create_task(part) for part in work]
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         drain = Drain(
@@ -262,9 +265,9 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
             server.stop()
             await serving
         finally:
-            await end_tasks(beside)
+            await end_tasks(background)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the role."""
+    """Runs the role and returns its exit code."""
     return run_role(GATEWAY, front, argv)

@@ -33,10 +33,6 @@ class DeathNotices:
             *(state.info for state in await self._workers.workers()),
             *(state.info for state in await self._seats.seats()),
         ]
-        ended = [info.id for info in infos if _is_it(info, pid, metrics_port)]
+        process = (socket.gethostname(), pid, metrics_port)
+        ended = [info.id for info in infos if (info.host, info.pid, urlsplit(info.metrics_url or "").port) == process]
         return int(await self._scripts.run("death_notice", *ended)) if ended else 0
-
-
-def _is_it(info: WorkerInfo | ExpertInfo, pid: int, metrics_port: int) -> bool:
-    port = urlsplit(info.metrics_url or "").port
-    return (info.host, info.pid, port) == (socket.gethostname(), pid, metrics_port)

@@ -184,8 +184,8 @@ class SchedulerQueue:
         """Moves leases to workers and writes Assign into their inboxes, with one answer per pair. Workers of an earlier
         release get the prompt itself instead of its name.
 
-        False: the request is back at its place, because the worker's lease or credit is gone, or because it or another
-        request of the worker is a suspect; or it is gone (cancelled, taken up, its claim expired). The scheduler forgets it.
+        False: the request is back at its place, because the worker's lease or credit is gone or a suspect has to run
+        alone; or the request is gone (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
         """
         if any(worker_id not in self._reads for _, worker_id in pairs):
             await self.workers()

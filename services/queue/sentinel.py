@@ -21,10 +21,7 @@ class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
 def connect_primary(url: SentinelUrl, *, max_connections: int, timeout_s: float, **options: Any) -> Redis:
     """Connects lazily; every new connection asks a Sentinel first. ``options`` hold for every connection."""
     extra = dict(url.options)
-    login = {
-        "username": extra.pop("sentinel_username", None),
-        "password": extra.pop("sentinel_password", None),
-    }
+    login = {"username": extra.pop("sentinel_username", None), "password": extra.pop("sentinel_password", None)}
     tls: dict[str, Any] = {"ssl": True, **extra} if url.tls else {}
     if "ssl_check_hostname" in tls:
         tls["ssl_check_hostname"] = tls["ssl_check_hostname"].lower() not in ("0", "false", "no")

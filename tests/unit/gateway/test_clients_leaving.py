@@ -197,11 +197,11 @@ async def test_unusable_keys_are_refused(gateway, key):
 
 
 async def test_keys_of_two_tenants_are_apart(gateway):
-    from services.gateway.idempotency import JobOrigin, KeyedJobs
+    from services.gateway.idempotency import KeyedJobs, Origin
 
     keyed, origins = KeyedJobs(gateway.table.holdings, keep_s=60), []
 
-    async def start(origin: JobOrigin) -> Any:
+    async def start(origin: Origin) -> Any:
         origins.append(origin)
         raise ValueError("enough")
 

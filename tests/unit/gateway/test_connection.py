@@ -20,7 +20,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SHORT = Bounds(
     head_s=0.4,
     body_s=0.4,
-    least_rate=1 << 20,
+    min_rate=1 << 20,
     stall_s=0.6,
     keep_alive_s=0.5,
     closing_s=0.5,
@@ -289,7 +289,7 @@ async def test_a_body_that_does_not_come_ends_its_connection(start, connect, fie
 
 async def test_a_large_body_has_longer_by_its_size(start, connect, script):
     """0.1 s and 2 s of its bytes at the least rate."""
-    gateway = await start(bounds=Bounds(body_s=0.1, least_rate=100_000, look_s=0.05), max_len=300_000)
+    gateway = await start(bounds=Bounds(body_s=0.1, min_rate=100_000, look_s=0.05), max_len=300_000)
     gateway.queue.answer = lambda request: script.events(request, [5])
     peer = await connect(gateway)
     body = json.dumps({"prompt": "a" * 200_000, "max_tokens": 1}).encode()
@@ -300,7 +300,7 @@ async def test_a_large_body_has_longer_by_its_size(start, connect, script):
 
 
 async def test_what_was_answered_before_its_body_came_is_thrown_away_within_bounds(start, connect):
-    gateway = await start(bounds=Bounds(body_s=0.4, least_rate=1 << 20, rest_bytes=1 << 20, look_s=0.05))
+    gateway = await start(bounds=Bounds(body_s=0.4, min_rate=1 << 20, rest_bytes=1 << 20, look_s=0.05))
     for path in ("/nothing", URL):
         finished, endless, silent = [await connect(gateway) for _ in range(3)]
         size = 500_000 if path == "/nothing" else 2 << 20
@@ -484,7 +484,7 @@ async def test_a_reader_that_two_give_up_is_counted_once(start, connect):
 
 async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, connect):
     """A megabyte that takes seconds, where a byte that takes 0.1 s is too slow."""
-    bounds = Bounds(stall_s=0.1, least_rate=50_000, look_s=0.05)
+    bounds = Bounds(stall_s=0.1, min_rate=50_000, look_s=0.05)
     gateway = await start(bounds=bounds, max_body_bytes=4 << 20, max_len=1_000_000)
     peer = await connect(gateway, limit=1 << 16)
     body = json.dumps({"prompt": "ab " * 60_000, "return_token_strs": True}).encode()

@@ -222,7 +222,7 @@ def test_a_flood_fills_no_log(caplog):
     assert [record.message for record in caplog.records] == [
         "refused a head",
         "closed one",
-        "refused a head (999 more since this was said last)",
+        "refused a head (999 more since the last such line)",
     ]
     assert registry.get_sample_value("expertmesh_gateway_refused_total", {"reason": "head_bytes"}) == 1001
 
