@@ -28,7 +28,7 @@ class Conversation:
         return [*said, *(value for value in self.options.values() if isinstance(value, str))]
 
     def with_texts(self, said: Callable[[str], str], option: Callable[[str], str]) -> Conversation:
-        """The same conversation with other texts: ``said`` changes those of messages, ``option`` those of options."""
+        """A copy with other texts: ``said`` changes the texts of messages, ``option`` the strings of options."""
         return Conversation(
             messages=[
                 {name: text if name == "role" else said(text) for name, text in message.items()}

@@ -174,9 +174,9 @@ class StopStrings:
         if begin is not None:
             self._held, self._state = "", 0
             return text[:begin], True
-        settled = len(text) - self._set.depths[self._state]
-        self._held = text[settled:]
-        return text[:settled], False
+        final = len(text) - self._set.depths[self._state]
+        self._held = text[final:]
+        return text[:final], False
 
     def flush(self) -> str:
         held, self._held, self._state = self._held, "", 0

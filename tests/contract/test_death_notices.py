@@ -54,7 +54,7 @@ async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, notices: Dea
     assert len(await floor.seats()) == 4
 
 
-async def test_of_nobody_nothing_is_told(floor, notices: DeathNotices) -> None:
+async def test_an_unknown_process_ends_no_lease(floor, notices: DeathNotices) -> None:
     assert await notices.send(PID + 2, PORT) == 0
     assert await notices.send(PID, PORT + 1) == 0
     assert len(await floor.bench.scheduler.workers()) == 5

@@ -171,7 +171,7 @@ async def test_a_seat_back_without_a_table_holds_reaping_off_and_one_that_lapsed
     assert (await floor.registry.reap(floor.bench.epoch)).held
 
 
-async def test_counted_rows_reach_the_scheduler_apart_from_the_seats(floor):
+async def test_counted_rows_reach_the_scheduler_separately_from_the_seats(floor):
     numbers = await floor.join("e1", "e2")
     rows = SeatRows(digest="d", rows={0: (3, 0), 7: (0, 900)})
     await floor.experts.heartbeat("e1", WAITING, rows)
@@ -244,7 +244,7 @@ async def test_reaping_is_bounded_and_says_that_more_is_left(floor):
     assert (len(report.seats), report.more) == (1, False)
 
 
-async def test_a_record_without_its_seat_is_joined_anew_under_its_number(floor):
+async def test_a_record_without_its_seat_is_joined_again_under_its_number(floor):
     """The hash expires when no scheduler has reaped for long."""
     (number,) = await floor.join("e1")
     await floor.redis.delete(floor.keys.seat("e1"))

@@ -133,12 +133,12 @@ class Lags:
     async def read(self, name: str) -> str:
         """What is new, which is not handled before the next reading; its last id."""
         self.handled[name], _ = await self.gateways[name].follow(self.handled[name], 0)
-        await asyncio.sleep(0.01)  # what was handled is told beside the reading
+        await asyncio.sleep(0.01)  # what was handled is reported by another task
         return self.handled[name]
 
 
 @LAG
-async def test_a_worker_is_told_which_gateways_lag(bench):
+async def test_a_worker_learns_which_gateways_lag(bench):
     """By what they have not handled, not by what they have not read."""
     lags = Lags(bench)
     await lags.start()
@@ -178,7 +178,7 @@ async def test_a_gateway_that_has_little_to_handle_does_not_lag(bench):
     await lags.start()
     await lags.publish(0)
     for name in ("g1", "g2", "g1", "g2"):
-        await lags.read(name)  # the second time nothing is new: what was handled is told
+        await lags.read(name)  # the second time nothing is new: what was handled is reported
     await lags.publish(1)
     await asyncio.sleep(0.06)
     assert await lags.publish(2) == {}

@@ -91,7 +91,7 @@ def test_time_that_was_not_lived_does_not_count():
     assert lived.tick() == 1.75
 
 
-def test_who_waits_too_long_is_told_once():
+def test_a_wait_that_is_too_long_ends_once():
     listener = Listener(look_s=0.5)
     early, late = listener.come("early"), listener.come("late", seconds=20)
     listener.pass_time(14.5)
@@ -173,7 +173,7 @@ def test_those_who_are_not_served_give_way_the_oldest_first():
     assert not listener.places._spare - {another}
 
 
-def test_those_who_are_told_already_give_way_before_all_others():
+def test_connections_that_close_give_way_before_all_others():
     listener = Listener(connections=4, spare=0)
     clients = [listener.come("g", wait) for wait in (Wait.IDLE, Wait.REST, Wait.HEAD, Wait.CLOSING)]
     for client in reversed(clients):

@@ -92,8 +92,8 @@ async def test_a_kept_answer_that_gave_way_is_made_again(start, script):
     large.cancel()
     gateway.queue.records.clear()
     again, request = await ask(gateway, "greedy", logprobs=5, headers={"Idempotency-Key": "k"})
-    gateway.queue.emit(*script.events(request, gateway.ids("anew")))
-    assert (await again).json()["choices"][0]["text"] == "anew"
+    gateway.queue.emit(*script.events(request, gateway.ids("again")))
+    assert (await again).json()["choices"][0]["text"] == "again"
 
 
 async def test_a_client_that_reads_a_little_now_and_then_is_given_up():
