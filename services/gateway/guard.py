@@ -153,11 +153,12 @@ class Guard:
         declared = self._declared(request)
         with self._rooms.bodies.open(caller.tenant) as hold:
             hold.grow(_need(declared))
-            raw = await self._read(request, hold)
-            if len(raw) <= _INLINE_BYTES:
-                yield parser.parse(raw)
-            else:
-                yield await self._offload.run(caller.tenant, lambda: parser.parse(raw))
+            yield await self._parse(parser, await self._read(request, hold), caller.tenant)
+
+    async def _parse(self, parser: Parser[B], raw: bytearray, tenant: str) -> B:
+        if len(raw) <= _INLINE_BYTES:
+            return parser.parse(raw)
+        return await self._offload.run(tenant, lambda: parser.parse(raw))
 
     def hold(self, request: Request, caller: Caller, size: int) -> None:
         """Takes room for an answer of ``size`` bytes until the client has read it."""

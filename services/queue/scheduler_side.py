@@ -264,7 +264,7 @@ class SchedulerQueue:
         )
 
     async def hold_reclaims(self, for_s: float) -> None:
-        """Keeps leases from being reclaimed for ``for_s`` seconds; call it after a connection error."""
+        """Keeps leases from being reclaimed for at least ``for_s`` seconds; call it after a connection error."""
         await self._scripts.run("hold", milliseconds(for_s))
 
     async def depth(self) -> QueueDepth:
