@@ -1,7 +1,7 @@
-"""Connections off a listening socket, a few in each turn of the loop, each with a place or at once closed.
+"""Accepts connections from a listening socket, some in each turn of the loop. Each gets a place or is closed at once.
 
-uvicorn leaves that to the loop, which takes all that wait, and at the limit on descriptors closes what it has just
-taken without a word: a probe as soon as a stranger. Here a descriptor is kept for each that may come.
+uvicorn leaves this to the loop, which accepts all waiting connections. At the limit on descriptors the loop closes what
+it has just accepted, probes too, and reports nothing. Here a descriptor is reserved for each connection that may come.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from services.gateway.connections import Bounds, Connections
 log = logging.getLogger(__name__)
 
 _AT_ONCE, _MAX_AT_ONCE = 32, 512
-"""The latter while there are places: a probe behind a crowd waits until all that came before it is accepted, and for
-the heads that are read meanwhile. Those who give way must have come in an earlier turn, so then it is few at once."""
+"""How many connections one turn accepts: up to the maximum while places are free, so that a probe behind a crowd comes
+soon; else few, because connections that give way must have come in an earlier turn."""
 _PAUSE_S = 0.1
 RESERVE = 160
-"""Descriptors for Redis (64 connections), files, metrics, siblings, and what is accepted or closed in one turn."""
-_FEWEST = 16
+"""Descriptors for Redis (64), files, metrics, siblings, and connections that are accepted or closed in one turn."""
+_MIN_CONNECTIONS = 16
 _UNSENT_BYTES = 16 * 1024
-"""In the kernel, beyond what the peer has taken: it is charged to the container, and stays while a peer does not read.
-What is on its way counts apart, so this costs no speed."""
+"""How much the kernel holds that is not sent yet: the container pays for it while a peer does not read. Bytes in flight
+do not count, so this costs no speed."""
 _SILENCE_S = 90
-"""A peer that acknowledges nothing for so long is gone: its machine or the network broke."""
+"""A peer that acknowledges nothing for this long is gone: its machine or the network broke."""
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)  # as far as this system knows them
+        (socket.IPPROTO_TCP, getattr(socket, name), value)  # options that this system knows
         for name, value in (
             ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
             ("TCP_USER_TIMEOUT", 1000 * _SILENCE_S),
@@ -47,7 +47,7 @@ _OPTIONS = (
 
 
 def within_descriptors(bounds: Bounds) -> Bounds:
-    """``bounds`` with as many connections as this process may have descriptors for; the soft limit is raised first."""
+    """``bounds`` with as many connections as this process may have descriptors for. Raises the soft limit first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = bounds.connections + bounds.spare + RESERVE
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,7 +56,7 @@ def within_descriptors(bounds: Bounds) -> Bounds:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return bounds
     spare = min(bounds.spare, max(1, (soft - RESERVE) // 4))
-    connections = max(_FEWEST, soft - RESERVE - spare)
+    connections = max(_MIN_CONNECTIONS, soft - RESERVE - spare)
     log.warning(
         "%d connections are the most, not %d: this process may have %d descriptors only (ulimit -n)",
         connections,
@@ -66,15 +66,9 @@ def within_descriptors(bounds: Bounds) -> Bounds:
     return replace(bounds, connections=connections, spare=spare)
 
 
-def _prepare(connection: socket.socket) -> None:
-    for option in _OPTIONS:
-        with contextlib.suppress(OSError):  # a family that knows no such thing
-            connection.setsockopt(*option)
-
-
 class Acceptor:
-    """Accepts from ``listener`` until closed. ``make`` is the protocol of a connection, given whether its place is a
-    spare one. To uvicorn it is one of its servers."""
+    """Accepts from ``listener`` until closed. ``make`` makes a connection's protocol; its argument says whether the
+    place is a spare one. uvicorn takes an acceptor for one of its servers."""
 
     def __init__(
         self, listener: socket.socket, connections: Connections, make: Callable[[bool], asyncio.Protocol]
@@ -122,8 +116,10 @@ class Acceptor:
         task.add_done_callback(self._opening.discard)
 
     async def _welcome(self, taken: socket.socket, spare: bool) -> None:
+        for option in _OPTIONS:
+            with contextlib.suppress(OSError):  # a family that knows no such thing
+                taken.setsockopt(*option)
         try:
-            _prepare(taken)
             await self._loop.connect_accepted_socket(lambda: self._make(spare), taken)
         except OSError as error:  # it has gone already
             log.debug("a connection ended before it began: %s", error)

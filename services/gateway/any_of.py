@@ -1,4 +1,4 @@
-"""One regular expression for many words, which reads a text once whatever it holds."""
+"""One regular expression for many words. It reads any text in one pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 def any_of(words: Iterable[str]) -> str:
-    """An expression that matches where one of ``words`` begins; none of them may be empty.
+    """An expression that matches any of ``words``; no word may be empty.
 
-    The words are laid out as a tree, so that at no place more characters are looked at than the longest word has.
+    The words form a tree, so that matching at a place reads at most as many characters as the longest word has.
 
     >>> any_of(["<|end|>", "<|eot|>", "<|end"])
     '<\\\\|e(?:nd(?:\\\\|>)?|ot\\\\|>)'
@@ -18,7 +18,7 @@ def any_of(words: Iterable[str]) -> str:
 
 
 def _branches(words: list[str], depth: int) -> str:
-    """What may follow the first ``depth`` characters, which ``words``, sorted, have in common."""
+    """An expression for the rest of ``words``, which are sorted and have the first ``depth`` characters in common."""
     ended = len(words[0]) == depth
     rest = words[1:] if ended else words
     if not rest:

@@ -1,7 +1,8 @@
-"""The routes. Each reads its body, asks a collaborator, and answers in OpenAI's shapes."""
+"""The routes. In: HTTP requests. Out: answers in OpenAI's shapes, for which each route asks a collaborator."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated
@@ -19,17 +20,17 @@ from services.errors import NotReady, RequestError
 from services.gateway import openapi
 from services.gateway import responses as shapes
 from services.gateway.auth import Authenticator
-from services.gateway.door import Door
 from services.gateway.errors_http import on_crash, on_http_exception, on_request_error, on_validation_error
 from services.gateway.exposition import Siblings
+from services.gateway.guard import Guard
 from services.gateway.health import Readiness
 from services.gateway.idempotency import check_key
 from services.gateway.intake import Intake
 from services.gateway.job import Job
-from services.gateway.middleware import ByTurns, RequestContext, SameMachine, Turns
+from services.gateway.middleware import RequestContext, RoundRobin, SameMachine, Turns
 from services.gateway.offload import Offload
 from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
-from services.gateway.parse import Parser
+from services.gateway.parse import B, Parser
 from services.gateway.recent import Recent
 from services.gateway.refusals import Refusals
 from services.gateway.results import ResultFollower
@@ -41,19 +42,19 @@ from services.metrics import CONTENT_TYPE, GatewayMetrics
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
 _PAGES_PER_S = 20.0
-"""Each is made on the event loop, in some milliseconds."""
+"""Pages of metrics; making one takes some milliseconds of the event loop."""
 _POSTED = (400, 401, 404, 415, 429)
 _GENERATION = (*_POSTED, 409)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the routes work with."""
+    """The collaborators of the routes."""
 
     intake: Intake
     follower: ResultFollower
     authenticator: Authenticator
-    door: Door
+    guard: Guard
     tokenizer: TokenizerRoutes
     readiness: Readiness
     siblings: Siblings
@@ -63,8 +64,8 @@ class Parts:
     version: str
     protected: bool
     same_machine: bool = False
-    """Nobody needs a key, and only this machine can connect: what a web page could send is refused."""
-    metrics_apart: bool = False
+    """Clients need no key and only this machine can connect, so requests that a web page could send are refused."""
+    separate_metrics: bool = False
     """/metrics is served by :func:`build_metrics_app` alone."""
 
 
@@ -75,7 +76,7 @@ def build_app(parts: Parts) -> ASGIApp:
         version=parts.version,
         description="OpenAI-compatible server for Mixture-of-Experts language models.",
         redirect_slashes=False,
-        openapi_url=None,  # FastAPI's asks for no key, and its pages load scripts of strangers
+        openapi_url=None,  # FastAPI's own asks for no key, and its pages load scripts of other sites
     )
     app.add_exception_handler(RequestError, on_request_error(Refusals(parts.metrics)))
     app.add_exception_handler(HTTPException, on_http_exception)
@@ -85,9 +86,9 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_models(app, parts)
     _add_tokenizer(app, parts)
     _add_operations(app, parts)
-    if not parts.metrics_apart:
+    if not parts.separate_metrics:
         _add_metrics(app, parts)
-    paced = ByTurns(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
+    paced = RoundRobin(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
     inner = SameMachine(paced) if parts.same_machine else paced
     return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
@@ -100,36 +101,23 @@ def build_metrics_app(parts: Parts) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, parts: Parts) -> None:
-    refusals, door = openapi.refusals(*_GENERATION), parts.door
-    completion_bodies, chat_bodies = Parser(CompletionBody), Parser(ChatBody)
+    guard, completion_bodies, chat_bodies = parts.guard, Parser(CompletionBody), Parser(ChatBody)
 
-    @app.post(
-        "/v1/completions",
-        responses={200: {"model": shapes.CompletionResponse} | openapi.events(), **refusals},
-        openapi_extra=openapi.takes(CompletionBody),
-    )
+    @app.post("/v1/completions", **openapi.post(CompletionBody, shapes.CompletionResponse, *_GENERATION, events=True))
     async def completions(request: Request, key: Key = None) -> Response:
         """Continues a prompt."""
-        caller = await door.enter(request)
-        async with door.body(completion_bodies, request, caller) as body:
-            job = await parts.intake.completion(body, caller, _checked(key))
+        caller = await guard.enter(request)
+        async with guard.body(completion_bodies, request, caller) as body:
+            job = await parts.intake.completion(body, caller, check_key(key))
         return _answer(parts, job, body, CompletionFormat, logprobs=body.logprobs is not None)
 
-    @app.post(
-        "/v1/chat/completions",
-        responses={200: {"model": shapes.ChatResponse} | openapi.events(), **refusals},
-        openapi_extra=openapi.takes(ChatBody),
-    )
+    @app.post("/v1/chat/completions", **openapi.post(ChatBody, shapes.ChatResponse, *_GENERATION, events=True))
     async def chat(request: Request, key: Key = None) -> Response:
         """Answers a conversation, through the checkpoint's chat template."""
-        caller = await door.enter(request)
-        async with door.body(chat_bodies, request, caller) as body:
-            job = await parts.intake.chat(body, caller, _checked(key))
+        caller = await guard.enter(request)
+        async with guard.body(chat_bodies, request, caller) as body:
+            job = await parts.intake.chat(body, caller, check_key(key))
         return _answer(parts, job, body, ChatFormat, logprobs=body.logprobs or False)
-
-
-def _checked(key: str | None) -> str | None:
-    return None if key is None else check_key(key)
 
 
 def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *, logprobs: bool) -> Response:
@@ -168,34 +156,25 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
 
 
 def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
-    routes, door, refusals = parts.tokenizer, parts.door, openapi.refusals(*_POSTED)
+    routes, guard = parts.tokenizer, parts.guard
     texts, tokens = Parser(TokenizeBody), Parser(DetokenizeBody)
 
-    @app.post(
-        "/tokenize",
-        responses={200: {"model": shapes.TokenizeResponse}, **refusals},
-        openapi_extra=openapi.takes(TokenizeBody),
-    )
-    async def tokenize(request: Request) -> Response:
-        """Token ids of a text or of messages."""
-        caller = await door.enter(request)
-        async with door.body(texts, request, caller) as body:
-            answer = await routes.tokenize(body, caller.tenant)
-        door.hold(request, caller, len(answer))
+    async def respond(request: Request, bodies: Parser[B], make: Callable[[B, str], Awaitable[bytes]]) -> Response:
+        caller = await guard.enter(request)
+        async with guard.body(bodies, request, caller) as body:
+            answer = await make(body, caller.tenant)
+        guard.hold(request, caller, len(answer))
         return LongResponse(answer)
 
-    @app.post(
-        "/detokenize",
-        responses={200: {"model": shapes.DetokenizeResponse}, **refusals},
-        openapi_extra=openapi.takes(DetokenizeBody),
-    )
+    @app.post("/tokenize", **openapi.post(TokenizeBody, shapes.TokenizeResponse, *_POSTED))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text or of messages."""
+        return await respond(request, texts, routes.tokenize)
+
+    @app.post("/detokenize", **openapi.post(DetokenizeBody, shapes.DetokenizeResponse, *_POSTED))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        caller = await door.enter(request)
-        async with door.body(tokens, request, caller) as body:
-            answer = await routes.detokenize(body, caller.tenant)
-        door.hold(request, caller, len(answer))
-        return LongResponse(answer)
+        return await respond(request, tokens, routes.detokenize)
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:
@@ -205,10 +184,6 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
         return shapes.TokenizerInfo(
             **asdict(model.codec.special), chat_template=None if model.template is None else model.template.source
         )
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
 
 
 def _add_operations(app: FastAPI, parts: Parts) -> None:
@@ -227,7 +202,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/accepting", responses=openapi.refusals())
     async def accepting() -> shapes.Status:
-        """200 while requests may come here, though they may have to wait for a worker: what load balancers ask."""
+        """200 while requests may come here, though they may have to wait for a worker; for load balancers."""
         if parts.intake.leaving:
             raise NotReady("This gateway is shutting down.", retry_after_s=1.0)
         if not parts.readiness.connected():
@@ -238,7 +213,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     async def version() -> shapes.Version:
         return shapes.Version(version=parts.version)
 
-    @cache  # one for all who ask, also while they do not read it
+    @cache  # all clients share one, also clients that do not read it
     def encoded() -> bytes:
         name = parts.intake.prompts.model.name
         return msgspec.json.encode(openapi.document(app, protected=parts.protected, model=name))
@@ -246,7 +221,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def document(authorization: Authorization = None) -> Response:
         await parts.authenticator.identify(authorization)  # it names the model, as /v1/models does
-        return _json(encoded())
+        return Response(encoded(), media_type="application/json")
 
 
 def _add_metrics(app: FastAPI, parts: Parts) -> None:
@@ -255,7 +230,9 @@ def _add_metrics(app: FastAPI, parts: Parts) -> None:
 
     page = Recent(make, _PAGES_PER_S)  # anybody may ask
 
-    @app.get("/metrics", responses=openapi.plain_text() | openapi.refusals(), response_class=Response)
+    text: openapi.Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", responses=text | openapi.refusals(), response_class=Response)
     async def metrics() -> Response:
         """Prometheus series of this process and its siblings."""
         return Response(await page.get(), headers={"content-type": CONTENT_TYPE})

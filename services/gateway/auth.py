@@ -1,4 +1,4 @@
-"""API keys: who calls, with which limits. Keys are kept as SHA-256 only, in a file or in Redis.
+"""API keys. In: the ``Authorization`` header. Out: the caller and its limits. Keys are kept as SHA-256 only.
 
 The file (YAML or JSON) is read again when it changes::
 
@@ -33,11 +33,8 @@ ANONYMOUS = "default"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key. None switches a limit off.
-
-    ``priority`` is the most urgent one that it may ask for. Priorities are strict, so what would let a tenant pass all
-    others by has to be granted.
-    """
+    """One key. None switches a limit off. ``priority`` is the most urgent priority that the key may ask for: priorities
+    are strict, so passing all other tenants has to be granted."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -48,7 +45,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def urgent(self) -> bool:
-        """Whether it may pass by those who were granted nothing."""
+        """Whether the key may pass tenants that were granted no priority."""
         return self.priority < DEFAULT_PRIORITY
 
 
@@ -57,14 +54,14 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sends a request, and what that allows. Where keys are off, all are one tenant: nobody is passed by."""
+    """Who sends a request, and what the caller may do. Where keys are off, all callers are one tenant."""
 
     tenant: str = ANONYMOUS
     limits: TenantLimits | None = None
     most_urgent: int = 0
 
     def priority(self, asked: int | None) -> int:
-        """The priority to queue with. Raises InvalidRequest for one that is more urgent than the key may have."""
+        """The priority to queue with. Raises InvalidRequest where ``asked`` is more urgent than the key may have."""
         if asked is None:
             return max(DEFAULT_PRIORITY, self.most_urgent)
         if asked < self.most_urgent:
@@ -76,13 +73,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         return asked
 
 
-def caller_of(key: ApiKey) -> Caller:
-    limits = TenantLimits(concurrency=key.max_concurrency, requests_per_minute=key.requests_per_minute, burst=key.burst)
-    return Caller(tenant=key.name, limits=limits, most_urgent=key.priority)
-
-
 def digest(secret: str) -> str:
-    """The hash under which ``secret`` is kept. Keys are long random strings, so one plain round is enough."""
+    """The hash that is kept of ``secret``. Keys are long random strings, so one plain round is enough."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -99,11 +91,11 @@ def read_key_file(path: Path) -> dict[str, ApiKey]:
 
 
 def parse_keys(path: Path, content: bytes) -> dict[str, ApiKey]:
-    """The keys of ``path``, which holds ``content``, by hash. Raises ConfigError."""
+    """The keys in ``content``, the text of the file ``path``, by hash. Raises ConfigError."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where the package has it
     try:
         listed = msgspec.convert(yaml.load(content, Loader=loader), _KeyFile)
-    except (ValueError, yaml.YAMLError) as error:  # the former: no UTF-8, or not what is declared
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or not what is declared
         raise _unusable(path, error) from error
     keys = {key.sha256: key for key in listed.keys}
     if len(keys) != len(listed.keys):
@@ -119,8 +111,8 @@ def _unusable(path: Path, error: Exception) -> ConfigError:
 
 
 class KeyStore(Protocol):
-    """Finds the key with a given SHA-256, or None. ``recall`` does so without asking anybody: from what it knows, which
-    may be out of date. ``usable`` says whether there is anything to find keys in."""
+    """Finds the key with a given SHA-256, or None. ``recall`` answers at once from memory, which may be out of date.
+    ``usable`` says whether the store has keys to find."""
 
     async def find(self, sha256: str) -> ApiKey | None: ...
 
@@ -130,13 +122,13 @@ class KeyStore(Protocol):
 
 
 class Authenticator:
-    """Checks the ``Authorization`` header. With no store, keys are off and everybody is the same tenant."""
+    """Checks the ``Authorization`` header. Without a store keys are off and all callers are the same tenant."""
 
     def __init__(self, store: KeyStore | None) -> None:
         self._store = store
 
     async def identify(self, authorization: str | None) -> Caller:
-        """Raises Unauthorized where keys are on and the header does not carry a known one."""
+        """The caller. Raises Unauthorized where keys are on and the header carries no known key."""
         if self._store is None:
             return Caller()
         secret = _bearer(authorization)
@@ -146,11 +138,13 @@ class Authenticator:
         key = await self._store.find(sha256)
         if key is None or not hmac.compare_digest(key.sha256, sha256):
             raise Unauthorized("The API key is not known.", hint="Check it, or ask the operator for one.")
-        return caller_of(key)
+        per_minute, concurrency = key.requests_per_minute, key.max_concurrency
+        limits = TenantLimits(concurrency=concurrency, requests_per_minute=per_minute, burst=key.burst)
+        return Caller(tenant=key.name, limits=limits, most_urgent=key.priority)
 
     def recall(self, authorization: str | None) -> str:
-        """The tenant as far as it can be told at once: that of a key that was seen before, or of nobody. Good for whose
-        turn it is, for nothing else."""
+        """The tenant of a key that was seen before, else ''. It answers at once and checks nothing, so use it only to
+        order requests."""
         secret = _bearer(authorization) if self._store else ""
         key = self._store.recall(digest(secret)) if self._store and secret else None
         return key.name if key else ""
@@ -168,8 +162,8 @@ def keys_required(auth: str, host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is an address of the loopback interface, or exactly ``localhost``: any other name is whatever
-    somebody's DNS says."""
+    """Whether ``host`` is an address of the loopback interface, or exactly ``localhost``: DNS may give any other name
+    any address."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What one request may ask for in all, and what all answers may take here. No I/O.
+"""Bounds on one request and on the memory of all answers. No I/O.
 
 :class:`Budget` bounds tokens that wait in the queue and log-probabilities in an answer; :class:`Holdings` bounds the
 memory of answers, by tenant.
@@ -9,19 +9,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from services.errors import InvalidRequest, WorkLimited
 from services.gateway.job import Job
 from services.messages import SCORES_PER_TOKEN, SamplingParams
 
 MAX_SCORES = 4_000_000
-"""In one answer. One number takes 8 bytes here, and about 50 as JSON: 32 and 200 MB."""
+"""Log-probabilities in one answer. One takes 8 bytes here and about 50 as JSON: 32 and 200 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Prompts of these ``lengths``, ``n`` times each. ``echo``: log-probabilities of prompts too, if of any."""
+    """What a request asks for: prompts of these ``lengths``, ``n`` choices of each. With ``echo`` log-probabilities of
+    prompts count, too, if any are asked for."""
 
     lengths: Sequence[int]
     n: int
@@ -29,7 +29,7 @@ class Demand:
     echo: bool
 
     def scores(self, max_tokens: int) -> int:
-        """Log-probabilities in the answer, at most. A prompt is scored once, however many choices it has."""
+        """The maximum of log-probabilities in the answer. A prompt is scored once, however many choices it has."""
         others = self._scores(max_tokens, 0, echo=False) * (self.n - 1) * len(self.lengths)
         return others + sum(self._scores(max_tokens, length, echo=self.echo) for length in self.lengths)
 
@@ -49,7 +49,7 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """The bounds on one request. ``tokens`` is what the queue holds of all together."""
+    """The bounds on one request. ``tokens`` is the bound on all requests in the queue together."""
 
     tokens: int
     scores: int = MAX_SCORES
@@ -58,7 +58,7 @@ class Budget:
         return demand.scores(max_tokens) <= self.scores and demand.cost(max_tokens) <= self.tokens
 
     def check(self, demand: Demand, max_tokens: int) -> None:
-        """Raises InvalidRequest for what could never be served."""
+        """Raises InvalidRequest for a request that could never be served."""
         scores, cost = demand.scores(max_tokens), demand.cost(max_tokens)
         if scores > self.scores:
             raise InvalidRequest(
@@ -73,16 +73,16 @@ class Budget:
                 param="max_tokens",
             )
 
-    def most_tokens(self, demand: Demand, room: int) -> int:
-        """The largest ``max_tokens`` up to ``room`` that fits; 1 where none does, so that the check names it."""
-        fewest, most = 1, max(1, room)
-        while fewest < most:
-            middle = (fewest + most + 1) // 2
+    def largest_max_tokens(self, demand: Demand, room: int) -> int:
+        """The largest ``max_tokens`` up to ``room`` that fits; 1 where none does, so that :meth:`check` refuses it."""
+        low, high = 1, max(1, room)
+        while low < high:
+            middle = (low + high + 1) // 2
             if self.fits(demand, middle):
-                fewest = middle
+                low = middle
             else:
-                most = middle - 1
-        return fewest
+                high = middle - 1
+        return low
 
 
 def _charged(scores: int) -> int:
@@ -90,25 +90,25 @@ def _charged(scores: int) -> int:
 
 
 JOB_BYTES, CHOICE_BYTES = 3_000, 4_000
-"""About what a job takes that has no tokens yet, and what each of its choices adds."""
+"""About how much a job without tokens takes, and how much each of its choices adds."""
 _RETRY_S = 2.0
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is held of one tenant. ``jobs`` are those that could be ended, by :func:`id`."""
+    """What one tenant holds. ``jobs`` are the jobs that could be ended, by :func:`id`."""
 
     held: int = 0
     jobs: dict[int, weakref.ref[Job]] = field(default_factory=dict)
 
     def victims(self, size: Callable[[Job], int]) -> Iterator[Job]:
-        """Its jobs in the order in which they have to go: what is kept for nobody yet, then the largest."""
+        """The tenant's jobs in the order in which they have to end: first those that nobody reads, then the largest."""
         found = [job for job in (ref() for ref in self.jobs.values()) if job is not None]
         return iter(sorted(found, key=lambda job: (job.read, -size(job))))
 
 
 class Loan:
-    """So much for a tenant, until the block ends. ``size`` in bytes."""
+    """Memory that counts for a tenant until the block ends. ``size`` is in bytes."""
 
     def __init__(self, add: Callable[[str, int], None], tenant: str) -> None:
         self.size = 0
@@ -122,14 +122,12 @@ class Loan:
     def __enter__(self) -> Loan:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._add(self._tenant, -self.size)
 
 
 class Holdings:
-    """Of one gateway, which has ``limit`` bytes for them. A job counts for as long as anybody holds it."""
+    """The memory of all answers of a gateway, up to ``limit`` bytes. A job counts for as long as it is referenced."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -145,7 +143,7 @@ class Holdings:
         weakref.finalize(job, self._close, id(job), job.tenant)
 
     def grow(self, job: Job, size: int) -> None:
-        """``job`` takes that many bytes more."""
+        """Counts ``size`` more bytes for ``job``."""
         self._sizes[id(job)] += size
         self._add(job.tenant, size)
 
@@ -153,13 +151,13 @@ class Holdings:
         return self._sizes[id(job)]
 
     def lend(self, tenant: str) -> Loan:
-        """For what an answer of ``tenant`` takes before there is a job."""
+        """Counts memory of an answer of ``tenant`` before there is a job."""
         return Loan(self._add, tenant)
 
     def check(self, tenant: str) -> None:
-        """Raises WorkLimited where ``tenant`` may have no more: half is for whoever comes, all of it in equal shares.
+        """Raises WorkLimited where more than half of the memory is taken and ``tenant`` has over an equal share of it.
 
-        Who has less than a share may come in any case: what others have beyond theirs gives way.
+        A tenant below its share is never refused: answers of tenants above theirs give way.
         """
         held = self._tenants[tenant].held if tenant in self._tenants else 0
         share = self.limit / max(1, len(self._tenants) + (held == 0))
@@ -175,8 +173,8 @@ class Holdings:
         return self.total > self.limit
 
     def excess(self) -> list[Job]:
-        """Which jobs have to end so that the others fit: each time one of the tenant that holds most of all. Nothing of
-        a tenant that has no more than its share is among them."""
+        """Jobs that have to end so that the others fit, each of the tenant that holds the maximum at that point. A
+        tenant within its share loses none."""
         jobs: list[Job] = []
         over, held = self.total - self.limit, {name: tenant.held for name, tenant in self._tenants.items()}
         share = self.limit / max(1, len(held))
@@ -186,7 +184,7 @@ class Holdings:
                 victims[name] = self._tenants[name].victims(self.size)
             job = next(victims[name], None)
             if job is None:
-                del held[name]  # all that is left of it is about to go
+                del held[name]  # its remaining memory is about to be freed
                 continue
             jobs.append(job)
             over -= self.size(job)
@@ -194,7 +192,7 @@ class Holdings:
         return jobs
 
     def dropped(self, job: Job, size: int) -> None:
-        """``job`` has ended for want of room, and let go of ``size`` bytes; the rest goes with its readers."""
+        """Notes that ``job`` was ended to make room and freed ``size`` bytes; its readers free the rest."""
         self.grow(job, -size)
         self._tenants[job.tenant].jobs.pop(id(job), None)
 

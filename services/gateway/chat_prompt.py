@@ -1,8 +1,9 @@
-"""Conversations to token ids in which the control tokens are the chat template's alone.
+"""Conversations in, token ids out, in which only the chat template's control tokens are control tokens.
 
-The rendered text is tokenized as one, so where nobody writes control tokens the ids are those of transformers. Where a
-message has the string of one (``<|im_end|>``), it stays text. What texts spell only together, with each other or with
-the template, shows in the order of the control tokens: it has to be that of the same conversation without its words.
+The rendered text is tokenized in one piece, so without control tokens in messages the ids equal those of transformers.
+The string of a control token in a message (``<|im_end|>``) stays text. Texts may also spell one only together, with
+each other or with the template. This shows in the order of control tokens, which has to equal the order in the same
+conversation without its words.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ChatEncoder:
     """Encodes conversations for one model. May be used by several threads."""
 
     def __init__(self, template: ChatTemplate, codec: TextCodec, check: Callable[[str], None]) -> None:
-        """``check`` gets a rendered text before time is spent on tokenizing it, and raises what is wrong with it."""
+        """``check`` gets a rendered text before it is tokenized, and raises an error for a text that is too long."""
         self._template = template
         self._codec = codec
         self._check = check
@@ -46,7 +47,7 @@ class ChatEncoder:
         self._orders = _Orders()
 
     def token_ids(self, chat: Conversation, *, parse_special_tokens: bool = False) -> list[int]:
-        """The prompt for ``chat``. ``parse_special_tokens``: what texts spell becomes a control token, as anywhere.
+        """The prompt for ``chat``. With ``parse_special_tokens`` control tokens that texts spell become control tokens.
 
         Raises:
             InvalidRequest: the template refuses the messages, or fails on them.
@@ -61,12 +62,12 @@ class ChatEncoder:
         return self._codec.encode(self._render(chat), add_special_tokens=False)
 
     def _joint_if_harmless(self, chat: Conversation) -> list[int] | None:
-        """As :meth:`_joint`; None where that has control tokens which are not the template's."""
+        """The ids of :meth:`_joint`; None where they have control tokens which are not the template's."""
         token_ids = self._joint(chat)
         return token_ids if self._as_without_words(chat, self._controls.among(token_ids)) else None
 
     def _around_spelled(self, chat: Conversation) -> list[int] | None:
-        """With stand-ins for strings of control tokens in texts; None where texts make some even so."""
+        """Ids with stand-ins for control tokens that texts spell; None where texts make control tokens all the same."""
         stand_ins = StandIns(self._template.source)
 
         def change(text: str) -> str:
@@ -79,13 +80,13 @@ class ChatEncoder:
         return self._encode(text, spans, stand_ins)
 
     def _without_looking(self, chat: Conversation) -> list[int]:
-        """With a stand-in for each whole text, so that the template cannot look into any."""
+        """Ids with a stand-in for each whole text, so that the template cannot look into any."""
         stand_ins = StandIns(self._template.source)
         text = self._render(self._silenced(chat, stand_ins.hide), stand_ins)
         return self._encode(text, self._controls.spans(text), stand_ins)
 
     def _encode(self, text: str, spans: Sequence[Span], stand_ins: StandIns) -> list[int]:
-        """``text`` with control tokens at ``spans`` and nowhere else."""
+        """Ids of ``text`` with control tokens at ``spans`` and nowhere else."""
         pieces: list[str | int] = []
         position = 0
         for span in spans:
@@ -105,7 +106,7 @@ class ChatEncoder:
         return text
 
     def _as_without_words(self, chat: Conversation, controls: Sequence[int]) -> bool:
-        """Whether ``controls`` are those of ``chat`` without words; true where the template refuses to render that."""
+        """Whether ``chat`` without words has the same ``controls``; true where the template refuses to render it."""
         silent = self._silenced(chat, lambda _text: self._a_word)
         key = _digest(msgspec.msgpack.encode((silent.messages, silent.add_generation_prompt, silent.options)))
         expected = self._orders.get(key, lambda: self._order_in(silent))
@@ -119,7 +120,7 @@ class ChatEncoder:
         return _order([span.token_id for span in self._controls.spans(text)])
 
     def _silenced(self, chat: Conversation, hide: Callable[[str], str]) -> Conversation:
-        """``chat`` without words: white space stays, and so do options that cannot be a part of a control token."""
+        """``chat`` without words; white space and options that cannot be a part of a control token stay."""
 
         def said(text: str) -> str:
             return hide(text) if text.strip() or self._spelled.search(text) else text
@@ -137,14 +138,14 @@ class ChatEncoder:
 
 
 class _Orders:
-    """The orders of control tokens in the last kinds of conversations, and the kinds, as digests."""
+    """Remembers the order of control tokens for the latest kinds of conversations, both as digests."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._lock = Lock()
 
     def get(self, kind: bytes, find: Callable[[], bytes | None]) -> bytes | None:
-        """What ``find`` returns, or returned for the same ``kind``."""
+        """The result of ``find``, or its former result for the same ``kind``."""
         with self._lock:
             if kind in self._known:
                 self._known.move_to_end(kind)

@@ -24,7 +24,7 @@ _FILES = ("chat_template.jinja", "chat_template.jinja2")
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it is transparent."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
 
@@ -58,7 +58,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. ``source`` is its text, as ``/tokenizer_info`` shows it."""
+    """A compiled template. ``source`` is its text, which ``/tokenizer_info`` shows."""
 
     def __init__(self, source: str, special: SpecialTokens) -> None:
         """Raises :class:`CheckpointError` where ``source`` is not a template."""
@@ -116,10 +116,10 @@ def _read(path: Path) -> str:
 
 
 def load_chat_template(model_dir: Path, config: Mapping[str, object], special: SpecialTokens) -> ChatTemplate | None:
-    """The template file of the checkpoint, else the one in its tokenizer configuration, else None.
+    """The template file of the checkpoint, else the template in its tokenizer configuration, else None.
 
     Raises:
-        CheckpointError: it cannot be read, or does not parse.
+        CheckpointError: the template cannot be read, or does not parse.
     """
     for name in _FILES:
         if (model_dir / name).is_file():

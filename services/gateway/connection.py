@@ -1,8 +1,8 @@
 """One connection of a client: uvicorn's HTTP protocol with bounds on everything that a peer can send, hold or leave.
 
-In: bytes of anybody, before any key is checked. Out: requests for the app; what passes a bound is answered in OpenAI's
-shape where an answer can still be written, counted by reason, and closed. uvicorn bounds none of it: its parser keeps
-one field's value whole however long it grows, and nothing there has a deadline before the first answer.
+In: bytes of any peer, before a key is checked. Out: requests for the app. A connection that exceeds a bound gets an
+answer in OpenAI's shape where one can still be written, is counted by reason, and closed. uvicorn bounds none of this:
+its parser keeps a field's value whole however long it grows, and nothing has a deadline before the first answer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from services.gateway.raw_http import Exit, declared_length, raw_answer, unread
 from services.gateway.stream import Line
 
 _HEAD_PIECE = 4096
-"""A head is parsed in pieces of so many bytes, which is how exactly its size is known."""
+"""A head is parsed in pieces of this size, so its size is known to within one piece."""
 _BODY_PIECE = 64 * 1024
-"""A body, as far as its length is known: its last piece ends where it does, so that no head is in it."""
+"""A body of known length is parsed in pieces of this size; the last one ends where the body does, before any head."""
 
 
 class _Refused(Exception):
@@ -33,7 +33,8 @@ class _Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """``spare``: on a place of those beyond the bound; ``probes`` is the app that answers there."""
+    """The protocol of one connection. ``spare`` says that its place is beyond the bound, where the app ``probes``
+    answers."""
 
     def __init__(
         self,
@@ -41,29 +42,29 @@ class Connection(HttpToolsProtocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         *,
-        house: Connections,
+        connections: Connections,
         spare: bool,
         probes: ASGIApp,
     ) -> None:
         super().__init__(config, server_state, app_state)
-        self._house = house
-        self._bounds = house.bounds
+        self._connections = connections
+        self._bounds = connections.bounds
         self._spare = spare
         if spare:
             self.app = probes
         self._inner: asyncio.Transport = None  # type: ignore[assignment] # until connection_made
-        self._reads: Wait | None = None  # HEAD, BODY, REST or IDLE; None: what is sent ahead of an answer
+        self._reads: Wait | None = None  # HEAD, BODY, REST or IDLE; None: bytes that come before the last answer
         self._serving: RequestResponseCycle | None = None
-        self._deaf = False  # what comes is thrown away
+        self._deaf = False  # whether incoming bytes are thrown away
         self._leaving = False
         self._given_up = False
         self._refusal: tuple[str, RequestError | None] | None = None
-        self.tally = Tally(house.bounds)
+        self.tally = Tally(connections.bounds)
         self._rests_since = 0.0
-        self._turns = 0  # changes of what it reads
+        self._turns = 0  # changes of _reads
         self._due = 0  # bytes that are still to come of a body with a length
 
-    # What the transport tells
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner = cast(asyncio.Transport, transport)  # uvloop's is none by its type
@@ -74,56 +75,56 @@ class Connection(HttpToolsProtocol):
         self._line = Line(
             abort=self._inner.abort,
             expire=late,
-            now=self._house.time.now,
+            now=self._connections.time.now,
             stall_s=bounds.stall_s,
-            least_rate=bounds.least_rate,
+            min_rate=bounds.min_rate,
         )
-        self._house.enter(self, spare=self._spare)
+        self._connections.enter(self, spare=self._spare)
         self._read(Wait.HEAD, self._bounds.spare_head_s if self._spare else self._bounds.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._house.leave(self)
+        self._connections.leave(self)
         self._deaf = self._leaving = True
         for cycle in (self.cycle, self._serving, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete and not cycle.disconnected:
                 cycle.disconnected = True
-                self._house.part(cycle.message_event.set)
-        self.cycle = None  # type: ignore[assignment] # uvicorn would wake it, the newest one alone, at once
+                self._connections.notify_soon(cycle.message_event.set)
+        self.cycle = None  # type: ignore[assignment] # uvicorn would notify it, the newest one alone, at once
         super().connection_lost(exc)
         self._untie()
 
     def data_received(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest and not self._deaf:
-            size = self._piece()
+            size = min(self._due, _BODY_PIECE) if self._due > 0 and not self.pipeline else _HEAD_PIECE
             self._feed(rest[:size])
             rest = rest[size:]
         if self.tally.throw_away(len(rest)):
             self._inner.abort()
 
     def eof_received(self) -> None:
-        self._house.wait(self, Wait.LINGER, self._patience_s())
+        self._connections.wait(self, Wait.CLOSING, self._write_timeout_s())
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._house.wait(self, Wait.STALL, self._patience_s())
+        self._connections.wait(self, Wait.STALL, self._write_timeout_s())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._house.done(self, Wait.STALL)
+        self._connections.done(self, Wait.STALL)
 
     def shutdown(self) -> None:
-        """The server ends."""
+        """Ends the connection because the server ends."""
         if self._leaving:
             self._close()
         else:
             super().shutdown()
 
-    # What the house asks and says
+    # Called by Connections and the server
 
     @property
     def unread(self) -> bool:
-        """Whether bytes wait in its socket: to close it now would break a request that a client has sent."""
+        """Whether bytes wait in the socket: closing it now would break a request that the client has sent."""
         return unread(self._inner)
 
     @property
@@ -132,13 +133,13 @@ class Connection(HttpToolsProtocol):
 
     @property
     def waited_s(self) -> float:
-        """For how long it has waited for another request; -1: it does not, or had none yet."""
-        return self._house.time.now() - self._rests_since if self._reads is Wait.IDLE else -1.0
+        """How long the connection has waited for another request; -1: it does not wait, or had no request yet."""
+        return self._connections.time.now() - self._rests_since if self._reads is Wait.IDLE else -1.0
 
     @property
     def stays(self) -> bool:
-        """Whether it outlives the answer whose head it has sent. One that has sent a part of something afterwards is
-        not waited for: nobody knows whether that is a request."""
+        """Whether the connection outlives the answer whose head it has sent. It does not once its client has sent a
+        part of something else, for that may never become a request."""
         cycle = self._serving
         if cycle is None or not cycle.response_started or self.transport.is_closing():
             return False
@@ -150,19 +151,21 @@ class Connection(HttpToolsProtocol):
         elif wait is Wait.BODY:
             self._refuse("body_late", RequestTimedOut("The body took too long.", hint="Send it faster."), silent=True)
         elif wait is Wait.IDLE:
-            self.leave()  # in order, and nobody's fault
-        elif not self._given_up:  # by the other one of those that look: an answer and the house
+            self.leave()  # regularly: the client did nothing wrong
+        elif not self._given_up:  # an answer and Connections both watch the deadline
             self._given_up = True
-            if wait is not Wait.LINGER:  # which was told before
-                self._house.refusals.note(f"{wait.value}_late", f"gave up a connection: {wait.value} for too long")
+            if wait is not Wait.CLOSING:  # its reason was noted before
+                self._connections.refusals.note(
+                    f"{wait.value}_late", f"gave up a connection: {wait.value} for too long"
+                )
             self._inner.abort()
 
-    def give_way(self, wait: Wait) -> None:  # noqa: ARG002 - whatever it waited for
+    def give_way(self) -> None:
         self._inner.abort()
 
     def leave(self) -> None:
-        """Closes when the request has come whole and the answer is with the peer, both within bounds: to close before
-        would make its kernel throw the answer away."""
+        """Closes once the whole request has come and the peer has the answer, both within bounds. Closing earlier would
+        make the peer's kernel drop the answer."""
         if self._leaving:
             return
         self._leaving = True
@@ -171,9 +174,9 @@ class Connection(HttpToolsProtocol):
         else:
             self._close()
         self._read(None)
-        self._house.wait(self, Wait.LINGER, self._patience_s())
+        self._connections.wait(self, Wait.CLOSING, self._write_timeout_s())
 
-    # What the parser tells
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         if self._leaving:
@@ -187,7 +190,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.tally.field():
             self._stop("head_fields", HeadTooLarge(f"The request has over {self._bounds.head_fields} header fields."))
-        if self._reads is Wait.HEAD:  # else a trailer, which nobody reads
+        if self._reads is Wait.HEAD:  # else it is a trailer, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -201,13 +204,13 @@ class Connection(HttpToolsProtocol):
         length = declared_length(self.headers)
         self._due = length or 0
         if self.pipeline:
-            self.flow.resume_reading()  # else nobody would see this peer leave; what it sends ahead is bounded
+            self.flow.resume_reading()  # to notice when the peer leaves; bytes sent ahead are bounded
         else:
             self._serving = self.cycle
             if length != 0:
                 self.flow.pause_reading()  # until the app asks for it
         allowed = self._bounds.body_bytes if length is None else min(length, self._bounds.body_bytes)
-        self._read(Wait.BODY, self._bounds.body_s + allowed / self._bounds.least_rate)
+        self._read(Wait.BODY, self._bounds.body_s + allowed / self._bounds.min_rate)
 
     def on_body(self, body: bytes) -> None:
         self.tally.content(len(body))
@@ -224,16 +227,16 @@ class Connection(HttpToolsProtocol):
         else:
             self._read(None)
 
-    # What the app tells
+    # Called by the app
 
     def on_response_complete(self) -> None:
         done = self._serving
         if self.pipeline:
             self._serving = self.pipeline[-1][0]
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # it fires late where the process stood still: see Connections
+        self._unset_keepalive_if_required()  # it would fire late after the process stood still: see Connections
         if done is not None:
-            done.body = bytearray()  # what nobody read
+            done.body = bytearray()  # drops unread bytes
         if self._leaving or self.transport.is_closing():
             return
         if self._reads is Wait.BODY and self.cycle is done:
@@ -244,31 +247,28 @@ class Connection(HttpToolsProtocol):
     # Inside
 
     def _untie(self) -> None:
-        """Lets go of all that refers back to this object, which is freed at once then. Thousands that wait for a
-        collection of garbage keep memory in pieces that new objects fill, and the process never shrinks."""
+        """Drops all references back to this object, so that it is freed at once. Thousands that wait for the garbage
+        collector would keep memory fragmented, and the process would never shrink."""
         self._exit.untie()
         self.pipeline.clear()
         self.scope = self.cycle = self._serving = self._line = None  # type: ignore[assignment]
 
     def _read(self, wait: Wait | None, seconds: float = 0.0) -> None:
-        """From now on ``wait`` is what the peer has to send next."""
+        """Notes that the peer has to send ``wait`` next, within ``seconds``."""
         if self._reads is not None:
-            self._house.done(self, self._reads)
+            self._connections.done(self, self._reads)
         self._reads, self._turns = wait, self._turns + 1
         if wait is not None:
-            self._house.wait(self, wait, seconds)
+            self._connections.wait(self, wait, seconds)
 
     def _rest(self) -> None:
-        """Until the next request: nothing of the last one is kept, for there may be thousands that rest."""
+        """Waits for the next request. Nothing of the last one is kept, for thousands of connections may be idle."""
         self.tally.rest()
-        self._house.forget_head(self)
+        self._connections.forget_head(self)
         self.url, self.headers = b"", []
         self.scope = self.cycle.scope = {}  # type: ignore[typeddict-item]
-        self._rests_since = self._house.time.now()
+        self._rests_since = self._connections.time.now()
         self._read(Wait.IDLE, self._bounds.keep_alive_s)
-
-    def _piece(self) -> int:
-        return min(self._due, _BODY_PIECE) if self._due > 0 and not self.pipeline else _HEAD_PIECE
 
     def _feed(self, piece: memoryview) -> None:
         turns, reads = self._turns, self._reads
@@ -284,13 +284,13 @@ class Connection(HttpToolsProtocol):
                 self._count(reads, len(piece))
 
     def _count(self, reads: Wait | None, size: int) -> None:
-        """``size`` more bytes of the same part of the same request, or of whatever is sent ahead."""
+        """Counts ``size`` more bytes of the same part of the same request, or of bytes that are sent ahead."""
         tally = self.tally
         if self.pipeline or (reads is None and not self._leaving):
             if tally.ahead(size):
                 self._refuse("ahead", None)
         elif reads is Wait.HEAD:
-            if tally.head(size) or not self._house.hold_head(self, tally.heads_bytes):
+            if tally.head(size) or not self._connections.hold_head(self, tally.heads_bytes):
                 self._refuse("head_bytes", HeadTooLarge(f"The head exceeds {self._bounds.head_bytes} bytes."))
         elif tally.framing(size):
             self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
@@ -303,15 +303,17 @@ class Connection(HttpToolsProtocol):
         raise _Refused
 
     def _upgrade(self) -> None:
-        """To another protocol, of which there is none here: the request is answered, the rest is not read."""
-        self._house.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
+        """Refuses to change to another protocol: the request is answered, the rest is not read."""
+        self._connections.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
         self._deaf = True
         self.cycle.keep_alive = False
 
     def _refuse(self, reason: str, error: RequestError | None, *, silent: bool = False) -> None:
-        """Nothing more is read. What it asked before is answered; else ``error`` is its answer, where one can still be
-        written, and what it goes on sending, unless it is ``silent``, is thrown away until it has read that."""
-        self._house.refusals.note(reason, f"refused a connection: {reason}" + (f": {error.message}" if error else ""))
+        """Stops reading. A request that came whole is answered; otherwise ``error`` is the answer, where one can still
+        be written. Later bytes of a peer that is not ``silent`` are thrown away until it has read the answer."""
+        self._connections.refusals.note(
+            reason, f"refused a connection: {reason}" + (f": {error.message}" if error else "")
+        )
         self._deaf = True
         cycle, receiving = self.cycle, self._reads in (Wait.BODY, Wait.REST)
         self._read(None)
@@ -327,14 +329,14 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
             self._leaving = True
             self.flow.resume_reading()
-            self._house.wait(self, Wait.LINGER, self._patience_s())
+            self._connections.wait(self, Wait.CLOSING, self._write_timeout_s())
             if silent:
                 self._close()
 
-    def _patience_s(self) -> float:
-        """How long the peer may take to read what was written."""
+    def _write_timeout_s(self) -> float:
+        """How long the peer may take to read the written bytes."""
         waiting, bounds = self._inner.get_write_buffer_size(), self._bounds
-        return bounds.stall_s + waiting / bounds.least_rate if waiting else bounds.linger_s
+        return bounds.stall_s + waiting / bounds.min_rate if waiting else bounds.closing_s
 
     def _close(self) -> None:
         self._deaf = True

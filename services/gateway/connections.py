@@ -1,7 +1,7 @@
-"""All connections of one listener: who gets a place, who gives way, and whose time is over.
+"""All connections of one listener: which get a place, which give way, and which have waited too long.
 
-In: what each connection waits for, and how much its peer has sent (:class:`Tally`). Out: refusals of those that take
-too long, and places for those who come.
+In: what each connection waits for, and how much its peer has sent (:class:`Tally`). Out: places for new connections,
+and ends of connections that take too long.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from services.metrics import GatewayMetrics
 
 _KIB = 1024
 _ENDED_AT_ONCE = 256
-"""Waits that end in one turn of the event loop, in some milliseconds: ten thousand would hold up every stream for most
-of a second."""
-_PARTED_AT_ONCE = 32
-"""Answers that hear in one turn of the event loop that their client has gone. Each takes a fifth of a millisecond to
-end: five thousand at once would hold up every probe and stream for a second."""
+"""Waits that end in one turn of the event loop, in some milliseconds: ten thousand would block every stream for almost
+a second."""
+_NOTIFIED_AT_ONCE = 32
+"""Answers that are notified in one turn of the event loop that their client has gone. Each takes 0.2 ms to end: five
+thousand at once would block every probe and stream for a second."""
 _CANDIDATES = 16
-"""Oldest ones that are asked whether something of theirs is still unread, before a newcomer is turned away."""
+"""How many of the oldest connections are checked for unread bytes before a new one is turned away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What one connection may take, and how many there may be. Sizes in bytes, times in seconds."""
+    """What one connection may take, and how many there may be. Sizes are in bytes, times in seconds."""
 
     connections: int = 10_000
     spare: int = 64
-    """Beyond ``connections``, for whoever asks how the gateway is: a full one is not a dead one."""
+    """Places beyond ``connections`` for probes: a full gateway must not look dead."""
     head_bytes: int = 64 * _KIB
     head_fields: int = 128
     head_s: float = 15.0
     spare_head_s: float = 2.0
     large_head: int = 8 * _KIB
     large_heads: int = 32 * 1024 * _KIB
-    """All heads above ``large_head`` together: ten thousand of 64 KiB would be the memory of the whole pod."""
+    """All heads above ``large_head`` together: ten thousand of 64 KiB would take the memory of the whole pod."""
     body_bytes: int = 4 * 1024 * _KIB
-    """What a body without Content-Length is given time for."""
+    """A body without Content-Length gets the time for this size."""
     body_s: float = 30.0
-    least_rate: float = 64.0 * _KIB
-    """Bytes per second that a client sends and reads at, beyond ``body_s`` and ``stall_s``."""
+    min_rate: float = 64.0 * _KIB
+    """The bytes per second that a client has to send and read, beyond ``body_s`` and ``stall_s``."""
     framing_bytes: int = 64 * _KIB
-    """Chunk headers, their extensions and trailers, beyond an eighth of the bytes that the body itself has."""
+    """Chunk headers, their extensions and trailers, beyond an eighth of the body's own bytes."""
     rest_bytes: int = 64 * 1024 * _KIB
-    """Of a body that nobody reads: it was answered before it came."""
+    """Bytes of a body whose request was answered before it came, so that nobody reads it."""
     ahead_bytes: int = 16 * _KIB
     ahead_requests: int = 4
-    """Sent before the answer to the request before: pipelining, which hardly any client does."""
+    """Bytes and requests sent before the last answer: pipelining, which hardly any client does."""
     write_buffer: int = 16 * _KIB
     stall_s: float = 60.0
     keep_alive_s: float = 75.0
-    """Longer than usual proxies keep theirs, so that they close first."""
-    linger_s: float = 10.0
-    """From the close to its end: the peer reads what it was told, and sends the rest of what it was sending."""
+    """Longer than usual proxies keep connections, so that the proxy closes first."""
+    closing_s: float = 10.0
+    """How long a close may take: the peer reads the answer, and sends the rest of its request."""
     look_s: float = 0.5
 
 
@@ -73,15 +73,15 @@ class Wait(Enum):
     REST = "rest"  # of a body whose request was answered without it
     IDLE = "idle"
     STALL = "stalled"  # until the peer reads what was written
-    LINGER = "closing"
+    CLOSING = "closing"
 
 
-_GIVING_WAY = (Wait.LINGER, Wait.HEAD, Wait.REST, Wait.IDLE)
-"""Who makes room for a newcomer, the oldest first: nobody who is served."""
+_GIVING_WAY = (Wait.CLOSING, Wait.HEAD, Wait.REST, Wait.IDLE)
+"""Connections that make room for a new one, the oldest first; none that is served."""
 
 
-class Guest(Protocol):
-    """A connection, as far as it is known here."""
+class Client(Protocol):
+    """A client's connection, as :class:`Connections` needs it."""
 
     @property
     def unread(self) -> bool:
@@ -90,16 +90,16 @@ class Guest(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether this process is not reading: the wait is not the peer's fault."""
+        """Whether this process does not read, so that the peer is not responsible for the wait."""
         ...
 
     def expire(self, wait: Wait) -> None: ...
 
-    def give_way(self, wait: Wait) -> None: ...
+    def give_way(self) -> None: ...
 
 
 class Connections:
-    """The places of a listener. A place is taken by :meth:`place`, and given back by :meth:`leave`."""
+    """The places of a listener. :meth:`place` takes a place, :meth:`leave` gives it back."""
 
     def __init__(self, bounds: Bounds, metrics: GatewayMetrics, listener: str) -> None:
         self.bounds = bounds
@@ -107,23 +107,23 @@ class Connections:
         self.time = LivedTime(2 * bounds.look_s)
         self._gauges = {wait: metrics.connections.labels(listener, wait.value) for wait in Wait}
         self._served = metrics.connections.labels(listener, "served")
-        self._waits: dict[Wait, dict[Guest, float]] = {wait: {} for wait in Wait}
-        self._graced: set[Guest] = set()
-        self._large: dict[Guest, int] = {}
+        self._waits: dict[Wait, dict[Client, float]] = {wait: {} for wait in Wait}
+        self._graced: set[Client] = set()
+        self._large: dict[Client, int] = {}
         self._large_sum = 0
-        self._spare: set[Guest] = set()
-        self._ordinary: set[Guest] = set()
-        self._coming = {False: 0, True: 0}  # accepted, and no guest yet, by whether the place is a spare one
-        self._parted: deque[Callable[[], None]] = deque()
+        self._spare: set[Client] = set()
+        self._ordinary: set[Client] = set()
+        self._coming = {False: 0, True: 0}  # accepted and not entered yet, by whether the place is a spare one
+        self._to_notify: deque[Callable[[], None]] = deque()
 
     @property
     def free(self) -> int:
-        """Ordinary places that nobody has."""
+        """How many ordinary places are free."""
         return self.bounds.connections - self._count(spare=False)
 
     def place(self) -> bool | None:
-        """Takes a place for a connection that was accepted: False is an ordinary one, True a spare one that only says
-        how the gateway is, None none at all. Where all are taken the oldest of those that are not served give way."""
+        """Takes a place for an accepted connection: False is an ordinary place, True a spare one, which serves probes
+        only, None no place. Where all are taken the oldest connection that is not served gives way."""
         if self._count(spare=False) < self.bounds.connections or self._make_room(self._ordinary):
             spare = False
         elif self._count(spare=True) < self.bounds.spare or self._make_room(self._spare):
@@ -135,126 +135,128 @@ class Connections:
         return spare
 
     def vacate(self, *, spare: bool) -> None:
-        """The connection of a place came to nothing."""
+        """Gives back the place of a connection that ended before :meth:`enter`."""
         self._coming[spare] -= 1
 
-    def enter(self, guest: Guest, *, spare: bool) -> None:
-        """``guest`` is the connection that :meth:`place` was asked for."""
+    def enter(self, client: Client, *, spare: bool) -> None:
+        """Enters the connection that :meth:`place` took a place for."""
         self._coming[spare] -= 1
-        (self._spare if spare else self._ordinary).add(guest)
+        (self._spare if spare else self._ordinary).add(client)
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, client: Client) -> None:
         for wait in Wait:
-            self.done(guest, wait)
-        self.forget_head(guest)
-        self._ordinary.discard(guest)
-        self._spare.discard(guest)
+            self.done(client, wait)
+        self.forget_head(client)
+        self._ordinary.discard(client)
+        self._spare.discard(client)
 
-    def part(self, wake: Callable[[], None]) -> None:
-        """Calls ``wake``, by which an answer hears that its client has gone, when those that came before have heard."""
-        self._parted.append(wake)
-        if len(self._parted) == 1:
-            asyncio.get_running_loop().call_soon(self._wake_parted)
+    def notify_soon(self, notify: Callable[[], None]) -> None:
+        """Calls ``notify``, by which an answer learns that its client has gone, after those of earlier calls: a few of them
+        in each turn of the event loop."""
+        self._to_notify.append(notify)
+        if len(self._to_notify) == 1:
+            asyncio.get_running_loop().call_soon(self._notify)
 
-    def _wake_parted(self) -> None:
-        for _ in range(min(_PARTED_AT_ONCE, len(self._parted))):
-            self._parted.popleft()()
-        if self._parted:
-            asyncio.get_running_loop().call_soon(self._wake_parted)
+    def _notify(self) -> None:
+        for _ in range(min(_NOTIFIED_AT_ONCE, len(self._to_notify))):
+            self._to_notify.popleft()()
+        if self._to_notify:
+            asyncio.get_running_loop().call_soon(self._notify)
 
-    def wait(self, guest: Guest, wait: Wait, seconds: float) -> None:
-        """From now on ``guest`` has so long."""
-        self._waits[wait][guest] = self.time.now() + seconds
+    def wait(self, client: Client, wait: Wait, seconds: float) -> None:
+        """Gives ``client`` this many seconds, from now, for ``wait``."""
+        self._waits[wait][client] = self.time.now() + seconds
 
-    def done(self, guest: Guest, wait: Wait) -> None:
-        if self._waits[wait].pop(guest, None) is not None:
-            self._graced.discard(guest)
+    def done(self, client: Client, wait: Wait) -> None:
+        if self._waits[wait].pop(client, None) is not None:
+            self._graced.discard(client)
 
-    def hold_head(self, guest: Guest, size: int) -> bool:
-        """Counts the bytes of a large head until :meth:`forget_head`. False: all large heads together are too many."""
+    def hold_head(self, client: Client, size: int) -> bool:
+        """Counts the bytes of a large head until :meth:`forget_head`. False: all large heads together take too many."""
         if size <= self.bounds.large_head:
             return True
-        self._large_sum += size - self._large.get(guest, 0)
-        self._large[guest] = size
+        self._large_sum += size - self._large.get(client, 0)
+        self._large[client] = size
         return self._large_sum <= self.bounds.large_heads
 
-    def forget_head(self, guest: Guest) -> None:
-        self._large_sum -= self._large.pop(guest, 0)
+    def forget_head(self, client: Client) -> None:
+        self._large_sum -= self._large.pop(client, 0)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Ends waits until cancelled."""
         pause_s = self.bounds.look_s
         while True:
             await asyncio.sleep(pause_s)
             pause_s = 0.0 if self.look() else self.bounds.look_s
 
     def look(self) -> bool:
-        """Ends waits that are over; whether there are more of them."""
+        """Ends waits that are over. Returns whether more of them remain."""
         now = self.time.tick()
-        over = [(guest, wait) for wait, guests in self._waits.items() for guest, due in guests.items() if due <= now]
-        for guest, wait in over[:_ENDED_AT_ONCE]:
-            if self._waits[wait].get(guest, math.inf) <= now:  # else another one's end was its own
-                self._end(guest, wait, now)
-        self._tell()
+        over = [(client, wait) for wait, dues in self._waits.items() for client, due in dues.items() if due <= now]
+        for client, wait in over[:_ENDED_AT_ONCE]:
+            if self._waits[wait].get(client, math.inf) <= now:  # else it has ended with another wait
+                self._end(client, wait, now)
+        self._report_counts()
         return len(over) > _ENDED_AT_ONCE
 
-    def _end(self, guest: Guest, wait: Wait, now: float) -> None:
-        if self._excused(guest, wait):
-            self._waits[wait][guest] = now + self.bounds.look_s
+    def _end(self, client: Client, wait: Wait, now: float) -> None:
+        if self._excused(client, wait):
+            self._waits[wait][client] = now + self.bounds.look_s
         else:
-            del self._waits[wait][guest]
-            guest.expire(wait)
+            del self._waits[wait][client]
+            client.expire(wait)
 
-    def _excused(self, guest: Guest, wait: Wait) -> bool:
-        """What has come and is not read was in time; it is read before the next look."""
-        if wait is Wait.BODY and guest.paused:
+    def _excused(self, client: Client, wait: Wait) -> bool:
+        """Whether the wait goes on: bytes that have come and are not read yet were in time, and are read until the next
+        look."""
+        if wait is Wait.BODY and client.paused:
             return True
-        if wait in (Wait.STALL, Wait.LINGER) or guest in self._graced or not guest.unread:
+        if wait in (Wait.STALL, Wait.CLOSING) or client in self._graced or not client.unread:
             return False
-        self._graced.add(guest)
+        self._graced.add(client)
         return True
 
     def _count(self, *, spare: bool) -> int:
         return len(self._spare if spare else self._ordinary) + self._coming[spare]
 
-    def _make_room(self, among: set[Guest]) -> bool:
+    def _make_room(self, among: set[Client]) -> bool:
         for wait in _GIVING_WAY:
-            guest = next(self._can_give_way(wait, among), None)
-            if guest is not None:
-                self.leave(guest)
+            client = next(self._can_give_way(wait, among), None)
+            if client is not None:
+                self.leave(client)
                 self.refusals.note(f"gave_way_{wait.value}", "all places for connections are taken: closed the oldest")
-                guest.give_way(wait)
+                client.give_way()
                 return True
         return False
 
-    def _can_give_way(self, wait: Wait, among: set[Guest]) -> Iterator[Guest]:
-        oldest = (guest for guest in self._waits[wait] if guest in among)
-        return (guest for guest in islice(oldest, _CANDIDATES) if wait is Wait.LINGER or not guest.unread)
+    def _can_give_way(self, wait: Wait, among: set[Client]) -> Iterator[Client]:
+        oldest = (client for client in self._waits[wait] if client in among)
+        return (client for client in islice(oldest, _CANDIDATES) if wait is Wait.CLOSING or not client.unread)
 
-    def _tell(self) -> None:
-        for wait, guests in self._waits.items():
-            self._gauges[wait].set(len(guests))
+    def _report_counts(self) -> None:
+        for wait, clients in self._waits.items():
+            self._gauges[wait].set(len(clients))
         reading = sum(len(self._waits[wait]) for wait in Wait if wait is not Wait.STALL)
         self._served.set(max(0, len(self._ordinary) + len(self._spare) - reading))
 
 
 _CONTENT_SHARE = 8
-"""Bytes of a body for each of its framing: with less, as in chunks of five bytes, the parser is most of the work."""
+"""Bytes of a body for each byte of its framing: with fewer, as in chunks of five bytes, the parser takes too long."""
 
 
 class Tally:
-    """Counts. What returns a bool says whether that is too much."""
+    """Counts what a peer has sent. Methods that return a bool say whether that is too much."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self.head_bytes = self.head_fields = 0
-        self._earlier_heads = 0  # bytes of those before it, while any of them is under way
-        self._wire_bytes = self._body_bytes = 0  # of a body as it was sent, and as it is meant
+        self._earlier_heads = 0  # bytes of earlier heads, while any of them is in flight
+        self._wire_bytes = self._body_bytes = 0  # of a body with its framing, and without
         self._ahead_bytes = self._thrown_away = 0
 
     @property
     def heads_bytes(self) -> int:
-        """Of all heads that are under way."""
+        """Bytes of all heads in flight."""
         return self._earlier_heads + self.head_bytes
 
     def begin_head(self) -> None:
@@ -265,7 +267,7 @@ class Tally:
         self._wire_bytes = self._body_bytes = 0
 
     def rest(self) -> None:
-        """Nothing is under way."""
+        """Notes that nothing is in flight."""
         self._ahead_bytes = self._earlier_heads = self.head_bytes = 0
 
     def head(self, size: int) -> bool:
@@ -273,21 +275,21 @@ class Tally:
         return self.head_bytes > self._bounds.head_bytes
 
     def field(self) -> bool:
-        """One more, of the head or behind the body."""
+        """Counts one more field, of the head or behind the body."""
         self.head_fields += 1
         return self.head_fields > self._bounds.head_fields
 
     def content(self, size: int) -> None:
-        """Of a body, as it is meant."""
+        """Counts bytes of a body without its framing."""
         self._body_bytes += size
 
     def framing(self, size: int) -> bool:
-        """``size`` more bytes of a body as it was sent; too much of them are not its own."""
+        """Counts ``size`` more bytes of a body with its framing, of which there may be too much."""
         self._wire_bytes += size
         return self._wire_bytes - self._body_bytes > self._bounds.framing_bytes + self._body_bytes // _CONTENT_SHARE
 
     def unwanted(self) -> bool:
-        """What came of a body that nobody reads."""
+        """Whether too much has come of a body that nobody reads."""
         return self._wire_bytes > self._bounds.rest_bytes
 
     def ahead(self, size: int) -> bool:

@@ -1,10 +1,10 @@
-"""Control tokens: which they are, where they stand in a text, and how text is encoded in which none may stand.
+"""Control tokens: which tokens they are, where they stand in a text, and how text without any is encoded.
 
-A tokenizer makes a control token wherever its string is found, whoever wrote it. So prompts come here in pieces: the
-control tokens that shall be in them as ids, everything else as text in which none is looked for.
+A tokenizer makes a control token wherever it finds the token's string, whoever wrote it. So prompts come here in
+pieces: the control tokens of the template as ids, everything else as text, in which none is looked for.
 
-Control tokens are those that the checkpoint calls special, but for the one that stands for unknown characters. Other
-added tokens (``<think>``, ``<tool_call>``) are found in any text: clients send back assistants' turns that hold them.
+Control tokens are the tokens that the checkpoint calls special, except the one for unknown characters. Other added
+tokens (``<think>``, ``<tool_call>``) are found in any text: clients send back assistants' turns that hold them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNKNOWN = "\U0010fffd"  # of a plane for private use: in no vocabulary
 
 
 class Span(NamedTuple):
-    """The characters from ``start`` to before ``end``, which become the control token ``token_id``."""
+    """The characters from ``start`` to before ``end``; they become the control token ``token_id``."""
 
     start: int
     end: int
@@ -29,14 +29,14 @@ class Span(NamedTuple):
 
 
 class ControlTokens:
-    """Those of one tokenizer. ``strings`` are what they look like, ``ids`` what they are."""
+    """The control tokens of one tokenizer, by their ``strings`` and their ``ids``."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         added = codec.tokenizer.get_added_tokens_decoder()
         special = codec.special_ids - _unknown_ids(codec.tokenizer)
         spellings = {token_id: _spelling(codec, added[token_id].content, special) for token_id in special}
-        # What the model makes of characters and can make of no others is text, whatever the checkpoint calls it.
+        # A token that the model makes of its characters, and that cannot be written otherwise, is text.
         self.ids = frozenset(token_id for token_id, ids in spellings.items() if ids != [])
         self.strings = tuple(added[token_id].content for token_id in sorted(self.ids))
         by_model = {token_id: ids for token_id, ids in spellings.items() if ids}
@@ -51,28 +51,32 @@ class ControlTokens:
         return [token_id for token_id in token_ids if token_id in controls]
 
     def spans(self, text: str) -> list[Span]:
-        """Where the tokenizer finds control tokens in ``text``, with the white space that they swallow."""
+        """Where the tokenizer finds control tokens in ``text``; they include the white space that they swallow."""
         encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
         found = [(index, self._found.get(token_id)) for index, token_id in enumerate(encoding.ids)]
         return [Span(*_place(encoding, index), token_id) for index, token_id in found if token_id is not None]
 
     def encode(self, pieces: Sequence[str | int]) -> list[int]:
-        """Token ids of texts and control tokens (given as ids) in turn; no text becomes a control token.
+        """Token ids of ``pieces``, texts and ids of control tokens; no text becomes a control token.
 
-        Where no text spells a control token, these are the ids of all of it as one text; but some tokenizers look for
-        control tokens in text to which they have added a space: here such a space comes after each control token, too.
+        Where no text spells a control token, the ids equal those of one joined text. There is one exception: some
+        tokenizers add a space to a text; here the text after each control token gets that space, too.
         """
         return self._plain.encode(pieces)
 
 
 class _PlainText:
-    """The tokenizer without its control tokens, and with one for "here is a control token"."""
+    """The tokenizer without its control tokens; one mark stands for each of them."""
 
     def __init__(self, codec: TextCodec, added: Sequence[AddedToken], by_model: dict[int, list[int]]) -> None:
-        """``by_model``: control tokens that the model makes of text by itself, and what to write in their place."""
+        """``by_model`` has the control tokens that the model makes of text by itself, and the ids to write instead."""
         tokenizer = codec.tokenizer
-        self._mark = f"{_UNKNOWN}{secrets.token_hex(16)}"  # in no text of anybody who cannot guess it
-        self._tokenizer = _like(tokenizer, Tokenizer(tokenizer.model))  # the two share the model: no memory to speak of
+        self._mark = f"{_UNKNOWN}{secrets.token_hex(16)}"  # no client can guess it
+        self._tokenizer = Tokenizer(tokenizer.model)  # the two share the model, so this one takes little memory
+        if tokenizer.normalizer is not None:
+            self._tokenizer.normalizer = tokenizer.normalizer
+        if tokenizer.pre_tokenizer is not None:
+            self._tokenizer.pre_tokenizer = tokenizer.pre_tokenizer
         self._tokenizer.add_tokens([*_fillers(tokenizer, self._mark), AddedToken(self._mark, normalized=False), *added])
         self._mark_id = self._tokenizer.token_to_id(self._mark)
         moved = {_known(self._tokenizer, token.content): [_known(tokenizer, token.content)] for token in added}
@@ -93,16 +97,17 @@ class _PlainText:
 
 
 def _unknown_ids(tokenizer: Tokenizer) -> set[int]:
-    """What stands for characters that the tokenizer does not know: any text may hold those."""
+    """Ids of the token for characters that the tokenizer does not know: any text may hold such characters."""
     found = set(tokenizer.encode(_UNKNOWN, add_special_tokens=False).ids)
     named = getattr(tokenizer.model, "unk_token", None)
     return found | ({_known(tokenizer, named)} if named is not None else set())
 
 
 def _spelling(codec: TextCodec, string: str, special: Collection[int]) -> list[int] | None:
-    """Ids of ``string`` as mere text where the model makes a special token of it by itself; None where it does not.
+    """Ids of ``string`` as mere text where the model makes a special token of it by itself, else None.
 
-    Some models have merges that end in ``</s>``, or know it as a piece. Empty: there is no other way to write it.
+    Some models have merges that end in ``</s>``, or know it as a piece. The ids are empty where the string can be
+    written in no other way.
     """
     tokenize, word = codec.tokenizer.model.tokenize, codec.in_alphabet(string)
     if [token.id for token in tokenize(word)] != [codec.tokenizer.token_to_id(string)]:
@@ -111,37 +116,28 @@ def _spelling(codec: TextCodec, string: str, special: Collection[int]) -> list[i
     return next((ids for ids in cuts if not set(ids).intersection(special)), [])
 
 
-def _like(tokenizer: Tokenizer, other: Tokenizer) -> Tokenizer:
-    """``other``, which shall treat text as ``tokenizer`` does."""
-    if tokenizer.normalizer is not None:
-        other.normalizer = tokenizer.normalizer
-    if tokenizer.pre_tokenizer is not None:
-        other.pre_tokenizer = tokenizer.pre_tokenizer
-    return other
-
-
 def _fillers(tokenizer: Tokenizer, mark: str) -> list[str]:
-    """Tokens to add first where the vocabulary leaves ids out, so that no token added later gets one that is in it."""
+    """Tokens to add first where the vocabulary leaves ids out, so that no token added later gets one of its ids."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     return [f"{mark}{missing}" for missing in range(1 + max(vocabulary.values(), default=-1) - len(vocabulary))]
 
 
 def _scanner(added: Iterable[AddedToken]) -> Tokenizer:
-    """Finds added tokens as any tokenizer does, and makes one unknown token of all that is between two of them."""
+    """A tokenizer that finds added tokens and makes one unknown token of the text between two of them."""
     scanner = Tokenizer(models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
     scanner.add_tokens(list(added))
     return scanner
 
 
 def _place(encoding: Encoding, index: int) -> tuple[int, int]:
-    """The characters of a token that is one of the text's."""
+    """The characters of the token at ``index``, which stands in the text."""
     place: tuple[int, int] | None = encoding.token_to_chars(index)
     assert place is not None
     return place
 
 
 def _known(tokenizer: Tokenizer, string: str) -> int:
-    """The id of a token that there is."""
+    """The id of the token ``string``, which ``tokenizer`` has."""
     token_id = tokenizer.token_to_id(string)
     assert token_id is not None
     return token_id

@@ -1,4 +1,4 @@
-"""A conversation on its way through the chat template, and characters that stand for texts meanwhile."""
+"""A conversation on its way through the chat template, and characters that stand in for its texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAND_IN = f"[{chr(_FIRST)}-{chr(_LAST)}]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What the template gets. All of ``messages`` but the roles, and strings in ``options``, are the client's words."""
+    """The template's input. The client wrote ``messages``, except the roles, and strings in ``options``."""
 
     messages: Sequence[Mapping[str, str]]
     add_generation_prompt: bool
@@ -28,7 +28,7 @@ class Conversation:
         return [*said, *(value for value in self.options.values() if isinstance(value, str))]
 
     def with_texts(self, said: Callable[[str], str], option: Callable[[str], str]) -> Conversation:
-        """The same conversation in other words: ``said`` changes those of messages, ``option`` those of options."""
+        """A copy with other texts: ``said`` changes the texts of messages, ``option`` the strings of options."""
         return Conversation(
             messages=[
                 {name: text if name == "role" else said(text) for name, text in message.items()}
@@ -40,10 +40,10 @@ class Conversation:
 
 
 class StandIns:
-    """Characters that stand for texts while a template is at work: it can neither see what is in them nor change it."""
+    """Characters that stand in for texts, so that a template can neither see nor change the texts."""
 
     def __init__(self, template: str) -> None:
-        """They are none of ``template``'s own."""
+        """Uses no characters of ``template``."""
         self._free = (char for char in map(chr, range(_FIRST, _LAST + 1)) if char not in template)
         self._chars: dict[str, str] = {}
         self._texts: dict[str, str] = {}
@@ -59,5 +59,5 @@ class StandIns:
         return char
 
     def reveal(self, text: str) -> str:
-        """``text`` with what its characters stand for."""
+        """``text`` with the texts that its characters stand in for."""
         return re.sub(STAND_IN, lambda found: self._texts.get(found[0], found[0]), text)

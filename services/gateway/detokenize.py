@@ -1,6 +1,6 @@
-"""Tokens to text as they come: never half a UTF-8 character, never a part of a stop string.
+"""Tokens in, text out as they come: never half a UTF-8 character, never a part of a stop string.
 
-``push`` takes one token id and returns the text that is settled by it; ``flush`` returns what was still held back.
+``push`` takes one token id and returns the text that is final with it; ``flush`` returns the text held back so far.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Protocol
 
 from services.gateway.tokenizer import TextCodec
 
-_CONTEXT = 6  # prompt tokens before the first generated one that settle its leading space
-_PATIENCE = 16  # tokens that may end in an incomplete character before it is taken for invalid
+_CONTEXT = 6  # prompt tokens that decide whether the first generated token has a leading space
+_MAX_PENDING = 16  # tokens that may end in an incomplete character before it counts as invalid
 _REPLACEMENT = "\ufffd"
 _NOTHING = -1  # no character
 
@@ -25,7 +25,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: a table lookup and an incremental UTF-8 decoder, exact at every token."""
+    """Decodes byte-level vocabularies by a table and an incremental UTF-8 decoder, exactly at every token."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -42,7 +42,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a short window of tokens and returns what the newest one added.
+    """Decodes other vocabularies: a short window of tokens, of which it returns the text that the newest one added.
 
     ``prompt_tail`` goes before the first token, so that a leading space which the decoder would strip survives.
     """
@@ -50,29 +50,29 @@ class WindowDetokenizer:
     def __init__(self, codec: TextCodec, prompt_tail: Sequence[int] = ()) -> None:
         self._codec = codec
         self._window = list(prompt_tail[-_CONTEXT:])
-        self._settled = len(self._window)  # tokens of the window whose text is out
-        self._text = self._decode(self._window)  # text of those
+        self._shown = len(self._window)  # tokens of the window whose text is out
+        self._text = self._decode(self._window)  # the text of these tokens
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        pending = len(self._window) - self._settled
-        if len(text) <= len(self._text) or (text.endswith(_REPLACEMENT) and pending < _PATIENCE):
+        pending = len(self._window) - self._shown
+        if len(text) <= len(self._text) or (text.endswith(_REPLACEMENT) and pending < _MAX_PENDING):
             return ""
-        return self._settle(text)
+        return self._emit(text)
 
     def flush(self) -> str:
-        return self._settle(self._decode(self._window))
+        return self._emit(self._decode(self._window))
 
-    def _settle(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         piece = text[len(self._text) :]
-        newest = self._window[self._settled :]
+        newest = self._window[self._shown :]
         newest_text = self._decode(newest)
-        if newest_text:  # special tokens alone are no context: keep the window until there is text behind them
+        if newest_text:  # special tokens alone are no context: keep the window until text follows them
             self._window, self._text = newest, newest_text
         else:
             self._text = text
-        self._settled = len(self._window)
+        self._shown = len(self._window)
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -80,7 +80,7 @@ class WindowDetokenizer:
 
 
 def detokenizer(codec: TextCodec, prompt_tail: Sequence[int] = ()) -> Detokenizer:
-    """The fitting detokeniser for text that continues ``prompt_tail``."""
+    """A detokenizer for text that continues ``prompt_tail``."""
     return ByteDetokenizer(codec) if codec.byte_level else WindowDetokenizer(codec, prompt_tail)
 
 
@@ -89,22 +89,22 @@ class StopSet:
     than 65,536 characters in all.
 
     It is the automaton of Aho and Corasick ("Efficient string matching", 1975): a state is the beginning of a stop
-    string, 0 the empty one. States of one string follow each other, so that only where strings part a table is needed.
+    string, 0 the empty one. States of one string follow each other, so only states where strings diverge need a table.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.firsts = frozenset(stop[0] for stop in stops)
         self.depths = array("H", [0])  # characters of each state
         self._following = array("i", [_NOTHING])  # the character by which state + 1 goes on from state
-        self._branches: dict[int, dict[int, int]] = {}  # where others lead to
+        self._branches: dict[int, dict[int, int]] = {}  # the state that any other character leads to
         ends = {self._add(stop) for stop in stops}
         empty = bytes(self.depths.itemsize * len(self.depths))
-        self._shorter = array("H", empty)  # the longest other state that each one ends with
-        self.found = array("H", empty)  # characters of the longest stop string that it ends with
+        self._shorter = array("H", empty)  # the longest other state that each state ends with
+        self.found = array("H", empty)  # characters of the longest stop string that each state ends with
         self._link(ends)
 
     def finder(self) -> StopStrings:
-        """For one sequence."""
+        """A finder for one sequence."""
         return StopStrings(self)
 
     def step(self, state: int, code: int) -> int:
@@ -119,7 +119,7 @@ class StopSet:
         return state + 1
 
     def _add(self, stop: str) -> int:
-        """Its last state."""
+        """Adds ``stop`` and returns its last state."""
         codes = array("i", map(ord, stop))
         state = depth = 0
         while depth < len(codes) and (then := self._then(state, codes[depth])):
@@ -127,11 +127,11 @@ class StopSet:
         return self._grow(state, codes[depth:]) if depth < len(codes) else state
 
     def _then(self, state: int, code: int) -> int:
-        """``state`` and ``code``, where some stop string begins so; else 0."""
+        """The state after ``state`` and ``code`` where a stop string begins so, else 0."""
         return state + 1 if self._following[state] == code else self._branches.get(state, {}).get(code, 0)
 
     def _grow(self, state: int, codes: array[int]) -> int:
-        """Adds the states that go on from ``state``."""
+        """Adds states for ``codes`` after ``state`` and returns the last one."""
         new, depth = len(self.depths), self.depths[state]
         if new == state + 1:
             self._following[state] = codes[0]
@@ -143,7 +143,7 @@ class StopSet:
         return len(self.depths) - 1
 
     def _link(self, ends: set[int]) -> None:
-        """Completes all states, the shortest first: each takes what was found out of a shorter one."""
+        """Completes all states, the shortest first: each one builds on shorter ones."""
         following, shorter, step = self._following, self._shorter, self.step
         for state in sorted(range(len(following)), key=self.depths.__getitem__):
             after = [(following[state], state + 1), *self._branches.get(state, {}).items()]
@@ -154,9 +154,9 @@ class StopSet:
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text. Holds back whatever may yet turn into one.
+    """Finds the first stop string in a growing text, and holds back text that may become one.
 
-    Each character costs about two steps of the automaton, whatever the text and however many stop strings there are.
+    Each character costs about two steps of the automaton, for any text and any number of stop strings.
     """
 
     def __init__(self, stops: StopSet) -> None:
@@ -165,8 +165,8 @@ class StopStrings:
         self._held = ""  # that beginning
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Text that may go out, and whether a stop string was met; the stop string itself never goes out. Of those
-        that are complete within ``piece``, it is the one that begins first."""
+        """Text that may go out, and whether a stop string was found, which never goes out. Of stop strings that end in
+        ``piece`` the one that begins first counts."""
         if not self._held and self._set.firsts.isdisjoint(piece):
             return piece, False
         text = self._held + piece
@@ -174,16 +174,16 @@ class StopStrings:
         if begin is not None:
             self._held, self._state = "", 0
             return text[:begin], True
-        settled = len(text) - self._set.depths[self._state]
-        self._held = text[settled:]
-        return text[:settled], False
+        final = len(text) - self._set.depths[self._state]
+        self._held = text[final:]
+        return text[:final], False
 
     def flush(self) -> str:
         held, self._held, self._state = self._held, "", 0
         return held
 
     def _follow(self, piece: str) -> int | None:
-        """Where a stop string begins, from the start of what was held; None while none has come."""
+        """Where a stop string begins, counted from the start of the held text; None while none has come."""
         state, step, found = self._state, self._set.step, self._set.found
         begins = []
         for end, code in enumerate(map(ord, piece), start=len(self._held) + 1):

@@ -1,6 +1,6 @@
-"""A prompt that the answer repeats: its text, and its log-probabilities as they come. One for all choices of a prompt.
+"""A prompt that the answer repeats: its text, and its log-probabilities as they come, for all choices of the prompt.
 
-Only one of the choices asks for the scores; the others show them too, and wait for them before they begin.
+Only one of the choices asks for the scores; the other choices wait for them, and show them, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.messages import PromptScores, TokenLogprob
 
 
 class Spelled(NamedTuple):
-    """A text in UTF-8, and its characters: Python's own may take four bytes for each."""
+    """A text in UTF-8 and its number of characters; Python's own strings may take four bytes for each character."""
 
     data: bytes
     chars: int
@@ -28,8 +28,8 @@ class Spelled(NamedTuple):
 
 
 class Echo:
-    """``text`` is the prompt as the client wrote it, in UTF-8; it has ``chars`` characters. ``scored``: with
-    log-probabilities, which are to come."""
+    """One repeated prompt. ``text`` is the client's text in UTF-8, of ``chars`` characters. ``scored`` says that
+    log-probabilities will come."""
 
     def __init__(self, text: Spelled, token_ids: array[int], codec: TextCodec, *, scored: bool) -> None:
         self.text = text.data
@@ -40,13 +40,13 @@ class Echo:
         self._attempt = 0
         self._offsets = array("q")
         self._detokenizer = detokenizer(codec)
-        self._end = 0  # of the text of the tokens in _offsets, in characters
+        self._end = 0  # where the text of the tokens in _offsets ends, in characters
         self._end_byte = 0
-        self._reading = threading.Lock()  # offsets are found by whoever shows them first, in whichever thread
+        self._reading = threading.Lock()  # offsets are computed when they are first shown, in any thread
 
     @property
     def complete(self) -> bool:
-        """Whether all is there that is to be shown."""
+        """Whether everything to show has come."""
         return self._scores is None or len(self._scores) == len(self._ids)
 
     @property
@@ -59,11 +59,11 @@ class Echo:
         return len(self.text) + 8 * self.records + (self._scores.nbytes if self._scores else 0)
 
     def take(self, attempt: int, scores: PromptScores) -> bool:
-        """Scores of the next part, by the attempt that scores the prompt. Parts that are known are ignored; False
-        where one before it is missing."""
+        """Takes scores of the next part of the prompt. Known parts are ignored; False where an earlier part is
+        missing."""
         if self._scores is None or self.complete:
             return True
-        if attempt != self._attempt:  # it begins anew
+        if attempt != self._attempt:  # a new attempt scores from the start
             self._attempt = attempt
             self._scores = _begun()
         if scores.start > len(self._scores):
@@ -73,7 +73,7 @@ class Echo:
         return True
 
     def take_all(self, scores: Sequence[TokenLogprob | None]) -> None:
-        """All scores at once, as workers of an earlier release send them."""
+        """Takes all scores at once, as workers of an earlier release send them."""
         if self._scores is not None and not self.complete and len(scores) == len(self._ids):
             self._scores = Scores()
             for score in scores:
@@ -96,7 +96,7 @@ class Echo:
 
 
 def _begun() -> Scores:
-    """Of a prompt's first token there is no score."""
+    """Scores that begin with a prompt's first token, which has none."""
     scores = Scores()
     scores.add(None)
     return scores

@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_S = 1.0
 _KEEPS_OUT = (Unauthorized, BodyTooLarge, TooManyRequests, Overloaded, QueueUnavailable, Draining)
-"""What says no to a request that may be in order: no answer to a probe, nor the end of a request that was begun."""
+"""Errors that keep a valid request out; neither answers to probes nor ends of requests that had begun."""
 
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
-    """What tells a client when to come back: at most 120 seconds, or never for what no retry can help."""
+    """Headers that say when to retry: in at most 120 seconds, or not at all where no retry can help."""
     headers = {}
     if isinstance(error, TooManyRequests | Unavailable):
         wait_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
@@ -51,7 +51,7 @@ def retry_headers(error: RequestError) -> dict[str, str]:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """``error`` with its status and headers."""
+    """A response with the status, body and headers of ``error``."""
     return Response(
         msgspec.json.encode(error_body(error)),
         status_code=error.status,
@@ -61,7 +61,7 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
 
 
 def on_request_error(refusals: Refusals) -> Handler:
-    """Answers with the error; ``refusals`` hears of those that keep somebody out."""
+    """A handler that answers with the error; ``refusals`` counts errors that keep clients out."""
 
     async def answer(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -74,7 +74,7 @@ def on_request_error(refusals: Refusals) -> Handler:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: unknown paths and methods."""
+    """Answers Starlette's own refusals: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         refusal: RequestError = MethodNotAllowed(f"{request.method} is not allowed here.", hint="See /openapi.json.")
@@ -86,7 +86,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_validation_error(_request: Request, error: Exception) -> Response:
-    """A header or path parameter of the wrong form."""
+    """Answers a header or path parameter of the wrong form."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = str(first["loc"][-1])
@@ -94,5 +94,5 @@ async def on_validation_error(_request: Request, error: Exception) -> Response:
 
 
 async def on_crash(_request: Request, _error: Exception) -> Response:
-    """A bug. The traceback is logged by the outermost middleware; the client learns nothing of the inside."""
+    """Answers a bug. The outermost middleware logs the traceback; the client sees nothing of it."""
     return error_response(InternalError("The server failed.", hint="Its log has the details, by X-Request-Id."))

@@ -1,4 +1,4 @@
-"""One /metrics page for a whole server: this process's series and its siblings', told apart by a ``role`` label."""
+"""One /metrics page for a whole server. In: this process's series and its siblings'. Out: all with a ``role`` label."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def parse_upstreams(entries: Sequence[str]) -> list[Upstream]:
 
 
 class Siblings:
-    """Fetches and merges the siblings' pages. One that does not answer is left out and shown as down. ``role`` is that
-    of the process that does so."""
+    """Fetches and merges the siblings' pages. A sibling that does not answer is left out and shown as down. ``role`` is
+    the role of this process."""
 
     def __init__(self, upstreams: Sequence[Upstream], *, role: str = GATEWAY, timeout_s: float = _TIMEOUT_S) -> None:
         self._upstreams = tuple(upstreams)

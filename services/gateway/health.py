@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from redis.asyncio import Redis
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from services.errors import QueueUnavailable
 from services.gateway.auth import KeyStore
 from services.gateway.recent import Recent
 from services.gateway.results import ResultFollower
-from services.queue.connect import command
 
 _LOOKS_PER_S = 4.0
 
 
-class LeaderProbe:
-    """Looks for the scheduler's leader lock."""
-
-    def __init__(self, redis: Redis, key: str) -> None:
-        self._redis = redis
-        self._key = key
-
-    async def present(self) -> bool:
-        """Raises QueueUnavailable while Redis is away."""
-        return bool(await command(self._redis, "EXISTS", self._key))
-
-
 class Readiness:
-    """Collects what a request needs on its way. Redis is asked a few times a second, whoever asks here how often."""
+    """Checks what a request needs. Redis is asked a few times a second, however often clients ask."""
 
-    def __init__(self, follower: ResultFollower, leader: LeaderProbe, keys: KeyStore | None = None) -> None:
+    def __init__(
+        self, follower: ResultFollower, led: Callable[[], Coroutine[Any, Any, object]], keys: KeyStore | None = None
+    ) -> None:
+        """``led`` finds the lock of the leading scheduler; it raises QueueUnavailable while Redis is away."""
         self._follower = follower
-        self._led = Recent(leader.present, _LOOKS_PER_S)
+        self._led = Recent(led, _LOOKS_PER_S)
         self._keys = keys
         self._connected = False
 
     def connected(self) -> bool:
-        """Whether Redis has answered once. While it is away later this gateway is still the one to tell clients so."""
+        """Whether Redis has answered once. While it is away later, this gateway still answers clients with errors."""
         self._connected = self._connected or self._follower.up
         return self._connected
 

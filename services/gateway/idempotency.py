@@ -1,7 +1,8 @@
-"""Idempotency-Key: the same key and body get the same job, whoever of them is still there.
+"""Idempotency-Key: requests with the same key and body get the same job.
 
-Alive or recently finished in this gateway: the client attaches and reads from the start. Unknown here, because the
-gateway restarted or the client reached another one: the queue knows its id and seed, and it is taken up.
+A client attaches to a job that is in flight or recently finished in this gateway, and reads it from the start. Where
+this gateway does not know the job, because it restarted or the client reached another gateway before, the queue knows
+the job's id and seed, and this gateway takes it up.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from services.queue.gateway_side import IdempotencyKey, KeyBound
 _USABLE = re.compile(r"[\x20-\x7e]{1,255}")
 _MAX_JOBS = 1024
 _KEPT_SHARE = 4
-"""Answers that are kept for a retry take this part of what all answers may."""
+"""Answers kept for a retry may take one of this many parts of the memory for all answers."""
 Place = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket:
-    """What a job's ids and draws derive from. ``resumed``: the queue may know the job already; ``key``: is to be bound
-    to it as it is admitted."""
+class Origin:
+    """What a job's ids and draws derive from. ``resumed`` says that the queue may know the job already. ``key`` is to
+    be bound to the job when it is admitted."""
 
     base_id: str
     seed: int
@@ -41,21 +42,21 @@ class Ticket:
     key: IdempotencyKey | None = None
 
 
-Start = Callable[[Ticket], Awaitable[Job]]
+Start = Callable[[Origin], Awaitable[Job]]
 
 
-def new_ticket() -> Ticket:
-    return Ticket(base_id=uuid.uuid4().hex, seed=secrets.randbits(63))
+def new_origin() -> Origin:
+    return Origin(base_id=uuid.uuid4().hex, seed=secrets.randbits(63))
 
 
 def fingerprint(path: str, body: bytes) -> str:
-    """Names a request's content: two requests with one key must agree in it."""
+    """A hash of a request's content, in which all requests with one key must agree."""
     return hashlib.sha256(path.encode() + b"\n" + body).hexdigest()
 
 
-def check_key(key: str) -> str:
-    """Raises InvalidRequest where ``key`` is not 1 to 255 printable ASCII characters."""
-    if not _USABLE.fullmatch(key):
+def check_key(key: str | None) -> str | None:
+    """Returns ``key``. Raises InvalidRequest where there is one that is not 1 to 255 printable ASCII characters."""
+    if key is not None and not _USABLE.fullmatch(key):
         raise InvalidRequest(
             "Idempotency-Key must be 1 to 255 printable ASCII characters.", hint="Use a UUID.", param="Idempotency-Key"
         )
@@ -69,21 +70,19 @@ class _Entry:
 
 
 class _Kept(NamedTuple):
-    """A finished job: bytes, and until when."""
+    """A finished job: its bytes, and until when it is kept."""
 
     size: int
     until: float
 
 
 class KeyedJobs:
-    """Jobs of this gateway by (tenant, key): those in flight, and the last ones that finished.
-
-    Of finished ones those stay that fit into ``most_bytes``, for ``keep_s`` seconds at most.
-    """
+    """Jobs of this gateway by (tenant, key): jobs in flight, and the latest finished ones, which are kept for up to
+    ``keep_s`` seconds while they fit into their part of ``holdings``."""
 
     def __init__(self, holdings: Holdings, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._holdings = holdings
-        self._most_bytes = holdings.limit // _KEPT_SHARE
+        self._max_bytes = holdings.limit // _KEPT_SHARE
         self._keep_s = keep_s
         self._clock = clock
         self._entries: dict[Place, _Entry] = {}
@@ -92,7 +91,7 @@ class KeyedJobs:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, key: str, body_fingerprint: str, start: Start) -> Job:
-        """The job that ``key`` names; ``start`` begins it where there is none to attach to.
+        """The job of ``key``; ``start`` begins it where there is none to attach to.
 
         Raises:
             Conflict: the key was used with another body.
@@ -118,7 +117,7 @@ class KeyedJobs:
         except BaseException:
             if self._entries.get(place) is entry:
                 del self._entries[place]
-            entry.job.cancel()  # whoever waits for it begins anew
+            entry.job.cancel()  # a client that waits for it starts the job itself
             raise
         job.keyed = True
         job.when_done(lambda: self._keep(place, entry, job))
@@ -126,12 +125,12 @@ class KeyedJobs:
         return job
 
     async def _started(self, place: Place, body_fingerprint: str, start: Start) -> Job:
-        fresh = new_ticket()
+        fresh = new_origin()
         key = IdempotencyKey(key=place[1], fingerprint=body_fingerprint, base_id=fresh.base_id, seed=fresh.seed)
         try:
             return await start(replace(fresh, key=key))
         except KeyBound as bound:
-            return await start(Ticket(base_id=bound.base_id, seed=bound.seed, resumed=True))
+            return await start(Origin(base_id=bound.base_id, seed=bound.seed, resumed=True))
 
     def _keep(self, place: Place, entry: _Entry, job: Job) -> None:
         if self._entries.get(place) is not entry:
@@ -146,23 +145,21 @@ class KeyedJobs:
             self._trim()
 
     def _dropped(self, place: Place) -> None:
-        """The job that was kept there has let go of its answer, if it is still the same."""
+        """Forgets a kept job that has dropped its answer, unless another job took its place."""
         if (entry := self._entries.get(place)) is not None and entry.job.done() and not _reusable(entry.job):
             self._forget(place)
 
     def _trim(self) -> None:
-        """Forgets the oldest finished jobs beyond the bounds, now and when their time has come; jobs in flight stay."""
+        """Forgets the oldest finished jobs beyond the bounds, now and when their time is over; jobs in flight stay."""
         while self._finished:
             place, kept = next(iter(self._finished.items()))
-            fits = len(self._finished) <= _MAX_JOBS and self._bytes <= self._most_bytes
+            fits = len(self._finished) <= _MAX_JOBS and self._bytes <= self._max_bytes
             if fits and kept.until > self._clock():
-                self._look_again(kept.until - self._clock())
+                if self._timer is None:
+                    loop = asyncio.get_running_loop()
+                    self._timer = loop.call_later(kept.until - self._clock(), self._on_time)
                 return
             self._forget(place)
-
-    def _look_again(self, after_s: float) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(after_s, self._on_time)
 
     def _on_time(self) -> None:
         self._timer = None
@@ -175,5 +172,5 @@ class KeyedJobs:
 
 
 def _reusable(job: asyncio.Future[Job]) -> bool:
-    """A job that failed or was cancelled is not worth a replay: the retry runs it again."""
+    """Whether a retry gets this job: not one that failed or was cancelled, which the retry runs again."""
     return not job.cancelled() and job.result().error is None

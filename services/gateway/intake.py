@@ -1,6 +1,6 @@
 """From a parsed body to an admitted job: model name, limits, sampling, admission.
 
-In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` whose sequences are in the queue.
+In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` with its sequences in the queue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand, Holdings, Loan
 from services.gateway.detokenize import StopSet
 from services.gateway.echo import Echo, Spelled
-from services.gateway.idempotency import KeyedJobs, Ticket, fingerprint, new_ticket
+from services.gateway.idempotency import KeyedJobs, Origin, fingerprint, new_origin
 from services.gateway.job import Choice, Job, Rendering
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
@@ -33,14 +33,14 @@ from services.wire import WIRE
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
-_MAX_STOP_CHARS = 4096  # of all stop strings of a request together
-_MAX_ECHO_BYTES = 16 << 20  # of all prompts of a request together, once each
-_INLINE_IDS = 4096  # more are decoded beside the event loop
+_MAX_STOP_CHARS = 4096  # all stop strings of a request together
+_MAX_ECHO_BYTES = 16 << 20  # all prompts of a request together, each once
+_INLINE_IDS = 4096  # longer prompts are decoded in a thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """A request with its defaults filled in: everything but ids, seed and admission."""
+    """A request with its defaults filled in, before ids, seed and admission."""
 
     arrived: float
     prompts: Sequence[Prompt]
@@ -57,8 +57,8 @@ class _Plan:
 
 
 class Intake:
-    """Admits generation requests. ``draining`` makes it refuse new ones; ``leaving`` says that it is about to.
-    ``asked_at``: when the last one came, by ``time.monotonic``."""
+    """Admits generation requests. ``draining`` makes it refuse new requests; ``leaving`` says that it soon will.
+    ``asked_at`` is when the last request came, by ``time.monotonic``."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Intake:
 
     @property
     def holdings(self) -> Holdings:
-        """Where its answers count."""
+        """The account of the answers' memory."""
         return self._table.holdings
 
     async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
-        """The job for ``POST /v1/completions``. Raises what clients did wrong, and what the queue refuses."""
+        """The job for ``POST /v1/completions``. Raises RequestError for a fault of the client or a refusal."""
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(len(body.prompts) * (body.n or 1), caller)
@@ -112,7 +112,7 @@ class Intake:
             priority=caller.priority(body.priority),
             echo=body.echo or False,
         )
-        return await self._run(body, self._fitted(plan, body.max_tokens), caller, key)
+        return await self._run(body, plan, body.max_tokens, caller, key)
 
     async def chat(self, body: ChatBody, caller: Caller, key: str | None = None) -> Job:
         """The job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
@@ -141,7 +141,7 @@ class Intake:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=caller.priority(body.priority),
         )
-        return await self._run(body, self._fitted(plan, wanted), caller, key)
+        return await self._run(body, plan, wanted, caller, key)
 
     def _check_open(self, body: GenerationBody) -> None:
         self.asked_at = time.monotonic()
@@ -154,38 +154,36 @@ class Intake:
             raise QueueUnavailable("The queue does not answer.", hint="Try again soon.", retry_after_s=_AWAY_RETRY_S)
 
     def _check_count(self, sequences: int, caller: Caller) -> None:
-        """Refuses what admission would refuse for ever: a 429 would send the client round in circles."""
+        """Refuses a request that admission would always refuse: a 429 would make the client retry for ever."""
         allowed = caller.limits.concurrency if caller.limits else None
-        most = self._max_sequences if allowed is None else min(allowed, self._max_sequences)
-        if sequences > most:
+        limit = self._max_sequences if allowed is None else min(allowed, self._max_sequences)
+        if sequences > limit:
             raise InvalidRequest(
-                f"The request asks for {sequences} sequences (prompts times n); {most} is the most.",
+                f"The request asks for {sequences} sequences (prompts times n); {limit} is the most.",
                 hint="Split it into several requests.",
                 param="n",
             )
 
-    def _fitted(self, plan: _Plan, wanted: int | None) -> _Plan:
-        """``plan`` with the client's own ``wanted`` tokens; a default is lowered until the request may be admitted."""
+    async def _run(self, body: GenerationBody, plan: _Plan, wanted: int | None, caller: Caller, key: str | None) -> Job:
+        """The job of ``plan`` with ``wanted`` tokens; by default with as many of the plan's as the budget admits."""
         if wanted is None:
-            wanted = self._budget.most_tokens(plan.demand, plan.max_tokens)
-        return replace(plan, max_tokens=wanted)
-
-    async def _run(self, body: GenerationBody, plan: _Plan, caller: Caller, key: str | None) -> Job:
+            wanted = self._budget.largest_max_tokens(plan.demand, plan.max_tokens)
+        plan = replace(plan, max_tokens=wanted)
         self._check(body, plan)
         self._table.holdings.check(caller.tenant)
         self._follower.cancel(self._table.make_room())
 
-        async def start(ticket: Ticket) -> Job:
+        async def start(origin: Origin) -> Job:
             with self._table.holdings.lend(caller.tenant) as loan:
-                job = self._job(body, plan, await self._echoes(plan, caller, loan), ticket, caller)
-            return await self._admit(job, ticket, caller)
+                job = self._job(body, plan, await self._echoes(plan, caller, loan), origin, caller)
+            return await self._admit(job, origin, caller)
 
         if key is None:
-            return await start(new_ticket())
+            return await start(new_origin())
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
 
     async def _echoes(self, plan: _Plan, caller: Caller, loan: Loan) -> list[Spelled]:
-        """The texts of the prompts where they are to be repeated. Raises InvalidRequest where they are too long."""
+        """The texts of prompts that the answer repeats. Raises InvalidRequest where they are too long."""
         echoes: list[Spelled] = []
         for prompt in plan.prompts if plan.echo else ():
             echoes.append(await self._echo(prompt, caller))
@@ -243,10 +241,10 @@ class Intake:
                 param="stop",
             )
 
-    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], ticket: Ticket, caller: Caller) -> Job:
+    def _job(self, body: GenerationBody, plan: _Plan, echoes: Sequence[Spelled], origin: Origin, caller: Caller) -> Job:
         codec, scored = self.prompts.model.codec, plan.logprobs is not None
         stops = StopSet(body.stops) if body.stops else None
-        sampling = _sampling(body, plan, ticket.seed)
+        sampling = _sampling(body, plan, origin.seed)
         choices: list[Choice] = []
         for number, prompt in enumerate(plan.prompts):
             ids = array("i", prompt.token_ids)
@@ -256,11 +254,15 @@ class Intake:
             for draw in range(plan.n):
                 index = len(choices)
                 request = GenerateRequest(
-                    id=f"{ticket.base_id}-{index}",
+                    id=f"{origin.base_id}-{index}",
                     attempt=1,
                     token_ids=[],
                     prompt_len=len(ids),
-                    sampling=_of_choice(sampling, draw, plan),
+                    sampling=structs.replace(
+                        sampling,
+                        choice=draw,
+                        prompt_logprobs=plan.logprobs if plan.echo and draw == 0 else None,  # scored once, for all
+                    ),
                     deadline_ms=0,  # set by the queue, by Redis TIME
                     priority=plan.priority,
                     tenant=caller.tenant,
@@ -271,7 +273,7 @@ class Intake:
                 )
                 choices.append(Choice(index, request, ids, codec, rendering))
         return Job(
-            job_id=ticket.base_id,
+            job_id=origin.base_id,
             choices=choices,
             n=plan.n,
             tenant=caller.tenant,
@@ -279,17 +281,17 @@ class Intake:
             arrived=plan.arrived,
         )
 
-    async def _admit(self, job: Job, ticket: Ticket, caller: Caller) -> Job:
-        """Puts ``job`` into the queue. Its events may come before the answer, so it is in the table first."""
-        if ticket.resumed:
+    async def _admit(self, job: Job, origin: Origin, caller: Caller) -> Job:
+        """Puts ``job`` into the queue. Its events may come before the reply, so it enters the table first."""
+        if origin.resumed:
             await self._follower.cancels_heard({choice.request.id for choice in job.choices})
         self._table.add(job)
         try:
-            granted = await self._enqueue(job, ticket, caller)
+            granted = await self._enqueue(job, origin, caller)
         except BaseException as error:
             self._table.discard(job)
-            if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or ticket.resumed:
-                # Whether it took effect is unknown, or it did for a part.
+            if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or origin.resumed:
+                # The call may have taken effect, at least in part.
                 self._follower.cancel({choice.request.id: 0 for choice in job.choices})
             raise
         for choice, request in zip(job.choices, granted, strict=True):
@@ -302,12 +304,12 @@ class Intake:
             self._metrics.prompt_len.observe(length)
         return job
 
-    async def _enqueue(self, job: Job, ticket: Ticket, caller: Caller) -> list[GenerateRequest]:
+    async def _enqueue(self, job: Job, origin: Origin, caller: Caller) -> list[GenerateRequest]:
         requests, prompts = [choice.request for choice in job.choices], job.prompts
         limits = caller.limits
-        if not ticket.resumed:
+        if not origin.resumed:
             return await self._queue.admit(
-                requests, timeout_s=self._timeout_s, tenant_limits=limits, key=ticket.key, prompts=prompts
+                requests, timeout_s=self._timeout_s, tenant_limits=limits, key=origin.key, prompts=prompts
             )
         count, timeout_s = len(requests), self._timeout_s
         return [
@@ -316,11 +318,6 @@ class Intake:
             )
             for place, request in enumerate(requests)
         ]
-
-
-def _of_choice(sampling: SamplingParams, draw: int, plan: _Plan) -> SamplingParams:
-    """``sampling`` for that choice of a prompt. The first of them has the prompt scored, for all."""
-    return structs.replace(sampling, choice=draw, prompt_logprobs=plan.logprobs if plan.echo and draw == 0 else None)
 
 
 def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int) -> SamplingParams:

@@ -1,8 +1,8 @@
-"""One client request and its sequences: token events in, settled text out. No I/O and no clock of its own.
+"""One client request and its sequences: token events in, final text out. It does no I/O and reads no clock.
 
-A :class:`Job` has a :class:`Choice` per prompt and choice; each choice is one ``GenerateRequest`` upstream, over all
-its attempts. Text and records only grow, so any number of readers may follow with cursors of their own: the first
-client, and one that came back with the same Idempotency-Key. Both are kept in bytes and arrays, for there may be many.
+A :class:`Job` has a :class:`Choice` for each choice of each prompt; a choice is one ``GenerateRequest`` upstream, over
+all its attempts. Text and records only grow, so several readers may follow with cursors of their own: the first client,
+and clients that return with the same Idempotency-Key. Text and records are kept in bytes and arrays to save memory.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from services.messages import FinishReason, GenerateRequest, TokenEvent
 from services.wire import NO_PROMPT
 
 MAX_READERS = 16
-"""Of one job at a time. Each has pieces of the answer on its way."""
+"""Readers of one job at a time; each has pieces of the answer in flight."""
 _READERS_RETRY_S = 1.0
 
 
 class Step(Enum):
     """What an event did to a choice."""
 
-    IGNORED = auto()  # a duplicate, or of an attempt that is over
+    IGNORED = auto()  # a duplicate, or an event of an attempt that is over
     PROGRESS = auto()
     FINISHED = auto()
     STOPPED = auto()  # by a stop string: upstream does not know yet
     FAILED = auto()
-    CANCELLED = auto()  # by the queue: nobody here asked for it
-    GAP = auto()  # tokens, or scores of the prompt, are missing before this one
-    UNREAD = auto()  # a worker of an earlier release found no prompt: it cannot read how the request names it
+    CANCELLED = auto()  # by the queue: this gateway did not ask for it
+    GAP = auto()  # tokens, or scores of the prompt, are missing before this event
+    UNREAD = auto()  # a worker of an earlier release found no prompt, for it knows no names of prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
-    """What the client wants to see of a choice. ``stops`` are shared by all choices, ``echo`` by those of a prompt."""
+    """What the client gets of a choice. All choices share ``stops``, and the choices of a prompt share ``echo``."""
 
     stops: StopSet | None = None
     echo: Echo | None = None
@@ -54,7 +54,7 @@ class Rendering:
 class Choice:
     """One sequence. ``text`` and the first ``records`` records may go to the client; ``finish`` is None while it runs.
 
-    ``request`` names its prompt, which ``prompt`` is; its ``token_ids`` are what earlier attempts delivered.
+    ``request`` names the prompt, whose ids are in ``prompt``; its ``token_ids`` are what earlier attempts delivered.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Choice:
         self.error: RequestError | None = None
         self.recovering = False  # between the loss of an attempt and the next one
         self.missed = 0  # times that events could not be read, or scores of the prompt did not come
-        self.whole = False  # whether its record is to hold the prompt, because a worker did not find it
+        self.whole = False  # whether its record has to hold the prompt, because a worker did not find it
         self.first_at: float | None = None  # monotonic seconds of the first token
         self.last_at: float | None = None
         self._scores = Scores() if rendering.logprobs else None
@@ -79,19 +79,19 @@ class Choice:
         self._visible = 0
         self._text = detokenizer(codec, prompt)
         self._stops = rendering.stops.finder() if rendering.stops else None
-        self._started = False
-        self._decoded = self.echo.chars if self.echo else 0  # characters out of the detokeniser, echo included
+        self.started = False  # whether an event of the sequence came: from here on the answer is on its way
+        self._decoded = self.echo.chars if self.echo else 0  # characters that the detokenizer returned, echo included
         self._released = self._decoded  # characters in text, echo included
 
     @property
-    def started(self) -> bool:
-        """Whether an event of the sequence came: from here on the answer is on its way."""
-        return self._started
+    def readable(self) -> bool:
+        """Whether anything may go out: the whole echo comes first."""
+        return self.started and (self.echo is None or self.echo.complete)
 
     @property
-    def readable(self) -> bool:
-        """Whether anything may go out: the echo comes first, and all of it."""
-        return self._started and (self.echo is None or self.echo.complete)
+    def length(self) -> int:
+        """Bytes of the text so far, the echo included."""
+        return len(self.text) + (len(self.echo.text) if self.echo else 0)
 
     @property
     def prompt_records(self) -> int:
@@ -99,18 +99,18 @@ class Choice:
 
     @property
     def records(self) -> int:
-        """Tokens that may be shown one by one, those of an echoed prompt first."""
+        """How many tokens may be shown one by one, tokens of an echoed prompt first."""
         return self.prompt_records + self._visible
 
     @property
     def nbytes(self) -> int:
-        """What its answer takes. An echo counts for the first choice of its prompt."""
+        """Memory of the choice's answer. An echo counts for the first choice of its prompt."""
         own = len(self.text) + 4 * len(self.generated) + (0 if self._offsets is None else 8 * len(self._offsets))
         echo = self.echo.nbytes if self.echo and self.request.sampling.choice == 0 else 0
         return own + (self._scores.nbytes if self._scores else 0) + echo
 
     def forget(self) -> None:
-        """Lets go of an answer that nobody will read to its end."""
+        """Drops an answer that no client will read to its end."""
         self._visible, self.echo = 0, None
         self.text, self._offsets, self._scores = bytearray(), None, None
 
@@ -124,7 +124,7 @@ class Choice:
         return Record(self.generated[own], score, self._offsets[own])
 
     def accept(self, event: TokenEvent) -> Step:
-        """Takes the next event of the sequence in; tells what the caller has to do about it."""
+        """Takes the next event of the sequence. Returns what it did, for the caller to act on."""
         if self.finish is not None or self.recovering or event.attempt < self.request.attempt:
             return Step.IGNORED
         if self._unread(event.error):
@@ -143,8 +143,8 @@ class Choice:
         return self._accept_token(event)
 
     def _accept_token(self, event: TokenEvent) -> Step:
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self.cached_tokens = min(event.cached_tokens, len(self.prompt))
         stopped = False
         if event.index == len(self.generated) and event.token_id is not None:
@@ -161,16 +161,16 @@ class Choice:
         return error is not None and error.message.startswith(NO_PROMPT) and len(self.prompt) > 0 and not self.whole
 
     def fail(self, error: RequestError, finish: FinishReason = "error") -> Step:
-        """The sequence ends with ``error``; ``finish`` "cancelled" where that is nobody's fault."""
+        """Ends the sequence with ``error``; ``finish`` is "cancelled" where the client left."""
         self.error = error
         return self._end(finish, Step.FAILED)
 
     def grant(self, request: GenerateRequest) -> None:
-        """Takes over the attempt and deadline that the queue gave; tokens may have come meanwhile."""
+        """Takes the attempt and deadline from the queue's reply; tokens may have come before it."""
         self.request = msgspec.structs.replace(self.request, attempt=request.attempt, deadline_ms=request.deadline_ms)
 
     def resubmission(self, attempt: int) -> GenerateRequest:
-        """The sequence as attempt number ``attempt``, with what was delivered; the prompt is not scored twice."""
+        """The request for ``attempt``, with the delivered tokens; a prompt that is scored is not scored again."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs is not None and self.echo is not None and self.echo.complete:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -190,7 +190,7 @@ class Choice:
         return self.echo.complete or self.request.sampling.prompt_logprobs is None
 
     def _take(self, token_id: int, event: TokenEvent) -> bool:
-        """Appends a token; whether it completed a stop string. The token that ends a sequence shows no text."""
+        """Appends a token. Returns whether it completed a stop string. The token that ends a sequence has no text."""
         self.generated.append(token_id)
         piece = "" if event.finish == "stop" else self._text.push(token_id)
         if self._offsets is not None:
@@ -210,7 +210,7 @@ class Choice:
         return stopped
 
     def _flush(self) -> bool:
-        """The end of the sequence: everything held back goes out, unless it holds a stop string after all."""
+        """Ends the text: everything held back goes out. Returns whether it contains a stop string after all."""
         tail = self._text.flush()
         self._decoded += len(tail)
         if tail and self._show(tail):
@@ -225,7 +225,7 @@ class Choice:
         self._released += len(text)
 
     def _reveal(self, *, everything: bool) -> None:
-        """Records go out once the text of their token has begun to."""
+        """Shows the records of tokens whose text has begun to go out."""
         if self._offsets is None:
             return
         if everything:
@@ -238,18 +238,9 @@ class Choice:
         return step
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a job. A prompt counts once however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
 class Reader:
-    """Someone who waits for a job: wakes on every progress, or (``at_end``) only when the job is over. ``give_up`` is
-    set while it is stuck: until its client has read what it was sent."""
+    """A reader of a job. It wakes on every progress, or (``at_end``) only when the job is over. ``give_up`` ends it; it
+    is set while the reader waits for its client to read what was sent."""
 
     def __init__(self, *, at_end: bool) -> None:
         self.at_end = at_end
@@ -259,7 +250,7 @@ class Reader:
 
 
 class Job:
-    """A client request on its way. ``id`` is the base of its sequences' ids."""
+    """A client request in flight. ``id`` is the base of its sequences' ids."""
 
     def __init__(self, *, job_id: str, choices: Sequence[Choice], n: int, tenant: str, created: int, arrived: float):
         self.id = job_id
@@ -268,8 +259,8 @@ class Job:
         self.tenant = tenant
         self.created = created  # Unix seconds, for the client
         self.arrived = arrived  # monotonic seconds
-        self.keyed = False  # whether an Idempotency-Key can bring it back
-        self.admitted = False  # until then its absence from the queue means nothing
+        self.keyed = False  # whether clients can return to it with an Idempotency-Key
+        self.admitted = False  # before, it may be missing from the queue
         self.error: RequestError | None = None
         self.done = False
         self._readers: set[Reader] = set()
@@ -278,7 +269,7 @@ class Job:
 
     @property
     def prompts(self) -> dict[str, array[int]]:
-        """Its prompts by the names that its requests have for them."""
+        """The prompts by the names that the requests have for them."""
         return {choice.request.prompt: choice.prompt for choice in self.choices[:: self.n]}
 
     @property
@@ -287,12 +278,12 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        """What its answer takes so far."""
+        """Memory of the answer so far."""
         return sum(choice.nbytes for choice in self.choices)
 
     @property
     def read(self) -> bool:
-        """Whether anybody waits for it: nobody does for one that is kept for a retry."""
+        """Whether a client waits for the job; none does while it is kept for a retry."""
         return not self.done or bool(self._readers)
 
     @property
@@ -303,19 +294,11 @@ class Job:
     def unfinished(self) -> list[Choice]:
         return [choice for choice in self.choices if choice.finish is None]
 
-    def usage(self) -> Usage:
-        prompts = self.choices[:: self.n]
-        return Usage(
-            prompt_tokens=sum(len(choice.prompt) for choice in prompts),
-            completion_tokens=sum(len(choice.generated) for choice in self.choices),
-            cached_tokens=sum(choice.cached_tokens for choice in prompts),
-        )
-
     def open(self, *, at_end: bool) -> Reader:
         """A new reader, awake at once where there is something to read already.
 
         Raises:
-            WorkLimited: as many read it as may.
+            WorkLimited: the job has the maximum of readers.
         """
         if len(self._readers) >= MAX_READERS:
             raise WorkLimited(
@@ -330,7 +313,7 @@ class Job:
         return reader
 
     def close(self, reader: Reader) -> bool:
-        """Whether nobody waits for the job any more."""
+        """Removes ``reader``. Returns whether no reader is left."""
         self._readers.discard(reader)
         return not self._readers
 
@@ -343,18 +326,19 @@ class Job:
         self._when_done.clear()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` at its end, or now if that is past."""
+        """Calls ``call`` at the end of the job, or now if it has ended."""
         if self.done:
             call()
         else:
             self._when_done.append(call)
 
     def when_dropped(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` where its answer is let go of after its end."""
+        """Calls ``call`` if the answer is dropped after the end of the job."""
         self._when_dropped.append(call)
 
     def drop(self, error: RequestError) -> None:
-        """Lets go of the answer of a job that is over. Readers end with ``error``, those that are stuck without it."""
+        """Drops the answer of a job that is over. Readers end with ``error``; readers that wait for their clients end
+        at once."""
         self.error = error
         for choice in self.choices:
             choice.error = error

@@ -1,4 +1,4 @@
-"""Where API keys are looked up: a file that is followed, or the hash of the namespace in Redis."""
+"""Stores of API keys. In: a SHA-256. Out: the key, from a file that may change, or from the namespace in Redis."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 _REMEMBERED_S = 5.0
 _UNREAD = (-1, -1, -1, -1)
-"""The stamp of no file: it is tried again at the next request."""
+"""A stamp that no file has: the file is read again at the next request."""
 _AT_ONCE = 256
 """Keys in one command, which takes Redis less than a millisecond."""
 
 
 class FileKeys:
-    """Keys of a file. A change is seen at the next request; a broken change keeps the keys that were.
+    """Keys of a file. A change takes effect at the next request; a broken file leaves the former keys in force.
 
-    A file that is gone, empty or unreadable for ``grace_s`` has no keys: who deletes it means to shut everybody out.
-    Before that it may be an editor's save; a Secret that Kubernetes swaps is never gone.
+    A file that is missing, empty or unreadable for ``grace_s`` has no keys: deleting it shuts all clients out. For a
+    shorter time an editor may be saving it; a Secret that Kubernetes swaps is never missing.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class FileKeys:
         path: Path,
         warn: Callable[[str], None],
         *,
-        tell: Callable[[float], None] = lambda _usable: None,
+        report: Callable[[float], None] = lambda _usable: None,
         grace_s: float = _GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` hears 1 while the file is as it should be, else 0. Raises ConfigError where it is unusable now."""
+        """``report`` is called with 1 when the file is usable, else with 0. Raises ConfigError where it is not now."""
         self._path = path
         self._warn = warn
-        self._tell = tell
+        self._report = report
         self._grace_s = grace_s
         self._clock = clock
         self._stamp = self._look()
@@ -54,7 +54,7 @@ class FileKeys:
         self._gone_at: float | None = None
         self._usable = True
         self._following = asyncio.Lock()
-        tell(1)
+        report(1)
         if urgent := sum(key.urgent for key in self._keys.values()):
             log.info("%d API keys may pass others by (priority below %d)", urgent, DEFAULT_PRIORITY)
 
@@ -66,7 +66,7 @@ class FileKeys:
         return self._keys.get(sha256)
 
     async def usable(self) -> bool:
-        """Whether there are keys: those of the file now, or, where it is broken, those it had before."""
+        """Whether there are keys: the file's, or its former ones while it is broken."""
         stamp = self._look()
         if stamp != self._stamp:
             async with self._following:
@@ -79,12 +79,12 @@ class FileKeys:
         return self._usable
 
     async def _reload(self) -> bool:
-        """Whether that is all that the file says."""
+        """Reads the file. Returns False where it has to be read again though its stamp stays."""
         try:
             keys = await asyncio.to_thread(self._read)  # thousands of keys take a second to parse
-        except ConfigError as error:  # one that was gone before stays so: a broken file brings no keys back
+        except ConfigError as error:  # a file that was missing before stays so: a broken one brings no keys back
             self._warn(error.message)
-            self._tell(0)
+            self._report(0)
             return True
         except OSError:
             self._miss()
@@ -109,21 +109,21 @@ class FileKeys:
 
     def _set_usable(self, usable: bool) -> None:
         self._usable = usable
-        self._tell(float(usable))
+        self._report(float(usable))
 
     def _look(self) -> tuple[int, int, int, int] | None:
         try:
             stat = self._path.stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # the second, for its mode
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino  # ctime changes with the mode
 
 
 class RedisKeys:
-    """Keys of the namespace in Redis. Those that are found are remembered for some seconds.
+    """Keys of the namespace in Redis. Found keys are remembered for some seconds.
 
-    Whoever asks while Redis is being asked waits, and all who wait are looked up by one command: a flood of unknown
-    keys takes one connection and hardly more time than its requests do anyhow, so none has to be refused unseen.
+    Requests that come while Redis is asked wait, and one command looks up the keys of all that wait. So a flood of
+    unknown keys takes one connection and little time, and no key has to be refused without a look.
     """
 
     def __init__(self, redis: Redis, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,7 +135,7 @@ class RedisKeys:
         self._asking: asyncio.Task[None] | None = None
 
     async def usable(self) -> bool:
-        """Whether Redis answers is asked elsewhere."""
+        """Always true: others check whether Redis answers."""
         return True
 
     async def find(self, sha256: str) -> ApiKey | None:
@@ -156,20 +156,20 @@ class RedisKeys:
         return known and known[1]
 
     async def _ask(self) -> None:
-        """Until nobody waits."""
+        """Looks keys up until no request waits."""
         while self._waiting:
             lookups = [self._waiting.popleft() for _ in range(min(len(self._waiting), _AT_ONCE))]
             try:
                 await self._answer([lookup for lookup in lookups if not lookup.answer.done()])
             finally:
-                for lookup in lookups:  # those that are left where this task is cancelled
+                for lookup in lookups:  # some are left where this task is cancelled
                     lookup.answer.cancel()
 
     async def _answer(self, lookups: list[_Lookup]) -> None:
         hashes = [lookup.sha256 for lookup in lookups]
         try:
             found: list[bytes | None] = await command(self._redis, "HMGET", self._name, *hashes) if hashes else []
-        except Exception as error:  # noqa: BLE001 - it is raised by whoever waits
+        except Exception as error:  # noqa: BLE001 - the waiting requests raise it
             for lookup in lookups:
                 if not lookup.answer.done():
                     lookup.answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""Memory of work that is over, back to the machine."""
+"""Gives the memory of finished work back to the machine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _LOOK_S, _MAX_LOOK_S = 5.0, 30.0
 _MORE = 1.1
 """Memory is given back above this multiple of the least that the process ever held."""
 _WORTH_IT = 0.05
-"""The share of the memory held that a call has to free to be worth another one soon."""
+"""The share of its memory that a call has to free for another call soon."""
 _GROWTH = 1.05
-"""A process that holds more than this multiple of what it held at the last look is growing."""
+"""A process grows when it holds more than this multiple of its memory at the last look."""
 _MAX_GREW = 6
-"""After so many looks in a row at a growing process it is looked through all the same."""
+"""After this many looks in a row at a growing process its garbage is collected all the same."""
 _ARENA_MAX = -8
 """M_ARENA_MAX of malloc.h."""
 _STATM = "/proc/self/statm"
 
 
 async def give_back_memory() -> None:
-    """Gives what is free to the machine, again and again, until cancelled.
+    """Gives free memory back to the machine, repeatedly, until cancelled.
 
-    A crowd leaves free objects on Python's lists, a few in each of its arenas, and free pages with glibc. The former
-    takes a collection, some 0.1 s of the event loop for a thousand streams, which frees objects and therefore runs
-    there, and seldom while more and more is held; the latter a call of up to 0.05 s in a thread, and larger allocations
-    of others wait for it. Returns at once where the C library has
-    no such call, or the system does not say what a process holds.
+    After many clients Python's free lists keep objects in each of its arenas, and glibc keeps free pages. A garbage
+    collection empties the lists: about 0.1 s of the event loop for a thousand streams, so it is rare while the process
+    grows. A call of up to 0.05 s in a thread returns the pages; larger allocations of other threads wait for it. The
+    function returns at once where the C library has no such call, or the system reports no process's memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not held_bytes():
@@ -44,22 +43,22 @@ async def give_back_memory() -> None:
             gc.collect()  # empties the lists
         try:
             pause_s = await asyncio.to_thread(giver.look)
-        except (RuntimeError, MemoryError) as error:  # no thread, or no memory: no reason to end streams
+        except (RuntimeError, MemoryError) as error:  # no thread, or no memory: streams go on all the same
             log.warning("cannot give memory back now: %s", error)
             pause_s = _MAX_LOOK_S
 
 
 def keep_one_heap() -> None:
-    """From now on new threads allocate where the first one does: of a heap of their own glibc gives back only holes,
-    and keeps up to 64 MiB at its end. Where there is no such call nothing happens."""
+    """Makes new threads allocate from the main heap: glibc keeps up to 64 MiB at the end of any other heap. Does
+    nothing where the C library has no such call."""
     if choose := getattr(ctypes.CDLL(None), "mallopt", None):
         choose(_ARENA_MAX, 1)
 
 
 def collect_seldom() -> None:
-    """Garbage among long-lived objects is not looked for while a crowd comes: with 4,000 streams a look holds the event
-    loop for 0.4 s, and hardly any garbage is in cycles. :func:`give_back_memory` looks later; so does Python, once
-    there are 1.4 million containers more than at its last look. What there is now stays, and is never looked through.
+    """Makes collections of long-lived objects rare: with 4,000 streams one blocks the event loop for 0.4 s, and hardly
+    any garbage is in cycles. :func:`give_back_memory` collects later; so does Python once there are 1.4 million more
+    containers than at its last collection. Objects that exist now are never looked through again.
     """
     gc.collect()
     gc.freeze()
@@ -67,8 +66,8 @@ def collect_seldom() -> None:
 
 
 class MemoryGiver:
-    """Calls ``trim`` while the process holds more than at its emptiest: often where that helps, seldom where what it
-    holds is in use. ``held`` says how many bytes that is, 0 where it cannot."""
+    """Calls ``trim`` while the process holds more than its minimum so far: often where that helps, rarely where the
+    memory is in use. ``held`` returns how many bytes the process holds, 0 where it cannot."""
 
     def __init__(self, held: Callable[[], int], trim: Callable[[], object]) -> None:
         self._held = held
@@ -79,18 +78,13 @@ class MemoryGiver:
 
     @property
     def may_have_free(self) -> bool:
-        """Whether the process holds more than at its emptiest, and about as much as at the last look, or has grown for
-        many looks: a crowd that still comes has left nothing free, but garbage itself grows, too.
-        """
+        """Whether the process holds more than its minimum, and does not grow or has grown for many looks: while clients
+        still come nothing is free, but growing garbage looks the same."""
         held = self._held()
         return self._more(held) and (not self._grows(held) or self._grew >= _MAX_GREW)
 
     def look(self) -> float:
-        """Gives back what there is.
-
-        Returns:
-            How many seconds later to look again.
-        """
+        """Gives back what is free. Returns the seconds until the next look."""
         before = self._held()
         if not before:
             return self._pause_s

@@ -1,8 +1,8 @@
-"""What every HTTP request passes, as plain ASGI: its id, its log line and count, who may ask at all, and its turn.
+"""Plain ASGI around the app, which every HTTP request passes: its id, log line and count, checks of its host, its turn.
 
-Requests begin a few in each turn of the event loop, tenants in rotation (:class:`Turns`). However many heads have come
-at once, each turn has room for what is owed to others: tokens of open streams, answers of Redis, probes. A tenant waits
-for one request of each other tenant, not for all that somebody has sent before.
+A few requests begin in each turn of the event loop, tenants in rotation (:class:`Turns`). So however many heads have
+come at once, each turn leaves time for open streams, replies of Redis and probes, and a tenant waits for one request of
+each other tenant, not for all that were sent before.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _FULL_RETRY_S = 2.0
 
 
 def request_id(headers: Headers) -> str:
-    """The client's ``X-Request-Id`` without what could break a log or a header; a new one where nothing is left."""
+    """The client's ``X-Request-Id`` without characters that could break a log or a header; a new id if none is left."""
     given = _UNSAFE.sub("", headers.get("x-request-id", ""))[:_MAX_ID]
     return given or uuid.uuid4().hex
 
 
 def until_answered(scope: Scope) -> ExitStack:
-    """What is entered here is left when the request is answered, or its client has gone."""
+    """A stack that closes when the request is answered, or its client has left."""
     stack: ExitStack = scope[_UNTIL_ANSWERED]
     return stack
 
 
 class RequestContext:
-    """Outermost: gives the request its id, counts and logs it, and answers 500 where the application crashes. While
-    ``leaving`` each answer ends its connection, so that the client's next one finds another gateway. So does one to a
-    client that waits for a 100 before it sends its body: nobody knows whether it will."""
+    """The outermost middleware: gives the request its id, counts and logs it, and answers 500 where the app crashes.
+    While ``leaving`` each answer closes its connection, so that the client's next one reaches another gateway. An error
+    for a client that waits for a 100 closes it, too, for the client may or may not send its body."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, leaving: Callable[[], bool] = lambda: False) -> None:
         self._app = app
@@ -98,9 +98,9 @@ class RequestContext:
             log.log(level, "request", extra=extra | {"ms": round(seconds * 1e3, 1)})
 
 
-class ByTurns:
-    """Lets requests begin at a pace, tenants in rotation; who asks how the server is does not wait. ``tenant_of`` tells
-    from the ``Authorization`` header whose turn it is."""
+class RoundRobin:
+    """Makes requests wait for their turn, tenants in rotation; probes do not wait. ``tenant_of`` finds the tenant of an
+    ``Authorization`` header."""
 
     def __init__(self, app: ASGIApp, turns: Turns, tenant_of: Callable[[str | None], str]) -> None:
         self._app = app
@@ -114,10 +114,10 @@ class ByTurns:
 
 
 class SameMachine:
-    """For a gateway without keys that only this machine reaches: asks for what no web page that is open here can send.
+    """Refuses requests of web pages to a gateway without keys that only this machine reaches.
 
-    A page's own requests name the page's host, also where its DNS name has been turned to loopback, and the browser
-    lets it send JSON to another host only if that host has agreed.
+    A page's own requests name the page's host, even if its DNS name points to loopback, and the browser lets the page
+    send JSON to another host only if that host allows it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -156,7 +156,7 @@ def _is_probe(scope: Scope) -> bool:
 
 
 class ProbesOnly:
-    """For connections beyond the bound: says how the gateway is, and that it is full."""
+    """Serves connections beyond the bound: probes are answered, all other requests refused, for the gateway is full."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -170,14 +170,14 @@ class ProbesOnly:
 
 
 _AT_ONCE = 4
-"""A request takes some milliseconds of the loop until it is in the queue."""
+"""Requests that begin in one turn of the loop; each takes some milliseconds until it is in the queue."""
 
 
 class Turns:
-    """``tell`` hears how many requests wait, as it changes."""
+    """Gives requests their turns. ``report`` is called with the number of waiting requests whenever it changes."""
 
-    def __init__(self, tell: Callable[[float], None], *, at_once: int = _AT_ONCE) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[float], None], *, at_once: int = _AT_ONCE) -> None:
+        self._report = report
         self._at_once = at_once
         self._left = at_once
         self._renewing = False
@@ -194,7 +194,7 @@ class Turns:
         self._queues.setdefault(tenant, deque()).append(turn)
         self._count(1)
         self._renew()
-        await turn  # one that is cancelled is passed over
+        await turn  # a cancelled one is skipped
 
     def _renew(self) -> None:
         if not self._renewing:
@@ -218,4 +218,4 @@ class Turns:
 
     def _count(self, change: int) -> None:
         self._waiting += change
-        self._tell(self._waiting)
+        self._report(self._waiting)

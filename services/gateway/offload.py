@@ -1,7 +1,7 @@
-"""A fair place for heavy work: threads beside the event loop, few at a time, tenants in rotation.
+"""Runs heavy work in threads, few at a time, tenants in rotation.
 
-In: a callable and the tenant that it is done for. Out: its result, or a refusal where that tenant has too much waiting.
-Open streams go on meanwhile, and one tenant's megabytes delay another's by one piece, not by all of them.
+In: a callable and its tenant. Out: its result, or a refusal where too much work of that tenant waits. Open streams go
+on meanwhile, and one tenant's megabytes delay another tenant by one piece, not by all of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from services.metrics import GatewayMetrics
 T = TypeVar("T")
 
 _HOLDING = 1
-"""Threads of work that holds the interpreter's lock: more of them would only take it from the event loop."""
+"""Threads for work that holds the interpreter's lock: more threads would only take the lock from the event loop."""
 _RELEASING = 2
-"""Threads of work that releases it, such as tokenizing."""
+"""Threads for work that releases the lock, such as tokenizing."""
 _LONG = 1
-"""Threads of such work that takes long, and memory: it waits for its like alone, and no two have it at a time."""
+"""Threads for work that releases the lock and takes much time and memory: it waits only for other long work."""
 _WAITING_OF_ONE = 512
 _WAITING_OF_ALL = 4096
 _FIRST_GUESS_S = 0.05
@@ -31,7 +31,7 @@ _NEWEST = 0.1  # weight of the newest piece in the mean duration
 
 
 class Offload:
-    """Runs pieces of work in threads; see the module. Each kind of work has places of its own."""
+    """Runs pieces of work in threads. Each kind of work has threads of its own."""
 
     def __init__(
         self,
@@ -57,27 +57,27 @@ class Offload:
         long: bool = False,
         owed: bool = False,
     ) -> T:
-        """What ``work`` returns or raises. Cancelling takes a waiting piece along; one that runs ends for nobody.
+        """What ``work`` returns or raises. Cancelling removes a piece that waits; a running piece goes on unheard.
 
-        ``releases_lock``: the interpreter's lock, while it works; ``long``: and for more than a tenth of a second.
-        ``owed`` work belongs to a request that was admitted: it is never refused.
+        ``releases_lock`` says that the work releases the interpreter's lock, ``long`` that it then takes more than a
+        tenth of a second. ``owed`` work belongs to an admitted request and is never refused.
 
         Raises:
-            WorkLimited: as many pieces of this tenant wait as may.
-            Overloaded: as many of all tenants do.
+            WorkLimited: the maximum of pieces of this tenant waits already.
+            Overloaded: the maximum of pieces of all tenants waits already.
         """
         lane = self._holding if not releases_lock else self._long if long else self._releasing
         await lane.turn(tenant, refusable=not owed)
         return await lane.run(work)
 
     def close(self) -> None:
-        """Lets running pieces end; nothing new begins."""
+        """Begins nothing new; running pieces end by themselves."""
         for lane in (self._holding, self._releasing, self._long):
             lane.close()
 
 
 class _Lane:
-    """``places`` threads, and who waits for one: tenants in rotation, each tenant's pieces in their order."""
+    """``places`` threads, and the pieces that wait for one: tenants in rotation, each tenant's pieces in order."""
 
     def __init__(self, kind: str, places: int, bounds: tuple[int, int], metrics: GatewayMetrics) -> None:
         self._free = places
@@ -92,7 +92,7 @@ class _Lane:
     async def turn(self, tenant: str, *, refusable: bool) -> None:
         """Waits for a place and takes it; :meth:`run` gives it back."""
         began = time.monotonic()
-        if self._free:  # then nobody waits
+        if self._free:  # then no piece waits
             self._free -= 1
         else:
             await self._queue(tenant, refusable=refusable)
@@ -104,12 +104,12 @@ class _Lane:
 
         def over(done: asyncio.Future[Any]) -> None:
             if not done.cancelled():
-                done.exception()  # seen, though the client may be gone
+                done.exception()  # marks it as read, even if the client has left
             self._mean_s += _NEWEST * (time.monotonic() - began - self._mean_s)
             self._give_back()
 
         running.add_done_callback(over)
-        return await asyncio.shield(running)  # a thread cannot be cancelled: its place is taken until it ends
+        return await asyncio.shield(running)  # a thread cannot be cancelled: it keeps its place until it ends
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -125,7 +125,7 @@ class _Lane:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._forget(tenant, turn)
-            else:  # it had the place already
+            else:  # it has the place already
                 self._give_back()
             raise
 
@@ -146,7 +146,7 @@ class _Lane:
             )
 
     def _give_back(self) -> None:
-        """The place goes to the next tenant's oldest piece; that tenant goes to the end."""
+        """Gives the place to the next tenant's oldest piece; that tenant goes to the end of the line."""
         while self._queues:
             tenant, queue = next(iter(self._queues.items()))
             turn = queue[0]

@@ -1,7 +1,7 @@
-"""Jobs as OpenAI's JSON: whole answers and server-sent events. Bytes out; the hot path is :meth:`Format.chunk`.
+"""Jobs in, OpenAI's JSON out as bytes: whole answers and server-sent events. :meth:`Format.chunk` is the hot path.
 
-What does not change within a stream is encoded once; a token costs one small text encode and a concatenation. Whatever
-is long comes in pieces: an answer may have millions of log-probabilities, and one piece is all that is ever in memory.
+The constant parts of a stream are encoded once; a token costs one small text encode and a concatenation. Long answers
+come in pieces: they may have millions of log-probabilities, and only one piece is in memory at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from services.errors import RequestError
-from services.gateway.job import Choice, Job, Usage
+from services.gateway.job import Choice, Job
 from services.gateway.records import Record
 from services.gateway.tokenizer import TextCodec
 
@@ -24,15 +24,15 @@ PIECE_RECORDS = 128
 PIECE_BYTES = 16 * 1024
 """Records without alternatives, and bytes of a text, in one event or one piece of a whole answer."""
 TAKE_BYTES = 64 * 1024
-"""Of events that are encoded in one go."""
-_SMALL_ALTERNATIVES = 4  # of a record that is about as long as one without
-_PLACE_BYTES = 160  # a reader's place in a choice, with its numbers
+"""Bytes of events that are encoded at a time."""
+_SMALL_ALTERNATIVES = 4  # a record with up to so many is about as long as one without
+_PLACE_BYTES = 160  # memory of a reader's place in a choice
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _encode = msgspec.json.Encoder().encode
 
 
 def finite(logprob: float) -> float:
-    """``logprob`` as JSON can carry it."""
+    """``logprob``, or the lowest number where JSON cannot represent it."""
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
@@ -46,17 +46,20 @@ def error_event(error: RequestError) -> bytes:
     return b"data: " + _encode(error_body(error)) + b"\n\n"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(job: Job) -> dict[str, Any]:
+    """Token counts of ``job``. A prompt counts once however many choices it has."""
+    firsts = job.choices[:: job.n]
+    prompt, completion = sum(len(c.prompt) for c in firsts), sum(len(c.generated) for c in job.choices)
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
     }
 
 
 class Format(ABC):
-    """One job's answer in one of OpenAI's two dialects."""
+    """One job's answer, in one of OpenAI's two dialects."""
 
     prefix: ClassVar[str]  # of the response id
     whole_object: ClassVar[str]
@@ -78,9 +81,9 @@ class Format(ABC):
         self._before = self._envelope + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    @abstractmethod
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice) -> bytes:  # noqa: ARG002 - the dialect decides
         """Events before a choice's first chunk."""
+        return b""
 
     @abstractmethod
     def _content(self, text: str) -> bytes:
@@ -88,24 +91,24 @@ class Format(ABC):
 
     @abstractmethod
     def _around_content(self) -> tuple[bytes, bytes]:
-        """What goes before and after the characters of its text in a whole answer's choice."""
+        """The JSON before and after the characters of the text in a choice of a whole answer."""
 
     @abstractmethod
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]: ...
 
     @abstractmethod
     def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
-        """All of :meth:`_logprobs_of`, in pieces."""
+        """The JSON of :meth:`_logprobs_of` for all records, in pieces."""
 
     @property
     def heavy(self) -> bool:
         """Whether the whole answer takes long to encode."""
         records = sum(choice.records for choice in self._job.choices) if self._logprobs or self._token_ids else 0
-        return records > self.piece_records or sum(self._length(choice) for choice in self._job.choices) > TAKE_BYTES
+        return records > self.piece_records or sum(choice.length for choice in self._job.choices) > TAKE_BYTES
 
     @property
     def has_records(self) -> bool:
-        """Whether the client sees tokens one by one."""
+        """Whether the client gets tokens one by one."""
         return self._logprobs or self._token_ids
 
     def chunk(self, choice: Choice, text: str, start: int, end: int, *, final: bool) -> bytes:
@@ -116,7 +119,7 @@ class Format(ABC):
 
     def usage_event(self) -> bytes:
         """The last chunk before [DONE] where the client asked for usage."""
-        return self._envelope + b',"choices":[],"usage":' + _encode(usage_body(self._job.usage())) + b"}\n\n"
+        return self._envelope + b',"choices":[],"usage":' + _encode(usage_body(self._job)) + b"}\n\n"
 
     def whole(self) -> Iterator[bytes]:
         """The answer of a client that does not stream, in pieces."""
@@ -124,7 +127,7 @@ class Format(ABC):
         for choice in self._job.choices:
             yield b"," if choice.index else b""
             yield from self._whole_choice(choice)
-        yield b'],"usage":' + _encode(usage_body(self._job.usage())) + b"}"
+        yield b'],"usage":' + _encode(usage_body(self._job)) + b"}"
 
     def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
         before, after = self._around_content()
@@ -146,7 +149,7 @@ class Format(ABC):
         return extras + (b',"token_ids":' + _encode(ids) if self._token_ids else b"")
 
     def _listed(self, choice: Choice, first: int, member: Callable[[Record], Any]) -> Iterator[bytes]:
-        """The JSON list of a ``member`` of each record from ``first`` on, in pieces."""
+        """The JSON list of ``member`` of each record from ``first`` on, in pieces."""
         yield b"["
         for start in range(first, choice.records, self.piece_records):
             end = min(start + self.piece_records, choice.records)
@@ -154,21 +157,17 @@ class Format(ABC):
             yield (b"," if start > first else b"") + _encode(members)[1:-1]
         yield b"]"
 
-    @staticmethod
-    def _length(choice: Choice) -> int:
-        return len(choice.text) + (len(choice.echo.text) if choice.echo else 0)
-
 
 def _cut(text: bytes | bytearray, start: int) -> int:
-    """Where a piece of ``text``, which is UTF-8, ends that begins at ``start``."""
+    """The end of the piece of ``text`` (UTF-8) that begins at ``start``."""
     end = min(len(text), start + PIECE_BYTES)
-    while end < len(text) and text[end] & 0xC0 == 0x80:  # inside of a character
+    while end < len(text) and text[end] & 0xC0 == 0x80:  # inside a character
         end -= 1
     return end
 
 
 def _characters(text: bytes | bytearray) -> Iterator[bytes]:
-    """``text`` as it stands in a JSON string, in pieces."""
+    """The characters of ``text`` in a JSON string, in pieces."""
     start = 0
     while start < len(text):
         end = _cut(text, start)
@@ -181,9 +180,6 @@ class CompletionFormat(Format):
 
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
-
-    def opening(self, choice: Choice) -> bytes:  # noqa: ARG002 - completions have no opening
-        return b""
 
     def _content(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
@@ -209,7 +205,7 @@ class CompletionFormat(Format):
         )
 
     def _alternatives(self, record: Record) -> dict[str, float] | None:
-        """Best first. Tokens of equal text keep the better value; the drawn token is always among them."""
+        """The alternatives, best first, always with the drawn token. Tokens of equal text keep the better value."""
         if record.logprob is None:
             return None
         found: dict[str, float] = {}
@@ -272,13 +268,11 @@ class Cursor:
         self._job = job
         self._format = form
         self._places = [_Place() for _ in job.choices]
-        self._turn = 0  # the choice to look at first: each gets its share of what is taken
+        self._turn = 0  # the choice to begin with, so that each gets its share
 
     def take(self) -> bytes:
-        """Events for what is new since the last call, TAKE_BYTES or little more; none where nothing is left.
-
-        Tokens that came together share an event.
-        """
+        """Events for the news since the last call, TAKE_BYTES or little more; empty where nothing is left. Tokens that
+        came together share an event."""
         parts: list[bytes] = []
         size, count = 0, len(self._places)
         for number in chain(range(self._turn, count), range(self._turn)):
@@ -296,30 +290,27 @@ class Cursor:
 
     @property
     def heavy(self) -> bool:
-        """Whether the next :meth:`take` may be long in coming."""
+        """Whether the next :meth:`take` may take long."""
         if not self._format.has_records:
             return False
         behind = sum(max(0, c.records - p.records) for c, p in zip(self._job.choices, self._places, strict=True))
         return behind > self._format.piece_records
 
     def _advance(self, choice: Choice, place: _Place) -> bytes:
-        """The next event of ``choice``; empty where there is none yet, or no more."""
+        """The next event of ``choice``; empty where there is none yet or no more."""
         if place.closed or choice.error is not None or not choice.readable:
             return b""
         text = self._text(choice, place)
         full = place.records + self._format.piece_records
         end = min(choice.records, full)
-        over = choice.finish is not None and self._left(choice, place) == 0 and end == choice.records
+        all_text = place.echoed + place.text == choice.length
+        over = choice.finish is not None and all_text and end == choice.records
         if not text and not over and end < full:
             return b""  # a few records without text wait for it
         opening = b"" if place.opened else self._format.opening(choice)
         event = self._format.chunk(choice, text, place.records, end, final=over)
         place.records, place.opened, place.closed = end, True, over
         return opening + event
-
-    @staticmethod
-    def _left(choice: Choice, place: _Place) -> int:
-        return (len(choice.echo.text) if choice.echo else 0) - place.echoed + len(choice.text) - place.text
 
     @staticmethod
     def _text(choice: Choice, place: _Place) -> str:

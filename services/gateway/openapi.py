@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies that the routes parse themselves, and every status that a client may see."""
+"""The OpenAPI document: bodies that the routes parse themselves, and every status that a client may get."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
 from services.gateway.responses import ErrorResponse
 from services.gateway.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -42,25 +43,22 @@ def refusals(*statuses: int) -> Responses:
     }
 
 
-def events() -> dict[str, Any]:
-    """The streaming form of a 200. Readers of the document differ in whether a schema is of the whole or of each
-    event, so it asks for no type."""
-    return {"content": {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}}
+def post(body: type[Body], answer: type[BaseModel], *statuses: int, events: bool = False) -> dict[str, Any]:
+    """Arguments of a route that parses ``body`` itself and answers with ``answer``, or with ``events``, too.
 
-
-def plain_text() -> Responses:
-    """A 200 of plain text."""
-    return {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-
-def takes(body: type[Body]) -> dict[str, Any]:
-    """``openapi_extra`` of a route that parses ``body`` itself."""
+    Readers of the document differ in whether a schema of events describes the whole stream or each event, so the schema
+    names no type.
+    """
     schema = {"$ref": _REFERENCE.format(name=body.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    stream = {"content": {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}}
+    return {
+        "responses": {200: {"model": answer} | (stream if events else {}), **refusals(*statuses)},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
 
 
 def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
-    """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only one served."""
+    """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only model served."""
     found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, bodies = msgspec.json.schema_components(_BODIES, ref_template=_REFERENCE)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})

@@ -1,7 +1,7 @@
-"""Bodies of ``schema.py`` from bytes, so that every refusal is ours and names the field.
+"""Bytes in, bodies of ``schema.py`` out. Every refusal is written here and names the field.
 
 A wrong body costs no more than a right one: no decoder tries several forms of a value, none goes on after the first
-fault, and what is not declared is looked at only as far as it takes to refuse it. A body of 4 MiB takes 0.1 s at most.
+fault, and undeclared fields are read only as far as it takes to refuse them. A body of 4 MiB takes at most 0.1 s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from services.gateway.schema import (
 
 B = TypeVar("B", bound=Body)
 Read = Callable[[Raw, str], Any]
-"""The value of a field, of its JSON and its path in the body."""
+"""Makes the value of a field from its JSON and its path in the body."""
 
 _MAX_NAMES = 256
 _MAX_NAMES_INSIDE = 65_536  # in all messages together
@@ -50,7 +50,7 @@ _FIRST_TWO = re.compile(rb"(.)[ \t\r\n]*(.?)", re.DOTALL)
 
 
 class _Name(str):
-    """A field's name as the client wrote it; counted as they are read."""
+    """A field's name as the client wrote it. Names are counted while they are read."""
 
     __slots__ = ()
 
@@ -59,15 +59,15 @@ Fields = Mapping[_Name, Raw]
 _CONTENT = _Name("content")
 
 
-def _counting(most: int) -> Callable[[type, Any], Any]:
-    """Makes names, up to ``most``: an object with half a million costs as little as one with a few."""
-    left = most
+def _counting(limit: int) -> Callable[[type, Any], Any]:
+    """A hook that makes up to ``limit`` names, so that an object with half a million costs as little as a small one."""
+    left = limit
 
     def make(kind: type, value: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise InvalidRequest(f"The body has over {most} fields.", hint="Send the documented ones.")
+            raise InvalidRequest(f"The body has over {limit} fields.", hint="Send the documented ones.")
         return kind(value)
 
     return make
@@ -78,7 +78,7 @@ def _fields(raw: Raw | bytes | bytearray) -> dict[_Name, Raw]:
 
 
 class _WholePart(TextPart, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
-    """A part without undeclared fields, which is what nearly all are."""
+    """A part without undeclared fields, as nearly all parts are."""
 
 
 class _WholeMessage(ChatMessage, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ class Parser(Generic[B]):
         """The typed body in ``raw``.
 
         Raises:
-            InvalidRequest: not JSON, or a field of the wrong type or range; ``param`` names it.
+            InvalidRequest: not JSON, or a field of the wrong type or range; ``param`` names the field.
             UnsupportedParameter: a field that this server does not implement.
         """
         try:
@@ -153,7 +153,7 @@ def _read(read: Read, raw: Raw, path: str) -> Any:
 
 
 def _fault(path: str, error: msgspec.ValidationError) -> InvalidRequest:
-    """``error`` with the place inside ``path`` that it tells: ``$[1].text`` of ``content`` is ``content.1.text``."""
+    """``error`` with its place inside ``path``: ``$[1].text`` of ``content`` is ``content.1.text``."""
     found = _FAULT.fullmatch(str(error))
     assert found is not None, "the pattern takes any text"
     inside = (found["path"] or "").removeprefix("$").replace("[...]", "").replace("[", ".").replace("]", "")
@@ -173,7 +173,7 @@ def _is_null(raw: Raw) -> bool:
 
 
 def _small(raw: Raw, path: str) -> Raw:
-    """A map of thousands of entries would be built before they are counted."""
+    """``raw``, if it is short: a map of thousands of entries would be built before they are counted."""
     if memoryview(raw).nbytes > _LARGEST_MAP:
         raise InvalidRequest(f"{path} exceeds {_LARGEST_MAP} bytes.", hint="Send fewer entries.", param=path)
     return raw
@@ -187,7 +187,7 @@ def _prompt(raw: Raw, path: str) -> Any:
 
 
 def _packed(prompt: str | list[str] | list[int] | list[list[int]]) -> Any:
-    """Token ids in arrays: 4 bytes each, where a list has 36, for as long as the body waits for anything."""
+    """``prompt`` with token ids in arrays: 4 bytes each, where a list takes 36, while the body waits."""
     if isinstance(prompt, str) or isinstance(prompt[0], str):
         return prompt
     if isinstance(prompt[0], int):
@@ -196,7 +196,7 @@ def _packed(prompt: str | list[str] | list[int] | list[list[int]]) -> Any:
 
 
 def _prompt_decoder(raw: Raw, path: str) -> Decoder[Any]:
-    """By its first element, so that a wrong one is not read as each form in turn."""
+    """The decoder that fits the first element, so that a wrong prompt is not read in each form in turn."""
     found = _FIRST_TWO.match(raw)
     first, second = found.groups() if found is not None else (b"", b"")
     if first != b"[":
@@ -219,7 +219,7 @@ def _prompt_fault(fault: str) -> str:
 def _conversation(decode: Callable[[Raw], Any], raw: Raw, path: str) -> Any:
     try:
         return _whole_messages.decode(raw)
-    except msgspec.ValidationError:  # a fault, or a field that may be of no consequence
+    except msgspec.ValidationError:  # a fault, or an undeclared field that may change nothing
         found = decode(raw)
     if found is not None:
         names = _counting(_MAX_NAMES_INSIDE)

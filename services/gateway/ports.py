@@ -1,4 +1,4 @@
-"""What the gateway needs of the queue. ``services.queue.GatewayQueue`` is it; see there for what each call promises."""
+"""The queue as the gateway needs it. ``services.queue.GatewayQueue`` implements it and documents each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.queue.limits import TenantLimits
 
 
 class Queue(Protocol):
-    """All calls raise :class:`QueueUnavailable` while Redis is away and may then be repeated."""
+    """All calls raise :class:`QueueUnavailable` while Redis is away, and may then be repeated."""
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None: ...
 
@@ -31,7 +31,7 @@ class Queue(Protocol):
     async def charge(self, tenant: str, limits: TenantLimits) -> None: ...
 
     async def resubmit(
-        self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True
+        self, request: GenerateRequest, prompts: Prompts | None = None, *, by_name: bool = True
     ) -> bool: ...
 
     async def take_up(

@@ -1,6 +1,6 @@
-"""What clients ask to be continued, as token ids: texts through the tokenizer, messages through the chat template.
+"""Prompts of clients in, token ids out: texts go through the tokenizer, messages through the chat template first.
 
-:class:`Fits` finds out whether a text fits into the context without tokenizing much more than fits, or for long.
+:class:`Fits` finds out whether a text fits into the context without tokenizing much more of it than fits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from services.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -23,10 +24,10 @@ from services.messages import WorkerInfo
 
 T = TypeVar("T")
 
-_INLINE_CHARS = 4096  # more are tokenized in a thread, so that open streams go on
-_TOGETHER_CHARS = 64 * 1024  # of short texts that go there together
-_LONG_CHARS = 128 * 1024  # keeps a thread for longer than others should wait
-_MESSAGE_CHARS = 64  # what the template does with a message takes as long as tokenizing these
+_INLINE_CHARS = 4096  # longer texts are tokenized in a thread, so that open streams go on
+_TOGETHER_CHARS = 64 * 1024  # short texts that go to a thread together
+_LONG_CHARS = 128 * 1024  # longer texts keep a thread for longer than others should wait
+_MESSAGE_CHARS = 64  # rendering a message takes as long as tokenizing so many characters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,22 +44,23 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """``text`` is the prompt as the client wrote it; None where it wrote token ids. Ids take 4 bytes each for as
-    long as the request waits for Redis: a list of them would be ten times as large as the body."""
+    """A tokenized prompt. ``text`` is the client's text; None where it sent token ids. Ids are in an array while the
+    request waits for Redis: a list of them would be ten times as large as the body."""
 
     token_ids: array[int]
     text: str | None = None
 
 
 class PromptReader:
-    """Reads prompts for one model. ``workers`` tells who serves it now."""
+    """Reads prompts for one model. ``workers`` returns the workers that serve it now."""
 
     def __init__(self, model: ServedModel, workers: Callable[[], Sequence[WorkerInfo]], offload: Offload) -> None:
         self.model = model
         self._workers = workers
         self._offload = offload
         self._fits = Fits(model.codec, lambda: self.max_model_len)
-        self._chat = None if model.template is None else ChatEncoder(model.template, model.codec, self._check_messages)
+        check = partial(self._fits.check, param="messages")
+        self._chat = None if model.template is None else ChatEncoder(model.template, model.codec, check)
 
     @property
     def max_model_len(self) -> int:
@@ -66,7 +68,7 @@ class PromptReader:
         return min([self.model.max_len, *(worker.max_model_len for worker in self._workers())])
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound unless ``name`` is the served model's or None."""
+        """Raises ModelNotFound unless ``name`` is None or the name of the served model."""
         if name is not None and name != self.model.name:
             raise ModelNotFound(
                 f"The model {name[:200]!r} does not exist here.", hint=f"Use {self.model.name!r}.", param="model"
@@ -83,21 +85,21 @@ class PromptReader:
             )
 
     def room_after(self, prompts: Sequence[Prompt]) -> int:
-        """Tokens that fit after the longest prompt; 1 where none does, so that the length check names it."""
+        """How many tokens fit after the longest prompt; 1 where none does, so that the length check refuses it."""
         return max(1, self.max_model_len - max(len(prompt.token_ids) for prompt in prompts))
 
-    async def of_completion(self, body: CompletionBody, tenant: str, most_tokens: int) -> list[Prompt]:
-        """The prompts of ``body`` in their order. Raises InvalidRequest where all together, for each of the ``n``
-        choices, have over ``most_tokens``: as soon as that is known."""
+    async def of_completion(self, body: CompletionBody, tenant: str, max_tokens: int) -> list[Prompt]:
+        """The prompts of ``body`` in their order. Raises InvalidRequest as soon as they have over ``max_tokens``, times
+        the ``n`` choices, all together."""
         prompts: list[Prompt] = []
         tokens = 0
         for piece in _together(body.prompts):
             prompts += await self._prompts(piece, tenant, add_special_tokens=body.add_special_tokens is not False)
             tokens += sum(len(prompt.token_ids) for prompt in prompts[-len(piece) :])
-            if tokens * (body.n or 1) > most_tokens:
+            if tokens * (body.n or 1) > max_tokens:
                 raise InvalidRequest(
                     f"The prompts, for {body.n or 1} choices each, have at least {tokens * (body.n or 1)} tokens; "
-                    f"{most_tokens} are the most.",
+                    f"{max_tokens} are the most.",
                     hint="Split the request.",
                     param="prompt",
                 )
@@ -111,9 +113,9 @@ class PromptReader:
         parse_special_tokens: bool | None,
         tenant: str,
     ) -> Prompt:
-        """``messages`` through the checkpoint's chat template. Raises InvalidRequest where it has none.
+        """The prompt of ``messages``, by the checkpoint's chat template. Raises InvalidRequest where it has none.
 
-        What is in messages and ``options`` stays text, unless ``parse_special_tokens`` is true.
+        Control tokens in messages and ``options`` stay text, unless ``parse_special_tokens`` is true.
         """
         if self._chat is None:
             raise InvalidRequest(
@@ -135,8 +137,8 @@ class PromptReader:
         return Prompt(token_ids=await self._run(encode, chars, tenant))
 
     async def encode(self, text: str, tenant: str, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of ``text``, of more than fit, too: in an array, for there may be hundreds of thousands. Raises
-        ContextLengthExceeded where that would take long."""
+        """Token ids of ``text``, also where they exceed the context. Raises ContextLengthExceeded where that would take
+        long."""
 
         def encode() -> array[int]:
             if not self._fits.short(text):
@@ -165,16 +167,13 @@ class PromptReader:
         token_ids = self.model.codec.encode(item, add_special_tokens=add_special_tokens)
         return Prompt(token_ids=array("i", token_ids), text=item)
 
-    def _check_messages(self, text: str) -> None:
-        self._fits.check(text, "messages")
-
 
 def _chars(item: str | array[int]) -> int:
     return len(item) if isinstance(item, str) else 0
 
 
 def _together(items: Sequence[str | array[int]]) -> Iterator[Sequence[str | array[int]]]:
-    """``items`` in their order: short texts in pieces that take a thread for some milliseconds, each long one alone."""
+    """``items`` in their order: short texts in groups that take a thread some milliseconds, each long text alone."""
     start, chars = 0, 0
     for at, item in enumerate(items):
         if at > start and chars + _chars(item) > _TOGETHER_CHARS:
@@ -185,49 +184,48 @@ def _together(items: Sequence[str | array[int]]) -> Iterator[Sequence[str | arra
 
 
 _PIECE_CHARS = 128 * 1024
-"""What is not longer is tokenized as it is. Tokenizing takes up to 0.4 KB for each character while it lasts (digits;
-0.08 for prose), so this is 50 MB at most."""
+"""Texts up to this length are tokenized whole. Tokenizing takes up to 0.4 KB of memory for each character (digits; 0.08
+for prose), so at most 50 MB."""
 _MAX_CHARS = 1024 * 1024
 _MAX_CHARS_A_TOKEN = 8
-"""A longer text is not tokenized at all, though it may fit: that takes 0.6 us and up to 0.15 KB for each character, and
-nobody else's long text is tokenized meanwhile. Of prose and code a token has three to five characters; texts with more
-than eight are white space, or one thing over and over."""
+"""Texts longer than both bounds allow are not tokenized at all, though they may fit: each character takes 0.6 us and up
+to 0.15 KB, and other clients' long texts wait. A token of prose and code has three to five characters; texts with more
+than eight are white space or repetitions."""
 _SAMPLES = 16
 _SAMPLE_CHARS = 1024
 _SURELY = 0.9
-"""Of the context: a text that has no more tokens by its samples is tokenized whole. They are taken at random, so that
-nobody can write a text that is sparse where they are."""
+"""A text with at most this share of the context by its samples is tokenized whole. Samples are taken at random, so that
+no client can write a text that is sparse just there."""
 _SLACK = 256
-"""Tokens by which a cut may raise the count. Tokens are made of neighbours: of a word, or of characters whose merging
-depends on what merges beside them. A cut therefore changes those beside it, and on: as far as one merge hangs on the
-next, which is a few tokens; at a space, where :func:`_cut` looks for one, mostly none. The most are for tokenizers that
-make one token of a long word that they do not know: its beginning may be known by its letters, of which they look at a
-hundred. A text is refused when its pieces exceed the context by this for each cut, which no text does that fits."""
+"""By how many tokens a cut may raise the count. A token depends on its neighbours, so a cut changes a few tokens next
+to it; mostly none at a space, where :func:`_cut` looks for one. The maximum is for tokenizers that make one token of a
+long unknown word: they look at a hundred letters of it, and may know its beginning. A text is refused when its pieces
+exceed the context by this for each cut, which no text that fits does."""
 _SEARCHED = 1024  # characters before the place of a cut
 _BEFORE_SPACE = re.compile(r".*\S(?=\s)", re.DOTALL)
 
 
 class Fits:
-    """For one tokenizer; ``most`` tells the tokens of the context."""
+    """Checks texts for one tokenizer. ``context`` returns the number of tokens that fit."""
 
-    def __init__(self, codec: TextCodec, most: Callable[[], int]) -> None:
+    def __init__(self, codec: TextCodec, context: Callable[[], int]) -> None:
         self._codec = codec
-        self._most = most
+        self._context = context
         self._random = random.Random()
-        # Others drop characters that they do not know, or make one token of any number of them.
+        # Other tokenizers drop characters that they do not know, or make one token of any number of them.
         self._knows_all = codec.byte_level or bool(getattr(codec.tokenizer.model, "byte_fallback", False))
 
     def short(self, text: str) -> bool:
-        """Whether ``text`` may be tokenized without :meth:`check`, whatever it is."""
+        """Whether ``text`` may be tokenized without :meth:`check`."""
         return len(text) <= _PIECE_CHARS
 
     def check(self, text: str, param: str) -> None:
-        """Raises ContextLengthExceeded, naming ``param``, where ``text`` cannot fit. Takes as long as tokenizing so
-        much of it as fits, or a sample of it: never on the event loop, unless the text is short."""
+        """Raises ContextLengthExceeded, naming ``param``, where ``text`` cannot fit. Takes as long as tokenizing what
+        fits of the text, or a sample of it: call it in a thread, unless the text is short."""
         self._refuse_long(text, param)
         if self._knows_all:
             self._refuse(len(text) // self._codec.longest_token, param)
-        if self.short(text) or self._estimate(text) <= _SURELY * self._most():
+        if self.short(text) or self._estimate(text) <= _SURELY * self._context():
             return
         found = 0
         for cuts, piece in enumerate(_pieces(text), 1):
@@ -243,19 +241,21 @@ class Fits:
         return len(self._codec.encode(text, add_special_tokens=False))
 
     def _refuse_long(self, text: str, param: str) -> None:
-        most = max(_MAX_CHARS, _MAX_CHARS_A_TOKEN * self._most())
-        if len(text) > most:
+        limit = max(_MAX_CHARS, _MAX_CHARS_A_TOKEN * self._context())
+        if len(text) > limit:
             raise ContextLengthExceeded(
-                f"The prompt has {len(text)} characters; {most} are the most with this context.",
+                f"The prompt has {len(text)} characters; {limit} are the most with this context.",
                 hint="Shorten it, or send token ids.",
                 param=param,
             )
 
-    def _refuse(self, fewest: int, param: str) -> None:
-        most = self._most()
-        if fewest > most:
+    def _refuse(self, minimum: int, param: str) -> None:
+        context = self._context()
+        if minimum > context:
             raise ContextLengthExceeded(
-                f"The prompt has at least {fewest} tokens; the context holds {most}.", hint="Shorten it.", param=param
+                f"The prompt has at least {minimum} tokens; the context holds {context}.",
+                hint="Shorten it.",
+                param=param,
             )
 
 
@@ -268,7 +268,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, start: int, end: int) -> int:
-    """A place up to ``end`` before a space and behind something else, if there is one near; else ``end``."""
+    """A place before ``end`` where a space follows another character, if there is one near; else ``end``."""
     if end >= len(text):
         return len(text)
     found = _BEFORE_SPACE.match(text, max(start + 1, end - _SEARCHED), end)

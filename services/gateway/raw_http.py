@@ -1,4 +1,4 @@
-"""HTTP as bytes, below the app: the length of a body, an answer that no app makes, and how a connection closes."""
+"""HTTP as bytes, below the app: the length of a body, answers without the app, and how a connection closes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Fields = Iterable[tuple[bytes, bytes]]
 
 
 def declared_length(headers: Fields) -> int | None:
-    """Length of the body; None where its chunks say it."""
+    """Length of the body; None for a body in chunks."""
     for name, value in headers:
         if name == b"transfer-encoding":
             return None
         if name == b"content-length":
-            return int(value)  # the parser has refused what is no number
+            return int(value)  # the parser has refused values that are no numbers
     return 0
 
 
 def raw_answer(error: RequestError, headers: Fields) -> bytes:
-    """``error`` in OpenAI's shape, the last answer of its connection."""
+    """``error`` in OpenAI's shape, as the last answer of its connection."""
     answer = error_response(error, {"connection": "close"})
     fields = b"".join(b"%b: %b\r\n" % field for field in [*headers, *answer.raw_headers])
     return b"%b%b\r\n%b" % (STATUS_LINE[error.status], fields, bytes(answer.body))
@@ -43,7 +43,7 @@ def unread(transport: asyncio.Transport) -> bool:
 
 
 class Exit(asyncio.Transport):
-    """The transport as uvicorn has it: its close is ``leave``, which may wait for the peer. No write follows."""
+    """The transport that uvicorn gets. Its close calls ``leave``, which may wait for the peer; no write follows."""
 
     def __init__(self, inner: asyncio.Transport, leave: Callable[[], None]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Exit(asyncio.Transport):
         self._inner.abort()
 
     def untie(self) -> None:
-        """The connection has ended: ``leave`` is let go of, and to close does nothing any more."""
+        """Drops ``leave`` when the connection has ended."""
         self._closed, self._leave = True, self._inner.close
 
     def is_closing(self) -> bool:

@@ -1,4 +1,4 @@
-"""What is dear to make, and asked for by anybody: made so often a second at most."""
+"""Results that take time to make and that any client may ask for: a bounded number is made per second."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """The result of ``make``: a new one, or the last where ``per_s`` were made within the last second, which is then
-    no older than a part of it. All who ask while one is made get the same one, or its error."""
+    """The result of ``make``: a new one, or the last one where ``per_s`` were made within the last second. All callers
+    that come while one is made get the same result, or its error."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], per_s: float) -> None:
         self._make = make

@@ -1,6 +1,6 @@
-"""What a gateway keeps of tokens and their log-probabilities: growing arrays, four or eight bytes a number.
+"""Tokens and their log-probabilities as a gateway keeps them: growing arrays, four or eight bytes a number.
 
-In: numbers from events, in the order of tokens. Out: one token at a time, as :class:`Record`, for whoever formats it.
+In: numbers from events, in the order of tokens. Out: one token at a time, as :class:`Record`, to be formatted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from services.messages import PromptScores, TokenLogprob
 from services.queue.prompts import unpack_ids
 
 NOTHING = math.nan
-"""In place of a log-probability that is not known."""
+"""Stands for a log-probability that is not known."""
 
 
 class Record(NamedTuple):
-    """One token as log-probabilities and ``token_ids`` show it. ``offset`` counts characters of the choice's text."""
+    """One token, as log-probabilities and ``token_ids`` show it. ``offset`` counts characters of the choice's text."""
 
     token_id: int
     logprob: TokenLogprob | None
@@ -26,11 +26,11 @@ class Record(NamedTuple):
 
 
 class Scores:
-    """Log-probabilities of tokens, each with the alternatives beside it."""
+    """Log-probabilities of tokens, each with its alternatives."""
 
     def __init__(self) -> None:
         self._own = array("f")
-        self._ends = array("q")  # of each token's alternatives
+        self._ends = array("q")  # where each token's alternatives end
         self._ids = array("i")
         self._values = array("f")
 
@@ -42,7 +42,7 @@ class Scores:
         return 12 * len(self._own) + 8 * len(self._ids)
 
     def add(self, score: TokenLogprob | None) -> None:
-        """That of the next token; None where it has none."""
+        """Adds the score of the next token; None where it has none."""
         self._own.append(NOTHING if score is None else score.logprob)
         for token_id, logprob in () if score is None else score.top:
             self._ids.append(token_id)
@@ -50,7 +50,7 @@ class Scores:
         self._ends.append(len(self._ids))
 
     def extend(self, scores: PromptScores) -> None:
-        """Those of the next tokens."""
+        """Adds the scores of the next tokens."""
         self._own.extend(_floats(scores.logprobs))
         first = self._ends[-1] if self._ends else 0
         self._ids.extend(unpack_ids(scores.top_ids))

@@ -1,4 +1,4 @@
-"""What is refused at the door, connections and requests: counted by reason, and logged now and then."""
+"""Refusals of connections and requests: counted by reason, and logged now and then."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _QUIET_S = 10.0
 
 
 @dataclass(slots=True)
-class _Told:
+class _Logged:
     at: float
     left_out: int = 0
 
 
 class Refusals:
-    """One line per reason every ten seconds, with the number of those left out: a flood fills no log. ``reason`` is a
-    label, so its values are few and ours."""
+    """Logs one line per reason every ten seconds, with the number of lines left out, so that a flood fills no log.
+    ``reason`` is a label: use few values, and none from clients."""
 
     def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = metrics.refused
         self._clock = clock
-        self._told: dict[str, _Told] = {}
+        self._logged: dict[str, _Logged] = {}
 
     def note(self, reason: str, text: str) -> None:
-        """Counts one; ``text`` says what was done, for the log."""
+        """Counts one refusal; ``text`` describes it in the log."""
         self._counter.labels(reason).inc()
-        now, last = self._clock(), self._told.get(reason)
+        now, last = self._clock(), self._logged.get(reason)
         if last is not None and now - last.at < _QUIET_S:
             last.left_out += 1
             return
-        more = f" ({last.left_out} more since this was said last)" if last is not None and last.left_out else ""
+        more = f" ({last.left_out} more since the last such line)" if last is not None and last.left_out else ""
         log.warning("%s%s", text, more, extra={"reason": reason})
-        self._told[reason] = _Told(now)
+        self._logged[reason] = _Logged(now)

@@ -1,7 +1,7 @@
-"""The gateway's one line to the queue while requests run: results in; resubmissions, cancels and heartbeats out.
+"""The gateway's only access to the queue while requests run: results in; resubmissions, cancels and heartbeats out.
 
-One blocking read returns a worker's step for all of its sequences. When Redis was away, or from time to time, the
-follower surveys what the queue knows of the jobs in flight and puts right what was lost on either side.
+One blocking read returns a worker's step for all of its sequences. After Redis was away, and from time to time, the
+follower surveys what the queue knows of the jobs in flight and repairs what was lost on either side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_DRAIN_S = 2.0
 _RETRY_S = 0.1
 _LONGEST_RETRY_S = 1.0
 _SURVEY_LEASES = 2.0
-_SECOND_LOOK_LEASES = 0.5  # where a survey left a doubt
+_SECOND_LOOK_LEASES = 0.5  # after a survey that left doubts
 _KEEPALIVE_S = 15.0
 _POKED_AT_ONCE = 256  # streams that are woken in one turn of the event loop
 _DELIVERED_AT_ONCE = 256
@@ -39,11 +39,10 @@ Cancels = Mapping[str, int]
 
 
 class ResultFollower:
-    """Moves events from the queue to a :class:`JobTable` and acts on what follows from them.
+    """Moves events from the queue to a :class:`JobTable` and acts on the results.
 
-    ``up`` is False while Redis is away; ``workers`` are those that were live at the last look. ``lease_s`` is what the
-    processes of a deployment take for each other's silence, ``own_lease_s`` for a gateway's. ``on_beat`` is called
-    with each heartbeat.
+    ``up`` is False while Redis is away; ``workers`` are the workers that were live at the last look. A process of the
+    deployment may be silent for ``lease_s``, a gateway for ``own_lease_s``. ``on_beat`` is called with each heartbeat.
     """
 
     def __init__(
@@ -67,22 +66,22 @@ class ResultFollower:
         self._lease_s = lease_s
         self._own_lease_s = own_lease_s
         self._on_beat = on_beat
-        self._patience_s = request_timeout_s + 4 * lease_s
+        self._silence_s = request_timeout_s + 4 * lease_s
         self._fingerprint = fingerprint
         self._clock = clock
         self._last_id = FIRST_ID
         self._survey_due = clock()
         self._poked_at = clock()
         self._beaten_at = clock()
-        self._lapsed = False  # whether this gateway was taken for dead since the last survey that left no doubt
-        self._doubts: set[tuple[str, RequestState]] = set()  # what the last survey saw and the stream may explain
+        self._lapsed = False  # whether its lease expired since the last survey that left no doubts
+        self._doubts: set[tuple[str, RequestState]] = set()  # states of the last survey that the stream may explain
         self._gathered: dict[str, int] = {}  # cancels that go with the next turn of the loop
-        self._unsent: dict[str, int] = {}  # those that Redis has not heard
+        self._unsent: dict[str, int] = {}  # cancels that Redis has not got
         self._tasks: set[asyncio.Task[None]] = set()
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled. Raises FingerprintMismatch where the namespace serves another model."""
+        """Runs until cancelled. Raises FingerprintMismatch where the namespace serves another model."""
         parts = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._beat())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -93,25 +92,25 @@ class ResultFollower:
             try:
                 await end_tasks(parts)  # a TaskGroup cancels once, which a command may swallow
             finally:
-                await end_tasks(list(self._tasks))  # a part that swallowed it may have begun some meanwhile
+                await end_tasks(list(self._tasks))  # a part that swallowed it may have begun more tasks
 
     async def greet(self) -> None:
-        """The first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""
+        """Sends the first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""
         try:
             await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
         except QueueUnavailable as error:
             log.warning("Redis does not answer yet: %s", error.message)
 
     def abandon(self, job: Job) -> None:
-        """The client went away: ends ``job`` here and upstream, at once."""
+        """Ends ``job`` here and upstream at once, because the client left."""
         self.cancel(self._table.fail(job, Unavailable("The client closed the connection."), "cancelled"))
 
     def fail(self, job: Job, error: RequestError) -> None:
         self.cancel(self._table.fail(job, error))
 
     def cancel(self, requests: Cancels) -> None:
-        """Cancels upstream without waiting; repeated until Redis has heard it. Values are delivered tokens. What comes
-        in one turn of the loop, as of a thousand clients that leave, goes in one call."""
+        """Cancels upstream without waiting, and again until Redis has got it. Values are delivered tokens. All cancels
+        of one turn of the loop, as of a thousand clients that leave, go in one call."""
         if not requests:
             return
         begun = bool(self._gathered)
@@ -122,7 +121,7 @@ class ResultFollower:
             task.add_done_callback(self._cancelling.discard)
 
     async def cancels_heard(self, request_ids: set[str]) -> None:
-        """Waits for cancels under way and drops those not sent for ``request_ids``: they are about to run again."""
+        """Waits for cancels in flight, and drops unsent ones of ``request_ids``, which are about to run again."""
         if self._cancelling:
             await asyncio.wait(set(self._cancelling))
         for request_id in request_ids:
@@ -142,7 +141,7 @@ class ResultFollower:
                 retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
     async def _read(self, block_ms: int) -> None:
-        """Reads once, delivers what there was, and acts on it."""
+        """Reads once, delivers the events, and acts on them."""
         last_id, events = await self._queue.follow(self._last_id, block_ms)
         until = time.monotonic() + _TURN_S
         for start in range(0, len(events), _DELIVERED_AT_ONCE):
@@ -153,7 +152,7 @@ class ResultFollower:
         self._last_id = last_id
 
     async def _beat(self) -> None:
-        """Every quarter of a lease: the heartbeat, a look at the workers, and what time itself brings about."""
+        """Every quarter of a lease: a heartbeat, a look at the workers, expiries and keep-alives."""
         while True:
             try:
                 await self._heartbeat()
@@ -175,14 +174,13 @@ class ResultFollower:
         self._beaten_at = now
 
     async def _restate(self) -> None:
-        """Where members of an earlier release came, say by a rollback: what waits is written as they read it."""
+        """Rewrites waiting requests for members of an earlier release that came, say by a rollback."""
         sequences = ((choice.request, choice.prompt) for _, choice in self._table.waiting())
         if written := await self._queue.restate(sequences):
-            log.info("%d requests are written anew for members of an earlier release", written)
+            log.info("%d requests were rewritten for members of an earlier release", written)
 
     async def _return(self) -> None:
-        """Redis answers (again): renew the lease, read what is there (not for ever, where more and more comes), then
-        compare notes."""
+        """Reconnects: renews the lease, reads what the stream has (for a bounded time), then surveys."""
         await self._heartbeat()
         before, end = None, self._clock() + _LONGEST_DRAIN_S
         while before != self._last_id and self._clock() < end:
@@ -203,7 +201,7 @@ class ResultFollower:
         self._metrics.queue_up.set(0)
 
     async def _survey(self) -> None:
-        """Compares the jobs in flight with the queue's records; see ``GatewayQueue.survey`` for the rules."""
+        """Compares the jobs in flight with the queue's records, by the rules of ``GatewayQueue.survey``."""
         waiting = {choice.request.id: (job, choice) for job, choice in self._table.waiting()}
         known = await self._queue.survey({key: choice.request.attempt for key, (_, choice) in waiting.items()})
         doubts, self._doubts = self._doubts, set()
@@ -212,7 +210,7 @@ class ResultFollower:
             if choice.finish is not None:
                 continue
             if state in ("done", "moved") and (key, state) not in doubts:
-                self._doubts.add((key, state))  # its end may be in the stream, not read yet
+                self._doubts.add((key, state))  # the stream may have its end, not read yet
             else:
                 self._repair(job, choice, state, attempt)
         self._lapsed = self._lapsed and bool(self._doubts)
@@ -221,9 +219,9 @@ class ResultFollower:
 
     def _repair(self, job: Job, choice: Choice, state: RequestState, attempt: int) -> None:
         mine = choice.request.attempt
-        if state == "moved" and self._lapsed:  # its end here was told to nobody, for this gateway was taken for dead
+        if state == "moved" and self._lapsed:  # its end was not sent here, for this gateway counted as dead
             self.fail(job, Unavailable("The request went on at another server, where its client asked again."))
-        elif state == "moved":  # a take-up would have ended it here: Redis forgot that its client came to this gateway
+        elif state == "moved":  # a take-up would have ended it here: Redis forgot that this gateway took it up
             self._spawn(self._resync(job, choice, retake=True))
         elif state == "done" or (choice.recovering and state not in ("missing", "lost")):
             self._spawn(self._resync(job, choice))
@@ -252,7 +250,7 @@ class ResultFollower:
         choice.recovering = False  # events of the new attempt may come before the answer to this call
         log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
         prompts = {request.prompt: choice.prompt}
-        await self._queue.resubmit(request, prompts, apart=not choice.whole)  # False: the next survey tells why
+        await self._queue.resubmit(request, prompts, by_name=not choice.whole)  # False: the next survey finds out why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True
@@ -271,14 +269,14 @@ class ResultFollower:
             raise
 
     def _expire(self) -> None:
-        """Ends jobs that nothing was heard of for longer than any queue or lease lasts: a client never hangs."""
+        """Ends jobs that got no event for longer than any queue or lease lasts, so that no client waits for ever."""
         now = self._clock()
         for job, choice in self._table.waiting():
-            if now - max(job.arrived, choice.last_at or 0.0) > self._patience_s:
+            if now - max(job.arrived, choice.last_at or 0.0) > self._silence_s:
                 self.fail(job, DeadlineExceeded("No token came within the request timeout.", hint="Try again later."))
 
     async def _keep_alive(self) -> None:
-        """Wakes idle streams, so that they send a comment and no proxy takes them for dead."""
+        """Wakes idle streams: they send a comment, so that no proxy closes them."""
         if self._clock() - self._poked_at > _KEEPALIVE_S:
             self._poked_at = self._clock()
             for number, job in enumerate(self._table.jobs(), 1):
@@ -287,7 +285,7 @@ class ResultFollower:
                     await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs ``work`` beside the follower. If Redis is away it is lost, and the survey at its return repeats it."""
+        """Runs ``work`` in a task. If Redis is away the work is lost, and the survey after its return repeats it."""
 
         async def guarded() -> None:
             try:

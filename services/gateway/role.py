@@ -1,4 +1,6 @@
-"""The gateway role: the HTTP front. Needs Redis and the checkpoint's configuration and tokenizer."""
+"""The gateway role: HTTP requests come in, requests to the queue go out. It needs Redis, and the checkpoint's
+configuration and tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_req
 from services.gateway.budget import Holdings
 from services.gateway.chat_template import load_chat_template
 from services.gateway.connections import Bounds, Connections
-from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings, parse_upstreams
-from services.gateway.health import LeaderProbe, Readiness
+from services.gateway.guard import Guard, Rooms
+from services.gateway.health import Readiness
+from services.gateway.heartbeat import Beat, HeartbeatThread
 from services.gateway.intake import Intake
 from services.gateway.key_stores import FileKeys, RedisKeys
 from services.gateway.memory import collect_seldom, give_back_memory, keep_one_heap
 from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
-from services.gateway.pulse import Beat, HeartbeatBackoff
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
 from services.gateway.table import JobTable
@@ -44,7 +46,7 @@ from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
-from services.queue.connect import check_server, connect
+from services.queue.connect import check_server, command, connect
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
@@ -57,12 +59,12 @@ log = logging.getLogger(__name__)
 
 _OF_METRICS = Bounds(connections=16, spare=0, body_bytes=0)
 _SWITCH_S = 0.001
-"""For how long a thread keeps the interpreter's lock while the event loop waits for it; Python's default is five times
-as long, and the loop waits anew whenever it has looked for events."""
+"""How long a thread keeps the interpreter's lock while the event loop waits for it. Python's default is five times as
+long, and the loop waits each time that it has polled for events."""
 
 
 def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
-    """What clients see of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
+    """The model of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
     assert settings.model is not None, "load_settings requires it of this role"
     config = read_tokenizer_config(settings.model)
     codec = load_codec(settings.model, config)
@@ -77,31 +79,31 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
 
 
 def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
-    """Where API keys are looked up; None where clients need none."""
+    """The store of API keys; None where clients need none."""
     metrics.keys_usable.set(1)
     if not keys_required(settings.auth, settings.host):
         return None
     if settings.api_keys_file is not None:
-        return FileKeys(settings.api_keys_file, log.error, tell=metrics.keys_usable.set)
+        return FileKeys(settings.api_keys_file, log.error, report=metrics.keys_usable.set)
     log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
     return RedisKeys(redis, Keys(settings.namespace).api_keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gateway:
-    """The parts of a gateway process that live as long as it does."""
+    """The parts of a gateway process that live as long as the process."""
 
     queue: Queue
     table: JobTable
     follower: ResultFollower
     parts: Parts
     notes: LoadNotes
-    pulse: HeartbeatBackoff
+    heartbeat: HeartbeatThread
     bounds: Bounds
 
 
 async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
-    """Heartbeats of the gateway ``name`` over a connection of their own."""
+    """A session of :class:`HeartbeatThread`: heartbeats of the gateway ``name``, over a connection of their own."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     redis = connect(settings.redis_url, max_connections=1)
     try:
@@ -113,7 +115,7 @@ async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Corouti
 
 @asynccontextmanager
 async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
-    """Builds a gateway over ``redis``; nothing runs yet."""
+    """Builds a gateway that uses ``redis``; nothing runs yet."""
     assert settings.model is not None, "load_settings requires it of this role"
     spec = load_spec(settings.model)
     model = served_model(settings, spec)
@@ -125,7 +127,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
     limits = QueueLimits.of(settings)
     queue = GatewayQueue(redis, keys, name, limits, quarantine=quarantine)
-    pulse = HeartbeatBackoff(partial(_beating, settings, name), lease_s=settings.gateway_lease)
+    heartbeat = HeartbeatThread(partial(_beating, settings, name), lease_s=settings.gateway_lease)
     latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
     holdings = Holdings(settings.answer_memory << 20)
@@ -139,7 +141,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         own_lease_s=settings.gateway_lease,
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
-        on_beat=pulse.tick,
+        on_beat=heartbeat.tick,
     )
     prompts = PromptReader(model, lambda: follower.workers, offload)
     intake = Intake(
@@ -166,7 +168,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         intake=intake,
         follower=follower,
         authenticator=authenticator,
-        door=Door(
+        guard=Guard(
             authenticator=authenticator,
             queue=queue,
             rooms=rooms,
@@ -174,7 +176,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
             max_body_bytes=settings.max_body_bytes,
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
-        readiness=Readiness(follower, LeaderProbe(redis, keys.leader), store),
+        readiness=Readiness(follower, partial(command, redis, "EXISTS", keys.leader), store),
         siblings=siblings,
         registry=registry,
         metrics=metrics,
@@ -182,33 +184,35 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         version=version("expertmesh"),
         protected=store is not None,
         same_machine=store is None and is_loopback(settings.host),
-        metrics_apart=bool(settings.metrics_port),
+        separate_metrics=bool(settings.metrics_port),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
-        yield Gateway(queue=queue, table=table, follower=follower, parts=parts, notes=notes, pulse=pulse, bounds=bounds)
+        yield Gateway(
+            queue=queue, table=table, follower=follower, parts=parts, notes=notes, heartbeat=heartbeat, bounds=bounds
+        )
     finally:
         offload.close()
         await siblings.close()
 
 
 async def front(settings: Settings, stop: asyncio.Event) -> None:
-    """Run a gateway until ``stop``; then let open requests end."""
+    """Runs a gateway until ``stop``, then drains it."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     sys.setswitchinterval(_SWITCH_S)
     keep_one_heap()
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
-        async with assemble(settings, redis) as gateway, _metrics_apart(settings, gateway.parts):
+        async with assemble(settings, redis) as gateway, _separate_metrics(settings, gateway.parts):
             await _greet(gateway, redis)
             collect_seldom()
             connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
-            gateway.pulse.start()
+            gateway.heartbeat.start()
             try:
                 await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
             finally:
-                await gateway.pulse.stop()
+                await gateway.heartbeat.stop()
             with contextlib.suppress(QueueUnavailable):
                 await gateway.queue.leave()
     finally:
@@ -217,7 +221,7 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def _metrics_apart(settings: Settings, parts: Parts) -> AsyncIterator[None]:
+async def _separate_metrics(settings: Settings, parts: Parts) -> AsyncIterator[None]:
     """Serves /metrics on a port of its own, if it has one."""
     if not settings.metrics_port:
         yield
@@ -243,7 +247,8 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
 
 async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(work) for work in (gateway.follower.run(), gateway.notes.run(), give_back_memory())]
+        work = (gateway.follower.run(), gateway.notes.run(), give_back_memory())
+        background = [group.create_task(part) for part in work]
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         drain = Drain(
@@ -260,9 +265,9 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
             server.stop()
             await serving
         finally:
-            await end_tasks(beside)
+            await end_tasks(background)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the role."""
+    """Runs the role and returns its exit code."""
     return run_role(GATEWAY, front, argv)

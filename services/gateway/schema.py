@@ -1,7 +1,7 @@
-"""What clients may send. :mod:`services.gateway.parse` makes these bodies of bytes.
+"""The bodies that clients may send. :mod:`services.gateway.parse` makes them from bytes.
 
-A null means the default. A field that is not declared is refused by name, unless its value is null or changes
-nothing (:data:`NO_OPS`): a parameter that would be ignored is never accepted.
+A null means the default. An undeclared field is refused by name, unless its value is null or changes nothing
+(:data:`NO_OPS`): no parameter is accepted and then ignored.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ NO_OPS: dict[str, tuple[object, ...]] = {
 
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 TokenIds = Sequence[TokenId]
-"""Of any number; the parser makes an array of them."""
+"""Any number of token ids; the parser puts them into an array."""
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_SEQUENCES)]
 ListOfIds = Annotated[list[Ids], Meta(min_length=1, max_length=MAX_SEQUENCES)]
 _FORMS = {"anyOf": [msgspec.json.schema(form) for form in (Text, Texts, Ids, ListOfIds)]}
 Prompt = Annotated[Any, Meta(description="Text, token ids, or a list of either.", extra_json_schema=_FORMS)]
-"""No decoder tries one form after the other: the first element tells which it is."""
+"""The first element decides which form a prompt has, so no decoder tries one form after the other."""
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 LogitBias = dict[Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]]
 Count = Annotated[int, Meta(ge=0, le=_INT32)]
@@ -63,10 +63,10 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class Body(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of all request bodies: strict types, and JSON knows finite numbers only."""
+    """Base of all request bodies. Types are strict; JSON has finite numbers only."""
 
     def canonical(self) -> bytes:
-        """What was asked for: equal for bodies that differ in the order of their fields or in explicit nulls."""
+        """The body as bytes, equal for bodies that differ in the order of their fields or in explicit nulls."""
         return msgspec.json.encode(self, enc_hook=array.tolist, order="deterministic")  # ids are in arrays
 
 
@@ -75,7 +75,7 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 
 
 class GenerationBody(Body, frozen=True, kw_only=True):
-    """What completions and chat have in common."""
+    """The fields that completions and chat share."""
 
     model: Annotated[str | None, Meta(description="Name of the served model; the default is that model.")] = None
     n: Annotated[
@@ -135,7 +135,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> Sequence[str | array[int]]:
-        """The prompts, each a text or token ids, however the client wrote them."""
+        """The prompts as a list, each a text or token ids."""
         prompt = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
@@ -151,7 +151,7 @@ class ChatMessage(Body, frozen=True, kw_only=True, gc=False):
     name: Annotated[str, Meta(max_length=256)] | None = None
 
     def as_template_input(self) -> dict[str, str]:
-        """The message as chat templates know it: text content, ``system`` for its newer name ``developer``."""
+        """The message for a chat template: with its content as text, and with ``system`` for the role ``developer``."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         role = "system" if self.role == "developer" else self.role

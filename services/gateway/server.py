@@ -1,4 +1,7 @@
-"""uvicorn as this process runs it: on a socket that is already bound, without signals, drained before it ends."""
+"""uvicorn as this process runs it: on a bound socket, without signals, drained before it ends.
+
+In: an app and a listener. Out: answers to connections that have a place (:class:`Connections`).
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ from services.gateway.table import JobTable
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 8192  # the system has a bound of its own; beyond it a probe comes again after a second
-_LAST_WORDS_S = 2.0  # for the error events of streams that the drain cut off
+_BACKLOG = 8192  # the system may lower it; a probe beyond it comes again after a second
+_LAST_WORDS_S = 2.0  # for the error events of streams that the drain ended
 _LATE_S = 0.2  # for requests that had come when idle connections were closed
 _LOOK_S = 0.05
 _MAX_DELAYS = 3
 _BUFFER_BYTES = 256 * 1024
-"""Of the kernel, each way: it is charged to the container, and left to itself grows to 6 MB for a connection."""
+"""The kernel's buffer, each way. The container pays for it; by default it grows to 6 MB for a connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises PortInUse where the address is taken or not ours."""
+    """A listening socket. Raises PortInUse where the address is taken or not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -42,7 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise PortInUse(f"Cannot resolve {host}: {error.strerror or error}.", hint="Choose another --host.") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # what is accepted inherits them
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # accepted sockets inherit them
         listener.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
     try:
         listener.bind(address)
@@ -58,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the caller's; connections come by an :class:`Acceptor`."""
+    """uvicorn's server without its signal handlers; an :class:`Acceptor` accepts its connections."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
@@ -77,18 +80,18 @@ class _Server(uvicorn.Server):
                 self.config,
                 self.server_state,
                 self.lifespan.state,
-                house=self._connections,
+                connections=self._connections,
                 spare=spare,
                 probes=probes,
             )
 
         acceptors = [Acceptor(listener, self._connections, make) for listener in sockets or ()]
-        self.servers = acceptors  # type: ignore[assignment] # of which uvicorn closes each, and waits for it
+        self.servers = acceptors  # type: ignore[assignment] # uvicorn closes each, and waits for it
         self.started = True
 
 
 class HttpServer:
-    """Serves ``app`` on ``listener``, to those who have a place among ``connections``."""
+    """Serves ``app`` on ``listener`` to clients that have a place among ``connections``."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, connections: Connections) -> None:
         self._listener = listener
@@ -116,12 +119,12 @@ class HttpServer:
             watching.cancel()
 
     def close_idle(self, idle_s: float) -> int:
-        """Closes connections that have waited ``idle_s`` for another request. Those whose first or next one is on its
-        way, and new ones, are served.
+        """Closes connections that have waited ``idle_s`` for another request. New connections, and connections whose
+        request is coming, are served.
 
         Returns:
-            How many remain on which an answer said, or may have, that the next request can come here: its head went
-            out before the app began to add ``Connection: close``.
+            How many open connections have an answer without ``Connection: close``, so that their clients may send the
+            next request here.
         """
         for connection in list(self._open()):
             if connection.waited_s >= idle_s and not connection.unread:
@@ -137,12 +140,13 @@ class HttpServer:
 
 
 class Drain:
-    """The end of a gateway. For ``delay_s`` it takes requests, but says that it leaves: not ready, and each answer
-    closes its connection. While requests keep coming it goes on, up to :data:`_MAX_DELAYS` times as long: who sends
-    them has not heard yet. Then ``close_idle``, for a request on a connection that was kept would come here whatever
-    the cluster has heard. An answer that had begun before may be followed by a request on its connection: it goes on
-    until these are idle, and closed, too, half of ``timeout_s`` at most. Then no new requests, what is left of that
-    time for the open ones, and a typed error for those that remain."""
+    """Graceful shutdown, in four phases:
+
+    1. For ``delay_s``, or up to :data:`_MAX_DELAYS` times as long while requests still arrive: serve, report not ready,
+       and send ``Connection: close`` with each answer, so that load balancers and clients go elsewhere.
+    2. Close idle connections (``close_idle``): a client that kept one would send its next request here.
+    3. For at most half of ``timeout_s``: wait for connections whose answers began before phase 1, and close them, too.
+    4. Refuse new requests, wait for open ones until ``timeout_s``, and end the rest with :class:`Draining`."""
 
     def __init__(
         self,
@@ -162,11 +166,11 @@ class Drain:
         self._close_idle = close_idle
 
     async def run(self) -> None:
-        """Returns when every job has ended."""
+        """Drains, and returns when every job has ended."""
         self._intake.leaving = True
         await self._until_quiet()
         began = time.monotonic()
-        await self._until_told(began + self._timeout_s / 2)
+        await self._until_idle(began + self._timeout_s / 2)
         self._intake.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, began + self._timeout_s - time.monotonic())):
@@ -174,7 +178,7 @@ class Drain:
         left = self._table.jobs()
         error = Draining("This server is shutting down.", hint="Send the request again.", retry_after_s=1.0)
         for job in left:
-            if job.keyed:  # goes on upstream, for the client to take up elsewhere with its Idempotency-Key
+            if job.keyed:  # it goes on upstream: its client may return to it at another gateway
                 self._table.discard(job)
                 job.end(error)
             else:
@@ -183,9 +187,9 @@ class Drain:
         if left:
             log.warning("shutting down with %d requests unfinished", len(left))
 
-    async def _until_told(self, latest: float) -> None:
-        """No connection is left on which a client may expect to be served, or none but those that take nothing any
-        more; without a delay nobody is waited for."""
+    async def _until_idle(self, latest: float) -> None:
+        """Phases 2 and 3: returns when no kept connection is left, or when none has had a request for a while. Without
+        a delay it does not wait."""
         least_s = min(_LATE_S, self._delay_s)
         kept, busy_at = self._close_idle(least_s), time.monotonic()
         while kept and self._delay_s and (now := time.monotonic()) < min(latest, busy_at + _LAST_WORDS_S):
@@ -193,10 +197,10 @@ class Drain:
                 busy_at = now
             await asyncio.sleep(_LOOK_S)
             kept = self._close_idle(least_s)
-        await asyncio.sleep(least_s)  # for a request that has come and is not read yet
+        await asyncio.sleep(least_s)  # for requests that have come and are not read yet
 
     async def _until_quiet(self) -> None:
-        """Half of the delay without a request is quiet."""
+        """Phase 1: returns after the delay, and after half of it without a request."""
         began = time.monotonic()
         latest, ends = began + _MAX_DELAYS * self._delay_s, began + self._delay_s
         while (left := min(ends, latest) - time.monotonic()) > 0:

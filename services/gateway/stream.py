@@ -1,7 +1,7 @@
-"""A job as an HTTP response: whole, or as server-sent events. Notices at once when the client goes away.
+"""A job in, an HTTP response out: whole, or as server-sent events. A response ends at once when its client leaves.
 
-A body goes out through an :class:`Outlet`, a piece at a time, for as long as the client keeps reading: what waits for a
-client that reads too slowly is memory, and to read a little of it now and then would keep all of it.
+A body goes out through an :class:`Outlet`, a piece at a time, while the client keeps reading. The time for reading is
+bounded, because an answer takes memory for as long as its client reads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _EVENT_HEADERS = [
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _COMMENT = b": waiting\n\n"
 _SMALL = 4096
-"""Pieces up to so many bytes are not counted: they are within what any connection may take."""
+"""Pieces up to this size are not counted: they are within what any connection may take."""
 Abandon = Callable[[Job], None]
 
 
 class _Client:
-    """The reader of one response. ``gone`` is set when the connection is lost."""
+    """The reader of one response, and the memory that it takes. ``gone`` is set when the connection is lost."""
 
     def __init__(self, job: Job, reader: Reader, outlet: Outlet, holdings: Holdings) -> None:
         self.reader = reader
@@ -40,8 +40,8 @@ class _Client:
         self._job = job
         self._outlet = outlet
         self._holdings = holdings
-        self._own = 0  # bytes that the reader itself takes
-        self._last = 0  # of the piece that may still be in the connection
+        self._own = 0  # bytes of the reader itself
+        self._last = 0  # bytes of the piece that may still be in the connection
         self._counted = 0
 
     def lose(self, watch: asyncio.Task[None]) -> None:
@@ -56,7 +56,8 @@ class _Client:
         return not self.gone
 
     async def send(self, body: bytes, *, more: bool = True) -> bool:
-        """Whether the client is still there. It has its own time while the job runs, and a bounded one afterwards."""
+        """Sends ``body``; its time is unbounded while the job runs, and bounded afterwards. False once the client is
+        gone."""
         write = self._outlet.write_in_time if self._job.done else self._outlet.write
         size = len(body) if len(body) > _SMALL else 0
         self._count(self._own + self._last + size)
@@ -72,7 +73,7 @@ class _Client:
         return not self.gone
 
     def hold(self, size: int) -> None:
-        """Counts ``size`` bytes that the reader takes, until it is closed."""
+        """Counts ``size`` bytes of the reader itself, until it is closed."""
         self._own = size
         self._count(size)
 
@@ -95,7 +96,7 @@ class _Client:
 async def _client_of(
     job: Job, receive: Receive, outlet: Outlet, abandon: Abandon, holdings: Holdings, *, at_end: bool
 ) -> AsyncIterator[_Client]:
-    """Opens a reader; when the last one closes before the job is done, the job is abandoned."""
+    """Opens a reader. When the last reader closes before the job is done, the job is abandoned."""
     client = _Client(job, job.open(at_end=at_end), outlet, holdings)
     watch = asyncio.create_task(until_gone(receive))
     watch.add_done_callback(client.lose)
@@ -108,8 +109,8 @@ async def _client_of(
             abandon(job)
 
 
-class WholeResponse(Response):
-    """Answers when the job is over. Raises its error, for the exception handlers."""
+class _JobResponse(Response):
+    """Base of both responses to a job."""
 
     def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
         super().__init__()
@@ -118,6 +119,19 @@ class WholeResponse(Response):
         self._abandon = abandon
         self._offload = offload
         self._holdings = holdings
+
+    async def _encoded(self, encode: Callable[[], bytes]) -> bytes:
+        """The result of ``encode``, run in a thread; empty where the job has dropped its answer meanwhile."""
+        try:
+            return await self._offload.run(self._job.tenant, encode, owed=True)
+        except Exception:
+            if self._job.error is None:
+                raise
+            return b""
+
+
+class WholeResponse(_JobResponse):
+    """Answers when the job is over. Raises the job's error, for the exception handlers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = Outlet(scope, send)
@@ -133,37 +147,20 @@ class WholeResponse(Response):
             await self._send_pieces(client, send)
 
     async def _send_pieces(self, client: _Client, send: Send) -> None:
-        """Each encoded beside the event loop when its turn comes, and only once the one before it is on its way."""
+        """Sends a long answer. Each piece is encoded in a thread, once the piece before it is in the connection."""
         await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
         pieces = self._format.whole()
-        while piece := await self._next(pieces):
+        while (piece := await self._encoded(lambda: _joined(pieces))) and self._job.error is None:
             if not await client.send(piece):
                 return
         if self._job.error is None:
             await client.send(b"", more=False)
         elif not client.gone:
-            await client.leave()  # there is no other way to say that this is not all
-
-    async def _next(self, pieces: Iterator[bytes]) -> bytes:
-        try:
-            piece = await self._offload.run(self._job.tenant, lambda: _joined(pieces), owed=True)
-        except Exception:
-            if self._job.error is None:
-                raise
-            return b""  # the job has let go of its answer meanwhile
-        return piece if self._job.error is None else b""
+            await client.leave()  # only a closed connection says that the answer is incomplete
 
 
-class EventResponse(Response):
-    """Streams. A failure before the first token is an HTTP error; a later one is an event that ends the stream."""
-
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
-        super().__init__()
-        self._job = job
-        self._format = form
-        self._abandon = abandon
-        self._offload = offload
-        self._holdings = holdings
+class EventResponse(_JobResponse):
+    """Streams a job. A failure before the first token is an HTTP error; a later one is the last event of the stream."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, outlet = self._job, Outlet(scope, send)
@@ -178,31 +175,22 @@ class EventResponse(Response):
                 await client.send(self._ending(), more=False)
 
     async def _send_events(self, client: _Client) -> bool:
-        """All of them, as they come; False where the client left."""
+        """Sends all events as they come. False where the client left."""
         job, cursor = self._job, Cursor(self._job, self._format)
         client.hold(cursor.nbytes)
         while True:
-            done = job.done  # before looking: what is there then is all
-            events = await self._take(cursor) or (_COMMENT if client.reader.poked and not done else b"")
+            done = job.done  # read before the events, which are complete then
+            events = await self._encoded(cursor.take) if cursor.heavy else cursor.take()
+            events = events or (_COMMENT if client.reader.poked and not done else b"")
             client.reader.poked = False
             if client.gone or (events and not await client.send(events)):
                 return False
             if len(events) >= TAKE_BYTES:
-                await asyncio.sleep(0)  # others' turn, for one that reads fast never makes this one wait
+                await asyncio.sleep(0)  # lets other tasks run: a fast reader never makes this one wait
             elif done:
                 return True
             elif not await client.news():
                 return False
-
-    async def _take(self, cursor: Cursor) -> bytes:
-        if not cursor.heavy:
-            return cursor.take()
-        try:
-            return await self._offload.run(self._job.tenant, cursor.take, owed=True)
-        except Exception:
-            if self._job.error is None:
-                raise
-            return b""  # the job has let go of its answer meanwhile
 
     def _ending(self) -> bytes:
         if self._job.error is not None:
@@ -228,23 +216,23 @@ _LINE = "expertmesh.line"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """The connection under a request, as far as its answer may touch it. ``abort`` closes it at once, ``expire`` does
-    so and counts its client among those that stalled: it has ``stall_s`` seconds of ``now`` in all to read its answer,
-    and one more for each ``least_rate`` bytes."""
+    """What an answer needs of its connection. ``abort`` closes the connection at once; ``expire`` does so and counts
+    the client as stalled. A client has ``stall_s`` seconds, by the clock ``now``, to read its answer, and one more for
+    each ``min_rate`` bytes."""
 
     abort: Callable[[], None]
     expire: Callable[[], None]
     now: Callable[[], float]
     stall_s: float
-    least_rate: float
+    min_rate: float
 
     def under(self, scope: Scope) -> None:
-        """Names it to whoever answers the request ``scope``."""
+        """Makes the connection known to the answer of the request ``scope``."""
         scope[_LINE] = self
 
 
 class Outlet:
-    """Of one answer. ``aborted``: the connection is being closed, and nothing more goes out."""
+    """Writes one answer. ``aborted`` says that the connection is being closed, so nothing more goes out."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.aborted = False
@@ -257,16 +245,16 @@ class Outlet:
         self._line.abort()
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """Sends ``body`` when the one before it is with the client, or nearly."""
+        """Sends ``body``, once the client has nearly all of the piece before it."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def write_in_time(self, body: bytes, *, more: bool = True) -> None:
-        """As :meth:`write`; closes the connection where such writes have taken the client too long in all."""
+        """Sends as :meth:`write`; closes the connection where all such writes have taken too long together."""
         due = self._line.now() + self._left_s
         writing = asyncio.ensure_future(self.write(body, more=more))
         try:
             while not writing.done() and (left_s := due - self._line.now()) > 0:
-                await asyncio.wait([writing], timeout=left_s)  # anew, if this process stood still meanwhile
+                await asyncio.wait([writing], timeout=left_s)  # again, if this process stood still meanwhile
             if not writing.done():
                 self.aborted = True
                 self._line.expire()
@@ -274,12 +262,12 @@ class Outlet:
                 writing.result()
         finally:
             writing.cancel()
-        self._left_s = due - self._line.now() + len(body) / self._line.least_rate
+        self._left_s = due - self._line.now() + len(body) / self._line.min_rate
 
 
 class LongResponse(Response):
-    """An answer that is there already, sent so that it is not over before the client has nearly all of it: whatever
-    room is kept for it until then is kept for what waits in the connection, too."""
+    """An answer that is complete already. It ends only when the client has nearly all of it, so that room which is held
+    until the end covers the bytes in the connection, too."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(media_type="application/json")
@@ -300,6 +288,6 @@ class LongResponse(Response):
 
 
 async def until_gone(receive: Receive) -> None:
-    """Waits for the end of the connection, whatever comes before."""
+    """Waits for the end of the connection and ignores all other messages."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,6 +1,6 @@
-"""Jobs in flight: events in, jobs woken, and a list of what the queue has to be told. No I/O.
+"""Jobs in flight. In: events, which wake the jobs' readers. Out: a list of calls to make to the queue. No I/O.
 
-:meth:`JobTable.deliver` is the gateway's hot path: once per engine step of a worker, for all its sequences.
+:meth:`JobTable.deliver` is the gateway's hot path: it runs once per engine step of a worker, for all its sequences.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from services.metrics import GatewayMetrics
 from services.queue.gateway_side import Result, Unreadable
 
 MAX_MISSED = 2
-"""Attempts of a sequence that are begun anew because something of them is missing for good."""
+"""How many attempts of a sequence are repeated because a part of them will never come."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Followups:
-    """What a batch of events asks the queue for."""
+    """Calls to the queue that a batch of events leads to."""
 
     lost: list[tuple[Choice, int]] = field(default_factory=list)  # resubmit as this attempt
     gaps: list[tuple[Job, Choice]] = field(default_factory=list)  # resync, then resubmit
-    cancelled: list[tuple[Job, Choice]] = field(default_factory=list)  # by the queue: likewise, unless it moved
+    cancelled: list[tuple[Job, Choice]] = field(default_factory=list)  # by the queue: the same, unless it moved
     cancel: dict[str, int] = field(default_factory=dict)  # ids, and how many tokens were delivered
 
     def __bool__(self) -> bool:
@@ -39,8 +39,8 @@ class Followups:
 
 
 class JobTable:
-    """Every job that waits for events, by the ids of its sequences. ``idle`` is set while there is none.
-    ``holdings`` bounds what their answers take."""
+    """Every job that waits for events, by the ids of its sequences. ``idle`` is set while there is none; ``holdings``
+    bounds the memory of the answers."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class JobTable:
                 yield job, choice
 
     def deliver(self, events: Iterable[Result]) -> Followups:
-        """Takes ``events`` in, in their order, and wakes the jobs that got something."""
+        """Takes ``events`` in their order and wakes the readers of their jobs."""
         todo, tokens = Followups(), 0
-        touched: dict[str, tuple[Job, Choice, int]] = {}  # by request, with what the choice took before
+        touched: dict[str, tuple[Job, Choice, int]] = {}  # by request, with the former size of the choice
         now = self._clock()
         for event in events:
             owner = self._owners.get(event.request_id)
@@ -107,12 +107,12 @@ class JobTable:
             self.holdings.grow(job, choice.nbytes - size)
         for job in {id(job): job for job, _, _ in touched.values()}.values():
             if not job.done:
-                self._settle(job, todo)
+                self._update(job, todo)
         todo.cancel.update(self.make_room())
         return todo
 
     def make_room(self) -> dict[str, int]:
-        """Ends answers until the others fit, finished ones too; returns what has to be cancelled upstream."""
+        """Ends answers, also finished ones, until the others fit. Returns what to cancel upstream."""
         cancel: dict[str, int] = {}
         for job in self.holdings.excess() if self.holdings.full else ():
             size = job.nbytes
@@ -124,7 +124,7 @@ class JobTable:
         return cancel
 
     def fail(self, job: Job, error: RequestError, finish: FinishReason = "error") -> dict[str, int]:
-        """Ends ``job`` with ``error``; returns what has to be cancelled upstream."""
+        """Ends ``job`` with ``error``. Returns what to cancel upstream."""
         if job.done:
             return {}
         open_choices = job.unfinished
@@ -145,11 +145,11 @@ class JobTable:
         if choice.finish is None and event.attempt > choice.request.attempt:
             self._metrics.lost_attempts.labels(_lost_reason(event.reason)).inc()
             todo.lost.append((choice, event.attempt))
-            choice.resubmission(event.attempt)  # from here on the old attempt is not heard
+            choice.resubmission(event.attempt)  # events of the old attempt are ignored from here on
 
     def _miss(self, job: Job, choice: Choice, todo: Followups, reason: str) -> None:
-        """Something is missing that will not come: the attempt begins anew. Of a worker that never sends it, and of
-        one that nobody here can read, the next attempt would be as the last."""
+        """Repeats an attempt of which a part will never come, up to :data:`MAX_MISSED` times: a worker that never sends
+        the part, or whose messages cannot be read, would fail for ever."""
         if choice.finish is not None or choice.recovering:
             return
         choice.missed += 1
@@ -179,8 +179,8 @@ class JobTable:
             self._count_end(job, choice)
         return new
 
-    def _settle(self, job: Job, todo: Followups) -> None:
-        """Wakes the job's readers; ends it when all of its choices have ended or one has failed."""
+    def _update(self, job: Job, todo: Followups) -> None:
+        """Wakes the job's readers, or ends the job when all of its choices have ended or one has failed."""
         failed = next((choice.error for choice in job.choices if choice.error is not None), None)
         if failed is not None:
             todo.cancel.update(self.fail(job, failed))
@@ -219,12 +219,12 @@ class JobTable:
 
 
 def _answer_unknown(event: Result, todo: Followups) -> None:
-    """An event for nobody: its request still costs a worker, so it is cancelled; an end needs no answer."""
+    """Cancels the unknown request of ``event``, which still costs a worker; an end needs no answer."""
     if not isinstance(event, TokenEvent) or event.finish is None:
         todo.cancel.setdefault(event.request_id, 0)
 
 
 def _lost_reason(reason: str) -> str:
-    """``reason`` as a bounded label: its first word."""
+    """The first word of ``reason``, as a bounded label."""
     word = reason.split(maxsplit=1)[0] if reason.strip() else "unknown"
     return word[:32] if word.replace("_", "").replace("-", "").isalnum() else "other"

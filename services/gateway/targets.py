@@ -1,4 +1,4 @@
-"""How this gateway's latencies stand against their targets. In: each latency. Out: totals for the leading scheduler."""
+"""This gateway's latencies against their targets. In: each latency. Out: totals for the leading scheduler."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class LatencyTargets:
         self._began = time.monotonic()
 
     def came(self, sequences: int) -> None:
-        """A request of a client."""
+        """Counts a request of a client."""
         self._came += sequences
 
     def ended(self) -> None:
-        """A sequence, somehow."""
+        """Counts a sequence that ended in any way."""
         self._ended += 1
 
     def first_token(self, seconds: float) -> None:
         self._ttft[latency_bucket(seconds, self._ttft_s)] += 1
 
     def per_token(self, seconds: float) -> None:
-        """Mean gap between the tokens of a request that ended."""
+        """Counts the mean gap between the tokens of a request that ended."""
         self._tpot[latency_bucket(seconds, self._tpot_s)] += 1
 
     def load(self) -> GatewayLoad:

@@ -1,6 +1,6 @@
-"""``/tokenize`` and ``/detokenize``: the checkpoint's tokenizer, within the bounds that prompts have.
+"""``/tokenize`` and ``/detokenize``: the checkpoint's tokenizer, within the bounds of prompts.
 
-In: typed bodies. Out: the answers as JSON, made beside the event loop where they are long.
+In: typed bodies. Out: the answers as JSON; long answers are encoded in a thread.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _INLINE_TOKENS = 1024
 
 
 class TokenizerRoutes:
-    """What the two routes do with their bodies."""
+    """Answers the bodies of the two routes."""
 
     def __init__(self, prompts: PromptReader, offload: Offload) -> None:
         self._prompts = prompts
         self._offload = offload
 
     async def tokenize(self, body: TokenizeBody, tenant: str) -> bytes:
-        """Raises ContextLengthExceeded for a text that would take long to count and cannot fit the context."""
+        """The token ids. Raises ContextLengthExceeded for a text that takes long to tokenize and cannot fit."""
         self._prompts.check_model(body.model)
         token_ids = await self._token_ids(body, tenant)
         codec, named = self._prompts.model.codec, body.return_token_strs
@@ -42,7 +42,7 @@ class TokenizerRoutes:
         )
 
     async def detokenize(self, body: DetokenizeBody, tenant: str) -> bytes:
-        """Raises ContextLengthExceeded for more tokens than the model's context holds."""
+        """The text. Raises ContextLengthExceeded for more tokens than the model's context holds."""
         model = self._prompts.model
         self._prompts.check_model(body.model)
         if len(body.tokens) > model.max_len:

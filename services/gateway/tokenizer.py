@@ -1,6 +1,6 @@
-"""Text in, token ids out, and what one token id looks like. Torch-free; reads the checkpoint's tokenizer.json.
+"""Text in, token ids out, and single tokens rendered. It needs no torch, and reads the checkpoint's tokenizer.json.
 
-The rest of the gateway sees text through :class:`TextCodec` alone; the incremental way back is ``detokenize.py``.
+The rest of the gateway handles text through :class:`TextCodec` alone; ``detokenize.py`` makes text of token streams.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextCodec:
-    """Encodes prompts and renders single tokens; byte-level vocabularies by table, others through the library."""
+    """Encodes prompts and renders single tokens: of byte-level vocabularies by a table, of others by the library."""
 
     def __init__(self, tokenizer: Tokenizer, special: SpecialTokens) -> None:
         self.tokenizer = tokenizer
@@ -53,22 +53,22 @@ class TextCodec:
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; lets other threads run meanwhile, so long texts belong in a thread."""
-        # Of the library's calls only those over batches release the interpreter's lock; fast is: without offsets.
+        """Token ids of ``text``. Other threads can run meanwhile, so encode long texts in a thread."""
+        # Only the library's calls for batches release the interpreter's lock; "fast" leaves offsets out.
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that ``token_id`` adds to a text; a part of a character for some. Unknown ids add none."""
+        """The UTF-8 bytes that ``token_id`` adds to a text, maybe a part of a character. Unknown ids add none."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._render(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
-        """``token_id`` as a name in log-probabilities: its text, or ``bytes:\\x..`` where that is not whole UTF-8.
+        """The name of ``token_id`` in log-probabilities: its text, or ``bytes:\\x..`` where that is not whole UTF-8.
 
         Ids that the model has and the tokenizer has not (padding of the vocabulary) are ``token_id:N``.
         """
@@ -81,7 +81,7 @@ class TextCodec:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def special_at(self, token_id: int, text: bytes, at: int) -> str:
-        """The special token ``token_id`` where ``text``, in UTF-8, spells it out at ``at``, else nothing."""
+        """The string of the special token ``token_id`` if ``text``, in UTF-8, spells it at ``at``, else ''."""
         spelled = self.tokenizer.id_to_token(token_id) if token_id in self.special_ids else None
         return spelled if spelled and text.startswith(spelled.encode(), at) else ""
 
@@ -97,7 +97,7 @@ class TextCodec:
             return self._from_alphabet(token)
         if match := _BYTE_TOKEN.match(token):
             return bytes([int(match[1], 16)])
-        # What the token adds after itself: decoders strip or insert spaces only at the start of a text.
+        # The text that the token adds after itself: decoders strip or insert spaces only at the start of a text.
         once = self.decode([token_id])
         return self.decode([token_id, token_id])[len(once) :].encode()
 
@@ -141,7 +141,7 @@ def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
     if not path.is_file():
         raise CheckpointError(
             f"{path} does not exist.",
-            hint="Save the fast tokenizer beside the weights (transformers: AutoTokenizer(...).save_pretrained(DIR)).",
+            hint="Save the fast tokenizer with the weights (transformers: AutoTokenizer(...).save_pretrained(DIR)).",
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))

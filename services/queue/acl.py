@@ -1,9 +1,10 @@
 """What each role may do in Redis: the rules of its ACL users, no wider than its scripts need.
 
-A role's user runs scripts that somebody else loaded (``EVALSHA``), and within them, too, Redis asks whether the user
-may run the command on the key: so a rule has the commands of the role's scripts and the few that it sends itself, on
-the role's keys. Schedulers and operators alone may load scripts (:mod:`services.queue.script_keeper`): who loads one of
-his own runs any Lua, and faults in Lua have let others take a server over.
+In: a role and a namespace. Out: the text of an ACL rule. A role's user runs scripts that a scheduler loaded
+(``EVALSHA``). Redis checks the user's permissions inside scripts, too, so a rule lists the commands of the role's
+scripts and the few that the role sends itself, on the role's keys. Only schedulers and operators may load scripts
+(:mod:`services.queue.script_keeper`): a user who loads scripts runs any Lua, and faults in Lua have let users take a
+server over.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from services.queue.keys import Keys
 from services.queue.scripts import load_scripts
 
 READ_ONLY_SINCE = (7, 0)
-"""Redis from which on a pattern may be for reading alone; before it such keys can be written, too."""
+"""The first Redis whose patterns can grant reading alone; on an older one the role can write such keys, too."""
 _CALL = re.compile(r"redis\.p?call\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 _CONTAINERS = ("MEMORY", "OBJECT", "XINFO")
-"""Commands that are permitted by their second word."""
+"""Commands whose second word is permitted, too."""
 _ALWAYS = frozenset({"ping", "select", "info", "evalsha"})
-"""To keep a connection, and to see which server it is; INFO is the one "dangerous" command that is needed."""
+"""Every role keeps a connection and checks the server; INFO is the one "dangerous" command that it needs."""
 _LOADS = frozenset({"script|load", "script|exists"})
 _EVERYTHING = "*"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """``owns`` and ``reads``: names of keys after the prefix; one that ends with ``:`` stands for all that begin so.
-    ``commands``: those that are not a script's."""
+    """What a role may do. ``owns`` and ``reads`` are names of keys after the prefix; a name that ends with ``:`` stands
+    for all names that begin with it. ``commands`` are those that the role sends outside scripts."""
 
     scripts: frozenset[str] = frozenset()
     commands: frozenset[str] = frozenset()
@@ -40,7 +41,7 @@ class Rule:
     reads: frozenset[str] = frozenset()
 
     def __or__(self, other: Rule) -> Rule:
-        """What either may."""
+        """A rule that permits what either rule permits."""
         owns = self.owns | other.owns
         return Rule(
             scripts=self.scripts | other.scripts,
@@ -70,7 +71,7 @@ _REQUESTS = _words(
 )
 """A request's life, which gateways, schedulers and attention workers move on."""
 _MEMBERS = _words("model wires wire: unreadable")
-"""What all members of a namespace agree in, and what any of them could not read."""
+"""What all members of a namespace agree in, and the messages that a member could not read."""
 _SEATS = _words("seats seat_numbers seat: seat_changes seats_version seats_gone")
 
 _GATEWAY = Rule(
@@ -96,7 +97,7 @@ _EXPERTS = Rule(
     reads=_words("table table_epoch table_epochs"),
 )
 _WORKERS = _ATTENTION | _EXPERTS | Rule(scripts=_words("workers seats death_notice"))
-"""Attention workers with seats, and who starts them: it says that one has ended."""
+"""Attention workers with seats, and the supervisor that starts them: it reports workers that have ended."""
 _LOOKS = Rule(
     scripts=_words("workers seats table_epochs"),
     commands=_words("get xread zcount time zrevrange hmget zcard lrange"),
@@ -138,16 +139,16 @@ RULES: dict[str, Rule] = {
     "probe": Rule(commands=_words("ping")),
     "renewal": Rule(commands=_words("config|set")),
 }
-"""By role. ``workers`` is for `expertmesh workers` and `colocated`; ``operator`` for people (`keys`), and for `serve`
-over a Redis of somebody else's; ``probe`` and ``renewal`` for what runs beside the server: it asks whether the server
-answers, and tells it of a renewed certificate."""
+"""Rules by role. ``workers`` is for `expertmesh workers` and `colocated`; ``operator`` for people (`keys`), and for
+`serve` with a Redis that it does not run; ``probe`` and ``renewal`` for the containers next to the server, which check
+that it answers and hand it renewed certificates."""
 
 
 def permissions(role: str, keys: Keys, version: tuple[int, int] = READ_ONLY_SINCE) -> str:
     """The rule of ``role`` in a namespace, as ``ACL SETUSER`` takes it, for servers from ``version`` on."""
     rule = RULES[role]
     reading = "%R~" if version >= READ_ONLY_SINCE else "~"
-    patterns = [f"~{keys.prefix}"] if rule.scripts else []  # the one key that every script is given
+    patterns = [f"~{keys.prefix}"] if rule.scripts else []  # the one key that every script gets
     if _EVERYTHING in rule.owns:
         patterns = [f"~{keys.prefix}*"]
     else:
@@ -161,10 +162,10 @@ def _patterns(keys: Keys, names: Iterable[str]) -> Iterator[str]:
 
 
 def user_line(name: str, rule: str, password: str | None = None) -> str:
-    """A line of an ACL file. Without a password nobody can log in as that user yet."""
+    """A line of an ACL file. Without a password nobody can log in as the user yet."""
     return " ".join(["user", name, "on", *([f"#{hashed(password)}"] if password else []), rule])
 
 
 def hashed(password: str) -> str:
-    """As Redis keeps it. Passwords are long random strings, so one plain round is enough."""
+    """The hash that Redis keeps of ``password``. Passwords are long random strings, so one plain round is enough."""
     return hashlib.sha256(password.encode()).hexdigest()

@@ -1,6 +1,5 @@
-"""What admission refuses, as errors; a tenant's limits and an Idempotency-Key, as script arguments.
-
-Redis binds a key in the same step that admits the request that it stands for.
+"""Admission between Python and Lua: a tenant's limits and an Idempotency-Key go in as script arguments, refusals come
+out as errors. Redis binds a key in the same step that admits its request.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from services.queue.scripts import Argument
 
 
 def tenant_arguments(limits: TenantLimits | None) -> tuple[int, float, int]:
-    """(concurrency, ms between requests, burst) with -1 and 0 for no limit, as ``admission.lua`` reads them."""
+    """(concurrency, ms between requests, burst) for ``admission.lua``; -1 and 0 stand for no limit."""
     if limits is None:
         return -1, 0.0, 0
     concurrency = -1 if limits.concurrency is None else limits.concurrency
@@ -27,34 +26,25 @@ def tenant_arguments(limits: TenantLimits | None) -> tuple[int, float, int]:
 
 
 def raise_refusal(reply: Sequence[Any], requests: int) -> None:
-    """Raises what ``reply`` ({bound, wait in ms, count} of ``admission.lua``) says; returns if it begins with 'ok'."""
+    """Raises the error for ``reply`` ({bound, wait in ms, count} of ``admission.lua``), unless it begins with 'ok'."""
     if reply[0] == b"ok":
         return
     bound, wait_ms, count = reply
     retry_after_s = float(min(max(1, -(-wait_ms // 1000)), MAX_RETRY_AFTER_S))
-    raise _refusal(bound.decode(), count, requests, retry_after_s)
-
-
-def _refusal(bound: str, count: int, requests: int, retry_after_s: float) -> TooManyRequests:
-    wait = f"Retry in {retry_after_s:.0f} s."
-    match bound:
-        case "requests":
-            text = f"{count} requests wait already and {requests} more would be too many."
-            return QueueFull(text, hint=wait, retry_after_s=retry_after_s)
-        case "tokens":
-            return QueueFull(f"{count} tokens wait already.", hint=wait, retry_after_s=retry_after_s)
-        case "concurrency":
-            text = f"This key has {count} sequences under way and may not add {requests}."
-            return ConcurrencyLimited(text, hint=wait, retry_after_s=retry_after_s)
-        case _:
-            text = "This key sends more requests per minute than it may."
-            return RateLimited(text, hint=wait, retry_after_s=retry_after_s)
+    kinds: dict[bytes, tuple[type[TooManyRequests], str]] = {
+        b"requests": (QueueFull, f"{count} requests wait already and {requests} more would be too many."),
+        b"tokens": (QueueFull, f"{count} tokens wait already."),
+        b"concurrency": (ConcurrencyLimited, f"This key has {count} sequences under way and may not add {requests}."),
+        b"rate": (RateLimited, "This key sends more requests per minute than it may."),
+    }
+    kind, text = kinds[bound]
+    raise kind(text, hint=f"Retry in {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdempotencyKey:
-    """A client's ``key``, and what it is to stand for: a body with this ``fingerprint``, ids from ``base_id``, draws
-    from ``seed``."""
+    """A client's ``key``, and the request to bind it to: a body with ``fingerprint``, ids that derive from ``base_id``,
+    draws from ``seed``."""
 
     key: str
     fingerprint: str
@@ -63,7 +53,7 @@ class IdempotencyKey:
 
 
 class KeyBound(Exception):
-    """The key stands for a request already; nothing was admitted. ``owner`` is the gateway that used it before."""
+    """The key is bound to a request already; nothing was admitted. ``owner`` is the gateway that used it before."""
 
     def __init__(self, *, base_id: str, seed: int, owner: str) -> None:
         super().__init__(base_id)
@@ -71,7 +61,7 @@ class KeyBound(Exception):
 
 
 def binding(tenant: str, key: IdempotencyKey | None) -> tuple[Argument, ...]:
-    """``key`` of ``tenant`` as ``admit.lua`` takes it."""
+    """Arguments of ``admit.lua`` that bind ``key`` for ``tenant``."""
     if key is None:
         return "", "", "", 0
     hashed = hashlib.sha256(key.key.encode()).hexdigest()
@@ -81,7 +71,7 @@ def binding(tenant: str, key: IdempotencyKey | None) -> tuple[Argument, ...]:
 def bound_already(
     key: IdempotencyKey | None, fingerprint: bytes, base_id: bytes, seed: bytes, owner: bytes
 ) -> Exception:
-    """What to raise where the key stands for something: for this body, or for another."""
+    """The error to raise where ``key`` is bound: KeyBound for the same body, Conflict for another one."""
     assert key is not None
     if fingerprint.decode() != key.fingerprint:
         return Conflict("The Idempotency-Key was used with another body.", hint="Use a new key for a new request.")

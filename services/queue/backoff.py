@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Backoff:
-    """Doubling delays with jitter, so that the processes of a deployment do not come back in step."""
+    """Doubling delays with jitter, so that the processes of a deployment do not return at the same time."""
 
     def __init__(self, *, first_s: float = FIRST_S, max_s: float = MAX_S) -> None:
         self._first_s = first_s
@@ -31,7 +31,7 @@ class Backoff:
         return self._failures > 0
 
     def failed(self) -> float:
-        """Note a failure; seconds to wait now."""
+        """Notes a failure. Returns the seconds to wait now."""
         delay = min(self._max_s, self._first_s * 2.0**self._failures)
         self._failures = min(self._failures + 1, 30)
         return delay * random.uniform(0.5, 1.0)
@@ -41,7 +41,7 @@ class Backoff:
 
 
 async def until_answered(what: str, call: Callable[[], Awaitable[T]], backoff: Backoff) -> T:
-    """Result of ``call``, repeated until Redis answers. ``what`` names the caller in the log, once per outage."""
+    """Repeats ``call`` until Redis answers and returns its result. ``what`` names the caller in the log."""
     while True:
         try:
             result = await call()

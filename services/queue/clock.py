@@ -1,4 +1,4 @@
-"""Redis TIME without asking Redis each time: deadlines are judged by the clock that set them."""
+"""An estimate of Redis TIME, so that a process judges a deadline by the clock that set it, without a round trip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RedisClock:
         self._offset_ms = time.time() * 1000 - time.monotonic() * 1000  # a guess, until the first sync
 
     async def sync(self) -> None:
-        """Ask Redis. Exact to half the round trip.
+        """Asks Redis. The offset is exact to half the round trip.
 
         Raises:
             QueueUnavailable: Redis does not answer.

@@ -33,8 +33,9 @@ MAX_BLOCK_MS = 2_000
 """Longest blocking read; well under the socket timeout, which would end it as an error otherwise."""
 MIN_VERSION = (6, 2)
 _MENDED = {(6, 2): 23, (7, 2): 15, (7, 4): 10, (8, 2): 8, (8, 4): 5, (8, 6): 5, (8, 8): 1}
-"""By line the first release without the faults, of July 2026 and before it (CVE-2025-49844, CVE-2026-23479), by which
-whoever may run a script or a blocking command can take the server over. Lines that are not here got no such release."""
+"""The first safe patch of each release line: older ones have faults of July 2026 and before (CVE-2025-49844,
+CVE-2026-23479), by which a user who may run a script or a blocking command can take the server over. Lines that are
+missing here got no such patch."""
 _REFUSALS = {
     "OOM": "is out of memory; raise its maxmemory",
     "MISCONF": "cannot write to its disk; see its log",
@@ -53,7 +54,7 @@ _REFUSALS = {
 _UNNAMED: dict[str, None] = (
     {"driver_info": None} if find_spec("redis.driver_info") else {"lib_name": None, "lib_version": None}
 )
-"""Not to introduce the client's library with each connection: an ACL user may not, and each try would be logged."""
+"""Options that keep the client from sending its name with each connection: an ACL user may not, and Redis logs it."""
 _DENIED_TO_A_SCRIPT = "The user executing the script can't"
 _CREDENTIALS = (AuthenticationError, NoPermissionError)
 _log = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
     """A client for ``redis://``, ``rediss://`` or ``unix://`` URLs (user and password in the URL), or for the primary
     that the Sentinels of a :class:`SentinelUrl` name. Connects lazily.
 
-    Nothing is retried inside, so a call whose outcome is unknown is seen as such. A caller waits for a free connection
-    when ``max_connections`` are in use. Raises ConfigError for another URL.
+    The client retries nothing, so its caller sees every call whose outcome is unknown. A caller waits for a free
+    connection when ``max_connections`` are in use. Raises ConfigError for another URL.
     """
     options: dict[str, Any] = {
         "protocol": 2,
@@ -99,8 +100,8 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
 
 
 async def check_access(redis: Redis, stop: asyncio.Event) -> None:
-    """Raises ConfigError where the server is older than 6.2 or refuses the password. One that is away, or does not
-    answer until ``stop``, is for the caller to wait for."""
+    """Raises ConfigError where the server is older than 6.2 or refuses the password. Returns where the server is away
+    or does not answer until ``stop``: the caller waits for it."""
     asked, stopped = asyncio.ensure_future(_checked_info(redis)), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,9 +131,9 @@ async def check_server(redis: Redis) -> None:
 
 
 def known_faults(info: Mapping[str, Any]) -> str:
-    """What is known to be wrong with the version that ``info`` names; empty where nothing is, or nobody else is let in.
+    """A warning about faults of the version that ``info`` names; empty where it has none, or the server is private.
 
-    No reason to refuse it: distributions mend a version and leave its number.
+    A fault is no reason to refuse the server: distributions mend a version and leave its number.
     """
     version = str(info["redis_version"])
     first, second, patch = (*_numbers(version), 0, 0)[:3]
@@ -148,7 +149,7 @@ def known_faults(info: Mapping[str, Any]) -> str:
 
 
 def _private(info: Mapping[str, Any]) -> bool:
-    """An embedded server on its Unix socket: gateways admit anew what it loses."""
+    """Whether the server is an embedded one on its Unix socket: gateways admit again what it loses."""
     return not info.get("tcp_port")
 
 
@@ -174,7 +175,7 @@ async def _checked_info(redis: Redis) -> dict[str, Any]:
 
 @contextmanager
 def queue_errors() -> Iterator[None]:
-    """Raises QueueUnavailable for any error that says Redis is away, loading, full or read-only."""
+    """Turns any error which says that Redis is away, loading, full or read-only into QueueUnavailable."""
     try:
         yield
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
@@ -200,7 +201,7 @@ def _unavailable(reason: str) -> QueueUnavailable:
 
 
 def _refusal(error: Exception) -> str | None:
-    """What a server that answers with a refusal says. The client strips codes it knows; scripts wrap them."""
+    """The text for a server's refusal, None for another error. The client strips codes it knows; scripts wrap them."""
     denied = isinstance(error, NoPermissionError) or _DENIED_TO_A_SCRIPT in str(error)
     code = "NOPERM" if denied else getattr(error, "status_code", None)
     words = [code, *re.findall(r"\b[A-Z]{3,}\b", str(error))]

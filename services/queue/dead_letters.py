@@ -24,7 +24,7 @@ _FIELDS = ("body", "attempt", "reason", "failures", "when", "worker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadLetter:
-    """``request`` is the last attempt: prompt and the tokens delivered until then."""
+    """One dead request. ``request`` is its last attempt: the prompt and the tokens delivered until then."""
 
     request: GenerateRequest
     reason: str
@@ -42,7 +42,7 @@ class DeadLetters:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
 
     async def list(self, limit: int = 100) -> builtins.list[DeadLetter]:
-        """The newest first, without their prompts, and without those that this release cannot read."""
+        """The dead letters that this release can read, the newest first, without their prompts."""
         ids = await command(self._redis, "ZREVRANGE", self._keys.dead, 0, limit - 1)
         letters: builtins.list[DeadLetter] = []
         for request_id in ids:
@@ -53,7 +53,7 @@ class DeadLetters:
         return letters
 
     async def show(self, request_id: str) -> DeadLetter:
-        """With its prompt. Raises NotFound, also where the prompt is gone, or UnreadableMessage."""
+        """A dead letter with its prompt. Raises NotFound, also where the prompt is gone, or UnreadableMessage."""
         letter = await self._read(request_id)
         request = letter.request
         if not request.prompt:
@@ -66,8 +66,8 @@ class DeadLetters:
     async def retry(self, request_id: str, *, reply_to: str, timeout_s: float) -> GenerateRequest:
         """Admits the prompt again, past the bounds and with no failures counted; the results go to ``reply_to``.
 
-        The caller is a :class:`GatewayQueue` of incarnation ``reply_to`` that has sent a heartbeat and then follows
-        its stream. Raises NotFound.
+        The caller has sent a heartbeat as the :class:`GatewayQueue` of incarnation ``reply_to`` and then follows its
+        stream. Raises NotFound.
         """
         last, shown = (await self._read(request_id)).request, (await self.show(request_id)).request
         prompt = shown.token_ids[: shown.prompt_len]
@@ -82,7 +82,7 @@ class DeadLetters:
         return structs.replace(request, token_ids=prompt, prompt="", attempt=reply[0], deadline_ms=reply[1])
 
     async def drop(self, request_id: str) -> None:
-        """Raises NotFound."""
+        """Forgets a dead letter. Raises NotFound."""
         if not await self._scripts.run("drop_dead", request_id):
             raise _unknown(request_id)
 

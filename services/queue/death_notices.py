@@ -1,4 +1,4 @@
-"""Word of processes that ended, from whoever started them: nobody waits until their leases expire."""
+"""Reports of workers that ended, from the supervisor that started them to Redis: nobody waits for their leases."""
 
 from __future__ import annotations
 
@@ -16,26 +16,23 @@ from services.queue.seats import SeatRegistry
 
 
 class DeathNotices:
-    """Of attention and expert workers on this host. Raises QueueUnavailable while Redis does not answer."""
+    """Reports ends of this host's attention and expert workers. Raises QueueUnavailable while Redis does not answer."""
 
     def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
         limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, limits)
         self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
 
-    async def tell(self, pid: int, metrics_port: int) -> int:
-        """How many parts the process ``pid``, with its page on that port, had: a worker, a seat, a reader of the table.
+    async def send(self, pid: int, metrics_port: int) -> int:
+        """Reports that the process ``pid`` with its metrics page on ``metrics_port`` has ended.
 
-        By both, for containers of a host may share its name, and number their processes alike.
+        The port identifies it, too: containers may share a host's name and number their processes alike. Returns how
+        many members it was: a worker, a seat, a reader of the table.
         """
         infos: list[WorkerInfo | ExpertInfo] = [
             *(state.info for state in await self._workers.workers()),
             *(state.info for state in await self._seats.seats()),
         ]
-        ended = [info.id for info in infos if _is_it(info, pid, metrics_port)]
+        process = (socket.gethostname(), pid, metrics_port)
+        ended = [info.id for info in infos if (info.host, info.pid, urlsplit(info.metrics_url or "").port) == process]
         return int(await self._scripts.run("death_notice", *ended)) if ended else 0
-
-
-def _is_it(info: WorkerInfo | ExpertInfo, pid: int, metrics_port: int) -> bool:
-    port = urlsplit(info.metrics_url or "").port
-    return (info.host, info.pid, port) == (socket.gethostname(), pid, metrics_port)

@@ -1,6 +1,6 @@
 """A private redis-server: one process on a Unix socket in a folder that only this user can enter.
 
-It keeps nothing on disk: what is in flight when it dies, the gateways admit anew.
+The server keeps nothing on disk: gateways admit again what was in flight when it died.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from services.errors import ConfigError, StartupError
+from services.queue.connect import MIN_VERSION
 from services.runtime import die_with_parent
 
-MIN_VERSION = (6, 2)
 _START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
 _MAX_MEMORY = 1 << 30
 _SHARE_OF_MEMORY = 4
-"""One part of so many of the machine's memory, or the container's, is the server's; beyond it requests get a 503."""
+"""The server gets this part of the machine's or the container's memory; requests beyond it get a 503."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux, 104 on macOS and the BSDs, with the terminating zero."""
 _MAX_PARENT_BYTES = 52
-"""Of a folder for temporary files; leaves room for expertmesh-serve-<pid>-<random>/redis/redis.sock."""
+"""The longest usable path of temporary files; it leaves room for expertmesh-serve-<pid>-<random>/redis/redis.sock."""
 
 
 def find_redis_server() -> Path:
@@ -56,7 +55,7 @@ def find_redis_server() -> Path:
 
 
 def _version(binary: Path) -> tuple[int, ...]:
-    """(0,) if the binary does not run here."""
+    """The version that the binary prints; (0,) if it does not run here."""
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
         if match := re.search(r"\bv=(\d+)\.(\d+)", said):
@@ -73,7 +72,7 @@ def private_folder(prefix: str) -> Path:
 
 
 class EmbeddedRedis:
-    """Starts, stops and, called again after a crash, restarts the server; ``url`` stays the same throughout.
+    """Starts and stops the server; :meth:`start` may be called again after a crash. ``url`` stays the same throughout.
 
     ``directory`` must not exist yet or be private; without one a fresh folder is made, and removed by :meth:`stop`.
     """
@@ -134,7 +133,7 @@ class EmbeddedRedis:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Ends the server and removes its files. Harmless if it does not run."""
+        """Ends the server, if it runs, and removes its files."""
         await self._end()
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
@@ -144,9 +143,7 @@ class EmbeddedRedis:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def _home(self) -> Path:
@@ -184,7 +181,7 @@ class EmbeddedRedis:
 
 
 def memory_bound(cgroup: Path = _CGROUP) -> int:
-    """Bytes that the server may take."""
+    """How many bytes the server may take."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max": no limit; elsewhere than on Linux there is none
         memory = min(memory, int(cgroup.read_text()))

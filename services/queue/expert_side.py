@@ -1,4 +1,4 @@
-"""An expert worker's side of Redis: its seat, its assignment, and when it may go.
+"""An expert worker's side of Redis. Reports and heartbeats go out; an assignment, or the order to leave, comes in.
 
 The worker's id is its incarnation. All methods raise QueueUnavailable while Redis does not answer, and may be repeated.
 """
@@ -21,7 +21,7 @@ from services.routing import ShardGroup, decode_group, encode_group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """The group that a seat shall hold. The worker reports ``digest`` when it has loaded it."""
+    """The group that a seat shall hold. The worker reports ``digest`` when it has loaded the group."""
 
     group: ShardGroup
     digest: str
@@ -32,17 +32,15 @@ class Orders:
     """What the scheduler wants of a seat."""
 
     number: int
-    """The seat's; 0 if the worker never joined or is deregistered."""
+    """The seat's number; 0 if the worker never joined or is deregistered."""
     leave: bool = False
     """Call :meth:`ExpertQueue.leave`, serve until :func:`services.queue.tables.unused`, deregister and end."""
     assignment: Assignment | None = None
-    """None: none yet. What is loaded stays loaded."""
+    """The group to load; None: keep what is loaded."""
     table_epoch: int = 0
-    """Of the table that is published; 0: none is."""
+    """Epoch of the published table; 0: there is none."""
     oldest_epoch: int | None = None
-    """Of the tables that attention workers may use; None: nobody uses any; 0: not known, Redis lost its data."""
-    rejoined: bool = False
-    """Redis did not know the worker (its lease had expired, or Redis lost its data); it has joined again."""
+    """Oldest epoch that attention workers may use; None: nobody uses a table; 0: unknown, for Redis lost its data."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,9 +62,8 @@ class ExpertQueue:
         self._members: dict[str, _Member] = {}
 
     async def join(self, info: ExpertInfo, lease_s: float) -> int:
-        """Takes a seat under a lease; its number, which no other worker ever has. Again: the same, and renews ``info``.
-
-        Raises FingerprintMismatch where live members of the namespace serve another model.
+        """Takes a seat under a lease and returns its number, which no other worker ever has. A worker that joins again
+        keeps its number and renews ``info``. Raises FingerprintMismatch where live members serve another model.
         """
         member = self._members.get(info.id)
         joining = member or _Member(info=info, lease_s=lease_s)
@@ -76,19 +73,18 @@ class ExpertQueue:
         return joining.number
 
     async def heartbeat(self, worker_id: str, report: SeatReport, rows: SeatRows | None = None) -> Orders:
-        """Renews the lease and says how the worker fares; call it every quarter of the lease.
+        """Renews the lease and reports the worker's state; call it every quarter of the lease.
 
         Joins again by itself where Redis forgot the worker: with what it holds, and with its number, unless another
-        worker has that by now. An assignment that cannot be read counts as none: what was told before stays.
-        ``rows`` None leaves what was counted as it was reported. Raises FingerprintMismatch where others came while
-        this one was silent for two leases.
+        worker has it by now. An assignment that cannot be read counts as none: the former one stays. ``rows`` None
+        leaves the reported rows as they are. Raises FingerprintMismatch where members of another model came while this
+        worker was silent for two leases.
         """
         member = self._members.get(worker_id)
         if member is None:
             return Orders(number=0, leave=True)
         reply = await self._beat(member, report, rows)
-        rejoined = reply is None
-        if rejoined:
+        if reply is None:
             if worker_id not in self._members:  # deregistered meanwhile: it must not enter again
                 return Orders(number=0, leave=True)
             await self._enter(member, report)
@@ -96,15 +92,15 @@ class ExpertQueue:
         if reply is None:
             raise QueueUnavailable("Redis lost the seat as soon as it was taken.", retry_after_s=1)
         try:
-            return _orders(member, reply, rejoined=rejoined)
+            return _orders(member, reply)
         except UnreadableMessage as error:
             await self._quarantine.put("assignment", worker_id, error, reply[5])
-            return _orders(member, [*reply[:5], b""], rejoined=rejoined)
+            return _orders(member, [*reply[:5], b""])
 
     async def leave(self, worker_id: str) -> bool:
         """Asks to be left out of the next table; False if Redis does not know the worker.
 
-        The worker goes on with its heartbeats (status ``leaving``) and with the rows that it gets.
+        The worker keeps sending heartbeats (status ``leaving``) and serving the rows that it gets.
         """
         return bool(await self._scripts.run("leave_seat", worker_id))
 
@@ -114,10 +110,10 @@ class ExpertQueue:
         await self._scripts.run("deregister_seat", worker_id)
 
     async def _enter(self, member: _Member, report: SeatReport) -> None:
-        """``report`` and the assignment count where Redis does not know the seat."""
-        info, told = member.info, member.assignment
+        """Joins; ``report`` and the member's assignment count where Redis does not know the seat."""
+        info, assigned = member.info, member.assignment
         seat = (info.id, milliseconds(member.lease_s), encode(info), info.fingerprint, member.number)
-        holds = (told.digest, encode_group(told.group)) if told else ("", b"")
+        holds = (assigned.digest, encode_group(assigned.group)) if assigned else ("", b"")
         member.number = int(await self._scripts.run("join_seat", *seat, report.status, encode(report), *holds))
 
     async def _beat(self, member: _Member, report: SeatReport, rows: SeatRows | None) -> Any:
@@ -126,7 +122,7 @@ class ExpertQueue:
         return await self._scripts.run("seat_heartbeat", member.info.id, report.status, encode(report), counted, known)
 
 
-def _orders(member: _Member, reply: list[Any], *, rejoined: bool) -> Orders:
+def _orders(member: _Member, reply: list[Any]) -> Orders:
     number, leave, table_epoch, oldest, digest, group = reply
     if not digest:
         member.assignment = None
@@ -138,5 +134,4 @@ def _orders(member: _Member, reply: list[Any], *, rejoined: bool) -> Orders:
         assignment=member.assignment,
         table_epoch=table_epoch,
         oldest_epoch=None if oldest < 0 else oldest,
-        rejoined=rejoined,
     )

@@ -1,6 +1,5 @@
-"""The gateway's side of the queue: requests go in, results come out.
-
-In: :class:`GenerateRequest` from the API. Out: lists of :class:`Result` in the order in which workers published them.
+"""The gateway's side of the queue. In: :class:`GenerateRequest` from the API. Out: lists of :class:`Result` in the
+order in which workers published them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ RequestState = Literal["queued", "claimed", "running", "lost", "done", "missing"
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Events of a request that this gateway cannot read: what it gets from here on has a gap. ``reason`` says why."""
+    """Events of a request that this gateway cannot read, so that later events come with a gap. ``reason`` says why."""
 
     request_id: str
     reason: str
@@ -46,8 +45,8 @@ class Unreadable:
 
 Result = ResultEvent | Unreadable
 READ_STEPS = 8
-"""Of workers' steps in one reading, hundreds of events each: nobody else is served while they are decoded, and workers
-see a gateway get on by its readings."""
+"""Workers' steps in one read, each with hundreds of events: the event loop serves nobody else while it decodes them,
+and workers see by a gateway's reads that it does not lag."""
 Prompts = Mapping[str, "array[int]"]
 
 
@@ -78,17 +77,17 @@ class GatewayQueue:
             position=keys.handled(incarnation),
         )
         self._quarantine = quarantine or Quarantine()
-        self._apart = False  # whether everybody who reads records knows how to find a prompt: see look()
-        self._claimed, self._claimed_at = "", 0.0  # with the last heartbeat that was heard
-        self._behind = False  # whether somebody is known not to
+        self._by_name = False  # whether all readers of records find a prompt by its name: see look()
+        self._claimed, self._claimed_at = "", 0.0  # the fingerprint of the last heartbeat that Redis got, and when
+        self._old_readers = False  # whether a reader is known that does not
 
     async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:
         """Registers this gateway or renews its lease; call it every quarter of ``ttl_s``.
 
         When the lease has expired, a scheduler cancels this gateway's requests and writes their ends
-        (``finish="cancelled"``) into the result stream. ``fingerprint`` claims the namespace for a model and raises
-        FingerprintMismatch where live members serve another, if it is the first, or the first in two leases: what
-        differs within them was put there by nobody who may, and is put right.
+        (``finish="cancelled"``) into the result stream. ``fingerprint`` claims the namespace for a model. A claim that
+        is the first in two leases raises FingerprintMismatch where live members serve another model; a later claim
+        overwrites another model, which no member can have written.
         """
         claim, began = fingerprint or "", time.monotonic()
         age_ms = round(1000 * (began - self._claimed_at)) if claim and claim == self._claimed else -1
@@ -96,8 +95,8 @@ class GatewayQueue:
         self._claimed, self._claimed_at = claim, began
 
     async def leave(self) -> None:
-        """Ends the lease of a gateway that waits for nothing. One that has live requests keeps it until it expires,
-        so that clients who come back can have them taken up; then the scheduler cancels them.
+        """Ends the lease of a gateway that waits for nothing. A gateway with live requests keeps its lease until it
+        expires, so that clients can return to them at another gateway; then the scheduler cancels them.
         """
         await self._results.close()
         await self._scripts.run("gateway_leave", self._incarnation)
@@ -111,19 +110,17 @@ class GatewayQueue:
         key: IdempotencyKey | None = None,
         prompts: Prompts | None = None,
     ) -> list[GenerateRequest]:
-        """Puts ``requests`` (one tenant's) into the queue, all or none; returned with attempt and deadline set.
+        """Puts ``requests`` of one tenant into the queue, all or none; returns them with attempt and deadline set.
 
-        ``prompts``, here and below: those that requests name, by :func:`services.queue.prompts.prompt_name`; a request
-        that names none holds its own.
-
-        An id that Redis already knows is left as it is and counts as admitted. Many or long requests take several
-        calls, of which the first reserves what is to come: where a later one raises QueueUnavailable, cancel them all
-        or repeat.
+        ``prompts`` has the prompts that the requests name (:func:`services.queue.prompts.prompt_name`); a request that
+        names none holds its own. An id that Redis already knows counts as admitted and is left as it is. Many or long
+        requests take several calls; the first reserves room for the others. Where a later call raises QueueUnavailable,
+        cancel all requests or repeat.
 
         Raises:
             QueueFull, RateLimited, ConcurrencyLimited: with ``retry_after_s`` in 1..120.
-            KeyBound: ``key`` stands for a request already, of the same fingerprint; this gateway owns it now.
-            Conflict: it stands for a request of another fingerprint.
+            KeyBound: ``key`` is bound to a request of the same fingerprint already; this gateway owns it now.
+            Conflict: ``key`` is bound to a request of another fingerprint.
         """
         if not requests:
             return []
@@ -133,11 +130,11 @@ class GatewayQueue:
         )
         assert len({r.id for r in requests}) == len(requests)
         head = (tenant, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits))
-        store, apart = PromptStore(prompts), self._apart
+        store, by_name = PromptStore(prompts), self._by_name
         later, tokens = len(requests), sum(request.cost for request in requests)
         bound = binding(tenant, key)
         admitted: list[GenerateRequest] = []
-        for piece in pieces(store.stored(request, apart=apart) for request in requests):
+        for piece in pieces(store.stored(request, by_name=by_name) for request in requests):
             later, tokens = later - len(piece), tokens - sum(stored.request.cost for stored in piece)
             reply = await self._scripts.run("admit", *head, later, tokens, requests[0].id, *bound, *items(piece))
             if reply[0] == b"key":
@@ -148,19 +145,19 @@ class GatewayQueue:
         return admitted
 
     async def charge(self, tenant: str, limits: TenantLimits) -> None:
-        """Counts a request that has come against the tenant's rate, whatever becomes of it; :meth:`admit` counts what
-        it has beyond one sequence. Raises RateLimited."""
+        """Counts a request against the tenant's rate when it comes, whatever becomes of it; :meth:`admit` counts its
+        sequences beyond the first. Raises RateLimited."""
         _, interval_ms, burst = tenant_arguments(limits)
         raise_refusal(await self._scripts.run("charge", tenant, interval_ms, burst), 1)
 
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True) -> bool:
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, by_name: bool = True) -> bool:
         """Queues the attempt that AttemptLost or :meth:`resync` named, at the request's original place.
 
-        ``request.token_ids`` ends with all tokens delivered so far. A record that Redis lost is admitted anew, past
-        the bounds. False: cancelled, ended, taken up by another gateway, or a later attempt exists. ``apart`` False:
-        the record holds the prompt, whatever others are known to read.
+        ``request.token_ids`` ends with all tokens delivered so far. A record that Redis lost is admitted again, past
+        the bounds. With ``by_name`` False the record holds the prompt itself. Returns False where the request was
+        cancelled, ended, taken up by another gateway, or has a later attempt.
         """
-        stored = PromptStore(prompts).stored(request, apart=apart and self._apart)
+        stored = PromptStore(prompts).stored(request, by_name=by_name and self._by_name)
         arguments = (
             *(request.id, request.attempt, self._incarnation, request.tenant, request.priority, request.cost),
             *(request.sampling.max_tokens, request.delivered, request.deadline_ms, stored.body, stored.name),
@@ -180,16 +177,16 @@ class GatewayQueue:
         place: int = 0,
         of: int = 1,
     ) -> GenerateRequest:
-        """Moves a request to this gateway: its client came back with the same Idempotency-Key. It is number ``place``
-        (from 0) ``of`` so many sequences that came together, of which :meth:`charge` counted the first.
+        """Moves a request to this gateway, because its client returned with the same Idempotency-Key. The request is
+        number ``place`` (from 0) ``of`` the sequences that came together; :meth:`charge` counted the first of them.
 
-        If no token was published it keeps its attempt and its place. Otherwise it starts from scratch as a later
-        attempt (at its place if it is live, as a new admission under the limits if it ended or is unknown, which counts
-        against the tenant's rate but for the first). The old
-        gateway's stream gets ``finish="cancelled"``; a worker that ran it gets Cancel. Raises as :meth:`admit`.
+        A request without a published token keeps its attempt and place. Any other starts from scratch as a later
+        attempt: at its place if it is live, else as a new admission under the limits, which counts against the tenant's
+        rate unless it is the first. The former gateway's stream gets ``finish="cancelled"``; a worker that ran the
+        request gets Cancel. Raises as :meth:`admit`.
         """
         assert request.delivered == 0
-        stored = PromptStore(prompts).stored(request, apart=self._apart)
+        stored = PromptStore(prompts).stored(request, by_name=self._by_name)
         arguments = (
             *(request.id, self._incarnation, milliseconds(timeout_s), *tenant_arguments(tenant_limits)),
             *(request.tenant, request.priority, request.cost, request.sampling.max_tokens, stored.body, stored.name),
@@ -201,10 +198,11 @@ class GatewayQueue:
         return structs.replace(request, attempt=reply[1], deadline_ms=reply[2], reply_to=self._incarnation)
 
     async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None:
-        """Ends ``attempt``, of which events are missing, and names the attempt to :meth:`resubmit` as.
+        """Ends ``attempt``, whose events are missing, and returns the attempt to :meth:`resubmit` as.
 
-        For a gap in TokenEvent.index, or a request that :meth:`survey` calls done though no end arrived. Not counted
-        as a failure. None: the request was cancelled or is another gateway's; ``retake`` moves it from there to here.
+        Call it for a gap in TokenEvent.index, or a request that :meth:`survey` calls done though no end arrived. No
+        failure is counted. Returns None where the request was cancelled or is another gateway's; ``retake`` moves it
+        from that gateway to this one.
         """
         attempt = await self._scripts.run("resync", request_id, attempt, self._incarnation, int(retake))
         return attempt or None
@@ -212,8 +210,8 @@ class GatewayQueue:
     async def cancel(self, request_ids: Iterable[str], delivered: Mapping[str, int] | None = None) -> int:
         """Ends requests of this gateway: queued ones leave the queue, a worker that runs one gets Cancel.
 
-        No event follows. Ids that are unknown, ended or another gateway's are skipped; the number of the others is
-        returned. ``delivered`` (tokens that the client got) lets the tenant be refunded for the rest.
+        No event follows. Returns how many requests ended; ids that are unknown, ended or another gateway's are skipped.
+        ``delivered`` (tokens that the client got) lets the tenant be refunded for the rest.
         """
         known = delivered or {}
         each: list[tuple[Argument, ...]] = [(request_id, known.get(request_id, -1)) for request_id in request_ids]
@@ -222,15 +220,14 @@ class GatewayQueue:
     async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[RequestState, int]]:
         """State and attempt of requests that this gateway waits for; repairs index entries that Redis lost.
 
-        Call it when Redis comes back and every few lease periods. What to do with the answer, ``mine`` being the
-        attempt that the gateway waits for:
+        Call it when Redis comes back and every few lease periods. A gateway that waits for attempt ``mine`` answers:
 
         - ``missing``: :meth:`resubmit` with attempt ``mine``.
         - ``lost``: resubmit with the record's attempt.
         - ``queued``, ``claimed``, ``running`` with a lower attempt than ``mine``: resubmit with attempt ``mine``.
         - ``done`` in two surveys in a row without an end in the stream: :meth:`resync`, then resubmit.
-        - ``moved``: it is another gateway's. If that took it up, "cancelled" is in the stream. In two surveys in a row
-          without it: Redis lost the move to this gateway; :meth:`resync` with ``retake``, then resubmit.
+        - ``moved``: another gateway has it. If that gateway took it up, "cancelled" is in the stream. In two surveys in
+          a row without "cancelled" Redis lost the move to this gateway: :meth:`resync` with ``retake``, then resubmit.
         """
         each: list[tuple[Argument, ...]] = [(request_id,) for request_id in attempts]
         replies = await self._scripts.run_chunks("survey", (self._incarnation,), each)
@@ -243,11 +240,11 @@ class GatewayQueue:
     async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
         """Events after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
 
-        Passing an id back says that everything up to it is handled; now and then workers are told, and it is
-        trimmed. Events of one request come in order; an event of a request that the gateway does not know
-        should be answered with :meth:`cancel`. Ends that the queue itself wrote (errors, cancelled) carry the
-        ``index`` of the attempt's first token, whatever was delivered since: do not look for gaps there. Events
-        that cannot be read come as :class:`Unreadable`.
+        Passing an id back says that everything up to it is handled; now and then this is reported to workers, and the
+        stream is trimmed. Events of one request come in order; answer an event of an unknown request with
+        :meth:`cancel`. Ends that the queue itself wrote (errors, cancelled) carry the ``index`` of the attempt's first
+        token, whatever was delivered since: do not look for gaps there. Events that cannot be read come as
+        :class:`Unreadable`.
         """
         last_id, entries = await self._results.read(last_id, block_ms)
         results: list[Result] = []
@@ -264,8 +261,8 @@ class GatewayQueue:
         return Unreadable(request_id, error.message)
 
     async def look(self) -> list[WorkerInfo]:
-        """Workers whose lease is live; call it with each heartbeat. From now on requests are written as they and the
-        leading scheduler can read them. A worker whose record cannot be read counts as of the oldest version.
+        """Workers whose lease is live; call it with each heartbeat. Requests are then written in a form that these
+        workers and the leading scheduler can read. A worker with an unreadable record counts as of the oldest version.
         """
         wire, flat = await self._scripts.run("audience")
         workers, versions = [], [wire]
@@ -276,16 +273,16 @@ class GatewayQueue:
             except UnreadableMessage as error:
                 await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
                 versions.append(OLDEST_WIRE)
-        self._apart = min(versions) >= APART
-        self._behind = any(0 < version < APART for version in versions)
+        self._by_name = min(versions) >= APART
+        self._old_readers = any(0 < version < APART for version in versions)
         return workers
 
     async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int:
-        """Writes prompts into the records of ``sequences`` (requests and their prompts) that name them, so that no
-        member of an earlier release gets one of them without; the number of those. Call it after each :meth:`look`:
-        where everybody finds prompts by name it does nothing.
+        """Writes prompts into those records of ``sequences`` (requests and their prompts) that name them, so that no
+        member of an earlier release gets a request without its prompt. Returns how many records it wrote. Call it after
+        each :meth:`look`; it does nothing where all members find prompts by name.
         """
-        if not self._behind:
+        if not self._old_readers:
             return 0
         known = {request.id: (request, prompt) for request, prompt in sequences}
         asked: list[tuple[Argument, ...]] = [(key, request.attempt, 0, b"") for key, (request, _) in known.items()]
@@ -299,5 +296,5 @@ class GatewayQueue:
 
 
 def _restated(request: GenerateRequest, prompt: array[int]) -> tuple[Argument, ...]:
-    stored = PromptStore({request.prompt: prompt}).stored(request, apart=False)
+    stored = PromptStore({request.prompt: prompt}).stored(request, by_name=False)
     return request.id, request.attempt, request.delivered, stored.body

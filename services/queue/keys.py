@@ -1,7 +1,7 @@
 """Names of the Redis keys. Every key of a namespace carries the hash tag ``{namespace}``, so all share a cluster slot.
 
-The Lua scripts build the same names from :attr:`Keys.prefix`; this file and ``lua/base.lua`` are their two homes, and a
-contract test compares them.
+The Lua scripts build the same names from :attr:`Keys.prefix`; this file and the heads of the Lua libraries are their
+two homes, and a contract test compares them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,23 @@ class Keys:
             )
         self.namespace = namespace
         self.prefix = f"{{{namespace}}}:"
+        self.stats = f"{self.prefix}queue:stats"
+        self.leases = f"{self.prefix}leases"
+        self.workers = f"{self.prefix}workers"
+        self.gateways = f"{self.prefix}gateways"
+        self.leader = f"{self.prefix}leader"
+        self.wake = f"{self.prefix}wake"
+        self.dead = f"{self.prefix}dead"
+        self.api_keys = f"{self.prefix}keys"
+        self.seats = f"{self.prefix}seats"
+        self.seat_numbers = f"{self.prefix}seat_numbers"
+        self.last_seat = f"{self.prefix}last_seat"
+        self.table = f"{self.prefix}table"
+        self.table_epoch = f"{self.prefix}table_epoch"
+        self.table_readers = f"{self.prefix}table_readers"
+        self.table_epochs = f"{self.prefix}table_epochs"
+        self.targets = f"{self.prefix}targets"
+        self.unreadable = f"{self.prefix}unreadable"
 
     def request(self, request_id: str) -> str:
         return f"{self.prefix}req:{request_id}"
@@ -37,18 +54,6 @@ class Keys:
     def deficit(self, priority: int) -> str:
         return f"{self.prefix}deficit:{priority}"
 
-    @property
-    def stats(self) -> str:
-        return f"{self.prefix}queue:stats"
-
-    @property
-    def leases(self) -> str:
-        return f"{self.prefix}leases"
-
-    @property
-    def workers(self) -> str:
-        return f"{self.prefix}workers"
-
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"
 
@@ -57,10 +62,6 @@ class Keys:
 
     def inbox(self, worker_id: str) -> str:
         return f"{self.prefix}inbox:{worker_id}"
-
-    @property
-    def gateways(self) -> str:
-        return f"{self.prefix}gateways"
 
     def owned(self, incarnation: str) -> str:
         return f"{self.prefix}owned:{incarnation}"
@@ -71,66 +72,14 @@ class Keys:
     def handled(self, incarnation: str) -> str:
         return f"{self.prefix}handled:{incarnation}"
 
-    @property
-    def leader(self) -> str:
-        return f"{self.prefix}leader"
-
-    @property
-    def wake(self) -> str:
-        return f"{self.prefix}wake"
-
-    @property
-    def dead(self) -> str:
-        return f"{self.prefix}dead"
-
-    @property
-    def api_keys(self) -> str:
-        return f"{self.prefix}keys"
-
-    @property
-    def seats(self) -> str:
-        return f"{self.prefix}seats"
-
-    @property
-    def seat_numbers(self) -> str:
-        return f"{self.prefix}seat_numbers"
-
-    @property
-    def last_seat(self) -> str:
-        return f"{self.prefix}last_seat"
-
     def seat(self, worker_id: str) -> str:
         return f"{self.prefix}seat:{worker_id}"
-
-    @property
-    def table(self) -> str:
-        return f"{self.prefix}table"
-
-    @property
-    def table_epoch(self) -> str:
-        return f"{self.prefix}table_epoch"
-
-    @property
-    def table_readers(self) -> str:
-        return f"{self.prefix}table_readers"
-
-    @property
-    def table_epochs(self) -> str:
-        return f"{self.prefix}table_epochs"
 
     def load(self, member_id: str) -> str:
         return f"{self.prefix}load:{member_id}"
 
-    @property
-    def targets(self) -> str:
-        return f"{self.prefix}targets"
-
     def prompt(self, name: str) -> str:
         return f"{self.prefix}prompt:{name}"
-
-    @property
-    def unreadable(self) -> str:
-        return f"{self.prefix}unreadable"
 
     def dead_letter(self, request_id: str) -> str:
         return f"{self.prefix}dead:{request_id}"

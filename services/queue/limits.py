@@ -1,7 +1,7 @@
-"""Bounds and lifetimes of what the queue keeps in Redis, in one value that every side is built with.
+"""Bounds and lifetimes of what the queue keeps in Redis, in one value that every side gets.
 
-All processes of a namespace should use equal values; a difference is harmless to safety (each script call applies
-its caller's values) and shows only as uneven bounds.
+All processes of a namespace should use equal values. Each script call applies its caller's values, so a difference
+makes bounds uneven and breaks nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class QueueLimits:
     lease_s: float = 6.0
     max_attempts: int = 8
     max_stuck: int = 3
-    """Attempts lost in a row without a new token (from the second on: without tokens of two steps), after which a
-    request is dead-lettered before ``max_attempts``."""
+    """A request is dead-lettered before ``max_attempts`` after this many lost attempts in a row without a new token
+    (from the second on: without tokens of two steps)."""
     tombstone_s: float = 30.0
     """How long an ended request is remembered, to refuse late results."""
     lost_s: float = 60.0
@@ -48,9 +48,9 @@ class QueueLimits:
     idempotency_s: float = 3600.0
     """How long an Idempotency-Key is remembered."""
     max_idempotency_keys: int = 10_000
-    """Bound keys of one tenant; over it the one that would end first is forgotten."""
+    """Bound keys of one tenant; beyond it the key that would end first is forgotten."""
     max_all_idempotency_keys: int = 100_000
-    """Those of all tenants together: about 80 MB."""
+    """Bound keys of all tenants together: about 80 MB."""
     stream_entries: int = 16_384
     """Entries kept in a result stream or an inbox that nobody reads."""
     stream_bytes: int = 32 * 1024 * 1024
@@ -58,12 +58,12 @@ class QueueLimits:
     lag_s: float = 0.2
     lag_bytes: int = 512 * 1024
     """A gateway lags, and workers wait for it, while its stream takes more than ``lag_bytes`` and holds an entry that
-    has waited for longer than ``lag_s``. A gateway says what it has handled after each fourth of ``lag_bytes``."""
+    has waited for longer than ``lag_s``. It reports what it has handled after each fourth of ``lag_bytes``."""
     stream_s: float = 600.0
     """A stream and a worker's keys expire when nobody has written or renewed for this long."""
     max_dead_letters: int = 256
     dead_letter_bytes: int = 32 * 1024 * 1024
-    """Memory of all dead letters, though the newest always stays."""
+    """Memory of all dead letters; the newest always stays."""
     dead_letter_s: float = 7 * 86_400.0
     max_unreadable: int = 64
     """Unreadable messages that are kept."""

@@ -1,6 +1,7 @@
-"""What attention workers and gateways tell of their load, and what the leader made of it, across Redis.
+"""Loads of attention workers and gateways, and the leader's targets, across Redis.
 
-Each tells under a lease, beside its heartbeat and rarer than a step; the leader reads all at once.
+Each member reports its load under a lease, next to its heartbeat and less often than a step; the leader reads all loads
+at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadNotes:
-    """One member's notes of its load. ``member_id`` is its incarnation."""
+    """Reports the load of one member. ``member_id`` is its incarnation."""
 
     def __init__(
         self, redis: Redis, keys: Keys, *, member_id: str, lease_s: float, read: Callable[[], WorkerLoad | GatewayLoad]
@@ -38,25 +39,25 @@ class LoadNotes:
         self._lease_s, self._read = lease_s, read
 
     async def note(self) -> None:
-        """Raises QueueUnavailable."""
+        """Reports the load now. Raises QueueUnavailable."""
         await command(self._redis, "SET", self._key, encode(self._read()), "PX", milliseconds(self._lease_s))
 
     async def run(self) -> None:
-        """Until cancelled. While Redis is away nothing is lost but notes: they tell totals."""
+        """Reports until cancelled. A report that Redis misses loses nothing: the next one has the totals."""
         while True:
             try:
                 await self.note()
             except QueueUnavailable as error:
-                log.debug("load not told: %s", error.message)
+                log.debug("load not reported: %s", error.message)
             await asyncio.sleep(min(MAX_PAUSE_S, self._lease_s / NOTES_PER_LEASE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loads:
-    """By incarnation."""
+    """Loads by incarnation."""
 
     workers: Mapping[str, WorkerLoad | None]
-    """Attention workers under lease; None: it told nothing yet, or nothing for a lease."""
+    """Attention workers under lease; None: no report yet, or none for the time of a lease."""
     gateways: Mapping[str, GatewayLoad]
 
 
@@ -71,7 +72,7 @@ class LoadReader:
         self._quarantine = quarantine or Quarantine()
 
     async def loads(self) -> Loads:
-        """A load that cannot be read counts as not told."""
+        """The reported loads; a load that cannot be read counts as not reported."""
         workers, gateways = await self._scripts.run("loads")
         return Loads(
             workers=await self._read(workers, decode_worker_load),
@@ -90,10 +91,10 @@ class LoadReader:
         return found
 
     async def targets(self) -> bytes | None:
-        """What a leader kept last; None: nothing, or Redis lost it."""
+        """The targets that a leader kept last; None: none, or Redis lost them."""
         kept: bytes | None = await command(self._redis, "GET", self._keys.targets)
         return kept
 
     async def keep_targets(self, epoch: int, targets: bytes) -> None:
-        """For the leader's successor. Raises StaleLeader, having changed nothing, once another leads."""
+        """Keeps ``targets`` for the next leader. Raises StaleLeader, having changed nothing, once another one leads."""
         await self._scripts.run("note_targets", epoch, targets)

@@ -1,8 +1,7 @@
-"""Prompts as Redis keeps them: each once, named by its content, beside the records of the requests that begin with it.
+"""Prompts as Redis keeps them: each once, named by its content, separate from the records of its requests.
 
 In: whole requests of a gateway. Out: requests without their prompts, and the prompts as bytes (int32, little-endian:
-four bytes a token). For those who compute them :class:`PromptReader` puts them together again; a scheduler needs only
-how a prompt begins.
+four bytes a token). :class:`PromptReader` joins both for workers; a scheduler needs only the beginning of a prompt.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from services.queue.keys import Keys
 
 ID_BYTES = 4
 HEAD_TOKENS = 8192
-"""So much of a prompt's beginning a scheduler gets to see."""
+"""How much of a prompt's beginning a scheduler gets."""
 _NAME_BYTES = 16
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
-    """Token ids as Redis keeps them."""
+    """Token ids in the form that Redis keeps."""
     ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
     return ids.tobytes() if sys.byteorder == "little" else _swapped(ids).tobytes()
 
@@ -47,35 +46,28 @@ def _swapped(ids: array[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A request as its record has it. ``name`` is '' where ``body`` holds the prompt itself."""
+    """A request in the form of its record. ``name`` is '' where ``body`` holds the prompt itself."""
 
     request: GenerateRequest
     body: bytes
     name: str
     ids: bytes
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.body) + len(self.ids)
-
 
 class PromptStore:
-    """Makes records of requests. ``prompts`` are those that requests name, by name; others hold theirs themselves.
-
-    A prompt that several requests share is packed once.
-    """
+    """Makes records of requests. ``prompts`` has, by name, the prompts that requests name; other requests hold their
+    own. A prompt that several requests share is packed once."""
 
     def __init__(self, prompts: Mapping[str, array[int]] | None = None) -> None:
         self._prompts = prompts or {}
         self._packed: dict[str, bytes] = {}
 
-    def stored(self, request: GenerateRequest, *, apart: bool) -> Stored:
-        """``request`` for its record; ``apart``: without its prompt, unless that is no longer than what follows it.
-
-        An earlier release takes the first ``prompt_len`` of ``token_ids`` for the prompt. Where those are fewer it
-        refuses the request, and no reader of any release takes what was delivered for the prompt.
+    def stored(self, request: GenerateRequest, *, by_name: bool) -> Stored:
+        """``request`` for its record. With ``by_name`` the record names the prompt, unless the delivered tokens are as
+        many: an earlier release takes the first ``prompt_len`` of ``token_ids`` for the prompt, and refuses a request
+        that has fewer, so no reader of any release mistakes delivered tokens for the prompt.
         """
-        if not apart or request.delivered >= request.prompt_len:
+        if not by_name or request.delivered >= request.prompt_len:
             joined = whole(request, self._prompts[request.prompt]) if request.prompt else request
             return Stored(request, encode(joined), "", b"")
         if request.prompt:
@@ -92,18 +84,18 @@ class PromptStore:
 
 
 def prompt_name(tenant: str, ids: bytes) -> str:
-    """Name of the prompt ``ids`` of ``tenant``: requests of others never share it."""
+    """Name of the prompt ``ids`` of ``tenant``. Requests of other tenants never share it."""
     digest = hashlib.blake2b(ids, digest_size=_NAME_BYTES, person=b"prompt", key=tenant.encode()[:64])
     return digest.hexdigest()
 
 
 def whole(request: GenerateRequest, prompt: Sequence[int]) -> GenerateRequest:
-    """``request`` with its prompt in front of what follows it."""
+    """``request`` with ``prompt`` in front of its delivered tokens."""
     return structs.replace(request, token_ids=[*prompt, *request.token_ids], prompt="")
 
 
 class PromptReader:
-    """Puts requests together with the prompts that they name. Keeps what it has read: use one for one call's."""
+    """Joins requests with the prompts that they name. It keeps what it has read: make one for each call."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
@@ -113,7 +105,7 @@ class PromptReader:
     async def whole(self, request: GenerateRequest) -> GenerateRequest:
         """``request`` with its prompt, which its record may hold by now. Raises UnreadableMessage where it is nowhere.
 
-        Results of a request whose record has gone on to a later attempt are refused, whatever it is computed from.
+        The record may be of a later attempt; then the results of ``request`` will be refused anyway.
         """
         if not request.prompt and len(request.token_ids) >= request.prompt_len:
             return request

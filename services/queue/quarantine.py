@@ -1,7 +1,7 @@
-"""What a process found in Redis and cannot read: counted, logged, and kept for an operator; its reader goes on.
+"""Messages in Redis that a process cannot read. They are counted, logged and kept for an operator; the reader goes on.
 
-Mostly messages of a later release, written before it saw that an earlier one still reads them; else damage, or a
-process that should not be there.
+Most are of a later release, written before it saw that an earlier one still reads them; others are damaged, or written
+by a process that should not be there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """One that could not be read. ``source`` is whom or what it is of, ``data`` its first bytes in base64."""
+    """A message that could not be read. ``source`` names its writer or subject, ``data`` is its beginning in base64."""
 
     kind: Kind
     source: str
@@ -44,8 +44,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quarantine:
-    """Of one reader, which calls itself ``reader``. ``count`` is called for each that is found, with its kind. Without
-    ``scripts`` nothing is kept: for those who only look."""
+    """Takes the unreadable messages of the process ``reader``. ``count`` is called with the kind of each. Nothing is
+    kept without ``scripts``, as for commands that change nothing."""
 
     def __init__(
         self, scripts: Scripts | None = None, reader: str = "", count: Callable[[str], None] = lambda _: None
@@ -57,12 +57,12 @@ class Quarantine:
 
     @classmethod
     def of(cls, redis: Redis, settings: Settings, reader: str, unreadable: Counter) -> Quarantine:
-        """What a role of ``settings`` reads goes into; ``unreadable`` counts it."""
+        """The quarantine of a role; ``unreadable`` counts what it takes."""
         scripts = Scripts(redis, Keys(settings.namespace), QueueLimits.of(settings))
         return cls(scripts, reader, lambda kind: unreadable.labels(kind).inc())
 
     async def put(self, kind: Kind, source: str, error: UnreadableMessage, data: bytes) -> None:
-        """Does nothing where the same kind of ``source`` is known already: records are read again and again."""
+        """Takes a message. Does nothing where this kind of ``source`` is known: records are read again and again."""
         if (kind, source) in self._known:
             return
         self._known[kind, source] = None
@@ -87,7 +87,7 @@ class Quarantine:
 
 
 async def quarantined(redis: Redis, keys: Keys) -> list[Kept]:
-    """The newest first, without entries that cannot be read themselves. Raises QueueUnavailable."""
+    """What is kept, the newest first, without entries that are damaged themselves. Raises QueueUnavailable."""
     entries = [_kept(entry) for entry in await command(redis, "LRANGE", keys.unreadable, 0, -1)]
     return [entry for entry in entries if entry is not None]
 

@@ -1,4 +1,4 @@
-"""What roles that compute have around them: the connection to Redis, and a page that says how they fare."""
+"""The frame of a role that computes: the connection to Redis, and the page with its metrics and readiness."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ log = logging.getLogger(__name__)
 
 class RoleService(Protocol):
     def missing(self) -> list[str]:
-        """What keeps it from serving; for /ready."""
+        """What keeps the role from serving, for /ready."""
         ...
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
-        """Until ``stop``; then drain."""
+        """Serves until ``stop``, then drains."""
         ...
 
 
 async def run_role_service(
     settings: Settings, stop: asyncio.Event, make: Callable[[Redis, CollectorRegistry], RoleService]
 ) -> None:
-    """Run what ``make`` returns, whose series come from the registry, and close what is around it.
+    """Runs the service that ``make`` returns, serves its registry on the metrics page, and closes both.
 
     Raises:
-        ConfigError: Redis is too old, or does not let it in.
+        ConfigError: Redis is too old, or refuses the credentials.
         PortInUse: another process has the page's port.
     """
     assert settings.redis_url is not None, "load_settings requires it of such a role"
     redis, registry = connect(settings.redis_url), CollectorRegistry()
     try:
-        duty = make(redis, registry)
-        server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=duty.missing)
+        service = make(redis, registry)
+        server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=service.missing)
         try:
             port = await server.start()
             log.info("metrics on port %d", port)
             await check_access(redis, stop)
-            await duty.run(scrape_url(settings, port), stop)
+            await service.run(scrape_url(settings, port), stop)
         finally:
             await server.close()
     finally:

@@ -1,6 +1,6 @@
-"""The scheduler's side of the queue: leadership, claims in fair order, assignment, and repair of what was lost.
+"""The scheduler's side of the queue. Claims in fair order come in; assignments, and repairs of what was lost, go out.
 
-Every call that changes something carries the leader's epoch and raises :class:`StaleLeader`, having changed nothing,
+Every call that changes something carries the leader's epoch. It raises :class:`StaleLeader`, having changed nothing,
 once another leader was elected.
 """
 
@@ -37,9 +37,9 @@ class WorkerState:
     credit_tokens: int
     credit_requests: int
     unproven: int = 0
-    """Requests that have not got on under it: most have no token. Counted while there are suspects."""
+    """Its requests that are unproven: most have no token yet. Counted while there are suspects."""
     guarded: bool = False
-    """One of those is a suspect, which runs alone."""
+    """Whether one of those is a suspect, which runs alone."""
 
     def has_credit(self, cost: int) -> bool:
         """Whether :meth:`SchedulerQueue.assign` would accept a request of ``cost`` tokens."""
@@ -51,8 +51,8 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A request that the leader took out of the queue. ``head``: how its prompt begins, as far as that is of use.
-    ``suspect``: its last worker died before it had sent a token of it, or several did."""
+    """A request that the leader took out of the queue. ``head`` is the beginning of its prompt. ``suspect`` says that
+    its last worker died before it had sent a token of the request, or that several workers died."""
 
     request: GenerateRequest
     head: Sequence[int]
@@ -61,7 +61,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The outcome of one assignment; true if it was made."""
+    """The outcome of one assignment; true if the request was assigned."""
 
     queued_s: float | None
     """How long the request had waited in the queue; None if it was not assigned."""
@@ -77,9 +77,9 @@ class ReapReport:
     expired: int = 0
     """Ended with DeadlineExceeded in the queue."""
     requeued: int = 0
-    """Claims of an older epoch or of a leader that forgot them, back in the queue."""
+    """Claims that went back into the queue: of an older epoch, or of a leader that forgot them."""
     lost: int = 0
-    """AttemptLost was written."""
+    """Attempts for which AttemptLost was written."""
     dead: int = 0
     """Moved to the dead-letter list."""
     abandoned: int = 0
@@ -91,9 +91,9 @@ class ReapReport:
     gateways: int = 0
     """Dead gateways removed."""
     held: bool = False
-    """Reclaiming of leases is on hold, because Redis was away."""
+    """Whether reclaiming of leases is on hold, because Redis was away."""
     more: bool = False
-    """The bound on work was reached: call again soon."""
+    """Whether the bound on work was reached: call again soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +122,14 @@ class SchedulerQueue:
         self._token = ""
         self._lease_s = (limits or QueueLimits()).lease_s
         self._clock = clock
-        self._asked = -math.inf  # for the lock, last
-        self._reads: dict[str, int] = {}  # versions, by worker, at the last look
+        self._asked = -math.inf  # when it asked for the lock last
+        self._reads: dict[str, int] = {}  # the version that each worker reads, at the last look
 
     async def campaign(self, token: str, ttl_s: float) -> int | None:
-        """Takes the leader's lock if it is free (or ours); the new epoch, or None. Epochs only rise, by Redis TIME.
+        """Takes the leader's lock if it is free (or ours) and returns the new epoch, else None. Epochs only rise.
 
         Raises VersionMismatch where live members read nothing that this one writes, unless it asked less than a lease
-        ago: then they cannot be.
+        ago: no such member can have come since.
         """
         again = self._clock() - self._asked < self._lease_s
         epoch = await self._scripts.run("campaign", token, milliseconds(ttl_s), int(again))
@@ -140,11 +140,11 @@ class SchedulerQueue:
         return int(epoch)
 
     async def renew(self, epoch: int, ttl_s: float) -> bool:
-        """Prolongs the lock; False if this epoch does not lead any more."""
+        """Renews the lock; False if this epoch does not lead any more."""
         return bool(await self._scripts.run("renew", epoch, self._token, milliseconds(ttl_s)))
 
     async def resign(self, epoch: int) -> None:
-        """Gives the lock up; claims go back when the next leader reaps."""
+        """Gives the lock up. Claims go back into the queue when the next leader reaps."""
         await self._scripts.run("renew", epoch, self._token, 0)
 
     async def wait_for_work(self, timeout_s: float) -> bool:
@@ -175,18 +175,17 @@ class SchedulerQueue:
         return claims
 
     async def _end_unreadable(self, epoch: int, request_id: str, error: UnreadableMessage, body: bytes) -> None:
-        """A gateway of another version wrote it: it ends here, or every leader would stumble over it."""
+        """Ends a claimed request that a gateway of another version wrote: every leader would fail on it."""
         await self._quarantine.put("request", request_id, error, body)
         info = InternalError(f"The scheduler cannot read the request: {error}", hint="Run one version everywhere.")
         await self._scripts.run("release", epoch, msgspec.msgpack.encode(info.info()), request_id)
 
     async def assign(self, epoch: int, pairs: Sequence[tuple[GenerateRequest, str]]) -> list[Assignment]:
-        """Moves leases to workers and writes Assign into their inboxes, one answer per pair. Workers that cannot read
-        how a request names its prompt get the prompt itself.
+        """Moves leases to workers and writes Assign into their inboxes, with one answer per pair. Workers of an earlier
+        release get the prompt itself instead of its name.
 
-        False: the worker's lease or credit is gone, or one that it has or this one is to run alone, and the request is
-        back at its place; or the request itself is gone
-        (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
+        False: the request is back at its place, because the worker's lease or credit is gone or a suspect has to run
+        alone; or the request is gone (cancelled, taken up, its claim expired). Either way the scheduler forgets it.
         """
         if any(worker_id not in self._reads for _, worker_id in pairs):
             await self.workers()
@@ -200,7 +199,7 @@ class SchedulerQueue:
     async def _assign_row(
         self, request: GenerateRequest, worker_id: str, prompts: PromptReader
     ) -> tuple[Argument, ...]:
-        """Without its prompt, where that is nowhere: the worker refuses it, and its gateway sends it again."""
+        """Arguments for one pair. A worker refuses a request whose prompt is nowhere; its gateway sends it again."""
         if self._reads.get(worker_id, APART) < APART:
             with suppress(UnreadableMessage):
                 request = await prompts.whole(request)
@@ -216,23 +215,36 @@ class SchedulerQueue:
         return bool(await self._scripts.run("release", epoch, msgspec.msgpack.encode(error), request.id))
 
     async def workers(self) -> list[WorkerState]:
-        """Workers whose lease is live. One whose record cannot be read gets nothing to do."""
+        """Workers whose lease is live and whose record can be read; other workers get nothing to do."""
         states: list[WorkerState] = []
         self._reads.clear()
-        for worker_id, info, *counts in await self._scripts.run("workers"):
+        rows = await self._scripts.run("workers")
+        for worker_id, data, tokens, requests, credit_tokens, credit_requests, unproven, guarded in rows:
             try:
-                states.append(_worker_state(decode_worker(info), *counts))
-                self._reads[states[-1].info.id] = states[-1].info.wire
+                info = decode_worker(data)
             except UnreadableMessage as error:
-                await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
+                await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, data)
+                continue
+            self._reads[info.id] = info.wire
+            states.append(
+                WorkerState(
+                    info=info,
+                    outstanding_tokens=tokens,
+                    outstanding_requests=requests,
+                    credit_tokens=credit_tokens,
+                    credit_requests=credit_requests,
+                    unproven=unproven,
+                    guarded=bool(guarded),
+                )
+            )
         return states
 
     async def reap(self, epoch: int, max_items: int = 256) -> ReapReport:
         """Ends what expired and takes back what was lost, up to ``max_items`` of each kind.
 
-        Deadlines in the queue and claims of older epochs at any time; leases of requests, workers and gateways only
-        while no hold is on. A hold of one lease period starts by itself when the Redis server's run id changes, or
-        when nobody has called this for two thirds of a lease: the server may have stood still.
+        It handles deadlines in the queue and claims of older epochs at any time; leases of requests, workers and
+        gateways only while no hold is on. A hold of one lease period starts by itself when the Redis server's run id
+        changes, or when nobody has called this for two thirds of a lease: the server may have stood still.
         """
         expired, stale_claims, more_queue = await self._scripts.run("reap_queue", epoch, max_items)
         removed, lost_workers, dead_workers, more_workers = await self._scripts.run("reap_workers", epoch, max_items)
@@ -252,31 +264,11 @@ class SchedulerQueue:
         )
 
     async def hold_reclaims(self, for_s: float) -> None:
-        """No lease is reclaimed for ``for_s`` seconds: call it after a connection error. Never shortens a hold."""
+        """Keeps leases from being reclaimed for at least ``for_s`` seconds; call it after a connection error."""
         await self._scripts.run("hold", milliseconds(for_s))
 
     async def depth(self) -> QueueDepth:
-        """What waits, for metrics."""
+        """How much waits, for metrics."""
         stats = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")
         dead = await command(self._redis, "ZCARD", self._keys.dead)
         return QueueDepth(requests=int(stats[0] or 0), tokens=int(stats[1] or 0), dead_letters=int(dead))
-
-
-def _worker_state(
-    info: WorkerInfo,
-    outstanding_tokens: int,
-    outstanding_requests: int,
-    credit_tokens: int,
-    credit_requests: int,
-    unproven: int,
-    guarded: int,
-) -> WorkerState:
-    return WorkerState(
-        info=info,
-        outstanding_tokens=outstanding_tokens,
-        outstanding_requests=outstanding_requests,
-        credit_tokens=credit_tokens,
-        credit_requests=credit_requests,
-        unproven=unproven,
-        guarded=bool(guarded),
-    )

@@ -12,23 +12,21 @@ from services.queue.connect import command
 from services.queue.scripts import load_scripts
 
 LOOK_S = 0.5
-"""How often is looked: so much later than the server the others go on after it was started again."""
+"""The period of looks; after a restart of the server other processes wait about as long for their scripts."""
 
 log = logging.getLogger(__name__)
 
 
 class ScriptKeeper:
-    """Runs in every scheduler, leader or not: of each release that is there one loads what that release needs."""
+    """Runs in every scheduler, leading or not, so that the scripts of each release that is there are loaded."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._texts = {script.sha: script.text for script in load_scripts().values()}
 
     async def look(self) -> int:
-        """Loads what a server that was started again, or a replica that took over, does not have; how many scripts.
-
-        Raises QueueUnavailable.
-        """
+        """Loads the scripts that a restarted server, or a replica that took over, does not have. Returns how many it
+        loaded. Raises QueueUnavailable."""
         found = await command(self._redis, "SCRIPT", "EXISTS", *self._texts)
         missing = [text for text, known in zip(self._texts.values(), found, strict=True) if not known]
         for text in missing:
@@ -36,7 +34,7 @@ class ScriptKeeper:
         return len(missing)
 
     async def run(self) -> None:
-        """Until cancelled. While Redis is away others say so."""
+        """Looks until cancelled. Other tasks log that Redis is away."""
         while True:
             try:
                 if loaded := await self.look():

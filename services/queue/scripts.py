@@ -1,8 +1,9 @@
 """The Lua scripts: every change to the queue's state is one of them, so it happens whole or not at all.
 
-A script file starts with ``--@use`` and the libraries (other files) that are put in front of it. Every call passes
-the key prefix as its one key, the limits as the first argument, and runs by hash; a server without the text gets it
-from whoever may load scripts. Long lists are cut into calls that hold nobody up for long (:func:`pieces`).
+In: names and arguments. Out: replies, or typed errors. A script file starts with ``--@use`` and the libraries (other
+files) that are put in front of it. Every call passes the key prefix as its one key and the limits as the first
+argument, and runs by hash; a process that may load scripts gives a server the text. Long lists are cut into calls that
+block Redis for a short time only (:func:`pieces`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from services.queue.prompts import HEAD_TOKENS, ID_BYTES, Stored
 from services.wire import OLDEST_WIRE, WIRE
 
 CHUNK = 500
-"""Requests per call: the fields of one XADD must fit Lua's stack."""
+"""Requests per call; the fields of one XADD must fit Lua's stack."""
 Argument = bytes | str | int | float
 
 
@@ -71,7 +72,7 @@ class Scripts:
         self._limits = pack_limits(limits)
 
     async def run(self, name: str, *arguments: Argument) -> Any:
-        """The script's reply. Raises QueueUnavailable, or what its error says: see :func:`_typed`."""
+        """The script's reply. Raises QueueUnavailable, or the error that the script names: see :func:`_typed`."""
         with queue_errors():
             try:
                 return await self._evaluate(self._scripts[name], (1, self._prefix, self._limits, *arguments))
@@ -96,19 +97,18 @@ class Scripts:
             ) from error
 
     async def run_chunks(self, name: str, head: tuple[Argument, ...], items: list[tuple[Argument, ...]]) -> list[Any]:
-        """The replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them each."""
+        """The replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them in a call."""
         parts = (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
         return [await self.run(name, *head, *(value for item in part for value in item)) for part in parts]
 
 
 def milliseconds(seconds: float) -> int:
-    """At least 1: Redis refuses a lifetime of 0."""
+    """``seconds`` in ms, at least 1: Redis refuses a lifetime of 0."""
     return max(1, round(seconds * 1000))
 
 
 def pack_limits(limits: QueueLimits) -> bytes:
-    """``limits`` as the scripts read them (``C``): times in ms, and the errors that scripts send by themselves."""
-
+    """``limits`` for the scripts (``C``): times in ms, and the errors that scripts send by themselves."""
     errors = {
         "expired": DeadlineExceeded("The request waited in the queue until its deadline passed.", retry_after_s=10),
         "exhausted": AttemptsExhausted(
@@ -156,7 +156,7 @@ def _text(data: bytes) -> msgspec.Raw:
 
 
 def _typed(text: str) -> ExpertMeshError | None:
-    """By the first word that a script says: what follows may be anybody's."""
+    """The error that the first keyword in ``text`` stands for; clients may have written what follows it."""
     found = re.search("STALELEADER|STALETABLE|WIRE|FINGERPRINT", text)
     kind = found[0] if found else ""
     if kind == "STALELEADER":
@@ -164,7 +164,7 @@ def _typed(text: str) -> ExpertMeshError | None:
     if kind == "STALETABLE":
         highest = text.split("STALETABLE", 1)[1].split()[0]
         return StaleTable(
-            f"Epoch {highest} of the routing table is in use already.", hint="Make the table anew for the next epoch."
+            f"Epoch {highest} of the routing table is in use already.", hint="Make the table for the next epoch."
         )
     if kind == "WIRE":
         release, versions = text.split("WIRE", 1)[1].split()[:2]
@@ -184,18 +184,18 @@ def _typed(text: str) -> ExpertMeshError | None:
 
 PIECE_REQUESTS = 100
 PIECE_BYTES = 1 << 20
-"""Of one call, during which Redis serves nobody else."""
+"""Bounds of one call, during which Redis serves nobody else."""
 
 
 def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
-    """In their order, so many at a time as one call may carry, but one at least."""
+    """``requests`` in their order, cut into lists that one call may carry, of one request at least."""
     piece: list[Stored] = []
     size, named = 0, set[str]()
     for stored in requests:
         added = len(stored.body) + (0 if stored.name in named else len(stored.ids))
         if piece and (size + added > PIECE_BYTES or len(piece) == PIECE_REQUESTS):
             yield piece
-            piece, size, named, added = [], 0, set(), stored.nbytes
+            piece, size, named, added = [], 0, set(), len(stored.body) + len(stored.ids)
         piece.append(stored)
         size += added
         named.add(stored.name)
@@ -203,12 +203,13 @@ def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
 
 
 def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """Arguments by request, likewise. ``rows`` may be made as they are asked for: no more than one call's are kept."""
+    """``rows`` of arguments, cut likewise; a request (the first two arguments) comes once in a call. ``rows`` may be a
+    generator: the rows of one call are kept at a time."""
     part: list[tuple[Argument, ...]] = []
     size = 0
     for row in rows:
         added = sum(len(value) for value in row if isinstance(value, bytes))
-        if part and (size + added > PIECE_BYTES or len(part) == CHUNK):
+        if part and (size + added > PIECE_BYTES or len(part) == CHUNK or part[-1][:2] == row[:2]):
             yield part
             part, size = [], 0
         part.append(row)
@@ -218,7 +219,7 @@ def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument,
 
 
 def items(piece: Sequence[Stored]) -> Iterator[Argument]:
-    """As ``admit.lua`` takes them; a prompt's ids with the first request that has it."""
+    """The arguments of ``admit.lua`` for ``piece``; a prompt's ids come with the first request that names it."""
     sent = {""}
     for stored in piece:
         request = stored.request

@@ -1,6 +1,6 @@
-"""The scheduler's side of expert seats: who is there, what each shall hold, and the table that everybody reads.
+"""The scheduler's side of expert seats. Seats and their reports come in; assignments of groups and tables go out.
 
-Every call that changes something carries the leader's epoch and raises :class:`StaleLeader`, having changed nothing,
+Every call that changes something carries the leader's epoch. It raises :class:`StaleLeader`, having changed nothing,
 once another leader was elected.
 """
 
@@ -32,8 +32,8 @@ from services.queue.scripts import Argument, Scripts
 from services.routing import RoutingTable, Seat, ShardGroup, decode_group, encode_group, encode_table
 
 WHOLE_S = 2.0
-"""How often all seats are read, and not only those that changed: a worker of an earlier version counts no changes, nor
-does a Redis that lost its last second."""
+"""How often all seats are read instead of those that changed: a worker of an earlier version notes no changes, and
+Redis may lose its last second."""
 _NO_REPORT = encode(SeatReport(status="waiting"))
 
 
@@ -44,29 +44,28 @@ class SeatState:
     number: int
     info: ExpertInfo
     status: SeatStatus
-    """``leaving`` is final; the others are as the worker reported them last."""
+    """``leaving`` is final; any other status is the one that the worker reported last."""
     report: SeatReport
     dismissed: bool
-    """The scheduler asked it to leave."""
+    """Whether the scheduler asked the seat to leave."""
     assigned: str | None
-    """Digest of the group that it shall hold; None: none yet."""
+    """Digest of the group that the seat shall hold; None: none yet."""
 
     @property
     def stays(self) -> bool:
-        """Whether it neither leaves nor was asked to."""
+        """Whether the seat neither leaves nor was asked to leave."""
         return self.status != "leaving" and not self.dismissed
 
     def serves(self, group: ShardGroup) -> bool:
-        """Whether a table may send rows for ``group``, as it stands in that table, to this seat."""
+        """Whether a table with ``group`` may send rows for the group to this seat."""
         return self.status == "ready" and self.report.digest == group.digest
 
     def has_room(self, group: ShardGroup) -> bool:
-        """Whether its worker says that it can hold ``group``."""
-        most = self.info.max_experts
-        return most is None or group.size <= most
+        """Whether the worker can hold ``group``, by its own report."""
+        return self.info.max_experts is None or group.size <= self.info.max_experts
 
     def seat(self, group: int) -> Seat:
-        """This seat as a table lists it."""
+        """The entry of this seat in a table."""
         info = self.info
         return Seat(
             number=self.number,
@@ -84,13 +83,14 @@ class TableEpochs:
     """Epochs of the routing table."""
 
     published: int
-    """0: no table is published, or Redis lost it."""
+    """The published epoch; 0: no table is published, or Redis lost it."""
     oldest: int | None
-    """In use by attention workers that were not reaped; None: nobody uses any; 0: not known, Redis lost its data."""
+    """The oldest in use by attention workers that were not reaped; None: nobody uses a table; 0: unknown, for Redis
+    lost its data."""
     newest: int | None
-    """In use likewise. Above ``published`` where Redis lost the table: publish it anew as ``following``."""
+    """The newest in use. It is above ``published`` where Redis lost the table: publish it again as ``following``."""
     following: int
-    """What the next table may take: above all of these, and above those that Redis forgot."""
+    """The epoch that the next table may take: above all of these, and above those that Redis forgot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +98,13 @@ class SeatReap:
     """What one :meth:`SeatRegistry.reap` did."""
 
     seats: tuple[int, ...] = ()
-    """Numbers of the dead seats that were removed. The next table must do without them."""
+    """Numbers of the dead seats that were removed. The next table must not list them."""
     readers: int = 0
-    """Dead attention workers whose epochs nobody waits for any more."""
+    """How many dead attention workers were removed as readers of tables."""
     held: bool = False
-    """Nothing is reclaimed, because Redis was away."""
+    """Whether nothing is reclaimed, because Redis was away."""
     more: bool = False
-    """The bound on work was reached: call again soon."""
+    """Whether the bound on work was reached: call again soon."""
 
 
 class SeatRegistry:
@@ -128,11 +128,11 @@ class SeatRegistry:
         self._seats: dict[int, tuple[list[Any], SeatState]] = {}
 
     async def seats(self) -> list[SeatState]:
-        """All seats but those that left or were reaped, by number. One that did not change is the object that it was;
-        one whose record or report cannot be read is left out.
+        """All seats that neither left nor were reaped, by number. A seat that did not change is the same object as
+        before; a seat whose record or report cannot be read is left out.
 
-        Only changes travel, but for a reading of all seats every :data:`WHOLE_S`; until then the rows in flight and the
-        load of a report may be those of before.
+        Only changes travel, except that all seats are read every :data:`WHOLE_S`; until then the rows in flight and the
+        load of a report may be out of date.
         """
         async with self._reading:  # placement and scaling share this
             return await self._read_seats()
@@ -160,7 +160,7 @@ class SeatRegistry:
             await self._quarantine.put("seat", f"seat {number}", error, row[1])
 
     async def rows(self) -> dict[int, SeatRows]:
-        """Rows that the seats counted, by seat number; of those whose report can be read."""
+        """Rows that the seats counted, by seat number; reports that cannot be read are left out."""
         reply = await self._scripts.run("seat_rows")
         rows, unreadable = await asyncio.to_thread(_rows, reply)
         for number, error, data in unreadable:
@@ -168,7 +168,7 @@ class SeatRegistry:
         return rows
 
     async def groups(self) -> list[ShardGroup]:
-        """Those that seats were told to hold, once for each seat, by seat number; those that can be read."""
+        """Groups that seats were assigned, one for each seat, by seat number; unreadable ones are left out."""
         groups: list[ShardGroup] = []
         for group in await self._scripts.run("seat_groups"):
             try:
@@ -178,21 +178,21 @@ class SeatRegistry:
         return groups
 
     async def reap(self, epoch: int, max_items: int = 256) -> SeatReap:
-        """Removes seats and table readers whose lease expired; none during a hold (:meth:`SchedulerQueue.reap`)."""
+        """Removes seats and table readers whose lease expired, unless a hold is on (:meth:`SchedulerQueue.reap`)."""
         held, more, readers, *numbers = await self._scripts.run("reap_seats", epoch, max_items)
         return SeatReap(seats=tuple(numbers), readers=readers, held=bool(held), more=bool(more))
 
-    async def assign_groups(self, epoch: int, told: Sequence[tuple[str, ShardGroup]]) -> list[bool]:
-        """Tells each worker's seat to hold the group instead of what it holds; False for one that is gone or leaves.
+    async def assign_groups(self, epoch: int, pairs: Sequence[tuple[str, ShardGroup]]) -> list[bool]:
+        """Assigns each worker's seat its group instead of what it holds; False for a seat that is gone or leaves.
 
-        Take those out of the table first that serve another group.
+        Take a seat that serves another group out of the table first.
         """
-        items: list[tuple[Argument, ...]] = [(worker, group.digest, encode_group(group)) for worker, group in told]
+        items: list[tuple[Argument, ...]] = [(worker, group.digest, encode_group(group)) for worker, group in pairs]
         replies = await self._scripts.run_chunks("assign_groups", (epoch,), items)
         return [bool(answer) for reply in replies for answer in reply]
 
     async def dismiss(self, epoch: int, worker_id: str) -> bool:
-        """Asks a seat to leave; False if it is gone."""
+        """Asks a seat to leave; False if the seat is gone."""
         return bool(await self._scripts.run("dismiss_seat", epoch, worker_id))
 
     async def table_epochs(self) -> TableEpochs:
@@ -204,15 +204,11 @@ class SeatRegistry:
             following=following,
         )
 
-    async def oldest_epoch_in_use(self) -> int | None:
-        """Of the tables that attention workers may use; None if nobody uses any. The dead count until reaped."""
-        return (await self.table_epochs()).oldest
-
     async def publish_table(self, epoch: int, table: RoutingTable) -> None:
         """Replaces the table and wakes its readers. Repeating the call is harmless.
 
-        Raises StaleTable, having changed nothing, where ``table.epoch`` is not above the published epoch and those in
-        use: make it anew for :attr:`TableEpochs.following`.
+        Raises StaleTable, having changed nothing, where ``table.epoch`` is not above the published epoch and the epochs
+        in use: make the table again for :attr:`TableEpochs.following`.
         """
         await self._scripts.run("publish_table", epoch, table.epoch, encode_table(table))
 
@@ -230,7 +226,7 @@ def _state(row: list[Any]) -> SeatState:
 
 
 def _rows(reply: list[Any]) -> tuple[dict[int, SeatRows], list[tuple[int, UnreadableMessage, bytes]]]:
-    """Rows by seat number, and what cannot be read. Off the event loop: of thousands of seats they are megabytes."""
+    """Rows by seat number, and what cannot be read. Call it in a thread: thousands of seats report megabytes."""
     found: dict[int, SeatRows] = {}
     unreadable: list[tuple[int, UnreadableMessage, bytes]] = []
     for number, rows in zip(reply[::2], reply[1::2], strict=True):

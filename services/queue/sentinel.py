@@ -1,4 +1,4 @@
-"""A client of the Redis that Sentinels call the primary. After a failover new connections go to the new one."""
+"""A client of the Redis that Sentinels name as primary. After a failover new connections go to the new primary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.config.redis_url import SentinelUrl
 
 
 class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to the primary; a caller waits for a free one. Ends the Sentinels' own clients too."""
+    """Connections to the primary; a caller waits for a free one. Closes the clients of the Sentinels, too."""
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -19,10 +19,10 @@ class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
 
 
 def connect_primary(url: SentinelUrl, *, max_connections: int, timeout_s: float, **options: Any) -> Redis:
-    """Connects lazily; every new connection asks a Sentinel first. ``options`` are those of every connection."""
-    told = dict(url.options)
-    login = {"username": told.pop("sentinel_username", None), "password": told.pop("sentinel_password", None)}
-    tls: dict[str, Any] = {"ssl": True, **told} if url.tls else {}
+    """Connects lazily; every new connection asks a Sentinel first. ``options`` hold for every connection."""
+    extra = dict(url.options)
+    login = {"username": extra.pop("sentinel_username", None), "password": extra.pop("sentinel_password", None)}
+    tls: dict[str, Any] = {"ssl": True, **extra} if url.tls else {}
     if "ssl_check_hostname" in tls:
         tls["ssl_check_hostname"] = tls["ssl_check_hostname"].lower() not in ("0", "false", "no")
     sentinel = Sentinel(list(url.sentinels), sentinel_kwargs={**options, **tls, **login})  # type: ignore[no-untyped-call]

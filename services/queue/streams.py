@@ -1,4 +1,4 @@
-"""Reading a Redis stream that has one reader: blocking reads, and trimming of what was read."""
+"""Reads a Redis stream that has one reader: entries come out of blocking reads, and what was handled is trimmed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POSITION_MS = 60_000
 
 
 class _Place(NamedTuple):
-    """A place in a stream: the entry's id, and what had been read up to it."""
+    """A place in a stream: an entry's id, and how much had been read up to it."""
 
     last_id: str = FIRST_ID
     entries: int = 0
@@ -28,11 +28,11 @@ class _Place(NamedTuple):
 
 
 class StreamReader:
-    """The one reader of the stream ``key``. No consumer group, so there is none to lose.
+    """The only reader of the stream ``key``. There is no consumer group, so none can be lost.
 
-    What was handled is trimmed once it is ``trim_every`` entries or ``trim_bytes``, and when there is nothing new, by a
-    task of its own: the reading waits for nothing but the next entry. With ``position``, a key, it also writes there
-    the id of the last entry that was handled, for writers that have to know how far the reader is.
+    A separate task trims what was handled once it is ``trim_every`` entries or ``trim_bytes``, and when nothing is new:
+    reads wait for nothing but the next entry. Under the key ``position``, if given, the task writes the id of the last
+    handled entry, for writers that have to know how far the reader is.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StreamReader:
         self._trimming: asyncio.Task[None] | None = None
 
     async def read(self, last_id: str, block_ms: int) -> tuple[str, list[Mapping[bytes, bytes]]]:
-        """Entries after ``last_id``, waiting up to ``block_ms`` for the first. Those up to ``last_id`` are handled."""
+        """Entries after ``last_id``, waiting up to ``block_ms`` for the first; the caller has handled those before."""
         self._handled = self._read._replace(last_id=last_id)
         if self._due:
             self._trim()
@@ -72,7 +72,7 @@ class StreamReader:
         return newest, [fields for _, fields in entries]
 
     async def close(self) -> None:
-        """Ends what goes on beside the reading."""
+        """Ends the trimming task."""
         if self._trimming is not None:
             await end_tasks([self._trimming])
 
@@ -86,12 +86,12 @@ class StreamReader:
             self._trimming = asyncio.create_task(self._trim_to_handled())
 
     async def _trim_to_handled(self) -> None:
-        with suppress(QueueUnavailable):  # the next one trims this, too
+        with suppress(QueueUnavailable):  # the next task trims this, too
             while True:
                 place = self._handled
                 await command(self._redis, "XTRIM", self._key, "MINID", place.last_id)
                 self._trimmed = place
-                if self._position is not None:  # which a full server refuses, unlike the trimming
+                if self._position is not None:  # a full server refuses this, unlike the trimming
                     await command(self._redis, "SET", self._position, place.last_id, "PX", POSITION_MS)
                 if not self._due:
                     return

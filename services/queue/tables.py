@@ -1,6 +1,6 @@
-"""The routing table as its readers see it: attention workers, and expert workers that look whether they are in it.
+"""The routing table's readers: attention workers, and expert workers that look whether they are in it.
 
-In: :class:`RoutingTable`, whenever there is a newer one. Out: which epochs are in use, so that seats know when to go.
+In: :class:`RoutingTable`, whenever there is a newer one. Out: the epochs in use, so that seats know when to go.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TableReader:
     async def read_table(self, known_epoch: int = 0, block_ms: int = 0) -> RoutingTable | None:
         """The published table if its epoch is above ``known_epoch``, waiting up to ``block_ms`` for one; else None.
 
-        The known epoch is all that the reader brings, so nothing is missed between calls and connections. Without a
-        newer table the call moves some hundred bytes. One that cannot be read counts as none, until the next is there.
+        The reader brings only the known epoch, so it misses nothing between calls and connections. Without a newer
+        table the call moves some hundred bytes. A table that cannot be read counts as none until the next one is there.
         """
         block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
         place = ("STREAMS", self._keys.table, f"{known_epoch}-0")
@@ -50,30 +50,31 @@ class TableReader:
             return None
 
     async def note_epoch(self, worker_id: str, epoch: int, lease_s: float) -> int:
-        """Says that the worker uses no table below ``epoch``; the published epoch (0: none). Renews the worker's lease.
+        """Reports that the worker uses no table below ``epoch``, and renews its lease. Returns the published epoch (0:
+        none).
 
-        Seats of tables from ``epoch`` on stay until a later call. So a worker moves to a newer table first and
-        notes it when no seat that only the older one lists owes it an answer; only its first table it takes by
-        :meth:`enter`. Call it every quarter of the lease, which ends by :meth:`SeatRegistry.reap` alone.
+        Seats of tables from ``epoch`` on stay until a later call. So a worker moves to a newer table first, and notes
+        it when no seat that only the older table lists owes it an answer; it takes its first table by :meth:`enter`.
+        Call it every quarter of the lease, which only :meth:`SeatRegistry.reap` ends.
         """
         return int(await self._scripts.run("note_epoch", worker_id, milliseconds(lease_s), epoch))
 
     async def enter(self, worker_id: str, lease_s: float) -> RoutingTable | None:
-        """The worker's first table, noted before any of its seats could go; None if none is published."""
+        """The worker's first table, noted before any of the table's seats could go; None if none is published."""
         table = await self.read_table()
         while table is not None and await self.note_epoch(worker_id, table.epoch, lease_s) > table.epoch:
             table = await self.read_table()
         return table
 
     async def forget(self, worker_id: str) -> None:
-        """The worker uses no table any more; no seat waits for it."""
+        """Reports that the worker uses no table any more, so no seat waits for it."""
         await self._scripts.run("forget_reader", worker_id)
 
 
 def unused(table: RoutingTable | None, worker_id: str, oldest_epoch: int | None) -> bool:
-    """Whether an expert worker that leaves may end: nobody needs a table that lists it.
+    """Whether an expert worker that leaves may end: no reader uses a table that lists it.
 
-    ``oldest_epoch`` was asked for after ``table`` was read; None for a table that is not there, or that Redis lost.
+    Read ``table`` first (None: there is none, or Redis lost it), then ``oldest_epoch`` (None: there are no readers).
     """
     if oldest_epoch is None:
         return True

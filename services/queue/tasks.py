@@ -10,20 +10,20 @@ _AGAIN_S = 0.1
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel ``tasks`` and wait until they are over, whatever they ended with.
+    """Cancels ``tasks`` and waits until they are done, whatever their outcome.
 
-    Again, ever more patiently, because ``asyncio.wait_for`` (up to Python 3.11, and Redis commands are sent inside one)
-    swallows a cancellation that arrives together with its result. A caller who is cancelled meanwhile is so afterwards:
-    whoever ends him asks again as well, and what is left behind would live on.
+    It cancels repeatedly, with doubling pauses, because ``asyncio.wait_for`` (up to Python 3.11, and Redis commands are
+    sent inside one) swallows a cancellation that arrives together with its result. Cancelling the caller meanwhile
+    takes effect afterwards: tasks left behind would live on.
     """
     pending = set(tasks)
-    patience_s, cancelled = _AGAIN_S, False
+    timeout_s, cancelled = _AGAIN_S, False
     while pending:
         for task in pending:
             task.cancel()  # does nothing to one that is done
         try:
-            await asyncio.wait(pending, timeout=patience_s)
-            patience_s *= 2
+            await asyncio.wait(pending, timeout=timeout_s)
+            timeout_s *= 2
         except asyncio.CancelledError:
             cancelled = True
         done = {task for task in pending if task.done()}

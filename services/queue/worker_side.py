@@ -1,7 +1,7 @@
-"""An attention worker's side of the queue: assignments come in, tokens go out, leases are kept.
+"""An attention worker's side of the queue: assignments come in, tokens go out, leases are renewed.
 
 The worker's id is its incarnation. All methods raise QueueUnavailable while Redis does not answer, and may be repeated
-(:meth:`WorkerQueue.publish` too: the gateway drops doubled tokens by their index).
+(:meth:`WorkerQueue.publish`, too: the gateway drops repeated tokens by their index).
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.prompts import PromptReader
 from services.queue.quarantine import Quarantine
-from services.queue.scripts import CHUNK, Argument, Scripts, milliseconds
+from services.queue.scripts import CHUNK, PIECE_BYTES, Argument, Scripts, milliseconds, parts
 from services.queue.streams import FIRST_ID, StreamReader
 
 __all__ = ["FIRST_ID", "WorkerQueue"]
-
-PUBLISH_BYTES = 1 << 20
-"""Of events in one call, during which Redis serves nobody else."""
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +39,8 @@ log = logging.getLogger(__name__)
 class WorkerQueue:
     """One or more workers' view of the queue.
 
-    ``lagging``: of the gateways that the last :meth:`publish` wrote to, those that lag (``QueueLimits.lag_s``), each
-    with the id of the last entry that it has handled.
+    ``lagging`` has the gateways that lag (``QueueLimits.lag_s``) among those that the last :meth:`publish` wrote to,
+    each with the id of the last entry that it has handled.
     """
 
     def __init__(
@@ -64,15 +61,15 @@ class WorkerQueue:
 
     async def register(self, info: WorkerInfo, lease_s: float, *, credit_tokens: int, credit_requests: int) -> None:
         """Enters the registry under a lease. Credit bounds what the scheduler assigns: tokens (prompt + max_tokens;
-        an idle worker takes one larger request) and requests. Raises FingerprintMismatch where live members of the
-        namespace serve another model.
+        an idle worker takes one larger request) and requests. Raises FingerprintMismatch where live members serve
+        another model.
         """
         registration = (info.id, milliseconds(lease_s), encode(info), info.fingerprint, credit_tokens, credit_requests)
         await self._scripts.run("register", *registration)
         self._registrations[info.id] = registration
 
     async def heartbeat(self, worker_id: str, held: Mapping[str, int]) -> set[str]:
-        """Renews the worker's lease and the leases of ``held`` (id -> attempt); the ids that are not its own any more.
+        """Renews the leases of the worker and of ``held`` (id -> attempt). Returns the ids that it has lost.
 
         Registers again by itself where Redis forgot the worker. Call it every quarter of the lease.
         """
@@ -93,29 +90,28 @@ class WorkerQueue:
         return reply or []
 
     async def hand_back(self, worker_id: str) -> set[str]:
-        """Puts requests of the worker that published nothing back at their places; their ids. The worker drops them.
-
-        For a worker that drains: register it without credit first, or they come straight back.
+        """Puts requests of a draining worker that published nothing back at their places. Returns their ids, for the
+        worker to drop. Register the worker without credit first, or the requests come straight back.
         """
         return {request_id.decode() for request_id in await self._scripts.run("hand_back", worker_id)}
 
     async def give_up(self, worker_id: str, attempts: Mapping[str, int], error: ErrorInfo) -> None:
-        """Ends ``attempts`` (id -> attempt) that the worker cannot go on with; others, or it later, may try again.
+        """Ends ``attempts`` (id -> attempt) that the worker cannot go on with, so that any worker may try again.
 
-        Each counts as failed. Requests that published nothing go back to their places, the others become AttemptLost;
-        at the cap of attempts they end with ``error``. The worker drops them first.
+        Each counts as failed. Requests that published nothing go back to their places, others become AttemptLost; at
+        the cap of attempts requests end with ``error``. The worker drops them before the call.
         """
         items: list[tuple[Argument, ...]] = list(attempts.items())
         await self._scripts.run_chunks("give_up", (worker_id, msgspec.msgpack.encode(error)), items)
 
-    async def deregister(self, worker_id: str, blamed: Mapping[str, int] | None = None) -> None:
-        """Leaves at once. Requests that published nothing go back to their places in the queue; the others are lost
-        to AttemptLost. Neither counts as a failure, but for the attempts in ``blamed`` (id -> attempt), which may be
-        why the worker ends: they are lost as if it had died, and at the cap of attempts dead-lettered.
+    async def deregister(self, worker_id: str, suspects: Mapping[str, int] | None = None) -> None:
+        """Leaves at once. Requests that published nothing go back to their places in the queue, others become
+        AttemptLost; neither counts as a failure. Attempts in ``suspects`` (id -> attempt) may be why the worker ends:
+        they are lost as if it had died, and dead-lettered at the cap of attempts.
         """
         self._registrations.pop(worker_id, None)  # first: a heartbeat on its way must not enter it again
-        suspects = [value for item in (blamed or {}).items() for value in item]
-        await self._scripts.run("deregister", worker_id, *suspects)
+        flat = [value for item in (suspects or {}).items() for value in item]
+        await self._scripts.run("deregister", worker_id, *flat)
         if (inbox := self._inboxes.pop(worker_id, None)) is not None:
             await inbox.close()
 
@@ -123,9 +119,9 @@ class WorkerQueue:
         """Messages after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
         Requests come with their prompts.
 
-        Passing an id back says that everything up to it is handled; it may then be trimmed. What cannot be read, and a
-        request without its prompt, is left out: the worker never answers for it, so its lease expires and it is sent
-        again. A prompt goes with the end of its request, so that is no damage where the request ended meanwhile.
+        Passing an id back says that everything up to it is handled; it may then be trimmed. A message that cannot be
+        read, or a request whose prompt is missing, is left out: its lease expires, and it is sent again. A prompt is
+        deleted when its last request ends, so a missing prompt is quarantined only while its request is live.
         """
         inbox = self._inboxes.get(worker_id)
         if inbox is None:
@@ -151,12 +147,12 @@ class WorkerQueue:
             return None
 
     async def _runs(self, worker_id: str, request: GenerateRequest) -> bool:
-        """Whether the worker is still to run that attempt."""
+        """Whether the worker still has to run this attempt."""
         record = await command(self._redis, "HMGET", self._keys.request(request.id), "state", "holder", "attempt")
         return list(record) == [b"running", worker_id.encode(), str(request.attempt).encode()]
 
     async def publish(self, worker_id: str, events: Sequence[TokenEvent]) -> set[str]:
-        """Writes a step's events into the result streams, one entry per gateway; the ids that were refused.
+        """Writes a step's events into the result streams, one entry per gateway. Returns the ids that were refused.
 
         A request's events are refused where its record is gone, ended, under another attempt or held by another
         worker: stop computing it. An event with ``finish`` ends the request in the same atomic step: lease and credit
@@ -166,7 +162,7 @@ class WorkerQueue:
         for event in events:
             groups.setdefault((event.request_id, event.attempt), []).append(event)
         refused, lagging = set[str](), dict[str, str]()
-        for part in _parts(groups):
+        for part in parts(_rows(groups)):
             reply = await self._scripts.run("publish", worker_id, *(value for item in part for value in item))
             refused |= {str(part[index][0]) for index in reply[0]}
             lagging |= _pairs(reply[1])
@@ -174,7 +170,7 @@ class WorkerQueue:
         return refused
 
     async def look_at_lag(self) -> None:
-        """Sees which of :attr:`lagging` still are."""
+        """Removes from :attr:`lagging` the gateways that do not lag any more."""
         self.lagging = _pairs(await self._scripts.run("lagging", *self.lagging))
 
 
@@ -183,27 +179,17 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
     return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _parts(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """Events by request, so many at a time as one call may carry, but one event at least. A request's stay in order,
-    and come once in a call: its id is a field of the entry."""
-    part: list[tuple[Argument, ...]] = []
-    size = 0
+def _rows(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[tuple[Argument, ...]]:
+    """The arguments of ``publish.lua`` for each request; several rows where its events are too long for one call."""
     for (request_id, attempt), group in groups.items():
         for events, data in _cut(group):
-            again = bool(part) and part[-1][:2] == (request_id, attempt)
-            if part and (again or size + len(data) > PUBLISH_BYTES or len(part) == CHUNK):
-                yield part
-                part, size = [], 0
-            part.append((request_id, attempt, _generated(events), data))
-            size += len(data)
-    if part:
-        yield part
+            yield request_id, attempt, _generated(events), data
 
 
 def _cut(events: Sequence[TokenEvent]) -> Iterator[tuple[Sequence[TokenEvent], bytes]]:
-    """One request's, encoded, in as many runs as it takes: scores of a backlog have tens of MiB."""
+    """One request's events and their encoding, in as many runs as it takes: scores of a backlog have tens of MiB."""
     data = encode(events)
-    if len(data) <= PUBLISH_BYTES or len(events) == 1:
+    if len(data) <= PIECE_BYTES or len(events) == 1:
         yield events, data
         return
     half = len(events) // 2
@@ -212,7 +198,7 @@ def _cut(events: Sequence[TokenEvent]) -> Iterator[tuple[Sequence[TokenEvent], b
 
 
 def _generated(events: Sequence[TokenEvent]) -> int:
-    """Tokens generated by the end of the request; where that is not among ``events``, -1, or -2 if no token is."""
+    """How many tokens a request has generated if ``events`` end it; else -1, or -2 if they have no token."""
     last = events[-1]
     if last.finish is None:
         return -1 if any(event.token_id is not None for event in events) else -2

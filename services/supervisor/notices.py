@@ -36,7 +36,7 @@ class Notices:
     async def _tell(self, pid: int, metrics_port: int) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                if await self._death_notices.tell(pid, metrics_port):
+                if await self._death_notices.send(pid, metrics_port):
                     log.info("process %d has ended; its requests and experts go on elsewhere", pid)
         except Exception as error:  # noqa: BLE001  the lease ends it otherwise
             log.debug("no word of the end of process %d: %r", pid, error)

@@ -1,4 +1,4 @@
-"""``make abuse``: what people who mean harm would send, under the chart's limits, beside clients who mean well.
+"""``make abuse``: what people who mean harm would send, under the chart's limits, next to clients who mean well.
 
 ``abuse/kit`` has a deployment to attack (real Redis, scheduler, gateway, each under a memory limit; an attention worker
 without torch), honest clients who verify each token, and a watch over memory, descriptors and probes. ``abuse/attacks``

@@ -18,10 +18,10 @@ import redis.asyncio
 
 from abuse.kit.cage import MIB
 from abuse.kit.stage import ATTACKER, Shape, Stage
-from abuse.kit.wire import Answer, Answers, Door
+from abuse.kit.wire import Answer, Answers, Dialer
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 
-SETTLE_S = 1.5
+QUIET_S = 1.5
 _NICENESS = 10
 """Whoever attacks has machines of his own: what his work costs here must not look like the gateway's."""
 _MIN_PROBES_PER_S = 2.0
@@ -62,8 +62,8 @@ class Target:
     found: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
-    def door(self, tenant: str | None = ATTACKER) -> Door:
-        return Door(port=self.stage.port, key=self.stage.secrets[tenant] if tenant else None)
+    def dialer(self, tenant: str | None = ATTACKER) -> Dialer:
+        return Dialer(port=self.stage.port, key=self.stage.secrets[tenant] if tenant else None)
 
     def tokens_of(self, text: str) -> list[int]:
         """As the served model's tokenizer has it."""
@@ -76,7 +76,7 @@ class Target:
 
     async def post(self, path: str, body: Any, *, tenant: str | None = ATTACKER, **options: Any) -> Answer:
         """As the attacker; the answer is noted."""
-        return self.answers.note(await self.door(tenant).post(path, body, **options))
+        return self.answers.note(await self.dialer(tenant).post(path, body, **options))
 
     @contextlib.asynccontextmanager
     async def store(self) -> Any:
@@ -122,7 +122,7 @@ def execute(attack: Attack, stage: Stage) -> Record:
     thread.start()
     thread.join()
     seconds = time.monotonic() - began
-    time.sleep(SETTLE_S)
+    time.sleep(QUIET_S)
     seen = look(stage, began)
     record = Record(name=attack.name, finding=attack.finding, bounds=asdict(attack.bounds), seconds=round(seconds, 2))
     record.seen = seen | {"answers": dict(target.answers.kinds)} | target.found
@@ -132,7 +132,7 @@ def execute(attack: Attack, stage: Stage) -> Record:
         f"{role} was killed for want of memory" for role, n in kills.items() if stage.cages[role].kills() > n
     ]
     record.broken += [*_judge_answers(attack.bounds, target.answers), *judge(attack.bounds, seen)]
-    record.broken += blind(seen, seconds + SETTLE_S, crowd=stage.crowd is not None)
+    record.broken += blind(seen, seconds + QUIET_S, crowd=stage.crowd is not None)
     return record
 
 

@@ -1,5 +1,5 @@
 """``python -m abuse.crowds``: thousands who do nothing. Streams without a token, connections without a request, readers
-that stopped; each crowd by itself and all at once, beside honest streams, with probes answered in time throughout."""
+that stopped; each crowd by itself and all at once, next to honest streams, with probes answered in time throughout."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def crowds(options: argparse.Namespace) -> dict[str, list[Join]]:
 
     async def idle(target: Target, stack: contextlib.AsyncExitStack) -> None:
         body = json.dumps({"prompt": [HOLD, 9], "max_tokens": 50, "stream": True}).encode()
-        head = target.door().head("POST", "/v1/completions", {"Content-Length": str(len(body))})
+        head = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(body))})
         await come(await stack.enter_async_context(Connections(target)), options.idle, [head + body])
 
     async def half_open(target: Target, stack: contextlib.AsyncExitStack) -> None:

@@ -1,11 +1,11 @@
-"""``python -m abuse.soak``: all attacks that a client can make, one after the other, again and again, beside honest
+"""``python -m abuse.soak``: all attacks that a client can make, one after the other, again and again, next to honest
 streams of two other tenants. Exit code 1: a stream ended or changed; p99 between tokens, a probe, memory or anything
 that an attack by itself is held to was over its bound, where the gateway's memory has what the warm-up left on top.
 
 Memory is measured as the median of five seconds: the gateway's VmRSS and Redis' ``used_memory``, before the first
 attack and after the last one, once answers kept for a retry have ended. The warm-up before it has each client do once
 what he may do: streams by the thousand, prompts of a megabyte, scores, and crowds as large as the bounds allow.
-What CPython's allocator keeps of such crowds is there then, :data:`KEPT_MIB` at most (``cold`` in the figures: beside
+What CPython's allocator keeps of such crowds is there then, :data:`KEPT_MIB` at most (``cold`` in the figures: next to
 the honest streams alone); what grows afterwards is a leak.
 """
 
@@ -33,7 +33,7 @@ MAX_S, GROWTH, REDIS_SLACK_MIB = 1.0, 0.10, 2.0
 """Redis may have a little more than a tenth above its start, which is 1.3 MiB: a connection's buffers are 20 KB."""
 KEEP_S, MEASURE_S = 60, 5.0
 """Answers are kept for a retry for a minute, not for the default hour, so that their release can be seen."""
-SETTLE_S = KEEP_S + 40.0
+QUIET_S = KEEP_S + 40.0
 """Kept answers have ended then, and the gateway has looked for memory to give back, which it does each 30 s."""
 KEPT_MIB = 150
 """Six warm-ups left 85 to 126 MiB: how much depends on where the last objects of a crowd happen to lie."""
@@ -42,7 +42,7 @@ _CROWDS = ("connections: 2,000 full heads", "streams: 4,000 of one tenant", "rea
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="abuse.soak", description="All attacks again and again beside honest streams."
+        prog="abuse.soak", description="All attacks again and again next to honest streams."
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of attacks (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=32, help="honest ones (default: %(default)s)")
@@ -115,7 +115,7 @@ def run(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     """The figures."""
     cold = memory(stage)
     asyncio.run(warm_up(Target(stage=stage)))
-    time.sleep(SETTLE_S)
+    time.sleep(QUIET_S)
     start, began = memory(stage), time.monotonic()
     records = []
     kept_mib = max(0.0, start["gateway"] - cold["gateway"])
@@ -126,7 +126,7 @@ def run(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
             f"{time.monotonic() - began:7.1f} s  {record.finding} {record.name}: {summary(record)}; {say}", flush=True
         )
     if len(stage.alive()) == len(stage.procs):
-        time.sleep(SETTLE_S)
+        time.sleep(QUIET_S)
     seen, end = look(stage, began), memory(stage)
     return {
         "setting": setting(stage.limits()) | {"streams": options.streams},
@@ -181,11 +181,11 @@ def table(figures: dict[str, Any]) -> list[str]:
     gaps = {name: f"{honest[name]:.3f}" for name in ("p50", "p99", "longest") if honest[name] is not None}
     return [
         *as_markdown(rows),
-        f"{figures['attacks']} attacks in {figures['seconds']} s beside {honest['streams']} honest streams:",
+        f"{figures['attacks']} attacks in {figures['seconds']} s next to {honest['streams']} honest streams:",
         f"{honest['tokens']} tokens, seconds between them {gaps}; {len(honest['faults'])} streams ended or changed, "
         f"{len(honest['refused'])} requests asked to come again, first token after {honest['first']:.2f} s at most",
         f"/health took {figures['probes']['slowest']:.2f} s at most, {figures['probes']['failed']} probes failed",
-        f"memory, MiB: {kept['cold']} beside the honest streams alone, {kept['start']} at the start, "
+        f"memory, MiB: {kept['cold']} with the honest streams alone, {kept['start']} at the start, "
         f"{kept['end']} at the end; the gateway's peak {kept['peak']:.0f}",
     ]
 

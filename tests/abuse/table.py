@@ -18,7 +18,7 @@ from abuse.attack import Record
 BEFORE = Path(__file__).parent / "before.json"
 _ENDS = (" ended", " for want of memory")
 _FIGURES = re.compile(r"^(an honest stream|/health|Redis took|the gateway had|Redis had|\d+ (probes|honest))")
-"""What is held against a run and told by the figures of its line."""
+"""What is held against a run and shown by the figures of its line."""
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ def before() -> dict[str, str]:
 
 
 def summary(record: Record) -> str:
-    """One line of what was seen, and the first thing held against it that no figure tells."""
+    """One line of what was seen, and the first thing held against it that no figure shows."""
     seen = record.seen
     if "rss_peak" not in seen:
         return ", ".join(f"{name} {value}" for name, value in seen.items())

@@ -13,7 +13,7 @@ PAGE = f"http://10.0.0.1:{PORT}/metrics"
 
 
 @pytest.fixture
-async def told(floor, monkeypatch: pytest.MonkeyPatch) -> DeathNotices:
+async def notices(floor, monkeypatch: pytest.MonkeyPatch) -> DeathNotices:
     """An attention worker and a seat of one process that runs a request, and others like it but for one thing."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     bench = floor.bench
@@ -35,10 +35,10 @@ async def told(floor, monkeypatch: pytest.MonkeyPatch) -> DeathNotices:
     return DeathNotices(bench.user("workers"), bench.keys, bench.limits)
 
 
-async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: DeathNotices) -> None:
+async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, notices: DeathNotices) -> None:
     bench = floor.bench
     await bench.worker.publish("w", [bench.token(bench.request("computed"), 0)])
-    assert await told.tell(PID, PORT) == 3, "its lease as a worker, its seat's, and that on the routing table"
+    assert await notices.send(PID, PORT) == 3, "its lease as a worker, its seat's, and that on the routing table"
     lost = bench.lost(await bench.events())
     assert sorted(lost) == [("computed", 2), ("waiting", 2)], (
         "their gateway hears of it before any scheduler has looked"
@@ -54,15 +54,15 @@ async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, told: DeathN
     assert len(await floor.seats()) == 4
 
 
-async def test_of_nobody_nothing_is_told(floor, told: DeathNotices) -> None:
-    assert await told.tell(PID + 2, PORT) == 0
-    assert await told.tell(PID, PORT + 1) == 0
+async def test_an_unknown_process_ends_no_lease(floor, notices: DeathNotices) -> None:
+    assert await notices.send(PID + 2, PORT) == 0
+    assert await notices.send(PID, PORT + 1) == 0
     assert len(await floor.bench.scheduler.workers()) == 5
 
 
-async def test_who_lives_after_all_registers_again(floor, told: DeathNotices) -> None:
+async def test_who_lives_after_all_registers_again(floor, notices: DeathNotices) -> None:
     """Word of the wrong one costs attempts, not the worker."""
     bench = floor.bench
-    assert await told.tell(PID, PORT) == 3
+    assert await notices.send(PID, PORT) == 3
     await bench.worker.heartbeat("w", {})
     assert "w" in {state.info.id for state in await bench.scheduler.workers()}

@@ -49,9 +49,9 @@ async def test_a_worker_whose_lease_was_lost_gets_its_seat_back(floor):
     assert await floor.seats() == {}
     await floor.join("e2")
     orders = await floor.experts.heartbeat("e1", SeatReport(status="ready", group=1, digest="d"))
-    assert (orders.number, orders.rejoined) == (number, True)
+    assert orders.number == number
     assert (await floor.seats())["e1"].report.group == 1
-    assert not (await floor.experts.heartbeat("e1", WAITING)).rejoined
+    assert (await floor.experts.heartbeat("e1", WAITING)).number == number
 
 
 async def test_a_lapsed_seat_that_was_not_reaped_is_only_renewed(floor):
@@ -59,7 +59,7 @@ async def test_a_lapsed_seat_that_was_not_reaped_is_only_renewed(floor):
     await floor.lapse("e1")
     assert "e1" in await floor.seats()
     orders = await floor.experts.heartbeat("e1", WAITING)
-    assert (orders.number, orders.rejoined) == (number, False)
+    assert orders.number == number
     assert (await floor.registry.reap(floor.e)).seats == ()
 
 
@@ -73,7 +73,7 @@ async def test_an_emptied_redis_gives_no_old_number_to_a_new_worker(floor):
     (fresh,) = await floor.join("e3")
     assert fresh not in numbers
     back = [await floor.experts.heartbeat(worker, WAITING) for worker in ("e1", "e2")]
-    assert [(orders.number, orders.rejoined) for orders in back] == [(number, True) for number in numbers]
+    assert [orders.number for orders in back] == numbers
     assert (await floor.join("e4"))[0] > fresh
 
 
@@ -171,7 +171,7 @@ async def test_a_seat_back_without_a_table_holds_reaping_off_and_one_that_lapsed
     assert (await floor.registry.reap(floor.bench.epoch)).held
 
 
-async def test_counted_rows_reach_the_scheduler_apart_from_the_seats(floor):
+async def test_counted_rows_reach_the_scheduler_separately_from_the_seats(floor):
     numbers = await floor.join("e1", "e2")
     rows = SeatRows(digest="d", rows={0: (3, 0), 7: (0, 900)})
     await floor.experts.heartbeat("e1", WAITING, rows)
@@ -244,13 +244,13 @@ async def test_reaping_is_bounded_and_says_that_more_is_left(floor):
     assert (len(report.seats), report.more) == (1, False)
 
 
-async def test_a_record_without_its_seat_is_joined_anew_under_its_number(floor):
+async def test_a_record_without_its_seat_is_joined_again_under_its_number(floor):
     """The hash expires when no scheduler has reaped for long."""
     (number,) = await floor.join("e1")
     await floor.redis.delete(floor.keys.seat("e1"))
     assert await floor.registry.seats() == []
     orders = await floor.experts.heartbeat("e1", WAITING)
-    assert (orders.number, orders.rejoined) == (number, True)
+    assert orders.number == number
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(lease_s=0.4)])
@@ -280,7 +280,7 @@ async def test_after_redis_was_away_nobody_is_reaped_for_one_lease(durable_floor
     assert (report.held, report.seats, report.readers) == (True, (), 0)
     assert [state.number for state in await floor.registry.seats()] == numbers
     assert await floor.reader.read_table() == made
-    assert await floor.registry.oldest_epoch_in_use() == made.epoch
+    assert (await floor.registry.table_epochs()).oldest == made.epoch
     assert (await floor.experts.heartbeat("e1", WAITING)).number == numbers[0]
     async with asyncio.timeout(5):
         while (report := await floor.registry.reap(floor.e)).held:

@@ -232,7 +232,7 @@ async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_bef
         assert served.drained
         assert set(await floor.seats()) == {"a"}
         await end_tasks([following])
-        assert await floor.registry.oldest_epoch_in_use() is None, "a reader that ends is waited for no more"
+        assert (await floor.registry.table_epochs()).oldest is None, "a reader that ends is waited for no more"
 
 
 async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floor):

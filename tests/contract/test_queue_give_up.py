@@ -51,7 +51,7 @@ async def test_repeating_it_or_giving_up_what_is_not_held_changes_nothing(bench)
     await check(bench)
 
 
-async def test_who_leaves_may_blame_attempts_and_those_alone_count_as_failed(bench):
+async def test_a_worker_that_leaves_may_name_suspects_which_alone_count_as_failed(bench):
     await bench.add_worker("w")
     suspect, innocent, _ = await bench.run_on("w", *map(bench.request, ("suspect", "innocent", "waiting")))
     for request in (suspect, innocent):

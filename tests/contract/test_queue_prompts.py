@@ -1,4 +1,4 @@
-"""Prompts apart from records: each stored once, found again by workers, gone with the last that needs it."""
+"""Prompts separate from records: each stored once, found again by workers, gone with the last that needs it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_a_worker_leaves_out_a_request_whose_prompt_is_gone_and_it_is_sent
 
 
 async def test_a_request_that_came_by_a_scheduler_of_an_earlier_release_finds_its_prompt(bench):
-    """Which knows nothing of prompts apart, and drops what it does not know."""
+    """An earlier release knows nothing of separate prompts, and drops what it does not know."""
     await bench.add_worker("w")
     await bench.admit(*sequences(bench, 1))
     (claim,) = await bench.scheduler.claim(bench.epoch, 1)
@@ -208,7 +208,7 @@ async def restate(bench, *requests, gateway=None):
     return await gateway.restate([(request, array("i", PROMPT)) for request in requests])
 
 
-async def test_what_waits_is_written_anew_when_a_member_of_an_earlier_release_comes(bench):
+async def test_what_waits_is_rewritten_when_a_member_of_an_earlier_release_comes(bench):
     waiting, gone = await bench.admit(*sequences(bench, 2))
     assert await restate(bench, *named([waiting, gone])) == 0  # everybody finds it
     assert (await body_of(bench, waiting)).token_ids == []
@@ -223,7 +223,7 @@ async def test_what_waits_is_written_anew_when_a_member_of_an_earlier_release_co
     assert (claim.request.id, claim.request.attempt, claim.request.token_ids) == (waiting.id, 1, PROMPT)
 
 
-async def test_a_leader_of_an_earlier_release_has_what_waits_written_anew_and_none_has_not(bench):
+async def test_a_leader_of_an_earlier_release_has_what_waits_rewritten_and_none_has_not(bench):
     (waiting,) = await bench.admit(*sequences(bench, 1))
     await bench.scheduler.resign(bench.epoch)
     assert await restate(bench, *named([waiting])) == 0
@@ -232,7 +232,7 @@ async def test_a_leader_of_an_earlier_release_has_what_waits_written_anew_and_no
     assert await restate(bench, *named([waiting])) == 1
 
 
-async def test_only_records_of_this_gateway_at_this_attempt_are_written_anew(bench):
+async def test_only_records_of_this_gateway_at_this_attempt_are_rewritten(bench):
     await bench.add_worker("w")
     (streamed,) = sequences(bench, 1)
     await run(bench, streamed)
@@ -251,7 +251,7 @@ async def test_only_records_of_this_gateway_at_this_attempt_are_written_anew(ben
 
 
 @pytest.mark.parametrize("state", ["claimed", "running"])
-async def test_what_is_written_anew_on_its_way_to_a_worker_arrives_whole(bench, state):
+async def test_what_is_rewritten_on_its_way_to_a_worker_arrives_whole(bench, state):
     await bench.add_worker("w")
     (waiting,) = named(await bench.admit(*sequences(bench, 1)))
     (claim,) = await bench.scheduler.claim(bench.epoch, 1)
@@ -268,7 +268,7 @@ async def test_what_is_written_anew_on_its_way_to_a_worker_arrives_whole(bench, 
     assert await read_as_before(bench) == [(PROMPT, 0)]
 
 
-async def test_a_long_backlog_is_written_anew_in_calls_that_hold_nobody_up(bench):
+async def test_a_long_backlog_is_rewritten_in_calls_that_hold_nobody_up(bench):
     long = list(range(60_000))
     asked = [await bench.admit(request) for request in sequences(bench, 8, prompt=long)]
     name = prompt_name("t", pack_ids(long))
@@ -298,7 +298,7 @@ async def test_a_request_refused_by_an_earlier_release_goes_on_with_its_prompt(b
     await bench.worker.publish("w", [event])
     attempt = await bench.gateway.resync(request.id, 1)
     again = structs.replace(request, attempt=attempt)
-    assert await bench.gateway.resubmit(again, {request.prompt: array("i", PROMPT)}, apart=False)
+    assert await bench.gateway.resubmit(again, {request.prompt: array("i", PROMPT)}, by_name=False)
     assert await prompts(bench) == {}
     assert (await body_of(bench, request)).token_ids == PROMPT
 

@@ -130,7 +130,7 @@ async def test_a_heartbeat_that_overlaps_deregistering_does_not_enter_the_worker
     assert await bench.scheduler.workers() == []
 
 
-async def test_a_worker_that_leaves_gives_back_without_blame(bench):
+async def test_a_worker_that_leaves_gives_back_without_a_failure(bench):
     await bench.add_worker("w")
     started, waiting = await bench.run_on("w", bench.request("started"), bench.request("waiting"))
     await bench.admit(bench.request("later"))

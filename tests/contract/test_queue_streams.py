@@ -11,7 +11,7 @@ from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
 from services.queue.gateway_side import FIRST_ID
 from services.queue.limits import QueueLimits
-from services.queue.worker_side import PUBLISH_BYTES
+from services.queue.scripts import PIECE_BYTES
 
 
 async def test_a_step_is_one_entry_per_gateway(bench):
@@ -133,12 +133,12 @@ class Lags:
     async def read(self, name: str) -> str:
         """What is new, which is not handled before the next reading; its last id."""
         self.handled[name], _ = await self.gateways[name].follow(self.handled[name], 0)
-        await asyncio.sleep(0.01)  # what was handled is told beside the reading
+        await asyncio.sleep(0.01)  # what was handled is reported by another task
         return self.handled[name]
 
 
 @LAG
-async def test_a_worker_is_told_which_gateways_lag(bench):
+async def test_a_worker_learns_which_gateways_lag(bench):
     """By what they have not handled, not by what they have not read."""
     lags = Lags(bench)
     await lags.start()
@@ -178,7 +178,7 @@ async def test_a_gateway_that_has_little_to_handle_does_not_lag(bench):
     await lags.start()
     await lags.publish(0)
     for name in ("g1", "g2", "g1", "g2"):
-        await lags.read(name)  # the second time nothing is new: what was handled is told
+        await lags.read(name)  # the second time nothing is new: what was handled is reported
     await lags.publish(1)
     await asyncio.sleep(0.06)
     assert await lags.publish(2) == {}
@@ -296,7 +296,7 @@ async def test_one_requests_backlog_of_scores_takes_several_entries_and_stays_in
     backlog = [TokenEvent(request_id="a", attempt=1, index=0, scores=part) for part in parts]
     await bench.worker.publish("w", [*backlog, bench.token(request, 0, finish="stop")])
     entries = await bench.redis.xrange(bench.keys.results("g1"))
-    assert max(sum(map(len, fields.values())) for _, fields in entries) <= PUBLISH_BYTES + 1024
+    assert max(sum(map(len, fields.values())) for _, fields in entries) <= PIECE_BYTES + 1024
     events = await bench.events()
     assert [event.request_id for event in events] == ["b"] + ["a"] * 31
     assert [event.scores for event in events[1:-1]] == parts

@@ -76,7 +76,7 @@ async def test_a_suspect_does_not_join_others_that_have_no_token(bench):
     assert await give(bench, await claim(bench), "w2") == ["a"]
 
 
-async def test_only_the_suspect_is_blamed_for_a_death_beside_others(bench):
+async def test_only_the_suspect_fails_when_its_worker_dies_with_others(bench):
     await bench.add_worker("w1")
     await bench.run_on("w1", bench.request("poison"))
     await lose_worker(bench, "w1")
@@ -84,12 +84,12 @@ async def test_only_the_suspect_is_blamed_for_a_death_beside_others(bench):
         name = f"w{life}"
         await bench.add_worker(name)
         claims = await claim(bench)
-        beside = [item for item in claims if item.request.id != "poison"]
-        if not beside:
+        other = [item for item in claims if item.request.id != "poison"]
+        if not other:
             await bench.admit(bench.request("innocent"))
-            beside = await claim(bench)
-        assert await give(bench, beside, name) == ["innocent"]
-        await bench.worker.publish(name, [bench.token(beside[0].request, 0)])
+            other = await claim(bench)
+        assert await give(bench, other, name) == ["innocent"]
+        await bench.worker.publish(name, [bench.token(other[0].request, 0)])
         assert await give(bench, [item for item in claims if item.request.id == "poison"], name) == ["poison"]
         await lose_worker(bench, name)
     assert bench.ends(await bench.events()) == []
@@ -202,21 +202,21 @@ async def test_a_worker_is_looked_at_once_for_all_that_it_is_to_get(bench):
     assert await give(bench, [suspect, later], "w2") == ["suspect"]
 
 
-async def test_a_worker_that_was_taken_for_dead_and_lives_dies_anew(bench):
-    """Taking it back was cut short, so what was found to blame is on its record yet."""
+async def test_a_worker_that_was_taken_for_dead_and_lives_dies_again(bench):
+    """Taking it back was cut short, so the suspect is still on its record."""
     await lose_one_with_a_suspect(bench)
     (suspect,) = await claim(bench)
     await bench.add_worker("w2")
-    await bench.admit(bench.request("beside"))
-    (beside,) = await claim(bench)
-    assert await give(bench, [beside], "w2") == ["beside"]
-    await bench.worker.publish("w2", [bench.token(beside.request, 0)])
+    await bench.admit(bench.request("other"))
+    (other,) = await claim(bench)
+    assert await give(bench, [other], "w2") == ["other"]
+    await bench.worker.publish("w2", [bench.token(other.request, 0)])
     assert await give(bench, [suspect], "w2") == ["suspect"]
     await bench.expire_lease(bench.keys.workers, "w2")
     await bench.scheduler.reap(bench.epoch, 1)
     taken = bench.lost(await bench.events())
     assert len(taken) == 1  # of two; the other is the worker's still
-    held = {"suspect": 2, "beside": 1}
+    held = {"suspect": 2, "other": 1}
     del held[taken[0][0]]
     assert await bench.worker.heartbeat("w2", held) == set()
     assert not await bench.redis.hexists(bench.keys.worker("w2"), "blamed")

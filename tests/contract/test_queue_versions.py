@@ -1,4 +1,4 @@
-"""Releases beside one another: who reads what, who must not start, and what becomes of bytes that nobody can read."""
+"""Releases next to one another: who reads what, who must not start, and what becomes of bytes that nobody can read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_prompts_stay_in_records_while_the_leader_cannot_be_known_to_read_
     if leader == "none":
         await bench.scheduler.resign(bench.epoch)
     else:
-        await bench.redis.incr(f"{bench.keys.prefix}leader:epoch")  # it takes the lock and tells no version
+        await bench.redis.incr(f"{bench.keys.prefix}leader:epoch")  # it takes the lock and writes no version
     await bench.gateway.look()
     assert not await names_prompts(bench)
 
@@ -170,17 +170,17 @@ async def test_a_gateway_that_was_away_puts_nobodys_model_right(bench, monkeypat
     """Its claim had run out, though a thread of its own has just renewed its lease."""
     now = [1000.0]
     monkeypatch.setattr(gateway_side.time, "monotonic", lambda: now[0])
-    gateway, pulse = bench.new_gateway("g2"), bench.new_gateway("g2")
+    gateway, thread = bench.new_gateway("g2"), bench.new_gateway("g2")
     await gateway.heartbeat(60, "f")
     await bench.redis.set(f"{bench.keys.prefix}model", "another")
     now[0] += 2 * bench.limits.lease_s + 1
-    await pulse.heartbeat(60)
+    await thread.heartbeat(60)
     with pytest.raises(FingerprintMismatch):
         await gateway.heartbeat(60, "f")
     assert await bench.redis.get(f"{bench.keys.prefix}model") == b"another"
 
 
-async def test_who_starts_is_told_words_that_cannot_mislead(bench):
+async def test_a_member_that_starts_gets_words_that_cannot_mislead(bench):
     await bench.redis.set(f"{bench.keys.prefix}model", " STALELEADER\n")
     with pytest.raises(FingerprintMismatch):
         await bench.new_gateway("g2").heartbeat(60, "f")
@@ -217,7 +217,7 @@ class Counted:
         self.quarantine = Quarantine(Scripts(bench.redis, bench.keys, bench.limits), reader, self.kinds.append)
 
 
-async def test_events_that_cannot_be_read_are_told_counted_and_kept_and_others_come_through(bench):
+async def test_events_that_cannot_be_read_are_logged_counted_and_kept_and_others_come_through(bench):
     await bench.add_worker("w")
     (request, other) = await bench.run_on("w", bench.request("bad"), bench.request("good"))
     await bench.redis.xadd(bench.keys.results("g1"), {request.id: JUNK})
@@ -315,7 +315,7 @@ async def test_a_load_or_a_table_that_cannot_be_read_counts_as_none(bench):
     assert counted.kinds == ["load", "load", "table"]
 
 
-async def test_an_assignment_that_cannot_be_read_leaves_what_was_told_before(bench):
+async def test_an_assignment_that_cannot_be_read_leaves_the_former_one(bench):
     counted = Counted(bench, "expert worker")
     experts = ExpertQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
     info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
@@ -376,7 +376,7 @@ async def test_a_record_without_a_body_is_buried_as_others_are(bench):
     await bench.dead.drop("bad")
 
 
-async def test_what_is_kept_is_listed_beside_entries_that_cannot_be_read(bench):
+async def test_what_is_kept_is_listed_with_entries_that_cannot_be_read(bench):
     counted = Counted(bench, "gateway")
     await counted.quarantine.put("event", "good", UnreadableMessage("why"), b"data")
     await bench.redis.lpush(bench.keys.unreadable, b"no time", b"1:no json", b"x:{}", b"\xff")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 from testkit.queue.indexes import check
-from testkit.queue.world import World, ended_well, settle
+from testkit.queue.world import World, ended_well, finish
 
 from services.queue.limits import QueueLimits
 
@@ -36,7 +36,7 @@ async def test_undisturbed_every_request_finishes(bench, seed):
         await world.act(world.draw.choice(CALM))
         if step % 4 == 0:
             await check(bench)
-    await settle(world)
+    await finish(world)
     await ended_well(world)
     assert {ends[0] for ends in world.ends.values()} <= {"stop", "cancelled"}
 
@@ -49,7 +49,7 @@ async def test_deaths_and_moves_end_every_request_once(bench, seed):
         await world.act(world.draw.choice(WILD))
         if step % 4 == 0:
             await check(bench)
-    await settle(world)
+    await finish(world)
     await ended_well(world)
     assert {ends[0] for ends in world.ends.values()} <= {"stop", "cancelled", "gateway died"}
 
@@ -67,6 +67,6 @@ async def test_a_redis_that_was_set_back_loses_no_request(bench, seed):
             await world.act(world.draw.choice([*CALM, "kill_worker", "add_worker", "expire_leases", "survey"]))
         await world.rewind(saved)
         await check(bench)
-    await settle(world)
+    await finish(world)
     await ended_well(world)
     assert {ends[0] for ends in world.ends.values()} <= {"stop", "cancelled", "gateway died"}

@@ -181,10 +181,10 @@ async def test_every_user_passes_the_check_of_the_server_and_a_wrong_password_do
 ) -> None:
     for role in SERVED:
         await check_server(users.of(role))
-    stranger = connect(f"unix://gateway:wrong@{redis_server.socket}")
+    unknown = connect(f"unix://gateway:wrong@{redis_server.socket}")
     with pytest.raises(ConfigError, match="refuses the credentials"):
-        await check_server(stranger)
-    await stranger.aclose()
+        await check_server(unknown)
+    await unknown.aclose()
 
 
 async def test_a_connection_leaves_no_trace_in_the_log_of_denials(users: Users, redis: Redis) -> None:

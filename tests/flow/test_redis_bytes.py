@@ -1,4 +1,4 @@
-"""What a token costs Redis with experts apart: the same for a small model and for one forty times its size."""
+"""What a token costs Redis with disaggregated experts: the same for a small model and for one forty times its size."""
 
 from __future__ import annotations
 

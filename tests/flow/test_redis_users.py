@@ -16,7 +16,7 @@ from testkit.queue.redis_server import LOADS, NAMESPACE, write_users
 from services.queue.embedded import find_redis_server
 
 LAYOUTS = {
-    "experts apart": ("scheduler", "gateway", "attention", "experts"),
+    "experts disaggregated": ("scheduler", "gateway", "attention", "experts"),
     "seats": ("scheduler", "gateway", "workers"),
 }
 

@@ -26,9 +26,8 @@ local function drain_ms(tokens)
   return tokens / math.max(rate, 1e-6)
 end
 
--- A batch of several calls is answered by the first of them. queue:reserved has, by batch, what is to come of it:
--- '<requests>:<tokens>:<until, in ms>:<tenant>'. Each call says how much that is; a gateway that ended says no more, and
--- what it reserved lapses.
+-- The first call of a batch is refused or admitted for the whole batch. queue:reserved says, by batch, what later calls
+-- bring: '<requests>:<tokens>:<until, in ms>:<tenant>'. Each call renews it; it expires when the gateway has ended.
 local function reserve(batch, requests, tokens, tenant)
   local key = P .. 'queue:reserved'
   if requests <= 0 then return redis.call('HDEL', key, batch) end
@@ -36,7 +35,7 @@ local function reserve(batch, requests, tokens, tenant)
   redis.call('PEXPIRE', key, C.lease_ms)
 end
 
--- {requests, tokens, requests of the tenant} that are to come of other batches.
+-- Requests, tokens, and requests of the tenant (own) that other batches have yet to bring.
 local function reserved(batch, tenant)
   local key, requests, tokens, own = P .. 'queue:reserved', 0, 0, 0
   local flat = redis.call('HGETALL', key)
@@ -75,20 +74,20 @@ local function refuse_concurrency(tenant, requests, limit, to_come)
 end
 
 -- Generic cell rate algorithm: rate:<tenant> is the time at which the allowance will be whole again. A request of more
--- sequences than the burst passes when it is whole, but for the one that charge.lua took when the request came. later:
--- so many will be charged by calls that follow, for which there has to be room.
-local function refuse_rate(tenant, more, interval_ms, burst, most, later)
+-- sequences than the burst passes when the allowance is whole, except for the one that charge.lua took when the request
+-- came. together: how many sequences came together. later: how many of them calls that follow will charge.
+local function refuse_rate(tenant, more, interval_ms, burst, together, later)
   local key = P .. 'rate:' .. tenant
   local whole = math.max(tonumber(redis.call('GET', key)) or NOW, NOW) + more * interval_ms
-  local wait = whole + (later or 0) * interval_ms - math.max(burst, most or more) * interval_ms - NOW
+  local wait = whole + (later or 0) * interval_ms - math.max(burst, together or more) * interval_ms - NOW
   if wait > 0 then return { 'rate', wait, 0 } end
   if more == 0 then return nil end
   redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
 end
 
--- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. charge: {with how many its rate
--- is charged, of how many that came together, with how many later}; the first of those was charged when they came.
--- limits: concurrency (-1: none), ms between requests (0: no rate), burst. batch: of which they are ('': of none).
+-- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. charge: {sequences to charge
+-- now, sequences that came together, sequences to charge later}; charge.lua took the first when they came.
+-- limits: concurrency (-1: none), ms between requests (0: no rate), burst. batch: their batch ('': none).
 local function refuse(tenant, requests, tokens, limits, batch, charge)
   local concurrency, interval_ms, burst = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
   local to_come = reserved(batch, tenant)

@@ -2,12 +2,12 @@
 -- Puts requests of one tenant into the queue: all of them, or none. A long batch takes several calls; the first of them
 -- answers for all.
 -- ARGV: limits, tenant, reply_to, timeout ms, concurrency, interval ms, burst, requests of later calls, their tokens,
---       id of the batch's first request (the call that has it is the first; nothing bounds the others), Idempotency-Key
---       ('': none), body fingerprint, base id, seed, then per request id, priority, cost, budget (max_tokens), delivered,
---       body, prompt, its ids where this call has not had them yet
+--       id of the batch's first request (the call that has it is the first; nothing bounds the others),
+--       Idempotency-Key ('': none), body fingerprint, base id, seed, then per request id, priority, cost, budget
+--       (max_tokens), delivered, body, prompt, its ids where this call has not had them yet
 -- Returns {'ok', attempt, deadline, attempt, deadline, ...}, {bound, wait in ms, count}, or for a key that is bound
 -- {'key', fingerprint, base id, seed, former owner}.
--- Guarantees: an id that has a record is left as it is and reported as it is; a refusal changes nothing and binds no key.
+-- Guarantees: an id that has a record is left and reported as it is; a refusal changes nothing and binds no key.
 local tenant, reply_to, deadline = ARGV[2], ARGV[3], NOW + tonumber(ARGV[4])
 local later, later_tokens, batch = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
 local first = ARGV[15] == batch

@@ -6,17 +6,17 @@
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 
-local looked = {} -- {requests that have not got on, whether one of them is a suspect} by worker: each is looked at once
+local known = {} -- by worker: {open: unproven requests, alone: whether a suspect is among them}, read once
 
 local function company(worker)
-  if not looked[worker] then
+  if not known[worker] then
     local open, alone = unproven(worker)
-    looked[worker] = { open = open, alone = alone }
+    known[worker] = { open = open, alone = alone }
   end
-  return looked[worker]
+  return known[worker]
 end
 
--- The lease in ms that the worker gives, or nil if it is gone, has no credit for r, or one of them is to run alone.
+-- The worker's lease in ms; nil if it is gone, has no credit for r, or a suspect (r or one of its own) must run alone.
 local function credit(r, worker)
   local lease = tonumber(redis.call('ZSCORE', P .. 'workers', worker))
   if not lease or lease <= NOW then return nil end
@@ -26,8 +26,8 @@ local function credit(r, worker)
   local requests = redis.call('HLEN', P .. 'held:' .. worker)
   if requests >= tonumber(v[3]) then return nil end
   if requests > 0 and tonumber(v[4]) + r.cost > tonumber(v[2]) then return nil end
-  local beside = company(worker)
-  if beside.alone or (r.suspect == '1' and beside.open > 0) then return nil end
+  local others = company(worker)
+  if others.alone or (r.suspect == '1' and others.open > 0) then return nil end
   return tonumber(v[1])
 end
 
@@ -44,13 +44,13 @@ for i = 3, #ARGV, 4 do
     redis.call('HINCRBY', P .. 'worker:' .. worker, 'outstanding_tokens', r.cost)
     redis.call('ZADD', P .. 'leases', NOW + lease_ms, r.id)
     append_inbox(worker, ARGV[i + 3])
-    local beside = company(worker)
-    beside.open, beside.alone = beside.open + 1, beside.alone or r.suspect == '1'
+    local others = company(worker)
+    others.open, others.alone = others.open + 1, others.alone or r.suspect == '1'
     note_assigned(r.cost)
   elseif ours then
     requeue(r)
   end
   answer[#answer + 1] = lease_ms and NOW - r.queued_at or -1
 end
-settle_undone()
+rebalance_undone()
 return answer

@@ -43,8 +43,8 @@ local function wake()
   end
 end
 
--- Whether to measure a stream after that entry: it takes as long as the stream has nodes. At each 64th and each large one
--- is enough: 63 that are not large have an eighth of what the stream may.
+-- Whether to measure a stream after an entry. Measuring takes time in proportion to the stream's nodes, so it is done
+-- at each 64th entry and at each large one: 63 others have an eighth of what the stream may have.
 local function to_measure(key, ...)
   if redis.call('XLEN', key) % 64 == 0 then return true end
   local bytes = 0
@@ -52,8 +52,8 @@ local function to_measure(key, ...)
   return bytes > C.stream_bytes / 512
 end
 
--- Adds an entry to a stream that one process reads. Of a stream that takes more than C.stream_bytes the older half goes:
--- its reader stands still, and will see by the indexes of what follows that he missed some.
+-- Adds an entry to a stream that one process reads. A stream that takes more than C.stream_bytes loses its older half:
+-- its reader is stuck, and will see by the indexes of later events that some are missing.
 local function append(key, ...)
   redis.call('XADD', key, 'MAXLEN', '~', C.stream_entries, '*', ...)
   if to_measure(key, ...) and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) > C.stream_bytes then -- all: they differ
@@ -62,7 +62,7 @@ local function append(key, ...)
   redis.call('PEXPIRE', key, C.stream_ms)
 end
 
--- An entry of a gateway's results: by request its events. The field beside them names the version and holds no events.
+-- Adds an entry to a gateway's results: events by request, and a field that names the version and holds no events.
 local function append_results(gateway, ...)
   append(P .. 'results:' .. gateway, 'wire:' .. C.wire, '\144', ...)
 end

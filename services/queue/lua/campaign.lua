@@ -1,8 +1,9 @@
 --@use base member
 -- Takes the leader's lock if it is free or held under the same token.
 -- ARGV: limits, token, ttl ms, 1 if it asked less than a lease ago
--- Returns the new epoch, or 0, or the error WIRE. Epochs follow Redis TIME, so one that a crash made Redis forget is
--- never used again. leader:wire says which version the leader of that epoch reads; an earlier release leaves it.
+-- Returns the new epoch, or 0, or the error WIRE. Epochs follow Redis TIME, so an epoch that Redis forgot in a crash
+-- is never used again. leader:wire says which version the leader of that epoch reads; an earlier release does not
+-- write it.
 local mismatch = claim_wire(C.lease_ms, ARGV[4] == '1' and NOW + 1 or 0)
 if mismatch then return mismatch end
 local holder = redis.call('GET', P .. 'leader')

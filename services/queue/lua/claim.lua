@@ -1,17 +1,17 @@
 --@use base prompts suspects queue life
 -- Takes requests out of the queue for the leader: strict between priorities, deficit round-robin between tenants.
 -- ARGV: limits, epoch, most requests, most tokens (0: no bound)
--- Returns {{id, body, attempt, deadline, reply_to, how the prompt begins ('': the body has it), '1' for a suspect}, ...}.
+-- Returns {{id, body, attempt, deadline, reply_to, the prompt's beginning ('': in the body), '1' for a suspect}, ...}.
 -- Guarantees: a tenant is served while its deficit covers the head of its queue; then the deficit grows by one quantum
--- and the next one's turn comes. Rounds in which nobody could be served are taken in one go, so the work is bounded by
--- requests x tenants.
+-- and the next tenant's turn comes. Rounds in which nobody could be served are granted at once, so the work is bounded
+-- by requests x tenants.
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
-local most, most_tokens = tonumber(ARGV[3]), tonumber(ARGV[4])
-local answer, tokens, done = {}, 0, most <= 0
-local spare = 256 -- spare: members dropped in passing (expired, or their record is gone)
+local max_requests, max_tokens = tonumber(ARGV[3]), tonumber(ARGV[4])
+local answer, tokens, done = {}, 0, max_requests <= 0
+local spare = 256 -- how many more members may be dropped in passing (expired, or their record is gone)
 
--- Of a prompt that several requests share it is returned once.
+-- The beginning of a prompt, once for all requests that share it.
 local begun = {}
 local function beginning(prompt)
   if prompt == '' or begun[prompt] then return '' end
@@ -42,13 +42,13 @@ local function take(head)
   return true
 end
 
--- Whether the claim is complete, head being next. Nothing of a lower priority may follow then.
+-- Whether the claim is complete before head. Then no request of a lower priority may follow.
 local function full(head)
-  done = #answer >= most or spare <= 0 or (most_tokens > 0 and #answer > 0 and tokens + head.cost > most_tokens)
+  done = #answer >= max_requests or spare <= 0 or (max_tokens > 0 and #answer > 0 and tokens + head.cost > max_tokens)
   return done
 end
 
--- The tenants of a priority, the first one's turn under way: ring, deficits, heads of their queues (read when needed).
+-- The tenants of a priority, whose turn it is first: ring, deficits, and heads of their queues (read when needed).
 local function read_turns(priority)
   local turns = { priority = priority, deficit = {}, heads = {}, changed = {} }
   turns.ring = redis.call('LRANGE', P .. 'ring:' .. priority, 0, -1)
@@ -76,7 +76,7 @@ local function add(turns, t, amount)
   turns.changed[t] = true
 end
 
--- Grants every tenant the rounds that it takes until the first of them can be served. All heads are known here.
+-- Grants every tenant as many rounds as it takes until one of them can be served. All heads are known here.
 local function skip_rounds(turns)
   local rounds = math.huge
   for _, t in ipairs(turns.ring) do

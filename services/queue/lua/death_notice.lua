@@ -1,8 +1,8 @@
 --@use base prompts suspects queue life
--- Takes back what members held whose processes have ended: requests now, as when a lease expires; seats, and readers of
--- the table, at the scheduler's next look.
--- ARGV: limits, then members: workers, seats, readers of the table
--- Returns how many of these there were.
+-- Ends the leases of members whose processes have ended. What workers held is taken back now, as when a lease expires;
+-- the scheduler removes seats and readers of the table when it looks next.
+-- ARGV: limits, then ids of members: workers, seats, readers of the table
+-- Returns how many such members there were.
 local ended = 0
 for i = 2, #ARGV do
   local member = ARGV[i]
@@ -15,6 +15,6 @@ for i = 2, #ARGV do
     end
   end
 end
-settle_undone()
+rebalance_undone()
 if ended > 0 then wake() end
 return ended

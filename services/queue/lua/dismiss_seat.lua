@@ -1,5 +1,5 @@
 --@use base seat
--- Asks a seat to leave; its worker hears it with its next heartbeat.
+-- Asks a seat to leave; its worker learns of it with its next heartbeat.
 -- ARGV: limits, epoch, worker
 -- Returns 1, or 0 if the seat is gone.
 local fenced = stale(ARGV[2])

@@ -1,7 +1,7 @@
 --@use base member
 -- Registers a gateway or renews its lease.
--- ARGV: limits, incarnation, lease ms, model fingerprint or '', ms since it claimed the same (-1: never). Its lease says
--- nothing of that: what only tells that the process lives renews it, too.
+-- ARGV: limits, incarnation, lease ms, model fingerprint or '', ms since it claimed the same (-1: never). The lease
+-- does not say when that was: heartbeats that claim nothing renew it, too.
 -- Returns OK, or the error FINGERPRINT, having changed nothing.
 local age = tonumber(ARGV[5])
 local claimed = age >= 0 and NOW - age + 2 * C.lease_ms or 0

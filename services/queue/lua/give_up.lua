@@ -22,6 +22,6 @@ for i = 4, #ARGV, 2 do
     end
   end
 end
-settle_undone()
+rebalance_undone()
 if requeued > 0 then wake() end
 return { requeued, lost, failed }

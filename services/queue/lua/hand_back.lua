@@ -10,6 +10,6 @@ for _, id in ipairs(redis.call('HKEYS', P .. 'held:' .. ARGV[2])) do
     answer[#answer + 1] = id
   end
 end
-settle_undone()
+rebalance_undone()
 if #answer > 0 then wake() end
 return answer

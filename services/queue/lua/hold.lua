@@ -1,5 +1,5 @@
 --@use base reclaim
--- Holds the reclaiming of leases back; never shortens a hold.
+-- Puts the reclaiming of leases on hold; never shortens a hold.
 -- ARGV: limits, ms
 hold(tonumber(ARGV[2]))
 return redis.status_reply('OK')

@@ -1,9 +1,9 @@
--- Library (needs base): Idempotency-Keys, each bound to a job's base id and seed when that is admitted.
+-- Library (needs base): Idempotency-Keys. Each is bound to a job's base id and seed when the job is admitted.
 -- idem:<tenant>:<hash of the key> is the binding, idem_of:<tenant> the tenant's bindings by the time at which they end,
--- idem:all those of all tenants.
+-- idem:all the bindings of all tenants.
 
--- {'key', fingerprint, base id, seed, former owner} of a key that is bound, or nil. Where fingerprints agree, owner owns
--- it from now on.
+-- {'key', fingerprint, base id, seed, former owner} of a key that is bound, or nil. Where fingerprints agree, owner
+-- owns the key from now on.
 local function binding(suffix, owner, fingerprint)
   local key = P .. 'idem:' .. suffix
   local v = redis.call('HMGET', key, 'fingerprint', 'base', 'seed', 'owner')
@@ -12,9 +12,9 @@ local function binding(suffix, owner, fingerprint)
   return { 'key', v[1], v[2], v[3], v[4] }
 end
 
--- Of more than most bindings in an index those go that would end first, not all in one call where the bound was lowered.
-local function forget(index, most)
-  local excess = math.min(redis.call('ZCARD', index) - most, 100)
+-- Drops bindings of an index beyond limit, the first to end first; at most 100 in a call, as a limit may be lowered.
+local function forget(index, limit)
+  local excess = math.min(redis.call('ZCARD', index) - limit, 100)
   if excess <= 0 then return end
   local popped = redis.call('ZPOPMIN', index, excess) -- binding, time, binding, time ...
   for k = 1, #popped, 2 do
@@ -24,7 +24,7 @@ local function forget(index, most)
   end
 end
 
--- All tenants together have C.max_all_keys of them, each C.max_keys of these at most.
+-- Binds a key. All tenants together have at most C.max_all_keys bindings, each at most C.max_keys of them.
 local function bind(tenant, suffix, owner, fingerprint, base, seed)
   local key, index = P .. 'idem:' .. suffix, P .. 'idem_of:' .. tenant
   redis.call('HSET', key, 'fingerprint', fingerprint, 'base', base, 'seed', seed, 'owner', owner, 'created', NOW,

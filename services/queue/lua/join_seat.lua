@@ -1,16 +1,17 @@
 --@use base member seat reclaim
 -- Gives an expert worker its seat under a lease, or renews all that is known of it.
 -- ARGV: limits, worker, lease ms, info, model fingerprint, number that it had before Redis forgot it (0: none), status,
--- report, digest of the group that it was told to hold ('': none), the group; the last four count where the seat is new
+-- report, digest of the group that it was assigned ('': none), the group; the last four count where the seat is new
 -- Returns the number of the seat, or the error FINGERPRINT, having changed nothing.
--- Guarantees: a worker that has a seat keeps it; a number goes to one worker only. A seat that Redis forgot is back with
--- all that it holds in one step. Redis may have forgotten readers of the table too: for a lease's time, every epoch
--- counts as in use. Where the table is gone, nothing is reclaimed for as long: the others are about to come back.
+-- Guarantees: a worker that has a seat keeps it; a number goes to one worker only. A seat that Redis forgot is back
+-- with all that it holds in one step. Redis may have forgotten readers of the table, too: for the time of a lease
+-- every epoch counts as in use. Where the table is gone, nothing is reclaimed in that time: other members are about
+-- to come back.
 local worker, lease_ms, former = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[6])
 local key = P .. 'seat:' .. worker
 local v = redis.call('HMGET', key, 'lease_ms', 'fingerprint')
 local before = v[1] and v[2] == ARGV[5] and tonumber(v[1])
-local mismatch = claim_model(ARGV[5], lease_ms, before and claimed_until('seats', worker, before, before) or 0)
+local mismatch = claim_model(ARGV[5], lease_ms, before and claimed_until('seats', worker, before) or 0)
 if mismatch then return mismatch end
 local number = tonumber(redis.call('ZSCORE', P .. 'seat_numbers', worker))
 if not number then

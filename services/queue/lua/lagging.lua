@@ -1,7 +1,7 @@
 --@use base lag
--- Which gateways lag. Changes nothing.
+-- Finds out which gateways lag. Changes nothing.
 -- ARGV: limits, gateways
--- Returns each of them that lags, and after it the last entry that it has handled.
+-- Returns each gateway that lags, followed by the last entry that it has handled.
 local gateways = {}
 for i = 2, #ARGV do gateways[#gateways + 1] = ARGV[i] end
 return lagging(gateways)

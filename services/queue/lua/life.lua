@@ -1,13 +1,14 @@
 -- Library (needs base, prompts, suspects, queue): the steps of a request's life that several scripts share.
 
--- Enters r among the requests of the gateway that it replies to. One without a lease gets it: its death must be seen.
+-- Enters r among the requests of the gateway that it replies to. A gateway without a lease gets one, so that its death
+-- is noticed.
 local function own(r)
   redis.call('SADD', P .. 'owned:' .. r.reply_to, r.id)
   extend(P .. 'owned:' .. r.reply_to, record_ms(r))
   redis.call('ZADD', P .. 'gateways', 'NX', NOW + C.lease_ms, r.reply_to)
 end
 
--- Gives r to another gateway; the one that had it hears 'cancelled', if it lives.
+-- Moves r to another gateway; the former gateway gets 'cancelled' if it lives.
 local function move(r, reply_to)
   if redis.call('ZSCORE', P .. 'gateways', r.reply_to) then send_end(r, 'cancelled') end
   redis.call('SREM', P .. 'owned:' .. r.reply_to, r.id)
@@ -39,7 +40,7 @@ local function rewrite(r, body, delivered, prompt, ids)
   set(r, 'body', body, 'delivered', delivered, 'prompt', prompt)
 end
 
-local function tell_worker(r)
+local function send_cancel(r)
   if redis.call('EXISTS', P .. 'worker:' .. r.holder) == 1 then
     append_inbox(r.holder, cmsgpack.pack({ 'cancel', r.id, r.attempt }))
   end
@@ -59,7 +60,14 @@ local function detach(r)
   end
 end
 
--- Ends a detached request: what remains is a tombstone that refuses late results. cancelled: 1 by its gateway.
+-- Takes r from its worker or leader before its next attempt: the tenant gets its tokens back, a worker a Cancel.
+local function withdraw(r)
+  if r.state == 'running' then send_cancel(r) end
+  if r.state == 'running' or r.state == 'claimed' then refund(r, r.cost) end
+  detach(r)
+end
+
+-- Ends a detached request: a tombstone that refuses late results remains. cancelled: 1 by its gateway.
 local function conclude(r, cancelled)
   local key = P .. 'req:' .. r.id
   give_prompt_back(r.prompt)
@@ -72,9 +80,9 @@ local function conclude(r, cancelled)
   wake()
 end
 
--- Ends r at the wish of its gateway (by 1), or because that is gone (by 0). delivered: tokens that need no refund.
+-- Ends r because its gateway asked for it (by 1) or is gone (by 0). delivered: tokens that are not refunded.
 local function cancel(r, by, delivered)
-  if r.state == 'running' then tell_worker(r) end
+  if r.state == 'running' then send_cancel(r) end
   if r.state == 'claimed' then refund(r, r.cost) end
   if r.state == 'running' and delivered then refund(r, r.budget - delivered) end
   detach(r)
@@ -90,15 +98,15 @@ end
 
 local undone = {} -- priorities of requests that went back into the queue
 
--- Back into the queue as the same attempt: nothing of it was published. Scripts that do so end with settle_undone.
+-- Puts r back into the queue as the same attempt: it published nothing. Its callers end with rebalance_undone.
 local function requeue(r)
   detach(r)
   enqueue(r, r.cost)
   undone[r.priority] = true
 end
 
-local function settle_undone()
-  for priority in pairs(undone) do settle(priority) end
+local function rebalance_undone()
+  for priority in pairs(undone) do rebalance(priority) end
 end
 
 -- Forgets a dead letter; whether there was one.
@@ -124,18 +132,18 @@ local function bury(r, reason)
   end
 end
 
--- A worker that holds nothing any more is gone; whether it was there.
+-- Removes a worker that holds nothing any more; returns whether it was there.
 local function remove_worker(worker)
   redis.call('DEL', P .. 'worker:' .. worker, P .. 'held:' .. worker, P .. 'inbox:' .. worker)
   return redis.call('ZREM', P .. 'workers', worker) == 1
 end
 
--- The running attempt of r is over without an end. Returns 'lost' or, over the cap of failures, 'dead'.
--- A request that kills its workers dies at the same token each time: it is stuck, and the smaller cap on that spares the
--- requests beside it, which got further between the same failures. Scores of a prompt are no token: a prompt is computed
--- in parts, and what kills at the second of them would never be stuck.
+-- Ends the running attempt of r, which is lost. Returns 'lost' or, over the cap of failures, 'dead'. A request that
+-- kills its workers dies at the same token each time: it is stuck. The smaller cap on stuck attempts spares requests
+-- that ran with it, which got further between the same failures. Scores of a prompt do not count as tokens: a prompt
+-- is computed in parts, and a request that kills its worker at the second part would never be stuck.
 local function lose(r, reason, failures)
-  tell_worker(r)
+  send_cancel(r)
   detach(r)
   refund(r, r.cost)
   r.attempt = r.attempt + 1
@@ -155,28 +163,29 @@ local function lose(r, reason, failures)
   return 'lost'
 end
 
--- Takes back up to most requests of a dead worker, and removes it when it holds none any more. A suspect that ran there
--- alone is to blame; others are lost without a failure. Returns {lost, dead} and whether the worker was removed.
-local function bereave(worker, most)
+-- Takes back up to limit requests of a dead worker, and removes the worker when it holds none any more. Where a suspect
+-- ran there, its attempt alone counts as failed. Returns {lost, dead}, whether the worker was removed, and what is left
+-- of limit. The field 'blamed' keeps the suspect for the next call.
+local function bereave(worker, limit)
   local held, count = P .. 'held:' .. worker, { lost = 0, dead = 0 }
-  local blamed = redis.call('HGET', P .. 'worker:' .. worker, 'blamed')
-  if not blamed then
+  local culprit = redis.call('HGET', P .. 'worker:' .. worker, 'blamed')
+  if not culprit then
     local _, alone = unproven(worker)
-    blamed = alone or ''
+    culprit = alone or ''
     if redis.call('EXISTS', P .. 'worker:' .. worker) == 1 then
-      redis.call('HSET', P .. 'worker:' .. worker, 'blamed', blamed)
+      redis.call('HSET', P .. 'worker:' .. worker, 'blamed', culprit)
     end
   end
   for _, id in ipairs(redis.call('HKEYS', held)) do
-    if most <= 0 then break end
-    most = most - 1
+    if limit <= 0 then break end
+    limit = limit - 1
     local r = load_record(id)
     if r and r.state == 'running' and r.holder == worker then
-      local outcome = lose(r, 'worker lost', (blamed == '' or blamed == id) and 1 or 0)
+      local outcome = lose(r, 'worker lost', (culprit == '' or culprit == id) and 1 or 0)
       count[outcome] = count[outcome] + 1
     end
     redis.call('HDEL', held, id)
   end
   local removed = redis.call('EXISTS', held) == 0
-  return count, removed and remove_worker(worker), most
+  return count, removed and remove_worker(worker), limit
 end

@@ -1,7 +1,7 @@
 --@use base
--- Lists what attention workers and gateways under lease told of their load.
+-- Lists the loads that attention workers and gateways under lease reported.
 -- ARGV: limits
--- Returns {{worker, load ('': none), worker, load ...}, {gateway, load ...}}: gateways that told any.
+-- Returns {{worker, load ('': none), worker, load ...}, {gateway, load ...}}: gateways that reported any.
 local workers, gateways = {}, {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', NOW, '+inf')) do
   workers[#workers + 1] = id

@@ -1,9 +1,9 @@
 --@use base lag prompts suspects queue life admission
 -- Writes one engine step's events: one stream entry per gateway, with one field per request.
--- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1; -2: and no token is among
--- the events), events (msgpack)
--- Returns the index of each request that was refused: gone, ended, at another attempt or another holder's; and which of
--- the gateways that were written to lag, see lag.lua.
+-- ARGV: limits, worker, then per request id, attempt, generated tokens if it ends here (else -1, or -2 if the events
+-- have no token), events (msgpack)
+-- Returns the index of each request that was refused (gone, ended, at another attempt or another holder's), and which
+-- of the gateways that were written to lag (see lag.lua).
 -- Guarantees: events and end are one atomic step; refused events are written nowhere.
 local worker, refused, entries, ended = ARGV[2], {}, {}, {}
 for i = 3, #ARGV, 4 do
@@ -15,7 +15,7 @@ for i = 3, #ARGV, 4 do
     entry[#entry + 1] = id
     entry[#entry + 1] = ARGV[i + 3]
     local streamed = got_on(v[5], tonumber(v[6]) or 0, ARGV[i + 2] ~= '-2')
-    if streamed ~= v[5] then redis.call('HSET', P .. 'req:' .. id, 'streamed', streamed) end -- a full server refuses this
+    if streamed ~= v[5] then redis.call('HSET', P .. 'req:' .. id, 'streamed', streamed) end -- a full server refuses it
     if streamed == '1' and v[5] ~= '1' then
       redis.call('HSET', P .. 'req:' .. id, 'suspect', '')
       clear(id)

@@ -1,6 +1,6 @@
 --@use base
--- Keeps something that could not be read, for an operator to look at: at most so many of the newest.
--- ARGV: limits, what it is and why (JSON)
+-- Keeps a message that could not be read, for an operator to look at: the newest C.max_unreadable of them.
+-- ARGV: limits, the message and the reason (JSON)
 -- Returns OK.
 redis.call('LPUSH', P .. 'unreadable', string.format('%.0f', NOW) .. ':' .. ARGV[2])
 redis.call('LTRIM', P .. 'unreadable', 0, C.max_unreadable - 1)

@@ -53,9 +53,9 @@ local function peek(priority, tenant)
   return { seq = seq, cost = tonumber(cost), id = id, priority = priority, tenant = tenant }
 end
 
--- Takes back the rounds that every tenant of a priority could do without and still be served. Claims that are undone
--- leave such rounds behind; kept, they would let a tenant take many turns in a row.
-local function settle(priority)
+-- Takes back the rounds that every tenant of a priority has beyond what its next request needs. Claims that are undone
+-- leave such rounds behind; they would let a tenant take many turns in a row.
+local function rebalance(priority)
   local key, rounds = P .. 'deficit:' .. priority, math.huge
   local flat = redis.call('HGETALL', key)
   for k = 1, #flat, 2 do
@@ -66,11 +66,10 @@ local function settle(priority)
   for k = 1, #flat, 2 do redis.call('HINCRBY', key, flat[k], -rounds * C.quantum) end
 end
 
--- Gives unused tokens back to a tenant that has requests waiting; one that has none keeps nothing.
+-- Gives unused tokens back to a tenant that has requests waiting; a tenant without any keeps no deficit.
 local function refund(r, tokens)
   local deficit = P .. 'deficit:' .. r.priority
   local current = tonumber(redis.call('HGET', deficit, r.tenant))
   if not current or tokens <= 0 then return end
-  local most = math.max(current, C.refund_quanta * C.quantum)
-  redis.call('HSET', deficit, r.tenant, math.min(current + tokens, most))
+  redis.call('HSET', deficit, r.tenant, math.min(current + tokens, math.max(current, C.refund_quanta * C.quantum)))
 end

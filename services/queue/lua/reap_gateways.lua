@@ -2,8 +2,8 @@
 -- Cancels the requests of gateways whose lease expired.
 -- ARGV: limits, epoch, most requests
 -- Returns {gateways removed, requests cancelled, 1 if more is left}. On hold nothing happens.
--- Guarantees: the result stream ends with their 'cancelled' and expires. A gateway that was slow rather than dead takes
--- that for a lost attempt (resync).
+-- Guarantees: the result stream ends with 'cancelled' for each request, and expires. A gateway that was slow rather
+-- than dead takes that for a lost attempt (resync).
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 if on_hold() then return { 0, 0, 0 } end

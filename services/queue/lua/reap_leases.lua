@@ -23,6 +23,6 @@ for _, id in ipairs(ids) do
   end
   if outcome then count[outcome] = count[outcome] + 1 end
 end
-settle_undone()
+rebalance_undone()
 if count.requeued > 0 then wake() end
 return { 0, count.requeued, count.lost, count.dead, count.abandoned, #ids == tonumber(ARGV[3]) and 1 or 0 }

@@ -5,8 +5,8 @@
 -- Guarantees: safe at any time, since an older epoch can assign nothing.
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
-local most, expired, requeued = tonumber(ARGV[3]), 0, 0
-local late = redis.call('ZRANGEBYSCORE', P .. 'deadlines', '-inf', NOW, 'LIMIT', 0, most)
+local limit, expired, requeued = tonumber(ARGV[3]), 0, 0
+local late = redis.call('ZRANGEBYSCORE', P .. 'deadlines', '-inf', NOW, 'LIMIT', 0, limit)
 for _, id in ipairs(late) do
   local r = load_record(id)
   redis.call('ZREM', P .. 'deadlines', id)
@@ -15,7 +15,7 @@ for _, id in ipairs(late) do
     expired = expired + 1
   end
 end
-local old = redis.call('ZRANGEBYSCORE', P .. 'claims', '-inf', '(' .. ARGV[2], 'LIMIT', 0, most)
+local old = redis.call('ZRANGEBYSCORE', P .. 'claims', '-inf', '(' .. ARGV[2], 'LIMIT', 0, limit)
 for _, id in ipairs(old) do
   local r = load_record(id)
   redis.call('ZREM', P .. 'claims', id)
@@ -25,6 +25,6 @@ for _, id in ipairs(old) do
   end
 end
 redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', NOW - C.dead_ms)
-settle_undone()
+rebalance_undone()
 if requeued > 0 then wake() end
-return { expired, requeued, (#late == most or #old == most) and 1 or 0 }
+return { expired, requeued, (#late == limit or #old == limit) and 1 or 0 }

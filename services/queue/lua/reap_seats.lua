@@ -5,11 +5,11 @@
 local fenced = stale(ARGV[2])
 if fenced then return fenced end
 if on_hold() then return { 1, 0, 0 } end
-local most = tonumber(ARGV[3])
-local readers = redis.call('ZRANGEBYSCORE', P .. 'table_readers', '-inf', NOW, 'LIMIT', 0, most)
-local workers = redis.call('ZRANGEBYSCORE', P .. 'seats', '-inf', NOW, 'LIMIT', 0, most)
+local limit = tonumber(ARGV[3])
+local readers = redis.call('ZRANGEBYSCORE', P .. 'table_readers', '-inf', NOW, 'LIMIT', 0, limit)
+local workers = redis.call('ZRANGEBYSCORE', P .. 'seats', '-inf', NOW, 'LIMIT', 0, limit)
 for _, worker in ipairs(readers) do remove_reader(worker) end
-local answer = { 0, (#readers == most or #workers == most) and 1 or 0, #readers }
+local answer = { 0, (#readers == limit or #workers == limit) and 1 or 0, #readers }
 for _, worker in ipairs(workers) do
   answer[#answer + 1] = tonumber(redis.call('ZSCORE', P .. 'seat_numbers', worker))
   remove_seat(worker)

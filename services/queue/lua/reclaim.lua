@@ -1,12 +1,12 @@
 -- Library (needs base): the hold on reclaiming leases.
 
--- End of the hold, 0 for none. No member asks for more than two leases: what says more is cut to that.
+-- End of the hold, 0 for none. No member asks for more than two leases, so a longer hold is cut to that.
 local function held_until()
   local value = redis.pcall('GET', P .. 'reclaim_after')
-  local held, most = type(value) == 'string' and tonumber(value) or 0, NOW + 2 * C.lease_ms
-  if held <= most then return held end
-  redis.call('SET', P .. 'reclaim_after', most, 'PX', 2 * C.lease_ms)
-  return most
+  local held, latest = type(value) == 'string' and tonumber(value) or 0, NOW + 2 * C.lease_ms
+  if held <= latest then return held end
+  redis.call('SET', P .. 'reclaim_after', latest, 'PX', 2 * C.lease_ms)
+  return latest
 end
 
 local function hold(ms)
@@ -17,8 +17,8 @@ end
 
 local DAY_MS = 86400000
 
--- True while leases must not be reclaimed. A server that restarted, or stood still for long enough to let leases expire
--- (it looks as if no leader had asked), starts a hold of its own accord: nobody could renew a lease meanwhile.
+-- True while leases must not be reclaimed. A server that restarted, or stood still for so long that leases expired
+-- (then no leader seems to have asked), starts a hold by itself: nobody could renew a lease meanwhile.
 local function on_hold()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local v = redis.call('MGET', P .. 'run_id', P .. 'asked')

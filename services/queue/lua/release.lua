@@ -17,5 +17,5 @@ for i = 4, #ARGV do
     end
   end
 end
-settle_undone()
+rebalance_undone()
 return count

@@ -1,9 +1,9 @@
 --@use base prompts suspects queue life
--- Writes prompts into the records that name them, for members of an earlier release, who know no names.
+-- Writes prompts into the records that name them, for members of an earlier release, which know no names of prompts.
 -- ARGV: limits, reply_to, then per request id, attempt, delivered, body ('': only asks)
 -- Returns per request 1 if its record names its prompt (and, with a body, did so until now), else 0.
--- Guarantees: only records of this gateway, at that attempt, that a worker may still be given as they are: of one that
--- was published something, or that is lost, the gateway writes the next attempt anew.
+-- Guarantees: only live records of this gateway, at that attempt, that published nothing: of any other record the
+-- gateway writes the next attempt itself.
 local answer = {}
 for i = 3, #ARGV, 4 do
   local r = load_record(ARGV[i])

@@ -16,9 +16,7 @@ if r.state == 'done' then
   return math.max(r.attempt, attempt) + 1
 end
 if r.state == 'lost' and r.attempt > attempt then return r.attempt end
-if r.state == 'running' then tell_worker(r) end
-if r.state == 'running' or r.state == 'claimed' then refund(r, r.cost) end
-detach(r)
+withdraw(r)
 r.attempt = math.max(r.attempt, attempt) + 1
 set(r, 'state', 'lost', 'attempt', r.attempt, 'holder', '', 'streamed', '')
 redis.call('ZADD', P .. 'leases', NOW + C.lost_ms, r.id)

@@ -4,7 +4,7 @@
 -- table_readers: worker -> end of its lease; table_epochs: worker -> oldest epoch that it may use.
 local YEAR_2026_S = 1767225600
 
--- A number above every one given out before, also where a crash made Redis forget them: it follows Redis TIME, in
+-- A number above all that were given out before, also where Redis forgot them in a crash: it follows Redis TIME, in
 -- seconds since 2026 (31 bits last until 2094).
 local function above(known)
   return math.max(known + 1, math.floor(NOW / 1000) - YEAR_2026_S)
@@ -16,7 +16,7 @@ local function published()
 end
 
 -- Oldest and newest epoch that attention workers use; nil if nobody uses any. The oldest is 0 while readers that Redis
--- forgot may not have said theirs again.
+-- forgot may not have reported theirs again.
 local function epochs_in_use()
   local first = redis.call('ZRANGE', P .. 'table_epochs', 0, 0, 'WITHSCORES')
   local last = redis.call('ZREVRANGE', P .. 'table_epochs', 0, 0, 'WITHSCORES')
@@ -24,7 +24,7 @@ local function epochs_in_use()
   return oldest, tonumber(last[2])
 end
 
--- The published epoch and the oldest in use, as above, in two calls.
+-- The published epoch and the oldest epoch in use, as above, in two calls.
 local function published_and_oldest()
   local v = redis.call('MGET', P .. 'table_epoch', P .. 'epochs_lost')
   local first = not v[2] and redis.call('ZRANGE', P .. 'table_epochs', 0, 0, 'WITHSCORES')[2]
@@ -35,8 +35,8 @@ local function seated(worker)
   return redis.call('ZSCORE', P .. 'seats', worker) and redis.call('EXISTS', P .. 'seat:' .. worker) == 1
 end
 
--- The next version: above all before it, also above those that Redis forgot, for it follows Redis TIME, in
--- microseconds (53 bits last until 2255).
+-- The next version, above all earlier ones, also those that Redis forgot: it follows Redis TIME, in microseconds
+-- (53 bits last until 2255).
 local function next_version()
   local known = tonumber(redis.call('GET', P .. 'seats_version')) or 0
   local version = string.format('%.0f', math.max(known + 1, TIME[1] * 1000000 + TIME[2]))
@@ -44,7 +44,7 @@ local function next_version()
   return version
 end
 
--- To be called where the seats script would now answer otherwise for worker.
+-- Notes that the seats script now answers otherwise for worker.
 local function changed(worker)
   redis.call('ZADD', P .. 'seat_changes', next_version(), worker)
 end

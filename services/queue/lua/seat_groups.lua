@@ -1,5 +1,5 @@
 --@use base
--- Lists the groups that seats were told to hold.
+-- Lists the groups that seats were assigned.
 -- ARGV: limits
 -- Returns {group, ...}, one per seat that has any, by seat number.
 local answer = {}

@@ -1,7 +1,7 @@
 --@use base
 -- Lists the seats that were not reaped. An expired lease does not end a seat: Redis may have been away.
 -- ARGV: limits, version that the caller knows (0: none)
--- Returns {version, 1 if these are all and not what changed since, 1 if a seat ended since, then {number of each that is
+-- Returns {version, 1 if these are all and not only changes, 1 if a seat ended since, then {number of each that is
 -- there, ...} (empty if none ended), {{number, info, status, report ('': none yet), 1 if dismissed, digest of its
 -- assignment ('': none)}, ...}}.
 local known = tonumber(ARGV[2])

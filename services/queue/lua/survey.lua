@@ -1,5 +1,5 @@
 --@use base prompts queue
--- Tells a gateway what Redis knows of requests, and repairs the indexes that make them progress.
+-- Lists what Redis knows of a gateway's requests, and repairs the indexes that make them progress.
 -- ARGV: limits, reply_to, id ...
 -- Returns state, attempt, state, attempt, ... (state missing or moved where the record is gone or another gateway's).
 -- Guarantees: a queued request is in its queue and any other live one under a lease, so it will be served or reaped.

@@ -1,16 +1,17 @@
--- Library (needs base): requests that may be why their workers die. A request is one from the death of a worker under
--- which it had not got on until it does; meanwhile it runs alone, so that it takes no others with it.
--- suspects has the ids of those that live; a record's suspect is '1'.
+-- Library (needs base): suspects, requests that may be why their workers die. A request becomes a suspect when a
+-- worker dies under which it was unproven, until it proves itself; meanwhile it runs alone, so that it takes no
+-- others with it. suspects has the ids of live suspects; a suspect's record has the field suspect '1'.
 
--- How far an attempt has got is its record's streamed: '' (nothing), 'scores' (of the prompt alone), 'token', '1' (it gets on).
--- That takes one token; of a request that failed this often, tokens of two steps, as it may be decoding that ends its workers.
+-- A record's field streamed says how far its attempt got: '' (nothing), 'scores' (of the prompt alone), 'token', '1'
+-- (it is proven). A token proves an attempt; after OFTEN failures tokens of two steps do, for decoding may be what
+-- kills workers.
 local OFTEN = 2
 local function got_on(streamed, failures, token)
   if streamed == '1' or not token then return streamed == '' and 'scores' or streamed end
   return (streamed == 'token' or failures < OFTEN) and '1' or 'token'
 end
 
--- Requests that worker holds and that have not got on, and whether one of them is a suspect; 0 while there are none at all.
+-- How many unproven requests worker holds, and the id of a suspect among them (or false); 0 if there are no suspects.
 local function unproven(worker)
   if redis.call('EXISTS', P .. 'suspects') == 0 then return 0, false end
   local count, suspect = 0, false

@@ -1,5 +1,5 @@
 --@use base seat
--- Tells the epochs of the routing table.
+-- Lists the epochs of the routing table.
 -- ARGV: limits
 -- Returns {published (0: none), oldest in use, newest in use (-1: none), the epoch that the next table may take}.
 local oldest, newest = epochs_in_use()

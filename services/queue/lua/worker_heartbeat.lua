@@ -6,10 +6,10 @@ local worker = P .. 'worker:' .. ARGV[2]
 local v = redis.call('HMGET', worker, 'lease_ms', 'fingerprint')
 if not v[1] or not redis.call('ZSCORE', P .. 'workers', ARGV[2]) then return nil end
 local lease_ms = tonumber(v[1])
-local mismatch = claim_model(v[2], lease_ms, claimed_until('workers', ARGV[2], lease_ms, lease_ms))
+local mismatch = claim_model(v[2], lease_ms, claimed_until('workers', ARGV[2], lease_ms))
 if mismatch then return mismatch end
 redis.call('ZADD', P .. 'workers', NOW + lease_ms, ARGV[2])
-redis.call('HDEL', worker, 'blamed') -- it lives: whoever was to blame while it was taken for dead is not for its next death
+redis.call('HDEL', worker, 'blamed') -- it lives: the suspect of that death must not be held for its next one
 for _, kind in ipairs({ 'worker:', 'held:', 'inbox:' }) do redis.call('PEXPIRE', P .. kind .. ARGV[2], C.stream_ms) end
 local lost = {}
 for i = 3, #ARGV, 2 do

@@ -1,8 +1,8 @@
 --@use base suspects
 -- Lists workers whose lease is live.
 -- ARGV: limits
--- Returns {{id, info, outstanding tokens, outstanding requests, credit tokens, credit requests, requests without a token
--- (counted while there are suspects), 1 if one of those is a suspect}, ...}. One whose record is no record is left out.
+-- Returns {{id, info, outstanding tokens, outstanding requests, credit tokens, credit requests, unproven requests
+-- (counted while there are suspects), 1 if one of those is a suspect}, ...}, without workers whose record is damaged.
 local answer = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', NOW, '+inf')) do
   local v = redis.pcall('HMGET', P .. 'worker:' .. id, 'info', 'outstanding_tokens', 'credit_tokens', 'credit_requests')

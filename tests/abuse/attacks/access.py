@@ -28,7 +28,7 @@ async def _cached(target: Target, tenant: str, prompt: str) -> int:
 
 
 async def oracle(target: Target) -> None:
-    """Whether somebody else sent a text must not be told by what is cached of it. The real worker."""
+    """Whether somebody else sent a text must not show in what is cached of it. The real worker."""
     await _cached(target, "alice", _SECRET)
     own = await _cached(target, "alice", _SECRET)
     right = await _cached(target, "bob", _SECRET)
@@ -42,7 +42,7 @@ async def forged_turn(target: Target) -> None:
     """A user's text that spells the end of the turn and a system's turn stays text."""
 
     async def ids(*messages: dict[str, str]) -> list[int]:
-        answer = await target.door().post("/tokenize", {"messages": messages})
+        answer = await target.dialer().post("/tokenize", {"messages": messages})
         found: list[int] = answer.json()["tokens"]
         return found
 
@@ -71,7 +71,7 @@ async def deleted_keys(target: Target) -> None:
         end = time.monotonic() + 6
         while answer.status == 200 and ready and time.monotonic() < end:
             await asyncio.sleep(0.5)
-            ready = (await target.door().get("/ready")).status == 200
+            ready = (await target.dialer().get("/ready")).status == 200
             answer = await target.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         target.found["without a file"] = answer.kind
         target.check(answer.status != 200 or not ready, "old keys are good without the file, and nothing says so")
@@ -90,12 +90,12 @@ async def many_keys(target: Target) -> None:
 
 
 async def no_key(target: Target) -> None:
-    """What is shown without a key where keys are asked for: nothing of the model, and no page that loads a stranger's
+    """What is shown without a key where keys are asked for: nothing of the model, and no page that loads another site's
     scripts."""
     for path in ("/openapi.json", "/docs", "/redoc", "/v1/models", "/tokenizer_info", "/version", "/ready"):
-        answer = await target.door(None).get(path)
+        answer = await target.dialer(None).get(path)
         target.check(b"pocket" not in answer.body, f"{path} names the model to somebody without a key")
-        target.check(b"https://cdn." not in answer.body, f"{path} loads scripts of a stranger")
+        target.check(b"https://cdn." not in answer.body, f"{path} loads scripts of another site")
         target.check(answer.status != 200 or not path.startswith(("/v1", "/tok")), f"{path} is shown without a key")
 
 
@@ -150,7 +150,7 @@ async def forged_log(target: Target) -> None:
     forged = "12:00:00 ERROR forged"
     paths = [f"/%0a{forged.replace(' ', '%20')}", "/%1b[31mred", "/%0d%0a%1b]0;x%07", "/%c2%9b31m", "/%e2%80%a8x"]
     for path in paths:
-        await target.door().get(path)
+        await target.dialer().get(path)
         await target.post(path, {})
     await target.post(
         "/v1/completions", {"prompt": "a", "model": "\x1b[31m\n" + forged}, headers={"X-Request-Id": "a\tb"}

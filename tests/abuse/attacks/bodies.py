@@ -82,11 +82,11 @@ async def _many_at_once(target: Target) -> None:
 async def _too_large(target: Target) -> None:
     """Bodies over the limit, announced or not; what is thrown away must cost nobody."""
     piece = b"%x\r\n" % 65_536 + b" " * 65_536 + b"\r\n"
-    chunked = target.door().head("POST", "/v1/completions", {"Transfer-Encoding": "chunked"})
-    announced = target.door().head("POST", "/v1/completions", {"Content-Length": str(1 << 30)})
+    chunked = target.dialer().head("POST", "/v1/completions", {"Transfer-Encoding": "chunked"})
+    announced = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(1 << 30)})
 
     async def send(head: bytes, what: bytes) -> None:
-        target.answers.note(await target.door().send(head, (what for _ in range(800)), timeout_s=30))
+        target.answers.note(await target.dialer().send(head, (what for _ in range(800)), timeout_s=30))
 
     await asyncio.gather(
         *(send(chunked, piece) for _ in range(12)), *(send(announced, b" " * 65_536) for _ in range(12))
@@ -95,11 +95,11 @@ async def _too_large(target: Target) -> None:
 
 async def _tiny_chunks(target: Target) -> None:
     """4 MB, a byte in each chunk."""
-    head = target.door().head("POST", "/v1/completions", {"Transfer-Encoding": "chunked"})
+    head = target.dialer().head("POST", "/v1/completions", {"Transfer-Encoding": "chunked"})
     piece = b"1\r\n \r\n" * 10_000
     end = b"2\r\n{}\r\n0\r\n\r\n"
     for _ in range(2):
-        target.answers.note(await target.door().send(head, [*[piece] * 400, end], timeout_s=60))
+        target.answers.note(await target.dialer().send(head, [*[piece] * 400, end], timeout_s=60))
 
 
 def _texts(path: str, fields: str, text: str, size: int = 4_000_000) -> Callable[[Target], Awaitable[None]]:
@@ -119,10 +119,10 @@ async def _detokenize(target: Target) -> None:
 async def _unread_tokens(target: Target) -> None:
     """Long texts, and nobody waits for what becomes of them."""
     body = json.dumps({"prompt": "wörd " * 600_000, "return_token_strs": True}).encode()
-    head = target.door().head("POST", "/tokenize", {"Content-Length": str(len(body))})
+    head = target.dialer().head("POST", "/tokenize", {"Content-Length": str(len(body))})
 
     async def leave() -> None:
-        async with target.door().socket() as sock:
+        async with target.dialer().socket() as sock:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(sock, head + body)
 

@@ -38,7 +38,7 @@ async def _one(store: Any, key: str) -> str:
 
 async def _still_served(target: Target) -> None:
     """After what was done: a whole request goes through."""
-    answer = await target.door("bob").post("/v1/completions", {"prompt": [9] * 20, "max_tokens": 3}, timeout_s=20)
+    answer = await target.dialer("bob").post("/v1/completions", {"prompt": [9] * 20, "max_tokens": 3}, timeout_s=20)
     target.check(answer.kind == "200", f"afterwards a request gets {answer.kind}")
 
 
@@ -113,7 +113,7 @@ async def requests(target: Target) -> None:
 
 
 async def loads(target: Target) -> None:
-    """What members tell of their load."""
+    """What members report of their load."""
     async with target.store() as store:
         for members in (KEYS.gateways, KEYS.workers):
             member = await _one(store, members)
@@ -133,7 +133,7 @@ async def agreed(target: Target) -> None:
                 await store.set(key, value)
             if ranges in wrong:
                 await store.sadd(wires, "9-9")
-            await asyncio.sleep(4)  # all have told of themselves by now
+            await asyncio.sleep(4)  # all have reported their loads by now
             await store.delete(*wrong, ranges)
             for key, dumped in kept.items():
                 if dumped is not None:

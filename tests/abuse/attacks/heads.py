@@ -20,7 +20,7 @@ MUCH = 52_000_000
 CLOSED_S = 20.0
 HEAD_S = 30.0
 """By then a connection without a whole head is closed."""
-_HUNG_UP = ("reset", "cut off", "untyped 400", "untyped 408", "untyped 413", "untyped 414", "untyped 431")
+_RESET = ("reset", "cut off", "untyped 400", "untyped 408", "untyped 413", "untyped 414", "untyped 431")
 _REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 _OPENED_AT_ONCE = 64
 _KEPT_OPEN_S = 20.0
@@ -31,8 +31,8 @@ def _pieces(piece: bytes, size: int) -> Iterator[bytes]:
 
 
 async def send_raw(target: Target, pieces: Iterable[bytes], *, wait_s: float = CLOSED_S, ends: bool = False) -> None:
-    """On one connection: everything, also after an answer. If it ``ends``, the server has to answer or hang up."""
-    async with target.door(None).socket() as sock:
+    """On one connection: everything, also after an answer. If it ``ends``, the server has to answer or close."""
+    async with target.dialer(None).socket() as sock:
         sending = asyncio.create_task(push(sock, pieces))
         try:
             async with asyncio.timeout(wait_s):
@@ -62,7 +62,7 @@ def raw(name: str, pieces: Callable[[bytes], Iterable[bytes]], *, keyed: bool = 
         head = _REQUEST + (b"Authorization: Bearer " + key + b"\r\n" if keyed else b"")
         await send_raw(target, pieces(head), ends=True, wait_s=CLOSED_S if not keyed else 6)
 
-    return Attack(name=name, finding="C2", run=run, bounds=Bounds(peak=300, kept=100, also=_HUNG_UP))
+    return Attack(name=name, finding="C2", run=run, bounds=Bounds(peak=300, kept=100, also=_RESET))
 
 
 _CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -90,10 +90,10 @@ RAW = [
 async def pipelined(target: Target) -> None:
     """Requests in one go, and nobody reads the answers. With a key they are dear, without any number is cheap."""
     small = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    dear = target.door().head("POST", "/v1/completions", {"Content-Length": "13"}) + b'{"prompt":[]}'
+    dear = target.dialer().head("POST", "/v1/completions", {"Content-Length": "13"}) + b'{"prompt":[]}'
 
     async def press(piece: bytes) -> None:
-        async with target.door().socket() as sock:
+        async with target.dialer().socket() as sock:
             sending = asyncio.create_task(push(sock, _pieces(piece * 100, MUCH)))
             await asyncio.wait([sending], timeout=8)
             sending.cancel()
@@ -180,7 +180,7 @@ async def dripping(target: Target) -> None:
     """1,000 heads and 500 bodies, a byte a second."""
     async with Connections(target) as connections:
         await connections.add(1000, [_REQUEST + b"x-slow: "])
-        await connections.add(500, [target.door().head("POST", "/v1/completions", {"Content-Length": "90000"})])
+        await connections.add(500, [target.dialer().head("POST", "/v1/completions", {"Content-Length": "90000"})])
         end = time.monotonic() + _KEPT_OPEN_S
         while time.monotonic() < end:
             await connections.say(b" ")
@@ -200,8 +200,8 @@ async def full_heads(target: Target) -> None:
 async def sent_ahead(target: Target) -> None:
     """400 connections whose first request waits, with four more and their bodies behind it in one go."""
     first = json.dumps({"prompt": [HOLD, 7], "stream": True, "max_tokens": 5}).encode()
-    waits = target.door().head("POST", "/v1/completions", {"Content-Length": str(len(first))}) + first
-    ahead = target.door().head("POST", "/v1/completions", {"Content-Length": "61000"}) + b" " * 61_000
+    waits = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(first))}) + first
+    ahead = target.dialer().head("POST", "/v1/completions", {"Content-Length": "61000"}) + b" " * 61_000
     async with Connections(target) as connections:
         for _ in range(4):
             await connections.add(100, [waits])
@@ -216,7 +216,7 @@ async def sent_ahead(target: Target) -> None:
 
 async def held_bodies(target: Target) -> None:
     """300 bodies of 4 MB but for the last byte: each within the limit, together more than the gateway has."""
-    head = target.door().head("POST", "/v1/completions", {"Content-Length": "4190000"})
+    head = target.dialer().head("POST", "/v1/completions", {"Content-Length": "4190000"})
     async with Connections(target) as connections:
         await connections.add(300, [head, b" " * 4_189_999])
         target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
@@ -226,7 +226,7 @@ async def held_bodies(target: Target) -> None:
 
 async def nobodys_bodies(target: Target) -> None:
     """200 bodies of 4 MB without a key."""
-    head = target.door(None).head("POST", "/v1/completions", {"Content-Length": "4190000"})
+    head = target.dialer(None).head("POST", "/v1/completions", {"Content-Length": "4190000"})
     async with Connections(target) as connections:
         await connections.add(200, [head, b" " * 4_189_999])
         target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
@@ -258,19 +258,19 @@ async def pages(target: Target) -> None:
     async def one(number: int) -> None:
         async with places:
             headers = {"Authorization": f"Bearer wrong-{number}", "X-Request-Id": "x" * 4000}
-            target.answers.note(await target.door(None).get(paths[number % len(paths)], headers))
+            target.answers.note(await target.dialer(None).get(paths[number % len(paths)], headers))
 
     await asyncio.gather(*(one(number) for number in range(3000)))
 
 
-_MANY = Bounds(peak=400, kept=150, also=_HUNG_UP, within=90)
+_MANY = Bounds(peak=400, kept=150, also=_RESET, within=90)
 ATTACKS = [
     *RAW,
     Attack(name="requests: pipelined and not read", finding="C2", run=pipelined, bounds=_MANY),
     Attack(name="connections: 3,000 half-open", finding="M1", run=half_open, bounds=_MANY),
     Attack(name="connections: 1,500 a byte a second", finding="own", run=dripping, bounds=_MANY),
     Attack(name="connections: 2,000 full heads", finding="own", run=full_heads, bounds=_MANY),
-    Attack(name="bodies: 300 held back", finding="own", run=held_bodies, bounds=Bounds(peak=600, also=_HUNG_UP)),
+    Attack(name="bodies: 300 held back", finding="own", run=held_bodies, bounds=Bounds(peak=600, also=_RESET)),
     Attack(name="bodies: 200 without a key", finding="own", run=nobodys_bodies, bounds=_MANY),
     Attack(
         name="connections: more than descriptors",

@@ -1,4 +1,4 @@
-"""M5, L6: a request that kills whichever worker computes it, beside others that have no token yet."""
+"""M5, L6: a request that kills whichever worker computes it, next to others that have no token yet."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _queue(target: Target, *args: str) -> str:
 
 ATTACKS = [
     Attack(
-        name="poison: three innocents beside it",
+        name="poison: three innocents next to it",
         finding="M5",
         run=poisoned,
         bounds=Bounds(within=90),

@@ -47,7 +47,7 @@ async def keys_past_the_rate(target: Target) -> None:
 def _held(target: Target, prompt: list[int]) -> bytes:
     """A request for a stream that gets no token."""
     body = json.dumps({"prompt": [HOLD, *prompt], "stream": True, "max_tokens": 50}).encode()
-    return target.door().head("POST", "/v1/completions", {"Content-Length": str(len(body))}) + body
+    return target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(body))}) + body
 
 
 async def cancelled(target: Target) -> None:

@@ -41,10 +41,10 @@ async def unread(
 ) -> list[socket.socket]:
     """So many requests whose clients stopped reading before an answer began."""
     data = json.dumps(body).encode()
-    head = target.door().head("POST", path, {"Content-Length": str(len(data)), "Content-Type": "application/json"})
+    head = target.dialer().head("POST", path, {"Content-Length": str(len(data)), "Content-Type": "application/json"})
     loop, opened = asyncio.get_running_loop(), list[socket.socket]()
     for _ in range(count):
-        opened.append(await stack.enter_async_context(target.door().socket(_RECEIVED)))
+        opened.append(await stack.enter_async_context(target.dialer().socket(_RECEIVED)))
         await loop.sock_sendall(opened[-1], head + data)
     return opened
 
@@ -122,7 +122,7 @@ async def crowded(target: Target) -> None:
     body = {"prompt": [[BURST, 9, i] for i in range(8)], "n": 128, "max_tokens": 64, "ignore_eos": True, "seed": 1}
     headers = {"Idempotency-Key": f"crowded-{id(target)}"}
     data = json.dumps(body | {"stream": True}).encode()
-    head = target.door().head("POST", "/v1/completions", {"Content-Length": str(len(data))} | headers)
+    head = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(data))} | headers)
     async with Connections(target) as connections:
         for _ in range(15):
             await connections.add(100, [head + data])

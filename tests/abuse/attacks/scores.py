@@ -123,8 +123,8 @@ async def biases(target: Target) -> None:
     body = {"prompt": [HOLD, 5], "n": 128, "logit_bias": bias, "max_tokens": 4, "stop_token_ids": list(range(128))}
 
     async def leave(number: int) -> None:
-        door = target.door()
-        target.answers.note(await door.post("/v1/completions", body | {"seed": number}, timeout_s=6))
+        dialer = target.dialer()
+        target.answers.note(await dialer.post("/v1/completions", body | {"seed": number}, timeout_s=6))
 
     await asyncio.gather(*(leave(number) for number in range(16)))
 

@@ -27,10 +27,10 @@ def _stop(role: str, seconds: float) -> Callable[[Target], Any]:
     return run
 
 
-async def beside_a_flood(target: Target) -> None:
+async def during_a_flood(target: Target) -> None:
     """While nobody reads the results, one tenant's come as fast as a worker can: Redis keeps them within a bound."""
     body = {"prompt": [BURST, 9], "n": 16, "logprobs": 20, "max_tokens": 8000, "ignore_eos": True, "stream": True}
-    flood = [asyncio.create_task(target.door().post("/v1/completions", body | {"seed": i})) for i in range(8)]
+    flood = [asyncio.create_task(target.dialer().post("/v1/completions", body | {"seed": i})) for i in range(8)]
     await asyncio.sleep(2)
     await _stop("gateway", 12)(target)
     for task in flood:
@@ -51,9 +51,9 @@ ATTACKS = [
 ]
 ATTACKS.append(
     Attack(
-        name="gateway stopped beside a flood",
+        name="gateway stopped during a flood",
         finding="own",
-        run=beside_a_flood,
+        run=during_a_flood,
         bounds=Bounds(gap=20, health=16, within=60, refusals=20, redis_peak=300, redis_kept=200, peak=700),
         alone=True,
     )

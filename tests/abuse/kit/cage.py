@@ -40,7 +40,7 @@ class Cage:
         return self._number({1: "memory.usage_in_bytes", 2: "memory.current"})
 
     def sockets(self) -> int | None:
-        """Of these, bytes in socket buffers; v1 counts them apart."""
+        """Of these, bytes in socket buffers; v1 counts them separately."""
         return self._number({1: "memory.kmem.tcp.usage_in_bytes"})
 
     def peak(self) -> int | None:

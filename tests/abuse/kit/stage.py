@@ -252,7 +252,7 @@ def on_stage(shape: Shape, folder: Path | None = None) -> Iterator[Stage]:
 
 
 def well(stage: Stage) -> bool:
-    """Whether another attack may have it: what the last one did must not be laid at the next one's door."""
+    """Whether another attack may have it: the next one must not be held responsible for the last one."""
     if len(stage.alive()) < len(stage.procs) or not stage.ready() or stage.rss_mib("gateway") > _WORN_MIB:
         return False
     end = time.monotonic() + _WELL_S

@@ -114,7 +114,7 @@ class Watch:
         self.used.append((time.monotonic(), int(used.split(b":")[1]) / MIB))
 
     async def mark(self) -> float:
-        """From here on the high-water mark of the gateway's memory is counted anew."""
+        """From here on the high-water mark of the gateway's memory is counted again."""
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.gateway}/clear_refs").write_text("5")
         return time.monotonic()

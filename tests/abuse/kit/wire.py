@@ -49,7 +49,7 @@ class Answers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Door:
+class Dialer:
     """Where to knock, and with which key."""
 
     port: int
@@ -106,7 +106,7 @@ class Door:
 
 
 async def push(sock: socket.socket, pieces: Iterable[bytes]) -> None:
-    """Sends ``pieces`` as fast as they are taken; a peer that hangs up is left to who reads."""
+    """Sends ``pieces`` as fast as they are taken; a reset by the peer is left to the reader."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError), sock.dup() as out:  # asyncio's loop confuses who sends and who reads on one
         for piece in pieces:

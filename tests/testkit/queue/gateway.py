@@ -26,7 +26,7 @@ def text(request: GenerateRequest) -> list[int]:
 
 
 class SimGateway:
-    """Follows its stream as the contract tells a gateway to."""
+    """Follows its stream as the contract asks of a gateway."""
 
     def __init__(self, queue: GatewayQueue, ends: dict[str, list[str]]) -> None:
         self.queue = queue

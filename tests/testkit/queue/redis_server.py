@@ -31,7 +31,7 @@ def version_of(binary: str) -> tuple[int, int]:
 
 
 def write_users(folder: Path, binary: str) -> Path:
-    """An ACL file with everybody's users, each with its name as password, beside the default one without any."""
+    """An ACL file with a user for each role, its name as password, next to the default user without one."""
     lines, version = ["user default on nopass ~* &* +@all"], version_of(binary)
     for role in RULES:
         rule = permissions(role, Keys(NAMESPACE), version)

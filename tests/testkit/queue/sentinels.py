@@ -54,7 +54,7 @@ class Watched:
                 time.sleep(0.1)
 
     def kill_primary(self) -> None:
-        """Kill -9, once the replica has all that anybody was told is written.
+        """Kill -9, once the replica has all writes that were acknowledged.
 
         A pause of writes holds the Sentinel's PUBLISH back, and what it asks behind that on the same connection: it
         would call the primary down meanwhile, and make one of the replica however much that has.
@@ -90,7 +90,7 @@ class Watched:
 
 
 def _behind(found: dict[str, Any]) -> bool:
-    """Whether the replica has not told yet that it has everything."""
+    """Whether the replica has not reported yet that it has everything."""
     return "slave0" not in found or bool(found["slave0"]["offset"] < found["master_repl_offset"])
 
 

@@ -14,7 +14,7 @@ from services.queue.gateway_side import FIRST_ID
 from testkit.queue.gateway import SimGateway, text
 from testkit.queue.indexes import check
 
-STARVED = ExpertUnavailable("No replica.").info()
+NO_REPLICA = ExpertUnavailable("No replica.").info()
 
 
 @dataclass
@@ -128,7 +128,7 @@ class World:
         for worker in self.workers.values():
             given = self.draw.sample(sorted(worker.held), min(2, len(worker.held)))
             attempts = {request_id: worker.held.pop(request_id).attempt for request_id in given}
-            await self.bench.worker.give_up(worker.id, attempts, STARVED)
+            await self.bench.worker.give_up(worker.id, attempts, NO_REPLICA)
 
     async def pump(self) -> None:
         for gateway in self.gateways.values():
@@ -146,11 +146,11 @@ class World:
             await self.bench.redis.zadd(self.bench.keys.workers, {worker_id: 1}, xx=True)
 
     async def leave_worker(self) -> None:
-        """With some of what it ran to blame, as a rank whose group broke has."""
+        """With suspects among what it ran, as a rank whose group broke has."""
         if self.workers:
             worker = self.workers.pop(self.draw.choice(list(self.workers)))
-            blamed = self.draw.sample(sorted(worker.held), min(1, len(worker.held)))
-            attempts = {request_id: worker.held[request_id].attempt for request_id in blamed}
+            suspects = self.draw.sample(sorted(worker.held), min(1, len(worker.held)))
+            attempts = {request_id: worker.held[request_id].attempt for request_id in suspects}
             await self.bench.worker.deregister(worker.id, attempts)
 
     async def kill_gateway(self) -> None:
@@ -222,7 +222,7 @@ class World:
             await self.new_leader()
 
 
-async def settle(world: World) -> None:
+async def finish(world: World) -> None:
     """Lets everything run to its end."""
     await world.add_worker()
     for _ in range(400):

@@ -16,7 +16,7 @@ from abuse.attack import Bounds, judge
 from abuse.kit.cage import MIB, cage
 from abuse.kit.honest import Crowd, Fault, _Choice, _Chunk, _Stream
 from abuse.kit.tokens import Answers
-from abuse.kit.wire import Door
+from abuse.kit.wire import Dialer
 from testkit.pocket.answers import POCKET
 
 CALM: dict[str, Any] = {
@@ -118,7 +118,7 @@ def _http(status: int, body: bytes, missing: int = 0) -> bytes:
 def test_an_answer_is_named_for_what_it_is(answering: tuple[int, list[bytes]], said: bytes, kind: str) -> None:
     port, answers_to_give = answering
     answers_to_give.append(said)
-    assert asyncio.run(Door(port=port).get("/", timeout_s=10)).kind == kind
+    assert asyncio.run(Dialer(port=port).get("/", timeout_s=10)).kind == kind
 
 
 def test_what_children_import_is_where_this_repository_is() -> None:

@@ -23,8 +23,8 @@ from services.gateway.auth import Authenticator, KeyStore
 from services.gateway.budget import Holdings
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.connections import Bounds, Connections
-from services.gateway.door import Door, Rooms
 from services.gateway.exposition import Siblings
+from services.gateway.guard import Guard, Rooms
 from services.gateway.health import Readiness
 from services.gateway.intake import Intake
 from services.gateway.offload import Offload
@@ -180,9 +180,9 @@ class ScriptedQueue:
             raise self.over_rate
         self.charged.append(tenant)
 
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, apart: bool = True) -> bool:
+    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, by_name: bool = True) -> bool:
         self._check()
-        self.kept_whole += [] if apart else [request.id]
+        self.kept_whole += [] if by_name else [request.id]
         self.resubmitted.append(_joined(request, prompts))
         return True
 
@@ -370,7 +370,7 @@ async def _running(
     store: KeyStore | None = None,
     queue: ScriptedQueue | None = None,
     max_body_bytes: int = 1 << 20,
-    metrics_apart: bool = False,
+    separate_metrics: bool = False,
     max_queued_requests: int = 1024,
     max_queued_tokens: int = 4_000_000,
     answer_bytes: int = 64 << 20,
@@ -426,11 +426,11 @@ async def _running(
         intake=intake,
         follower=follower,
         authenticator=authenticator,
-        door=Door(
+        guard=Guard(
             authenticator=authenticator, queue=queue, rooms=rooms, offload=offload, max_body_bytes=max_body_bytes
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
-        readiness=Readiness(follower, leader, store),  # type: ignore[arg-type]
+        readiness=Readiness(follower, leader.present, store),
         siblings=siblings,
         registry=registry,
         metrics=metrics,
@@ -438,7 +438,7 @@ async def _running(
         version="1.2.3",
         protected=store is not None,
         same_machine=same_machine,
-        metrics_apart=metrics_apart,
+        separate_metrics=separate_metrics,
     )
     app = build_app(parts)
     listener = listen("127.0.0.1", 0)

@@ -49,7 +49,7 @@ async def test_a_lost_attempt_is_resubmitted_with_what_was_delivered(gateway, sc
     assert again.attempt == 2
     assert again.token_ids == request.token_ids + ids[:4]
     assert again.prompt_len == request.prompt_len
-    # Late tokens of the old attempt are not heard, nor is the loss told twice.
+    # Late tokens of the old attempt are ignored, and the loss is counted once.
     gateway.queue.emit(*script.events(request, [7, 7], start=4, finish=None), script.lost(request, 2))
     gateway.queue.emit(*script.events(again, ids[4:], start=4))
     assert await text_of(task) == "the quick brown fox — 你好"
@@ -146,11 +146,11 @@ async def test_a_gap_of_a_request_that_is_gone_ends_it(gateway, script):
     assert (await task).status_code == 503
 
 
-async def test_events_of_strangers_are_cancelled_once_they_are_not_ends(gateway, script):
+async def test_unknown_requests_are_cancelled_once_they_are_not_ends(gateway, script):
     task, request = await ask(gateway)
-    stranger, ended = (_renamed(request, name) for name in ("stranger", "ended"))
-    gateway.queue.emit(*script.events(stranger, [5], finish=None), *script.events(ended, [5]))
-    assert "stranger" in await gateway.queue.wait_for("cancelled")
+    unknown, ended = (_renamed(request, name) for name in ("unknown", "ended"))
+    gateway.queue.emit(*script.events(unknown, [5], finish=None), *script.events(ended, [5]))
+    assert "unknown" in await gateway.queue.wait_for("cancelled")
     assert "ended" not in gateway.queue.cancelled
     gateway.queue.emit(*script.events(request, gateway.ids("ok")))
     assert await text_of(task) == "ok"
@@ -237,7 +237,7 @@ async def test_done_twice_without_an_end_is_resynced(start, script):
 
 
 async def test_a_request_that_moved_to_another_gateway_ends_here(start, script):
-    """The survey may see it before the stream tells."""
+    """The survey may see it before the stream does."""
     gateway = await start(lease_s=0.4)
     task, request = await ask(gateway)
     gateway.queue.survey_answer = {request.id: ("moved", 2)}
@@ -264,7 +264,7 @@ async def test_a_request_that_redis_gave_back_to_its_former_gateway_is_taken_aga
 
 
 async def test_a_request_that_moved_while_this_gateway_was_taken_for_dead_stays_where_its_client_is(start, script):
-    """Then nobody told it that a client had come back elsewhere."""
+    """Then it never learned that a client had come back elsewhere."""
     gateway = await start(lease_s=0.04, own_lease_s=0.0)  # which has lapsed at each heartbeat
     task, request = await ask(gateway)
     gateway.queue.emit(*script.events(request, gateway.ids("over"), finish=None))
@@ -295,7 +295,7 @@ async def test_a_cancel_that_nobody_here_asked_for_is_a_lost_attempt(gateway, sc
     assert await text_of(task) == "over the lazy dog"
 
 
-async def test_events_that_cannot_be_read_begin_the_attempt_anew(gateway, script):
+async def test_events_that_cannot_be_read_repeat_the_attempt(gateway, script):
     task, request = await ask(gateway)
     ids = gateway.ids("over the dog")
     gateway.queue.emit(*script.events(request, ids[:2], finish=None), Unreadable(request.id, "of another kind"))

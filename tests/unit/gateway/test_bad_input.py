@@ -170,7 +170,7 @@ async def test_a_large_body_is_refused_whole_or_in_pieces(start, script):
     assert (await gateway.http.post(URL, json=GOOD)).status_code == 200
 
 
-async def test_a_long_prompt_is_tokenized_beside_the_loop(start, script, monkeypatch):
+async def test_a_long_prompt_is_tokenized_in_a_thread(start, script, monkeypatch):
     gateway = await start(max_len=1_000_000)
     gateway.queue.answer = lambda request: script.events(request, [5])
     served = threading.Event()
@@ -234,7 +234,7 @@ async def test_more_sequences_than_can_ever_wait_are_a_fault_of_the_request(star
     assert gateway.queue.admitted == []
 
 
-async def test_a_long_text_is_counted_beside_the_loop(gateway, monkeypatch):
+async def test_a_long_text_is_counted_in_a_thread(gateway, monkeypatch):
     """Naming its tokens takes seconds for a text of megabytes; open streams go on meanwhile."""
     served = threading.Event()
     token_text = gateway.codec.token_text

@@ -52,7 +52,7 @@ def test_it_counts_as_the_queue_does(demand: Demand, max_tokens: int) -> None:
 @given(demands, st.integers(1, 2000), st.integers(1, 400_000), st.integers(0, 200_000))
 def test_a_default_is_the_longest_that_fits(demand: Demand, room: int, tokens: int, scores: int) -> None:
     budget = Budget(tokens=tokens, scores=scores)
-    most = budget.most_tokens(demand, room)
+    most = budget.largest_max_tokens(demand, room)
     assert 1 <= most <= room
     assert most == room or not budget.fits(demand, most + 1)
     assert most == 1 or budget.fits(demand, most)

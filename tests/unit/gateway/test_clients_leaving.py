@@ -42,7 +42,7 @@ async def until_read_by(gateway: Any, clients: int) -> None:
     await until(lambda: len(job._readers) == clients)
 
 
-async def hang_up(writer: asyncio.StreamWriter) -> float:
+async def reset(writer: asyncio.StreamWriter) -> float:
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     writer.transport.abort()
     return time.monotonic()
@@ -57,7 +57,7 @@ async def test_a_disconnect_cancels_at_once(gateway, script, stream, running):
         for request in requests:
             gateway.queue.emit(*script.events(request, [5, 6], finish=None))
         await until_delivered(gateway, 2)
-    gone = await hang_up(writer)
+    gone = await reset(writer)
     await gateway.queue.wait_for("cancelled", 2)
     assert time.monotonic() - gone < 1.0, "nothing that is done now and then found it"
     delivered = 2 if running else 0
@@ -71,7 +71,7 @@ async def test_an_answered_request_is_not_cancelled(gateway, script):
     gateway.queue.answer = lambda request: script.events(request, gateway.ids("done"))
     reader, writer = await raw_request(gateway, b'{"prompt":"hello","stream":true}')
     await reader.readuntil(b"[DONE]")
-    await hang_up(writer)
+    await reset(writer)
     await asyncio.sleep(0.05)
     assert gateway.queue.cancelled == {}
 
@@ -167,7 +167,7 @@ async def test_a_cancelled_job_runs_again_for_the_same_key(gateway, script):
     assert [taken.id for taken in gateway.queue.taken_up] == [request.id]
 
 
-async def test_the_queue_learns_which_of_a_jobs_sequences_were_charged_at_the_door(gateway, script):
+async def test_the_queue_learns_which_of_a_jobs_sequences_were_charged_on_arrival(gateway, script):
     body = {**BODY, "n": 3}
     first = asyncio.create_task(post(gateway, "k", body))
     await gateway.queue.wait_for("admitted")
@@ -196,16 +196,16 @@ async def test_unusable_keys_are_refused(gateway, key):
     assert answer.status_code == 400
 
 
-async def test_keys_of_two_tenants_are_apart(gateway):
-    from services.gateway.idempotency import KeyedJobs, Ticket
+async def test_keys_of_two_tenants_are_separate(gateway):
+    from services.gateway.idempotency import KeyedJobs, Origin
 
-    keyed, tickets = KeyedJobs(gateway.table.holdings, keep_s=60), []
+    keyed, origins = KeyedJobs(gateway.table.holdings, keep_s=60), []
 
-    async def start(ticket: Ticket) -> Any:
-        tickets.append(ticket)
+    async def start(origin: Origin) -> Any:
+        origins.append(origin)
         raise ValueError("enough")
 
     for tenant in ("a", "b"):
         with pytest.raises(ValueError, match="enough"):
             await keyed.run(tenant, "k", "body", start)
-    assert tickets[0].base_id != tickets[1].base_id
+    assert origins[0].base_id != origins[1].base_id

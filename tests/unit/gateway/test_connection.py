@@ -20,15 +20,15 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SHORT = Bounds(
     head_s=0.4,
     body_s=0.4,
-    least_rate=1 << 20,
+    min_rate=1 << 20,
     stall_s=0.6,
     keep_alive_s=0.5,
-    linger_s=0.5,
+    closing_s=0.5,
     look_s=0.05,
     body_bytes=4096,
 )
 """As in production, but sooner."""
-PATIENT = Bounds(look_s=0.05, linger_s=600)
+SLOW_CLOSE = Bounds(look_s=0.05, closing_s=600)
 
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
@@ -159,7 +159,7 @@ def _times(piece: bytes) -> bytes:
     ],
 )
 async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, connect, sent, status, reason):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     sending = asyncio.create_task(peer.send(sent))
     answer = await peer.answer()
@@ -175,7 +175,7 @@ async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, conn
 
 
 async def test_what_follows_a_body_is_no_part_of_the_head(start, connect):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     size = f"{len(GOOD):x}".encode()
     await peer.send(head("Transfer-Encoding: chunked"), size + b"\r\n" + GOOD + b"\r\n0\r\nx-trailer: 1\r\n\r\n")
@@ -186,7 +186,7 @@ async def test_what_follows_a_body_is_no_part_of_the_head(start, connect):
 
 
 async def test_heads_up_to_the_bounds_are_served(start, connect):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     for fields in ([f"x-{i}: y" for i in range(120)], [f"x: {'v' * 60_000}"]):
         for pieces in (1, 7):
             peer = await connect(gateway)
@@ -215,7 +215,7 @@ async def test_all_large_heads_together_are_bounded(start, connect):
 
 
 async def test_a_connection_that_rests_keeps_nothing_of_what_was_sent(start, connect):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     await peer.send(head(f"x: {'v' * 50_000}", path="/health", method="GET"))
     await peer.answer()
@@ -289,7 +289,7 @@ async def test_a_body_that_does_not_come_ends_its_connection(start, connect, fie
 
 async def test_a_large_body_has_longer_by_its_size(start, connect, script):
     """0.1 s and 2 s of its bytes at the least rate."""
-    gateway = await start(bounds=Bounds(body_s=0.1, least_rate=100_000, look_s=0.05), max_len=300_000)
+    gateway = await start(bounds=Bounds(body_s=0.1, min_rate=100_000, look_s=0.05), max_len=300_000)
     gateway.queue.answer = lambda request: script.events(request, [5])
     peer = await connect(gateway)
     body = json.dumps({"prompt": "a" * 200_000, "max_tokens": 1}).encode()
@@ -300,14 +300,14 @@ async def test_a_large_body_has_longer_by_its_size(start, connect, script):
 
 
 async def test_what_was_answered_before_its_body_came_is_thrown_away_within_bounds(start, connect):
-    gateway = await start(bounds=Bounds(body_s=0.4, least_rate=1 << 20, rest_bytes=1 << 20, look_s=0.05))
+    gateway = await start(bounds=Bounds(body_s=0.4, min_rate=1 << 20, rest_bytes=1 << 20, look_s=0.05))
     for path in ("/nothing", URL):
-        patient, endless, silent = [await connect(gateway) for _ in range(3)]
+        finished, endless, silent = [await connect(gateway) for _ in range(3)]
         size = 500_000 if path == "/nothing" else 2 << 20
-        await patient.send(head(f"Content-Length: {min(size, 900_000)}", path="/nothing"), b"x" * min(size, 900_000))
-        assert (await patient.answer()).startswith(b"HTTP/1.1 404 ")
-        await patient.send(HEALTH)
-        assert (await patient.answer()).startswith(b"HTTP/1.1 200 "), "the connection is kept"
+        await finished.send(head(f"Content-Length: {min(size, 900_000)}", path="/nothing"), b"x" * min(size, 900_000))
+        assert (await finished.answer()).startswith(b"HTTP/1.1 404 ")
+        await finished.send(HEALTH)
+        assert (await finished.answer()).startswith(b"HTTP/1.1 200 "), "the connection is kept"
         before = refused(gateway, "rest_bytes"), refused(gateway, "rest_late")
         await endless.send(head("Content-Length: 100000000", path=path), *[b"x" * 65536] * 64)
         await endless.all()
@@ -318,7 +318,7 @@ async def test_what_was_answered_before_its_body_came_is_thrown_away_within_boun
 
 
 async def test_a_refusal_reaches_a_client_that_sends_first_and_reads_then_even_if_it_wants_no_other(start, connect):
-    gateway = await start(bounds=PATIENT, max_body_bytes=4096)
+    gateway = await start(bounds=SLOW_CLOSE, max_body_bytes=4096)
     peer = await connect(gateway)
     await peer.send(head("Connection: close", "Content-Length: 3000000"), *[b"x" * 100_000] * 29)
     answer = await peer.answer()
@@ -331,7 +331,7 @@ async def test_a_refusal_reaches_a_client_that_sends_first_and_reads_then_even_i
 
 
 async def test_requests_sent_ahead_are_answered_in_order_and_few_may_be(start, connect):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     few = await connect(gateway)
     await few.send(HEALTH * 3)
     for _ in range(3):
@@ -344,7 +344,7 @@ async def test_requests_sent_ahead_are_answered_in_order_and_few_may_be(start, c
 
 
 async def test_what_is_sent_ahead_of_an_answer_is_bounded_and_costs_the_answer_nothing(start, connect, script):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
     [request] = await gateway.queue.wait_for("admitted")
@@ -359,7 +359,7 @@ async def test_what_is_sent_ahead_of_an_answer_is_bounded_and_costs_the_answer_n
 
 async def test_bodies_sent_ahead_back_to_back_are_counted(start, connect):
     """Each piece that is read may hold the end of one and the head of the next."""
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
     await gateway.queue.wait_for("admitted")
@@ -377,7 +377,7 @@ def ahead_of(gateway: Any) -> list[int]:
 
 
 async def test_all_heads_of_a_connection_count_until_it_rests(start, connect, script):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     large = "X: " + "v" * 50_000
     await peer.send(head(large, f"Content-Length: {len(GOOD)}"), GOOD)
@@ -391,7 +391,7 @@ async def test_all_heads_of_a_connection_count_until_it_rests(start, connect, sc
 
 
 async def test_a_client_that_leaves_after_a_request_sent_ahead_ends_the_one_before(start, connect):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
     await gateway.queue.wait_for("admitted")
@@ -415,7 +415,7 @@ async def test_a_beginning_of_another_request_does_not_end_a_stream(start, conne
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 async def test_another_protocol_is_not_spoken_and_the_request_answered(start, connect, protocol):
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     fields = ("Connection: Upgrade", f"Upgrade: {protocol}", "Sec-WebSocket-Key: x")
     await peer.send(head(*fields, path="/health", method="GET"), *[b"\x81\x05hello" * 10_000] * 10)
@@ -472,7 +472,7 @@ async def test_a_reader_of_an_answer_that_is_written_already_is_given_up(start, 
 
 async def test_a_reader_that_two_give_up_is_counted_once(start, connect):
     """The house, which looks at all connections, and the answer, which waits for its own."""
-    gateway = await start(bounds=PATIENT)
+    gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
     await until(lambda: list(gateway.server._open()))
     [connection] = gateway.server._open()
@@ -484,7 +484,7 @@ async def test_a_reader_that_two_give_up_is_counted_once(start, connect):
 
 async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, connect):
     """A megabyte that takes seconds, where a byte that takes 0.1 s is too slow."""
-    bounds = Bounds(stall_s=0.1, least_rate=50_000, look_s=0.05)
+    bounds = Bounds(stall_s=0.1, min_rate=50_000, look_s=0.05)
     gateway = await start(bounds=bounds, max_body_bytes=4 << 20, max_len=1_000_000)
     peer = await connect(gateway, limit=1 << 16)
     body = json.dumps({"prompt": "ab " * 60_000, "return_token_strs": True}).encode()

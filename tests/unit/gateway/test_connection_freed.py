@@ -18,7 +18,7 @@ from services.errors import ErrorInfo
 from services.gateway.connections import Bounds
 from services.messages import TokenEvent
 
-BOUNDS = Bounds(look_s=0.05, stall_s=0.3, least_rate=1 << 20, linger_s=0.3, write_buffer=1024)
+BOUNDS = Bounds(look_s=0.05, stall_s=0.3, min_rate=1 << 20, closing_s=0.3, write_buffer=1024)
 COUNT = 3
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 ENDLESS, FAILS = 99, 98

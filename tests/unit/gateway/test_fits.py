@@ -22,7 +22,7 @@ SIZE = 600
 
 
 def _pieces_of(words: dict[str, int]) -> Tokenizer:
-    """Sentence pieces: no words are told apart before merging, and spaces are characters like others."""
+    """Sentence pieces: words are not separated before merging, and spaces are characters like others."""
     merges = [("a", "b"), ("ab", "ab"), ("▁", "ab"), ("b", "a"), ("▁", "▁"), ("▁▁", "▁▁"), ("abab", "abab")]
     vocabulary = {char: index for index, char in enumerate("ab▁c\n1")} | words
     for first, second in merges:

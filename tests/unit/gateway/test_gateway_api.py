@@ -103,7 +103,7 @@ async def test_batches_and_n_are_one_sequence_each_in_order(gateway, script):
     assert answer.usage.prompt_tokens == len(gateway.ids("one")) + len(gateway.ids("two"))
 
 
-async def test_missing_seeds_are_drawn_anew(gateway, script):
+async def test_missing_seeds_are_drawn_each_time(gateway, script):
     says(gateway, script, "x")
     for _ in range(2):
         await gateway.openai.completions.create(model="tiny", prompt="hi")
@@ -371,10 +371,10 @@ async def test_ready_names_what_is_missing(gateway):
 
 
 async def test_metrics_on_a_port_of_their_own_are_on_no_other(start):
-    gateway = await start(metrics_apart=True)
+    gateway = await start(separate_metrics=True)
     assert (await gateway.http.get("/metrics")).status_code == 404
-    apart = httpx.ASGITransport(app=build_metrics_app(gateway.parts))
-    async with httpx.AsyncClient(transport=apart, base_url="http://apart") as http:
+    separate = httpx.ASGITransport(app=build_metrics_app(gateway.parts))
+    async with httpx.AsyncClient(transport=separate, base_url="http://separate") as http:
         assert "expertmesh_gateway_requests_in_flight 0.0" in (await http.get("/metrics")).text
         assert (await http.get("/v1/models")).status_code == 404
 

@@ -40,7 +40,7 @@ class Followed:
         self.usable: list[float] = []
         self.write("sk-a")
         self.keys = FileKeys(
-            self.path, self.warnings.append, tell=self.usable.append, grace_s=GRACE_S, clock=self.clock
+            self.path, self.warnings.append, report=self.usable.append, grace_s=GRACE_S, clock=self.clock
         )
 
     def write(self, *secrets: str) -> None:
@@ -170,7 +170,7 @@ async def test_a_file_without_keys_has_none(followed):
     assert await followed.keys.usable()
 
 
-async def test_a_large_file_is_read_beside_the_loop_and_once(followed, monkeypatch):
+async def test_a_large_file_is_read_in_a_thread_and_once(followed, monkeypatch):
     calls, go = [], threading.Event()
     parse = key_stores.parse_keys
 
@@ -252,7 +252,7 @@ async def _away(*_arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("record", ["{", '{"name": 3}', "\udcff"])
-async def test_a_damaged_record_is_told_to_its_holder_alone(counted, record):
+async def test_a_damaged_record_is_reported_to_its_holder_alone(counted, record):
     keys = RedisKeys(counted, "keys", Clock())
     await counted._redis.hset("keys", digest("sk-d"), record.encode(errors="surrogateescape"))
     damaged, good = await asyncio.gather(keys.find(digest("sk-d")), keys.find(digest("sk-a")), return_exceptions=True)

@@ -34,7 +34,7 @@ async def test_none_may_come_before_redis_answered_and_then_for_ever(gateway) ->
     assert (refused.status_code, "Redis" in refused.text) == (503, True)
     gateway.follower.up = True
     assert (await gateway.http.get("/accepting")).status_code == 200
-    gateway.follower.up = False  # the one to tell clients so is still this gateway
+    gateway.follower.up = False  # this gateway still answers clients with errors
     assert (await gateway.http.get("/accepting")).status_code == 200
 
 
@@ -84,7 +84,7 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
     to_idle.close()
 
 
-async def test_whoever_was_not_told_that_it_leaves_is_served_on_the_same_connection(gateway, script) -> None:
+async def test_a_client_that_does_not_know_that_it_leaves_is_served_on_the_same_connection(gateway, script) -> None:
     """A stream that began before says nothing of its connection, so that a client may send its next request there."""
     gateway.queue.answer = lambda request: script.events(request, [5, 6]) if gateway.intake.leaving else []
     reader, writer, request, head = await _streaming(gateway, script)

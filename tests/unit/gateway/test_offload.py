@@ -1,4 +1,4 @@
-"""Heavy work beside the loop: few pieces at a time, tenants in rotation, nothing left behind by clients that leave."""
+"""Heavy work in threads: few pieces at a time, tenants in rotation, nothing left behind by clients that leave."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_tenants_take_turns_and_each_keeps_its_order(make):
     assert shop.waiting() == 0
 
 
-async def test_so_many_at_a_time_and_both_kinds_beside_each_other(make):
+async def test_so_many_at_a_time_and_both_kinds_at_once(make):
     shop = make(holding=1, releasing=2)
     for name in ("a1", "a2"):
         await shop.ask("a", name)
@@ -143,7 +143,7 @@ async def test_a_running_piece_keeps_its_place_when_its_client_leaves(make):
 
 
 async def test_a_client_that_leaves_as_its_turn_comes_hands_the_place_on(make):
-    """It was told that it may run, and is gone before it does."""
+    """It has its turn, and its client leaves before it runs."""
     shop = make(holding=1)
     await shop.ask("a", "a0")
     gone = await shop.ask("a", "gone")

@@ -65,7 +65,7 @@ _MEMORY = """
 """
 
 
-def test_a_wrong_body_takes_no_memory_beside_its_own():
+def test_a_wrong_body_takes_no_memory_but_its_own():
     """In a process of its own, whose peak is nobody else's."""
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(_MEMORY)], env=os.environ | paths, check=True)
@@ -128,7 +128,7 @@ def test_a_prompt_is_what_its_first_element_is(given, prompts, indent):
         ([[1]] * 1025, "over 1024"),
     ],
 )
-def test_a_wrong_prompt_is_told_what_is_wrong_with_it(given, says):
+def test_a_wrong_prompt_is_refused_with_its_fault(given, says):
     with pytest.raises(InvalidRequest, match=says) as refused:
         COMPLETION.parse(json.dumps({"prompt": given}).encode())
     assert refused.value.param == "prompt"

@@ -70,7 +70,7 @@ async def test_choices_wait_for_the_scores_of_their_prompt(gateway, script):
     assert all(choice["logprobs"]["token_logprobs"][2] == -0.25 for choice in choices)
 
 
-async def test_scores_begin_anew_with_the_attempt(gateway, script):
+async def test_scores_begin_again_with_the_attempt(gateway, script):
     body = {"prompt": "the quick brown fox", "echo": True, "logprobs": 0, "max_tokens": 5}
     task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
     (request,) = await gateway.queue.wait_for("admitted")

@@ -18,7 +18,7 @@ class Clock:
 
 
 class Maker:
-    """Counts, and may be told to wait or to fail."""
+    """Counts, and can be made to wait or to fail."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -75,7 +75,7 @@ async def test_all_who_ask_while_it_is_made_get_the_same_and_one_that_leaves_tak
     assert await asyncio.gather(*asked[1:]) == [1] * 5
 
 
-async def test_a_failure_is_told_to_those_who_wait_and_kept_no_longer_than_a_result(clock):
+async def test_a_failure_reaches_all_who_wait_and_is_kept_no_longer_than_a_result(clock):
     maker = Maker()
     maker.failure = OSError("away")
     recent = Recent(maker.make, 4.0)

@@ -92,8 +92,8 @@ async def test_a_kept_answer_that_gave_way_is_made_again(start, script):
     large.cancel()
     gateway.queue.records.clear()
     again, request = await ask(gateway, "greedy", logprobs=5, headers={"Idempotency-Key": "k"})
-    gateway.queue.emit(*script.events(request, gateway.ids("anew")))
-    assert (await again).json()["choices"][0]["text"] == "anew"
+    gateway.queue.emit(*script.events(request, gateway.ids("again")))
+    assert (await again).json()["choices"][0]["text"] == "again"
 
 
 async def test_a_client_that_reads_a_little_now_and_then_is_given_up():
@@ -107,7 +107,7 @@ async def test_a_client_that_reads_a_little_now_and_then_is_given_up():
 
     scope: dict[str, Any] = {}
     late = partial(aborted.append, "late")
-    Line(abort=lambda: None, expire=late, now=lambda: now, stall_s=60.0, least_rate=1000.0).under(scope)
+    Line(abort=lambda: None, expire=late, now=lambda: now, stall_s=60.0, min_rate=1000.0).under(scope)
     outlet = Outlet(scope, send)
     for _ in range(2):
         await outlet.write_in_time(b"x" * 1000)
@@ -129,7 +129,7 @@ async def test_a_client_that_reads_all_along_has_all_the_time_it_needs():
     def given_up() -> None:
         pytest.fail("gave it up")
 
-    Line(abort=given_up, expire=given_up, now=lambda: now, stall_s=60.0, least_rate=1000.0).under(scope)
+    Line(abort=given_up, expire=given_up, now=lambda: now, stall_s=60.0, min_rate=1000.0).under(scope)
     outlet = Outlet(scope, send)
     for _ in range(100):
         await outlet.write_in_time(b"x" * 10_000)
@@ -145,7 +145,7 @@ async def test_time_that_this_process_stood_still_is_nobodys_fault():
     def given_up() -> None:
         pytest.fail("gave it up")
 
-    Line(abort=given_up, expire=given_up, now=lambda: 0.0, stall_s=0.01, least_rate=1e9).under(scope)
+    Line(abort=given_up, expire=given_up, now=lambda: 0.0, stall_s=0.01, min_rate=1e9).under(scope)
     outlet = Outlet(scope, send)
     asyncio.get_running_loop().call_later(0.05, read.set)  # the clock of the loop has passed stall_s by then
     await outlet.write_in_time(b"x")

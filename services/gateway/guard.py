@@ -1,8 +1,7 @@
-"""What a POST passes before anything is done for it: the key, this gateway's room, the rate, the size; then its body.
+"""Checks of a POST before any work: the key, this gateway's room, the rate, the size; then its body is read.
 
-In: a request whose head has come. Out: the caller and the typed body. Whatever can be refused by less is refused by it:
-nothing of a body is read for a stranger, or for a tenant who has had enough.
-A :class:`Room` is room for so much of something at a time, of which one tenant has a part at most.
+In: a request whose head has come. Out: the caller and the typed body. Cheap checks come first: the body of a client
+without a key, or of a tenant beyond its limits, is not read.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from fastapi import Request
 
@@ -26,22 +24,23 @@ _RETRY_S = 1.0
 
 
 class Room:
-    """``total`` of ``what``, and ``share`` of it for one tenant. ``tell`` hears how much is taken, as it changes."""
+    """Room for up to ``total`` of ``what`` at a time, and up to ``share`` for one tenant. ``report`` is called with the
+    amount that is taken, whenever it changes."""
 
-    def __init__(self, what: str, total: int, share: int, tell: Callable[[float], None]) -> None:
+    def __init__(self, what: str, total: int, share: int, report: Callable[[float], None]) -> None:
         self._what = what
         self._total = total
         self._share = share
-        self._tell = tell
+        self._report = report
         self._held: dict[str, int] = {}
         self._sum = 0
 
     def open(self, tenant: str) -> Hold:
-        """Nothing yet, for ``tenant``; what it takes is given back as it closes."""
+        """A hold for ``tenant``, empty at first; closing it gives back what it took."""
         return Hold(self, tenant)
 
     def take(self, tenant: str, amount: int) -> None:
-        """Raises WorkLimited where that is more than the tenant's share, Overloaded where it is more than there is."""
+        """Raises WorkLimited where ``amount`` exceeds the tenant's share, Overloaded where it exceeds the total."""
         held = self._held.get(tenant, 0)
         if held + amount > self._share:
             raise WorkLimited(
@@ -65,11 +64,11 @@ class Room:
         left = self._held.pop(tenant, 0) + amount
         if left:
             self._held[tenant] = left
-        self._tell(self._sum)
+        self._report(self._sum)
 
 
 class Hold:
-    """A part of a room that grows while it is open."""
+    """A tenant's part of a room. It grows while it is open."""
 
     def __init__(self, room: Room, tenant: str) -> None:
         self._room = room
@@ -77,7 +76,7 @@ class Hold:
         self._amount = 0
 
     def grow(self, amount: int) -> None:
-        """Holds ``amount`` in all, if it did not already. Raises as :meth:`Room.take`."""
+        """Grows to ``amount`` in all, unless it is larger already. Raises as :meth:`Room.take`."""
         if amount > self._amount:
             self._room.take(self._tenant, amount - self._amount)
             self._amount = amount
@@ -85,18 +84,16 @@ class Hold:
     def __enter__(self) -> Hold:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._amount:
             self._room.give_back(self._tenant, self._amount)
             self._amount = 0
 
 
 _FREE_BYTES = 16 * 1024
-"""Bodies up to this need no room: ten thousand of them are a sixth of the chart's memory."""
+"""Bodies up to this size need no room: ten thousand of them take a sixth of the memory that the chart gives."""
 _INLINE_BYTES = 64 * 1024
-"""Longer ones are parsed in a thread."""
+"""Longer bodies are parsed in a thread."""
 _BODY_BYTES = 64 * 1024 * 1024
 _BODIES_OF_ONE = 4  # tenants that can fill the room between them
 _REQUESTS_OF_ONE = 2
@@ -104,7 +101,7 @@ _REQUESTS_OF_ONE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rooms:
-    """What is under way in this process, and what one tenant may have of it."""
+    """The rooms of this process: requests and bodies in flight."""
 
     requests: Room
     bodies: Room
@@ -113,7 +110,8 @@ class Rooms:
     def of(
         cls, metrics: GatewayMetrics, *, connections: int, shared: bool, max_body: int, body_bytes: int = _BODY_BYTES
     ) -> Rooms:
-        """For a gateway with so many ``connections``; without keys (not ``shared``) all clients are one tenant."""
+        """The rooms of a gateway with this many ``connections``. Without keys (not ``shared``) all clients are one
+        tenant, who may take everything."""
         requests_share = max(1, connections // _REQUESTS_OF_ONE) if shared else connections
         bodies_share = max(body_bytes // _BODIES_OF_ONE, max_body) if shared else body_bytes
         return cls(
@@ -122,8 +120,8 @@ class Rooms:
         )
 
 
-class Door:
-    """Lets requests in."""
+class Guard:
+    """Admits requests to the routes."""
 
     def __init__(
         self, *, authenticator: Authenticator, queue: Queue, rooms: Rooms, offload: Offload, max_body_bytes: int
@@ -135,12 +133,12 @@ class Door:
         self._limit = max_body_bytes
 
     async def enter(self, request: Request) -> Caller:
-        """Who sends ``request``, charged with it. Its place among the requests under way is kept until it is answered.
+        """The caller, charged with ``request``. The request keeps its room until it is answered.
 
         Raises:
             Unauthorized: no key, or an unknown one.
-            WorkLimited, Overloaded: too much is under way, of this tenant or of all.
-            RateLimited: more requests than the key may send.
+            WorkLimited, Overloaded: this tenant, or all tenants, have too many requests in flight.
+            RateLimited: the key sends more requests than it may.
         """
         caller = await self._authenticator.identify(request.headers.get("authorization"))
         place = until_answered(request.scope).enter_context(self._rooms.requests.open(caller.tenant))
@@ -151,7 +149,7 @@ class Door:
 
     @asynccontextmanager
     async def body(self, parser: Parser[B], request: Request, caller: Caller) -> AsyncIterator[B]:
-        """The body of ``request``, whose bytes have their room until the block ends. Raises what is wrong with it."""
+        """The body of ``request``; its bytes keep their room until the block ends. Raises the fault of a wrong body."""
         declared = self._declared(request)
         with self._rooms.bodies.open(caller.tenant) as hold:
             hold.grow(_need(declared))
@@ -163,7 +161,7 @@ class Door:
         return await self._offload.run(tenant, lambda: parser.parse(raw))
 
     def hold(self, request: Request, caller: Caller, size: int) -> None:
-        """Finds room for an answer of ``size`` bytes, which is kept until the client has read it."""
+        """Takes room for an answer of ``size`` bytes until the client has read it."""
         room = until_answered(request.scope).enter_context(self._rooms.bodies.open(caller.tenant))
         room.grow(_need(size))
 

@@ -11,7 +11,7 @@ import pytest
 from services.errors import Overloaded, RateLimited, WorkLimited
 from services.gateway.auth import ApiKey, digest
 from services.gateway.connections import Bounds
-from services.gateway.door import Room
+from services.gateway.guard import Room
 
 URL = "/v1/completions"
 GOOD = {"prompt": "hello", "max_tokens": 3}
@@ -66,7 +66,7 @@ class Client:
         return int(head.split()[1]), json.loads(await self.reader.readexactly(length))
 
 
-async def _told(client: Client) -> tuple[int, str]:
+async def _refusal(client: Client) -> tuple[int, str]:
     status, body = await client.answer()
     return status, body["error"]["code"]
 
@@ -75,15 +75,15 @@ async def _told(client: Client) -> tuple[int, str]:
 async def test_nothing_of_a_body_is_waited_for_where_less_refuses_it(start, path):
     """Each has declared a body and sent nothing of it."""
     gateway = await start(store=Keys(), max_body_bytes=4096)
-    stranger, large, limited = [await Client.of(gateway) for _ in range(3)]
-    await stranger.post(path, "Content-Length: 4096")
-    assert await _told(stranger) == (401, "invalid_api_key")
+    unknown, large, limited = [await Client.of(gateway) for _ in range(3)]
+    await unknown.post(path, "Content-Length: 4096")
+    assert await _refusal(unknown) == (401, "invalid_api_key")
     await large.post(path, "Content-Length: 4097", secret="limited")
-    assert await _told(large) == (413, "body_too_large")
+    assert await _refusal(large) == (413, "body_too_large")
     assert gateway.queue.charged == ["limited"], "a body that is refused costs of the rate, too"
     gateway.queue.over_rate = RateLimited("Too many.", retry_after_s=3)
     await limited.post(path, "Content-Length: 4097", secret="limited")
-    assert await _told(limited) == (429, "rate_limit_exceeded")
+    assert await _refusal(limited) == (429, "rate_limit_exceeded")
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -97,8 +97,8 @@ async def test_every_post_costs_of_the_rate_whatever_is_in_it(start, path):
 
 
 def test_a_room_has_a_share_for_each_and_an_end():
-    told: list[float] = []
-    room = Room("bytes", 100, 40, told.append)
+    reported: list[float] = []
+    room = Room("bytes", 100, 40, reported.append)
     with room.open("a") as first, room.open("a") as second:
         first.grow(30)
         first.grow(20)
@@ -111,9 +111,9 @@ def test_a_room_has_a_share_for_each_and_an_end():
             c.grow(20)
             with pytest.raises(Overloaded, match="100 bytes"):
                 c.grow(21)
-            assert told[-1] == 100
-        assert told[-1] == 40
-    assert told[-1] == 0
+            assert reported[-1] == 100
+        assert reported[-1] == 40
+    assert reported[-1] == 0
     assert room._held == {}, "tenants that have nothing are not remembered"
 
 
@@ -277,7 +277,7 @@ async def test_the_document_needs_a_key_where_all_do_and_loads_nothing_from_else
         assert (await gateway.http.get(page, headers=key("alice"))).status_code == 404
 
 
-async def test_who_is_refused_is_counted_and_told_once_for_each_reason(start, caplog):
+async def test_refusals_are_counted_and_logged_once_for_each_reason(start, caplog):
     gateway = await start(store=Keys(), max_body_bytes=4096)
     gateway.queue.over_rate = RateLimited("Too many.", retry_after_s=1)
     large = json.dumps({"prompt": "x" * 5000}).encode()
@@ -288,5 +288,5 @@ async def test_who_is_refused_is_counted_and_told_once_for_each_reason(start, ca
         assert (await gateway.http.post(URL, json={}, headers=key("alice"))).status_code == 400
     for reason in ("invalid_api_key", "rate_limit_exceeded", "body_too_large"):
         assert gateway.registry.get_sample_value("expertmesh_gateway_refused_total", {"reason": reason}) == 3
-    told = [record.reason for record in caplog.records if hasattr(record, "reason")]
-    assert sorted(told) == ["body_too_large", "invalid_api_key", "rate_limit_exceeded"]
+    reported = [record.reason for record in caplog.records if hasattr(record, "reason")]
+    assert sorted(reported) == ["body_too_large", "invalid_api_key", "rate_limit_exceeded"]

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from services.errors import QueueUnavailable
-from services.gateway.pulse import HeartbeatBackoff
+from services.gateway.heartbeat import HeartbeatThread
 
 
 class Beats:
@@ -38,47 +38,47 @@ def wait_for(beats: Beats, count: int) -> None:
         time.sleep(0.001)
 
 
-async def test_it_beats_while_the_loop_is_held_up_and_ends_when_told():
+async def test_it_beats_while_the_loop_is_held_up_and_ends_when_stopped():
     beats = Beats()
-    pulse = HeartbeatBackoff(beats.session, lease_s=0.04)
-    pulse.start()
+    heartbeat = HeartbeatThread(beats.session, lease_s=0.04)
+    heartbeat.start()
     wait_for(beats, 5)
-    await pulse.stop()
+    await heartbeat.stop()
     assert beats.closed
-    told = beats.count
+    before = beats.count
     await asyncio.sleep(0.05)
-    assert beats.count == told
+    assert beats.count == before
 
 
 async def test_a_redis_that_is_away_does_not_end_it():
     beats = Beats(failures=3)
-    pulse = HeartbeatBackoff(beats.session, lease_s=0.04)
-    pulse.start()
+    heartbeat = HeartbeatThread(beats.session, lease_s=0.04)
+    heartbeat.start()
     wait_for(beats, 6)
-    await pulse.stop()
+    await heartbeat.stop()
 
 
 async def test_a_loop_that_gives_no_sign_for_long_is_taken_for_dead():
     now = [0.0]
     beats = Beats()
-    pulse = HeartbeatBackoff(beats.session, lease_s=0.02, hung_s=10, clock=lambda: now[0])
-    pulse.start()
+    heartbeat = HeartbeatThread(beats.session, lease_s=0.02, stuck_s=10, clock=lambda: now[0])
+    heartbeat.start()
     wait_for(beats, 3)
     now[0] = 11.0
     await asyncio.sleep(0.05)
-    told = beats.count
+    before = beats.count
     await asyncio.sleep(0.1)
-    assert beats.count == told
-    pulse.tick()
-    wait_for(beats, told + 1)
-    await pulse.stop()
+    assert beats.count == before
+    heartbeat.tick()
+    wait_for(beats, before + 1)
+    await heartbeat.stop()
 
 
-async def test_a_session_that_fails_is_told_and_holds_up_nobody(caplog):
+async def test_a_session_that_fails_is_logged_and_holds_up_nobody(caplog):
     async def session(_keep: Any) -> None:
         raise OSError("no way to Redis")
 
-    pulse = HeartbeatBackoff(session, lease_s=0.02)
-    pulse.start()
-    await pulse.stop()
-    assert "nobody tells Redis" in caplog.text
+    heartbeat = HeartbeatThread(session, lease_s=0.02)
+    heartbeat.start()
+    await heartbeat.stop()
+    assert "sends no more heartbeats" in caplog.text
