@@ -81,7 +81,7 @@ def require_plan(plan: object) -> None:
 
 
 def check_plan_of(plan: Plan, rows: int, slots: int, experts: int) -> None:
-    """It may be of these rows' ids: that it is, only its values could tell."""
+    """Check that the sizes of ``plan`` fit these rows; only its values would show that it belongs to their ids."""
     require_plan(plan)
     pairs, held = plan.order_S.numel(), plan.ends_E.numel()
     fits = (pairs, plan.slots, held) == (rows * slots, slots, experts)

@@ -121,8 +121,8 @@ def load(path: Path) -> tuple[Entry, ...]:
         entries = tuple(_entry(raw, f"{path}: entry {at}") for at, raw in enumerate(document["entries"]))
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise TileTableError(f"{path}: {type(error).__name__}: {error}") from error
-    beside = path.with_name(f"{DEFAULT}.json")
-    declared = entries if path == beside else load(beside if beside.exists() else DIRECTORY / beside.name)
+    defaults = path.with_name(f"{DEFAULT}.json")
+    declared = entries if path == defaults else load(defaults if defaults.exists() else DIRECTORY / defaults.name)
     names = {entry.op: entry.tiles.keys() for entry in reversed(declared)}
     for at, entry in enumerate(entries):
         if entry.op not in names:
@@ -150,13 +150,13 @@ def choose(entries: tuple[Entry, ...], op: str, dtype: str, shape: Shape, rows: 
 
 def _distance(entry: Entry, shape: Mapping[str, int], rows: int) -> float:
     known = dict(entry.shape)
-    apart = abs(math.log2(max(rows, 1) / entry.rows))
+    distance = abs(math.log2(max(rows, 1) / entry.rows))
     if shape.get("gated", 1) > known.get("gated", 2):
-        apart += HALF_THE_OPERANDS
+        distance += HALF_THE_OPERANDS
     for name in known.keys() | shape.keys():
         both = name in known and name in shape
-        apart += abs(math.log2(max(shape[name], 1) / known[name])) if both else MISSING_KEY
-    return apart
+        distance += abs(math.log2(max(shape[name], 1) / known[name])) if both else MISSING_KEY
+    return distance
 
 
 def _entry(raw: Mapping[str, Any], where: str) -> Entry:

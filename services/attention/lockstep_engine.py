@@ -185,7 +185,8 @@ class LockstepEngine:
     @property
     def has_work(self) -> bool:
         steps = self._lockstep.steps
-        return self._active or self._wants_step or steps.untold or self._lockstep.wake_up.heard(steps.idle_turns)
+        notified = self._lockstep.wake_up.notified(steps.idle_turns)
+        return self._active or self._wants_step or steps.unannounced or notified
 
     def on_work(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when another rank has work."""
@@ -218,8 +219,8 @@ class LockstepEngine:
             LockstepBroken: a rank is gone; this one cannot go on either.
         """
         steps, wake_up = self._lockstep.steps, self._lockstep.wake_up
-        if not self._active and (self._wants_step or steps.untold):
-            wake_up.ring(steps.idle_turns)
+        if not self._active and (self._wants_step or steps.unannounced):
+            wake_up.notify(steps.idle_turns)
         before = steps.turns
         events = self._engine_step() if self._wants_step else []
         with torch.inference_mode():

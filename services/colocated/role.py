@@ -61,7 +61,7 @@ class ColocatedRole:
 
     def __init__(self, settings: Settings, redis: Redis, registry: CollectorRegistry) -> None:
         self._attention = AttentionRole(settings, redis, registry, beside_experts=True)
-        self._experts = ExpertsRole(settings, redis, registry, beside_attention=True)
+        self._experts = ExpertsRole(settings, redis, registry, colocated=True)
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""

@@ -9,7 +9,7 @@ from services.metrics import ALL_LAYERS, ExpertMetrics
 
 
 class ExpertsObserver:
-    """Brings the series up to date. A group that is loaded anew counts from zero."""
+    """Brings the series of one expert worker up to date. A group that is loaded again counts from zero."""
 
     def __init__(self, metrics: ExpertMetrics, worker: ExpertWorker, faults: Faults, *, by_layer: bool = False) -> None:
         self._metrics = metrics
@@ -22,6 +22,7 @@ class ExpertsObserver:
         self._seen = (0, 0, 0, 0, 0.0)
 
     def refresh(self) -> None:
+        """Read the worker and its server, which may wait for a device."""
         worker, metrics = self._worker, self._metrics
         metrics.seat.set(worker.seat)
         if self._status != worker.status:

@@ -34,7 +34,7 @@ from services.runtime import advertised, incarnation, node_name, run_role
 
 REFRESH_S = 1.0
 TABLE_S = 5.0
-"""How long a loading worker waits for the table that says who has its weights; then it reads the disk."""
+"""How long a loading worker waits for the routing table, to find peers with its weights; then it reads the disk."""
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +46,19 @@ async def _observe(observer: ExpertsObserver) -> None:
 
 
 class ExpertsRole:
-    """Everything around one seat. ``registry`` gets the worker's series; ``beside_attention`` is as
-    :class:`services.experts.serving.Loader` says.
+    """Runs one expert worker.
+
+    Args:
+        registry: gets the worker's series.
+        colocated: see :class:`services.experts.serving.Loader`.
 
     Raises:
         ConfigError: the model has no experts.
-        CheckpointError: it cannot be told.
+        CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(
-        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, beside_attention: bool = False
+        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, colocated: bool = False
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         if settings.threads is not None:
@@ -63,7 +66,7 @@ class ExpertsRole:
         self._settings, self._spec = settings, load_spec(settings.model)
         if not self._spec.moe_layers:
             raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
-        self._metrics, self._beside_attention = ExpertMetrics(registry), beside_attention
+        self._metrics, self._colocated = ExpertMetrics(registry), colocated
         keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
         quarantine = Quarantine.of(redis, settings, EXPERTS, self._metrics.unreadable)
         self._queue = ExpertQueue(redis, keys, limits, quarantine=quarantine)
@@ -72,7 +75,7 @@ class ExpertsRole:
         self._over = False
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
-        """Take a seat, serve until ``stop`` or until the scheduler wants it gone, leave."""
+        """Take a seat, serve until ``stop`` or until the scheduler orders it to leave, then leave it."""
         settings, name = self._settings, incarnation()
         device = torch_device(settings.device)
         loader = Loader(
@@ -83,7 +86,7 @@ class ExpertsRole:
             device=device,
             version=version("expertmesh"),
             tables=partial(_newest, self._reader, asyncio.get_running_loop()),
-            beside_attention=self._beside_attention,
+            colocated=self._colocated,
         )
         self._worker = worker = ExpertWorker(
             info=_info(settings, self._spec, name, metrics_url),
@@ -102,14 +105,14 @@ class ExpertsRole:
             observing.cancel()
 
     def missing(self) -> list[str]:
-        """What keeps it from serving; for /ready. Nothing once it has left."""
+        """Return what the worker waits for before it serves, for /ready; nothing once it has left."""
         if self._over:
             return []
         return self._worker.missing() if self._worker else ["a seat"]
 
 
 def _newest(reader: TableReader, loop: asyncio.AbstractEventLoop) -> RoutingTable | None:
-    """From a thread beside the loop."""
+    """Read the newest table from a thread that is not the loop's; None where Redis does not answer in time."""
     asked = asyncio.run_coroutine_threadsafe(reader.read_table(), loop)
     try:
         return asked.result(TABLE_S)
@@ -142,5 +145,5 @@ async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the role."""
+    """Run the role and return its exit code."""
     return run_role(EXPERTS, host_experts, argv)

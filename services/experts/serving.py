@@ -1,11 +1,10 @@
-"""From a shard group to experts that answer: weights read, server listening."""
+"""Loads the weights of a shard group and serves its experts."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from services.config import Settings
 from services.experts.weight_sources import Tables, WeightSources, given
-from services.fabric.device_counters import beside
+from services.fabric.device_counters import side_stream
 from services.fabric.faults import Faults
 from services.fabric.nccl.lanes import Lanes, LaneServer, lanes_for
 from services.fabric.nccl.weights import WeightsGiver
@@ -24,9 +23,8 @@ from services.fabric.shared_memory.server import WAIT_S, Limits, SharedMemorySer
 from services.fabric.tcp.compute import Compute
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.extension import ServerExtension
-from services.fabric.tcp.frames import MAX_BYTES, NAMES
+from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
-from services.fabric.tcp.peer import Timing as ConnectionTiming
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.tls import server_tls
 from services.model.digests import read_digests
@@ -38,25 +36,29 @@ from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
 
-WAIT_BESIDE_S = 0.5
-"""For rows through shared memory, on a GPU that attention has kernels to load on: that waits, too."""
+COLOCATED_WAIT_S = 0.5
+"""How long a step waits for rows through shared memory where attention loads kernels on the same GPU: loading waits for
+the step, too."""
 JOIN_ROWS = 2048
-"""Most rows of a call for several attention workers; more gain little by it."""
+"""Largest number of rows of a call for several attention workers; larger calls gain little."""
 INBOX_ROWS = 65_536
-"""Rows that may wait; then the server stops reading."""
+"""Number of rows that may wait; then the server stops reading."""
 MAX_WARM_ROWS = 4096
-"""Larger calls take kernels of the same shapes."""
+"""Largest call to warm up: larger ones take kernels of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TcpServing:
-    """A group behind an :class:`ExpertServer`."""
+    """A group behind an :class:`ExpertServer`: a :class:`services.experts.worker.Serving`.
+
+    Args:
+        slots: experts that a row chooses.
+    """
 
     group: ShardGroup
     server: ExpertServer
-    symm: SharedMemoryServer | None = None
+    shared_memory: SharedMemoryServer | None = None
     slots: int = 1
-    """Experts that a row chooses."""
     lanes: Lanes | None = None
 
     @property
@@ -73,15 +75,15 @@ class TcpServing:
 
     @property
     def joined_steps(self) -> int:
-        """Steps by shared memory that ran with those of another attention worker as one."""
-        return self.symm.joined_steps() if self.symm else 0
+        """Steps through shared memory that ran in a joint step."""
+        return self.shared_memory.joined_steps() if self.shared_memory else 0
 
     @property
     def waited_s(self) -> float:
         return self.server.waited_s + self._shared_s()[1]
 
     def _shared_s(self) -> tuple[float, float]:
-        return self.symm.occupied() if self.symm else (0.0, 0.0)
+        return self.shared_memory.occupied() if self.shared_memory else (0.0, 0.0)
 
     @property
     def failure(self) -> BaseException | None:
@@ -89,7 +91,7 @@ class TcpServing:
 
     def rows(self) -> dict[int, tuple[int, ...]]:
         counted = self.server.counts.expert_rows
-        shared = self.symm.rows() if self.symm else {}
+        shared = self.shared_memory.rows() if self.shared_memory else {}
         return {
             layer: tuple(
                 (counted[layer][expert] if layer in counted else 0) + (shared[layer][expert] if layer in shared else 0)
@@ -99,9 +101,9 @@ class TcpServing:
         }
 
     def layer_rows(self) -> dict[int, int]:
-        """Rows computed so far, by layer. Through shared memory pairs are counted: so many make a row."""
+        """Return the rows computed so far, by layer; shared memory counts pairs, of which ``slots`` make a row."""
         rows = dict(self.server.counts.layer_rows)
-        for layer, pairs in self.symm.rows().items() if self.symm else ():
+        for layer, pairs in self.shared_memory.rows().items() if self.shared_memory else ():
             rows[layer] = rows.get(layer, 0) + sum(pairs) // self.slots
         return rows
 
@@ -113,9 +115,10 @@ class TcpServing:
 
 
 class Loader:
-    """Reads groups of one checkpoint and serves them; calling it blocks for as long as that takes.
+    """Loads groups of one checkpoint and serves them; a call blocks while it loads.
 
-    ``beside_attention``: an attention worker computes on the same device, in this process.
+    Args:
+        colocated: an attention worker of this process computes on the same device.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Loader:
         device: torch.device,
         version: str,
         tables: Tables = lambda: None,
-        beside_attention: bool = False,
+        colocated: bool = False,
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         assert settings.fabric_secret_file is not None, "load_settings requires it of this role"
@@ -140,16 +143,17 @@ class Loader:
         self._lanes = lanes_for(settings.fabric_lane, device)
         self._tables = tables
         self.faults = Faults()
-        self._beside = beside_attention
+        self._colocated = colocated
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
-        """
+        """Load ``group`` and serve it in ``seat``.
+
         Raises:
             LoadStopped: ``stopped`` was set.
-            CheckpointError: the weights are damaged or not there.
+            CheckpointError: the weights are damaged or missing.
             PortInUse: another process listens on the port.
         """
-        with beside(self._device) if self._beside and self._device.type == "cuda" else nullcontext():
+        with side_stream(self._device, needed=self._colocated):
             return self._served(group, seat, stopped)
 
     def _served(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
@@ -157,9 +161,16 @@ class Loader:
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
         if self._device.type == "cuda":
             _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
-        symm = self._shared_memory(group, shard)
+        memory = self._shared_memory(group, shard)
+        extensions: list[ServerExtension] = [WeightsGiver(given(weights))]
+        if self._lanes is not None and self._tls is None:  # a lane is not encrypted
+            extensions.append(LaneServer(self._lanes))
+        if memory is not None:
+            extensions.append(memory)
         server = ExpertServer(
-            shard.forward if self._device.type == "cpu" else _on(self._device, shard.forward, aside=self._beside),
+            shard.forward
+            if self._device.type == "cpu"
+            else _on(self._device, shard.forward, colocated=self._colocated),
             experts=group.experts,
             hello=self._hello(seat),
             secret=self._secret,
@@ -167,26 +178,18 @@ class Loader:
             port=self._settings.fabric_port,
             inbox_rows=INBOX_ROWS,
             tls=self._tls,
-            extensions=self._extensions(weights, symm),
+            extensions=extensions,
             faults=self.faults,
         )
         server.start()
-        return TcpServing(group, server, symm, self._spec.top_k, self._lanes)
-
-    def _extensions(self, weights: dict[int, ExpertWeights], symm: SharedMemoryServer | None) -> list[ServerExtension]:
-        extensions: list[ServerExtension] = [WeightsGiver(given(weights))]
-        if self._lanes is not None and self._tls is None:  # a lane is not encrypted
-            extensions.append(LaneServer(self._lanes))
-        if symm is not None:
-            extensions.append(symm)
-        return extensions
+        return TcpServing(group, server, memory, self._spec.top_k, self._lanes)
 
     def _shared_memory(self, group: ShardGroup, shard: ExpertShard) -> SharedMemoryServer | None:
-        """Steps come whole: not where a layer has no experts here."""
+        """Share memory unless a layer has no experts here: steps come with all layers."""
         layers = self._spec.moe_layers
         if not all(group.experts.get(layer) for layer in layers):
             return None
-        memory = memory_for(self._settings.fabric_shared, self._device, aside=self._beside)
+        memory = memory_for(self._settings.fabric_shared, self._device, colocated=self._colocated)
         if memory is None:
             return None
         return SharedMemoryServer(
@@ -197,24 +200,16 @@ class Loader:
             num_experts=self._spec.num_experts,
             hidden=self._spec.hidden_size,
             dtype=self._dtype,
-            wait_s=WAIT_BESIDE_S if self._beside else WAIT_S,
-            aside=self._beside,
+            wait_s=COLOCATED_WAIT_S if self._colocated else WAIT_S,
+            colocated=self._colocated,
             limits=Limits(join_rows=JOIN_ROWS if self._settings.joint_steps == "auto" else 0),
         )
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:
-        """From another worker, where there is a lane to one: beside TLS there is none."""
+        """Fetch the weights from another worker over a lane, which does not exist with TLS."""
         if self._lanes is None or self._tls is not None:
             return None
-        timing = ConnectionTiming()
-        facts = Facts(
-            hello=self._hello(-1),
-            secret=self._secret,
-            timing=timing,
-            max_bytes=MAX_BYTES,
-            lanes=self._lanes,
-            faults=self.faults,
-        )
+        facts = Facts(hello=self._hello(-1), secret=self._secret, lanes=self._lanes, faults=self.faults)
         digests = partial(read_digests, self._model, self._spec, NAMES[self._dtype])
         with loading_progress(log) as progress:
             weight_sources = WeightSources(self._tables, facts, self._spec, self._dtype, digests)
@@ -243,7 +238,7 @@ class Loader:
 
 
 def _warm(shard: ExpertShard, group: ShardGroup, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load the kernels of calls of any size now: an attention worker waits for an answer, not for that."""
+    """Compile and load the kernels of calls of any size, so that no attention worker waits for that."""
     layer, ids = next((layer, ids) for layer, ids in group.experts.items() if ids)
     began = time.perf_counter()
     with torch.inference_mode():
@@ -255,21 +250,21 @@ def _warm(shard: ExpertShard, group: ShardGroup, hidden: int, dtype: torch.dtype
     log.info("kernels are ready after %.1f s", time.perf_counter() - began)
 
 
-def _on(device: torch.device, compute: Compute, *, aside: bool) -> Compute:
-    """``compute`` on ``device``, of rows that come from the network; the server brings the answer back.
+def _on(device: torch.device, compute: Compute, *, colocated: bool) -> Compute:
+    """Return ``compute`` for rows that come from the network: they are moved to ``device``.
 
-    ``aside``: not in the order of what others compute on the default stream. The answer is brought back here then.
+    A ``colocated`` seat computes on a side stream, and moves the answer back; otherwise the server moves it.
     """
 
     def moved(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return compute(layer, x_TD.to(device), expert_ids_TK.to(device), weights_TK.to(device))
 
-    if not aside:
+    if not colocated:
         return moved
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def moved_aside(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def moved_on_side_stream(layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         with torch.cuda.stream(stream):
             return moved(layer, x_TD, expert_ids_TK, weights_TK).to(x_TD.device)
 
-    return moved_aside
+    return moved_on_side_stream

@@ -1,4 +1,4 @@
-"""Weights that another worker gave, held against the checkpoint's digests while more of them come.
+"""Checks weights that another worker sent against the checkpoint's digests, while more of them come.
 
 Legend: E experts of a layer, in the order of the group.
 """
@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,14 +20,14 @@ from services.fabric.tcp.frames import DTYPES, bytes_of
 from services.model.digests import Digests, hashing_threads
 
 _CHUNK = 16 << 20
-"""Bytes that a thread brings from a GPU at a time."""
+"""Bytes that a thread copies from a GPU at a time."""
 
 
 class Verifier(AbstractContextManager["Verifier"]):
-    """For one thread; it has others that hash.
+    """Hashes tensors in threads of its own, which end with the context. Not thread-safe.
 
     Args:
-        experts: layer -> their ids.
+        experts: layer -> ids of the experts whose tensors come.
     """
 
     def __init__(self, digests: Digests, experts: Mapping[int, Sequence[int]]) -> None:
@@ -38,19 +36,14 @@ class Verifier(AbstractContextManager["Verifier"]):
         self._pending: deque[Future[None]] = deque()
         self._local = threading.local()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Self:
-        return self
-
     def take(self, layer: int, name: str, matrices_E: Tensor) -> None:
-        """Begin with a tensor that has come, and does not change any more.
+        """Begin to check a tensor, which must not change any more.
 
         Raises:
-            WeightsMismatch: one that came before is not the checkpoint's.
+            WeightsMismatch: an earlier tensor is not the checkpoint's.
         """
         for expert, matrix in zip(self._experts[layer], matrices_E, strict=True):
             self._pending.append(self._pool.submit(self._check, layer, name, expert, matrix))
@@ -58,7 +51,7 @@ class Verifier(AbstractContextManager["Verifier"]):
             self._pending.popleft().result()
 
     def finish(self) -> None:
-        """Wait for all. Raises WeightsMismatch as :meth:`take`."""
+        """Wait until all tensors are checked. Raises WeightsMismatch."""
         while self._pending:
             self._pending.popleft().result()
 
@@ -68,7 +61,7 @@ class Verifier(AbstractContextManager["Verifier"]):
             raise WeightsMismatch(f"{name} of expert {expert} in layer {layer} is not what the checkpoint holds.")
 
     def _as_stored(self, matrix: Tensor) -> Tensor | None:
-        """In the checkpoint's type; None where it has bits that none of that type has."""
+        """Convert to the checkpoint's dtype; None where that loses bits, so that the matrix cannot come from there."""
         if matrix.dtype == self._dtype:
             return matrix
         stored = matrix.to(self._dtype)
@@ -85,7 +78,7 @@ class Verifier(AbstractContextManager["Verifier"]):
         return digest.digest()
 
     def _brought(self, chunk: Tensor) -> Tensor:
-        """In this thread's own memory, until the next one."""
+        """Copy ``chunk`` into this thread's memory, where it stays until the next call."""
         if not hasattr(self._local, "staging"):
             self._local.staging = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
         staging: Tensor = self._local.staging[: len(chunk)]
@@ -94,7 +87,7 @@ class Verifier(AbstractContextManager["Verifier"]):
         return staging
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Of this thread: what it brings does not wait for what others do on the device."""
+        """Return this thread's stream, on which copies do not wait for other work on the device."""
         if not hasattr(self._local, "stream"):
             self._local.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream: torch.cuda.Stream = self._local.stream

@@ -1,6 +1,6 @@
-"""Weights for a worker that joins, from one that holds them: over a lane between GPUs that beats a disk.
+"""Weights for a worker that joins, from a peer that holds them: over a lane between GPUs that is faster than a disk.
 
-Whoever gives them is not believed: they are held against digests that lie beside the checkpoint (docs/adr/0017).
+The worker does not trust the peer: it checks the weights against digests stored with the checkpoint (docs/adr/0017).
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from services.routing import RoutingTable, Seat, ShardGroup
 log = logging.getLogger(__name__)
 
 Tables = Callable[[], RoutingTable | None]
-"""The newest routing table, if it can be read; blocks meanwhile."""
+"""Returns the newest routing table, or None if it cannot be read; blocks meanwhile."""
 
 
 class WeightSources:
-    """``facts.hello`` is the worker that joins."""
+    """Finds peers that hold the weights of a group, and fetches them.
+
+    Args:
+        facts: how the worker that joins connects to seats, with lanes.
+        digests: returns the checkpoint's digests; with None no peer's weights are used.
+    """
 
     def __init__(
         self, tables: Tables, facts: Facts, spec: ModelSpec, dtype: torch.dtype, digests: Callable[[], Digests | None]
     ) -> None:
-        """``digests``: the checkpoint's, as this worker finds them. Without them nobody's weights are taken."""
         assert facts.lanes is not None
         self._tables, self._facts, self._spec, self._dtype = tables, facts, spec, dtype
         self._digests = digests
@@ -42,10 +46,10 @@ class WeightSources:
     def weights(
         self, group: ShardGroup, stopped: Callable[[], bool] = lambda: False, progress: Progress | None = None
     ) -> dict[int, ExpertWeights] | None:
-        """As :func:`services.model.weights.load_experts`; None where no seat could give them, then read the disk.
+        """Return what :func:`services.model.weights.load_experts` returns; None where no peer has sent it.
 
         Args:
-            stopped: asked between two tensors; once it says so, the result is None.
+            stopped: called between two tensors; once it returns True the result is None.
         """
         table = self._tables()
         seats = [] if table is None else _holders(table, group, self._facts.hello.worker)
@@ -69,7 +73,7 @@ class WeightSources:
     def _verified(
         self, seat: Seat, group: ShardGroup, digests: Digests, stopped: Callable[[], bool], progress: Progress
     ) -> dict[int, dict[str, Tensor]]:
-        """Raises WeightsMismatch: the seat gives others than the checkpoint's; or as :func:`fetch`."""
+        """Fetch from ``seat`` and verify. Raises WeightsMismatch, or the errors of :func:`fetch`."""
         shapes = self._shapes(group)
         progress.begin(f"expert weights from seat {seat.number}", self._nbytes(shapes))
         with Verifier(digests, group.experts) as verifier:
@@ -99,7 +103,7 @@ class WeightSources:
 
 
 def given(weights: Mapping[int, ExpertWeights]) -> dict[int, tuple[tuple[int, ...], dict[str, Tensor]]]:
-    """What an :class:`ExpertServer` hands to those that join."""
+    """Return ``weights`` in the form of :class:`services.fabric.nccl.weights.WeightsGiver`."""
     return {
         layer: (held.expert_ids, {"gate_up": held.w_gate_up_E2FD, "down": held.w_down_EDF})
         for layer, held in weights.items()
@@ -107,7 +111,7 @@ def given(weights: Mapping[int, ExpertWeights]) -> dict[int, tuple[tuple[int, ..
 
 
 def _holders(table: RoutingTable, group: ShardGroup, myself: str) -> list[Seat]:
-    """Seats that hold exactly these experts, by number."""
+    """Return the other seats that hold exactly these experts, by number."""
     same = {known.number for known in table.groups if known.experts == group.experts}
     seats = [seat for seat in table.seats if seat.group in same and seat.worker != myself]
     return sorted(seats, key=lambda seat: seat.number)

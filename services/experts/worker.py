@@ -1,7 +1,7 @@
-"""The expert worker between Redis and its experts. In: the group that it is to hold, by heartbeat. Out: how it fares.
+"""The expert worker between Redis and its experts. In: the group to hold, by heartbeat. Out: status, load and rows.
 
-A life: take a seat, load the group that the scheduler assigns, serve it, leave. A seat that is to hold another group
-first sees itself out of every table in use, so that no attention worker counts on what it gives up.
+A worker takes a seat, loads the group that the scheduler assigns, serves it, and leaves. Before it changes its group it
+waits until no table in use lists its seat, so that no attention worker needs the old group.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from services.runtime import in_daemon
 
 HEARTBEATS_PER_LEASE = 8
 FIRST_BEAT_S = 0.05
-"""After taking a seat a worker asks for its group, soon and then ever later, up to the pause between heartbeats."""
+"""First pause between heartbeats after a worker takes a seat, to get its group soon; the pause doubles each time."""
 ROWS_S = 2.0
-"""How often the rows counted for each expert are told: of a large model they are tens of kilobytes."""
+"""Interval at which the worker reports the rows of each expert: for a large model they are tens of kilobytes."""
 DEREGISTER_S = 2.0
-"""At the end: how long Redis may take to hear it."""
+"""Timeout for deregistering."""
 
 log = logging.getLogger(__name__)
 
@@ -48,88 +48,75 @@ class Serving(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Spent computing since the start."""
+        """Seconds spent computing since the start."""
 
     @property
     def waited_s(self) -> float:
-        """By calls that waited to be computed, added up."""
+        """Seconds that calls waited to be computed, added up over all calls."""
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it, if it answers nobody any more."""
+        """The error by which it stopped serving, if it did."""
 
     def rows(self) -> dict[int, tuple[int, ...]]:
-        """Rows computed so far: layer -> one count for each expert of the group, ascending. May wait for a device;
-        called in a thread."""
+        """Return layer -> rows computed so far by each expert of the group, ascending. May wait for a device."""
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new calls, answer those that are here, close; whether all were answered."""
+        """Refuse new calls, answer those that are here, close; return whether all were answered."""
 
 
 Load = Callable[[ShardGroup, int, threading.Event], Serving]
-"""``(group, seat, stopped) -> serving``: blocks for as long as reading the weights takes. Once ``stopped`` is set it
-may end at once, by any error."""
+"""``(group, seat, stopped) -> serving``: blocks while it reads the weights. Once ``stopped`` is set it may raise any
+error at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds."""
+    """Periods in seconds: the lease of a seat, and the longest time for draining."""
 
     lease: float
     drain: float
 
 
 class ServingFailed(RuntimeError):
-    """The experts answer nobody any more, because of a fault here. The process must exit with a failure."""
+    """A thread that serves the experts has died. The process must exit with a failure."""
 
 
 class ExpertWorker:
-    """One incarnation. ``info.id`` is never reused; its port is filled in when there is one."""
+    """One incarnation of an expert worker.
+
+    Args:
+        info: what is registered. No later worker has ``info.id``; the port is filled in once the experts are served.
+    """
 
     def __init__(
         self, *, info: ExpertInfo, queue: ExpertQueue, reader: TableReader, load: Load, timing: Timing
     ) -> None:
         self._info = info
         self._queue, self._reader, self._load, self._timing = queue, reader, load, timing
-        self._status: SeatStatus = "waiting"
-        self._seat = 0
-        self._held: Assignment | None = None
-        self._serving: Serving | None = None
+        self.status: SeatStatus = "waiting"
+        self.seat = 0
+        """Number of the seat; 0 before there is one."""
+        self.held: Assignment | None = None
+        """The group that is loaded."""
+        self.serving: Serving | None = None
         self._serving_since = 0.0
         self._orders = Orders(number=0)
-        self._rows_due, self._told = 0.0, ""
+        self._rows_due, self._reported = 0.0, ""
         self._counting: tuple[str, asyncio.Future[dict[int, tuple[int, ...]]]] | None = None
-        self._news = asyncio.Event()
+        self._new_orders = asyncio.Event()
         self._heartbeat_backoff = Backoff(max_s=min(1.0, timing.lease / 8))
 
-    @property
-    def seat(self) -> int:
-        """0 before there is one."""
-        return self._seat
-
-    @property
-    def status(self) -> SeatStatus:
-        return self._status
-
-    @property
-    def group(self) -> ShardGroup | None:
-        """What it has loaded."""
-        return self._held.group if self._held else None
-
-    @property
-    def serving(self) -> Serving | None:
-        return self._serving
-
     def missing(self) -> list[str]:
-        """What keeps the worker from serving; for /ready."""
-        if not self._seat:
+        """Return what the worker waits for before it serves, for /ready."""
+        if not self.seat:
             return ["a seat"]
-        if self._status == "waiting":
+        if self.status == "waiting":
             return [_unfulfilled(self._info)]
-        return [] if self._status == "ready" else ["experts"]
+        return [] if self.status == "ready" else ["experts"]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` or until the scheduler wants it gone; then leave.
+        """Serve until ``stop`` or until the scheduler orders it to leave; then leave it.
 
         Raises:
             FingerprintMismatch: the namespace serves another model.
@@ -138,27 +125,27 @@ class ExpertWorker:
         """
         if not await self._take_seat(stop):
             return
-        pulse = asyncio.ensure_future(self._keep_lease())
+        heartbeats = asyncio.ensure_future(self._keep_lease())
         work = asyncio.ensure_future(self._follow_orders())
         stopped = asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait({pulse, work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (pulse, work):
+            await asyncio.wait({heartbeats, work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (heartbeats, work):
                 if task.done():
                     task.result()
             await end_tasks([work])
-            await self._leave(pulse)
+            await self._leave(heartbeats)
         except ServingFailed:
-            await end_tasks([pulse, work])
+            await end_tasks([heartbeats, work])
             await self._deregister()
             raise
         finally:
-            await end_tasks([pulse, work, stopped])
-            if self._serving:
-                await asyncio.to_thread(self._serving.drain, 0.0)
+            await end_tasks([heartbeats, work, stopped])
+            if self.serving:
+                await asyncio.to_thread(self.serving.drain, 0.0)
 
     async def _take_seat(self, stop: asyncio.Event) -> bool:
-        """False if ``stop`` comes before Redis answers; a seat that it gave all the same ends with its lease."""
+        """Return False if ``stop`` is set before Redis answers; a seat given meanwhile ends with its lease."""
         join = partial(self._queue.join, self._info, self._timing.lease)
         joined = asyncio.ensure_future(until_answered("seat", join, Backoff()))
         stopped = asyncio.ensure_future(stop.wait())
@@ -166,55 +153,55 @@ class ExpertWorker:
             await asyncio.wait({joined, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not joined.done():
                 return False
-            self._seat = joined.result()
+            self.seat = joined.result()
         finally:
             await end_tasks([joined, stopped])
-        log.info("seat %d", self._seat)
+        log.info("seat %d", self.seat)
         return True
 
     async def _follow_orders(self) -> None:
-        """Returns when the worker is to leave."""
+        """Change groups as the scheduler orders; return when the worker has to leave."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._new_orders.wait()
+            self._new_orders.clear()
             orders = self._orders
             if orders.leave:
-                log.info("the scheduler wants this seat to leave")
+                log.info("the scheduler orders this seat to leave")
                 return
             wanted = orders.assignment
-            if wanted is not None and (self._held is None or wanted.digest != self._held.digest):
+            if wanted is not None and (self.held is None or wanted.digest != self.held.digest):
                 await self._change(wanted)
 
     async def _change(self, wanted: Assignment) -> None:
-        self._status = "loading"
-        if self._serving is not None:
+        self.status = "loading"
+        if self.serving is not None:
             try:
                 async with asyncio.timeout(self._timing.drain):
                     await self._out_of_all_tables()
             except TimeoutError:
                 log.warning("changing groups although a table in use still lists this seat: calls go to replicas")
-            await asyncio.to_thread(self._serving.drain, self._timing.drain)
-            self._serving, self._held = None, None
+            await asyncio.to_thread(self.serving.drain, self._timing.drain)
+            self.serving, self.held = None, None
         log.info("loading group %d", wanted.group.number)
         serving = await self._loaded(wanted.group)
         info = msgspec.structs.replace(self._info, port=serving.port)
         await until_answered("seat", partial(self._queue.join, info, self._timing.lease), Backoff())
         self._serving_since = time.monotonic()
-        self._serving, self._held, self._info, self._status = serving, wanted, info, "ready"
+        self.serving, self.held, self._info, self.status = serving, wanted, info, "ready"
         await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)
         log.info("group %d is ready on port %d", wanted.group.number, serving.port)
 
     async def _loaded(self, group: ShardGroup) -> Serving:
         stopped = threading.Event()
         try:
-            return await in_daemon("load", partial(self._load, group, self._seat, stopped))
+            return await in_daemon("load", partial(self._load, group, self.seat, stopped))
         finally:
             stopped.set()
 
-    async def _leave(self, pulse: asyncio.Future[None]) -> None:
-        """Out of the table first, then out of the way."""
-        was_serving = self._serving is not None
-        self._status = "leaving"
+    async def _leave(self, heartbeats: asyncio.Future[None]) -> None:
+        """Leave the routing tables first, then drain, then give up the seat."""
+        was_serving = self.serving is not None
+        self.status = "leaving"
         try:
             async with asyncio.timeout(self._timing.drain if was_serving else DEREGISTER_S):
                 await until_answered("leaving", partial(self._queue.leave, self._info.id), Backoff())
@@ -222,10 +209,10 @@ class ExpertWorker:
                     await self._out_of_all_tables()
         except TimeoutError:
             log.warning("leaving although a table in use still lists this seat: calls go to replicas")
-        if self._serving:
-            await asyncio.to_thread(self._serving.drain, self._timing.drain)
-            self._serving = None
-        await end_tasks([pulse])
+        if self.serving:
+            await asyncio.to_thread(self.serving.drain, self._timing.drain)
+            self.serving = None
+        await end_tasks([heartbeats])
         await self._deregister()
 
     async def _deregister(self) -> None:
@@ -248,15 +235,17 @@ class ExpertWorker:
     async def _keep_lease(self) -> None:
         pause_s = FIRST_BEAT_S
         while True:
-            if self._serving and (failure := self._serving.failure):
+            if self.serving and (failure := self.serving.failure):
                 raise ServingFailed("A thread that serves experts died.") from failure
             await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)
             pause_s = min(2 * pause_s, self._timing.lease / HEARTBEATS_PER_LEASE)
             await asyncio.sleep(pause_s)
 
     async def _counted(self, serving: Serving, digest: str) -> SeatRows | None:
-        """None while the device has not answered: it may take seconds, as long as a lane is made, and a lease must not
-        wait for it."""
+        """Return the rows, or None while the device has not answered.
+
+        That may take seconds, while a lane is opened, and the lease must not wait for it.
+        """
         if self._counting is None:
             self._counting = digest, asyncio.ensure_future(asyncio.to_thread(serving.rows))
         of, counted = self._counting
@@ -267,34 +256,34 @@ class ExpertWorker:
         rows = counted.result()
         return SeatRows(digest=digest, rows=rows) if of == digest else None
 
-    def _load_of(self, serving: Serving) -> SeatLoad:
-        return SeatLoad(up_s=time.monotonic() - self._serving_since, busy_s=serving.busy_s, waited_s=serving.waited_s)
-
     async def _heartbeat(self) -> None:
-        serving, held = self._serving, self._held
+        serving, held = self.serving, self.held
+        load, rows = None, None
+        if serving:
+            up_s = time.monotonic() - self._serving_since
+            load = SeatLoad(up_s=up_s, busy_s=serving.busy_s, waited_s=serving.waited_s)
         report = SeatReport(
-            status=self._status,
+            status=self.status,
             group=held.group.number if held else None,
             digest=held.digest if held else "",
             outstanding_rows=serving.rows_in_flight if serving else 0,
-            load=self._load_of(serving) if serving else None,
+            load=load,
         )
-        rows = None
-        if serving and held and (time.monotonic() >= self._rows_due or self._told != held.digest):
+        if serving and held and (time.monotonic() >= self._rows_due or self._reported != held.digest):
             rows = await self._counted(serving, held.digest)
         try:  # a reply lost on the way must not cost the lease
             async with asyncio.timeout(self._timing.lease / HEARTBEATS_PER_LEASE):
                 self._orders = await self._queue.heartbeat(self._info.id, report, rows)
         except TimeoutError as error:
             raise QueueUnavailable("Redis did not answer a heartbeat in time.") from error
-        self._seat = self._orders.number or self._seat
+        self.seat = self._orders.number or self.seat
         if rows is not None:
-            self._rows_due, self._told = time.monotonic() + ROWS_S, rows.digest
-        self._news.set()
+            self._rows_due, self._reported = time.monotonic() + ROWS_S, rows.digest
+        self._new_orders.set()
 
 
 def _unfulfilled(info: ExpertInfo) -> str:
-    """The group that a worker hopes for, and why there may never be one."""
+    """Return the group that a worker waits for, and why it may never get one."""
     wish = "a shard group" if info.group is None else f"shard group {info.group}"
     if info.group is not None and info.group >= info.num_experts > 0:
         return f"{wish}: there is none, for the model has {info.num_experts} experts in a layer"

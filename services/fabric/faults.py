@@ -1,4 +1,4 @@
-"""How often others were refused, or a connection ended for what they sent, by reason. Of one worker."""
+"""Counts, for one worker, which peers were refused and which connections ended because of what a peer sent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections import Counter
 from services.errors import CallFailed, ExpertMeshError, LaneFailed, SeatLeaving, SeatLost
 
 CROWDED = "crowded"
-"""A connection that had proven nothing yet gave way to a later one."""
+"""The reason where a connection gave way to a later one before it had proven that it knows the secret."""
 _TLS, _OTHER = "tls", "error"
 _QUIET_S = 10.0
 _ORDINARY = (SeatLost, SeatLeaving, LaneFailed, CallFailed)
-"""Ends that are nobody's fault, or that are told elsewhere."""
+"""Errors by which connections end in the ordinary course of things, or that other metrics count."""
 
 
 class Faults:
-    """Thread-safe. Reasons are codes of :mod:`services.errors` and few others: never text of a peer."""
+    """Counts faults of peers by reason. Thread-safe.
+
+    Reasons are codes of :mod:`services.errors` and few others, never text that a peer sent.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +29,10 @@ class Faults:
         self._quiet_until: dict[str, float] = {}
 
     def note(self, reason: str) -> bool:
-        """Whether to tell it in the log, too: strangers must not fill that."""
+        """Count ``reason``; return whether to log it, too.
+
+        That is at most once in 10 s for each reason, so that unknown clients cannot fill the log.
+        """
         now = time.monotonic()
         with self._lock:
             self._counts[reason] += 1
@@ -36,11 +42,12 @@ class Faults:
             return True
 
     def ended_by(self, error: BaseException) -> bool:
-        """Counts ``error`` unless connections end by it in the ordinary course of things. As :meth:`note`."""
+        """Count ``error`` unless connections ordinarily end by it; return whether to log it, as :meth:`note` does."""
         reason = _reason(error)
         return reason is not None and self.note(reason)
 
     def totals(self) -> dict[str, int]:
+        """Return how often each reason was counted since the start."""
         with self._lock:
             return dict(self._counts)
 

@@ -6,63 +6,71 @@ Legend: T rows, D hidden size, K experts chosen per row.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 HandleT = TypeVar("HandleT")
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(x_TD, expert_ids_TK, weights_TK) -> y_TD``: all experts of one layer held here; -1 in the ids is skipped."""
 
 
 class ExpertLink(Protocol[HandleT]):
     """Moves rows to the experts of a layer and brings back their weighted sum.
 
-    A step is ``begin_step``, its exchanges, ``finish_step``; if that is False the same step is begun again. Every
-    ``dispatch`` is followed by exactly one ``combine`` of its handle. Two handles may be in flight at once and may be
-    combined in either order (ping-pong micro-batches).
+    A step is one ``begin_step``, its exchanges and one ``finish_step``; where ``finish_step`` returns False the caller
+    begins the same step again. Exactly one ``combine`` of its handle follows each ``dispatch``. Two handles may be in
+    flight at once, and may be combined in either order (ping-pong micro-batches).
     """
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
-        """A step's exchanges follow: of every layer with experts in order, and within a layer of each micro-batch.
+        """Begin a step, whose exchanges follow layer by layer and, within a layer, by micro-batch.
 
         Args:
-            rows: of each micro-batch; () where they are not known, or not all layers follow.
+            step: number of the step, for logs and frames.
+            rows: rows of each micro-batch; () where they are not known, or where not all layers follow.
         """
         ...
 
     def graph_key(self) -> Hashable | None:
-        """Of the step that was begun, as one micro-batch: None if its exchanges need the host. Else a CUDA graph of
-        them may be replayed instead of calling ``dispatch`` and ``combine``, if it was captured in a
-        ``capture_context`` under an equal key with as many rows."""
+        """Return the key of the CUDA graph that may be replayed in place of the exchanges of the step just begun.
+
+        Such a graph was captured in a ``capture_context`` that gave an equal key, with as many rows, as one
+        micro-batch. The key is None where the exchanges need the host.
+        """
         ...
 
     def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
-        """Between steps: exchanges inside, of one micro-batch of ``rows``, are made as a step makes them and reach
-        nobody, so they can be captured. Gives the key that steps like them have, None where there are none."""
+        """Let the exchanges of one micro-batch of ``rows`` be captured inside; no row reaches any expert.
+
+        Call it between steps. The context gives the key for :meth:`graph_key`, or None where exchanges of so many rows
+        cannot be captured.
+        """
         ...
 
     def finish_step(self) -> bool:
-        """Whether what the step's ``combine`` returned is right. May wait for the device.
+        """Return whether the sums that ``combine`` returned in this step are valid. May wait for the device.
 
         Raises:
-            ExpertUnavailable: it is not, and running the step again has not helped for long enough.
+            ExpertUnavailable: they are not, and running the step again has not helped for long enough.
         """
         ...
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
-        """Send each row to its experts; returns at once where the implementation can overlap.
+        """Send each row to its experts; return at once where the implementation can overlap.
 
         Args:
             layer: index of the decoder layer, counted over all layers.
-            x_TD: rows, in the model's dtype. Not written to, and not to be written to before ``combine``.
+            x_TD: rows, in the model's dtype. Nobody may write to them before ``combine``.
             expert_ids_TK: int64, distinct within a row; -1 marks a slot that no expert takes.
             weights_TK: float32.
         """
         ...
 
     def combine(self, handle: HandleT) -> Tensor:
-        """``y_TD``, in the dtype of ``x_TD``: the sum of weight x expert(row) over the row's slots, in slot order.
+        """Return ``y_TD``, in the dtype of ``x_TD``: the sum of weight x expert(row) over a row's slots, in slot order.
 
         Raises:
             ExpertUnavailable: no replica of an expert that a row chose is alive.
@@ -71,10 +79,10 @@ class ExpertLink(Protocol[HandleT]):
 
 
 class SynchronousLink:
-    """Of links whose ``combine`` is right or raises: nothing to prepare for a step, nothing to run again or replay."""
+    """Base class of links whose ``combine`` returns a valid sum or raises: no step is run again, none is captured."""
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
-        """As :class:`ExpertLink` says."""
+        """Do nothing: such links need no preparation for a step."""
 
     def graph_key(self) -> Hashable | None:
         return None
@@ -88,20 +96,20 @@ class SynchronousLink:
 
 
 class CountingLink(ExpertLink[HandleT], Protocol[HandleT]):
-    """A link that knows how many rows each expert took."""
+    """A link that counts how many rows each expert took."""
 
     def expert_rows(self) -> dict[int, list[int]]:
-        """Layer -> rows by expert, since the link was made."""
+        """Return layer -> rows by expert, since the link was made."""
         ...
 
 
 class TimedLink(Generic[HandleT]):
-    """Passes everything on to ``link``. Not thread-safe."""
+    """Passes every call on to ``link`` and measures how long ``combine`` takes. Not thread-safe."""
 
     def __init__(self, link: ExpertLink[HandleT]) -> None:
         self._link = link
         self.waited_s = 0.0
-        """In combine, since the start, by the host's clock."""
+        """Seconds spent in ``combine`` since the start, by the host's clock."""
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         self._link.begin_step(step, rows)

@@ -5,28 +5,25 @@ Legend: T rows, D hidden size, K experts chosen per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.fabric.link import SynchronousLink
-from services.fabric.row_counts import ExpertRows
-
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(x_TD, expert_ids_TK, weights_TK) -> y_TD``: all experts of one layer; -1 in the ids is skipped."""
+from services.fabric.link import Experts
+from services.fabric.row_counts import CountedLink, ExpertRows
 
 
 @dataclass(frozen=True, slots=True)
 class LocalHandle:
-    """A dispatch whose result is already there."""
+    """A dispatch whose result ``y_TD`` is already computed."""
 
     y_TD: Tensor
 
 
-class LocalLink(SynchronousLink):
-    """Calls a layer's experts in place and counts the rows each expert took.
+class LocalLink(CountedLink):
+    """Calls a layer's experts in place and counts the rows that each expert took.
 
     Args:
         experts: layer index -> the layer's experts.
@@ -34,14 +31,14 @@ class LocalLink(SynchronousLink):
     """
 
     def __init__(self, experts: Mapping[int, Experts], *, num_experts: int) -> None:
+        super().__init__(ExpertRows(experts, num_experts))
         self._experts = dict(experts)
-        self._rows = ExpertRows(experts, num_experts)
 
     def graph_key(self) -> Hashable | None:
         return "local"
 
     def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
-        """Nothing goes anywhere: rows without ids are no expert's and are not counted."""
+        """Exchanges inside are ordinary ones: no row leaves this process, and rows without ids are not counted."""
         del rows
         return nullcontext("local")
 
@@ -51,7 +48,3 @@ class LocalLink(SynchronousLink):
 
     def combine(self, handle: LocalHandle) -> Tensor:
         return handle.y_TD
-
-    def expert_rows(self) -> dict[int, list[int]]:
-        """Rows that each expert of each layer has taken since the link was made. Waits for the device."""
-        return self._rows.totals()

@@ -1,4 +1,4 @@
-"""How many rows each expert took: every link counts what it dispatches.
+"""Counts how many rows each expert took, in every link that dispatches them.
 
 Legend: T rows, K experts chosen per row, E experts, S = T x K pairs.
 """
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from services.fabric.device_counters import Counters
+from services.fabric.link import SynchronousLink
 
 
 class ExpertRows:
-    """Counts on the device of the ids and does not wait for it: the sum is read only when metrics are."""
+    """Counts on the device of the ids, and does not wait for it: only :meth:`totals` reads the counts."""
 
     def __init__(self, layers: Iterable[int], num_experts: int) -> None:
         self._rows = {layer: torch.zeros(num_experts, dtype=torch.int64) for layer in layers}
         self._counters = Counters()
 
     def count(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """Add the pairs of one dispatch of ``layer``; ``expert_ids_TK`` is int64, and -1 counts for no expert."""
         counts_E = self._rows[layer]
         if counts_E.device != expert_ids_TK.device:
             counts_E = self._rows[layer] = counts_E.to(expert_ids_TK.device)
@@ -28,7 +30,7 @@ class ExpertRows:
         counts_E.scatter_add_(0, ids_S.clamp(min=0), (ids_S >= 0).to(counts_E.dtype))
 
     def totals(self) -> dict[int, list[int]]:
-        """Rows by layer and expert since the start; of a step under way those that were counted."""
+        """Return the rows since the start by layer and expert; a running step may be counted in part."""
         by_device: dict[torch.device, dict[int, Tensor]] = {}
         for layer, counts_E in self._rows.items():
             by_device.setdefault(counts_E.device, {})[layer] = counts_E
@@ -36,3 +38,14 @@ class ExpertRows:
         for counts in by_device.values():
             found |= zip(counts, self._counters.read(list(counts.values())), strict=True)
         return {layer: found[layer] for layer in self._rows}
+
+
+class CountedLink(SynchronousLink):
+    """Base class of links that count in ``rows`` what they dispatch."""
+
+    def __init__(self, rows: ExpertRows) -> None:
+        self._rows = rows
+
+    def expert_rows(self) -> dict[int, list[int]]:
+        """Return layer -> rows by expert that this link has dispatched; rows that are sent again count once."""
+        return self._rows.totals()

@@ -10,7 +10,7 @@ MIN_BYTES = 16
 
 
 def read_secret(file: Path) -> bytes:
-    """The secret that all workers of a cluster share, without white space around it.
+    """Return the secret that all workers of a cluster share, without white space around it.
 
     Raises:
         ConfigError: the file cannot be read, or holds too little.

@@ -1,4 +1,4 @@
-"""Which shard group an attention worker waits for. In: moments of waiting. Out: seconds by group."""
+"""Measures which shard groups an attention worker waits for. In: moments of waiting. Out: seconds by group."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from contextlib import contextmanager
 
 
 class Stalls:
-    """Every moment is shared evenly by the groups whose answers are missing in it: what a faster group would have
-    saved, and over all groups the time that was waited. One thread waits, any may read."""
+    """Divides waiting time evenly among the groups whose answers are missing. One thread waits, any thread may read.
+
+    The time of a group is what a faster group would have saved; all groups together have the time that was waited.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     @contextmanager
     def waiting(self, groups: Sequence[int]) -> Iterator[None]:
-        """For an answer of each of ``groups``, which may repeat."""
+        """Time the block, which waits for one answer from each entry of ``groups``; a group may occur twice."""
         began = time.perf_counter()
         try:
             yield
@@ -26,5 +28,5 @@ class Stalls:
                 self._seconds[group] = self._seconds.get(group, 0.0) + each_s
 
     def totals(self) -> dict[int, float]:
-        """Seconds since the start, by group."""
+        """Return the seconds waited since the start, by group."""
         return dict(self._seconds)

@@ -1,4 +1,4 @@
-"""On a GPU: two events in a captured graph tell how long one exchange of it took, each time that it is launched."""
+"""On a GPU: two events in a captured graph show how long one exchange of it took, each time that it is launched."""
 
 from __future__ import annotations
 

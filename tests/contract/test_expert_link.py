@@ -17,7 +17,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from testkit.fabric.lockstep import dealt_link
-from testkit.fabric.shared_memory import SLOTS, symm_link
+from testkit.fabric.shared_memory import SLOTS, shared_link
 from testkit.fabric.tcp import tcp_link
 from testkit.gpu.fabric import GpuLinks, gpu_links
 from torch import Tensor
@@ -47,8 +47,8 @@ IMPLEMENTATIONS: dict[str, OpenLink] = {"local": local, "tcp": tcp([1]), "tcp-3-
 IMPLEMENTATIONS["tcp-reduced"] = tcp([2], reduced=True)  # one group: across groups it adds in another order
 IMPLEMENTATIONS["lane-3-workers"] = tcp([2, 1], lane="gloo")
 IMPLEMENTATIONS["lane-reduced"] = tcp([2], reduced=True, lane="gloo")
-IMPLEMENTATIONS["symm"] = lambda layers: symm_link(layers, EXPERTS, [2, 1])
-IMPLEMENTATIONS["symm-summed"] = lambda layers: symm_link(layers, EXPERTS, [2], unsummed=False)
+IMPLEMENTATIONS["shared"] = lambda layers: shared_link(layers, EXPERTS, [2, 1])
+IMPLEMENTATIONS["shared-summed"] = lambda layers: shared_link(layers, EXPERTS, [2], unsummed=False)
 
 
 def lockstep(nodes: str, way: Any, slices: int = 1, pairs: int = 0, slots: int | None = None) -> OpenLink:
@@ -270,12 +270,12 @@ def test_a_rehearsal_reaches_nobody_and_has_the_key_of_steps_like_it(name: str) 
         assert rows() == counted
         keys = []
         for step, known in ((1, [5]), (2, ()), (3, [5])):
-            settled = False
-            while not settled:
+            finished = False
+            while not finished:
                 link.begin_step(step, known)
                 keys.append(link.graph_key())
                 y_TD = link.combine(link.dispatch(0, *batch))
-                settled = link.finish_step()
+                finished = link.finish_step()
             assert_sum(IMPLEMENTATIONS[name], y_TD, batch, SCALES)
         assert {keys[0], keys[-1]} == {key}
-        assert (key is not None) == name.startswith(("local", "symm"))
+        assert (key is not None) == name.startswith(("local", "shared"))

@@ -114,7 +114,7 @@ class Cluster:
 
 
 class Load(threading.Thread):
-    """Dispatches, two handles at a time, until told to stop; holds every sum against what it must be."""
+    """Dispatches, two handles at a time, until it has to stop; holds every sum against what it must be."""
 
     def __init__(self, link: Any, seed: int) -> None:
         super().__init__(daemon=True)
@@ -253,7 +253,7 @@ import threading; threading.Event().wait(30)
 """
 
 
-@pytest.mark.parametrize("kind", ["tcp", "lane", "symm"])
+@pytest.mark.parametrize("kind", ["tcp", "lane", "shared"])
 def test_a_process_killed_in_the_middle_of_a_call(kind: str) -> None:
     root, seats = Path(__file__).parents[2], ThreadSeats(KINDS[kind], first=1)
     paths = os.pathsep.join(str(root / part) for part in (".", "kernels", "tests"))

@@ -1,4 +1,4 @@
-"""An expert worker's life over a real Redis, with the scheduler's placement beside it: seat, group, table, end."""
+"""An expert worker's life over a real Redis, with the scheduler's placement next to it: seat, group, table, end."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Stage:
                 await asyncio.sleep(0.01)
 
     async def until_listed(self, *workers: str) -> None:
-        """A worker that calls itself ready has yet to tell Redis, and the leader to see it there."""
+        """A worker that calls itself ready has yet to report it to Redis, where the leader reads it."""
         async with asyncio.timeout(10):
             while (table := await self.floor.reader.read_table()) is None or sorted(
                 seat.worker for seat in table.seats
@@ -154,7 +154,7 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
         await stage.until(lambda: not any(worker.missing() for worker in workers))
         await stage.until_listed("a", "b")
         assert await stage.listed() == {"a": workers[0].serving.port, "b": workers[1].serving.port}
-        assert {worker.group.number for worker in workers} == {0, 1}
+        assert {worker.held.group.number for worker in workers} == {0, 1}
         seats = {worker.seat for worker in workers}
         async with asyncio.timeout(5):
             while (await floor.registry.rows()).keys() != seats:
@@ -164,24 +164,24 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
 async def test_counted_rows_travel_once_in_a_while_and_not_with_each_heartbeat(floor):
     async with stage_of(floor, groups=1) as stage:
         worker = stage.start("a")
-        heartbeat, told = worker._queue.heartbeat, []
+        heartbeat, reported = worker._queue.heartbeat, []
 
         async def watched(*arguments: object) -> object:
-            told.append(arguments[2])
+            reported.append(arguments[2])
             return await heartbeat(*arguments)
 
         worker._queue.heartbeat = watched
         await stage.until(lambda: worker.status == "ready")
-        await stage.until(lambda: any(told))
-        first = len(told)
+        await stage.until(lambda: any(reported))
+        first = len(reported)
         began = time.monotonic()
-        await stage.until(lambda: len(told) >= first + 4)
+        await stage.until(lambda: len(reported) >= first + 4)
         if time.monotonic() < began + 1.5:
-            assert not any(told[first:])
-        await stage.until(lambda: any(told[first:]))
+            assert not any(reported[first:])
+        await stage.until(lambda: any(reported[first:]))
 
 
-async def test_a_device_that_is_slow_to_tell_its_rows_holds_no_heartbeat_up(floor):
+async def test_a_device_that_is_slow_to_report_its_rows_holds_no_heartbeat_up(floor):
     async with stage_of(floor, groups=1) as stage:
         worker = stage.start("a")
         await stage.until(lambda: worker.status == "ready")
@@ -193,21 +193,21 @@ async def test_a_device_that_is_slow_to_tell_its_rows_holds_no_heartbeat_up(floo
             return {}
 
         worker.serving.rows, worker._rows_due = slow, 0.0
-        heartbeat, told = worker._queue.heartbeat, []
+        heartbeat, reported = worker._queue.heartbeat, []
 
         async def watched(*arguments: object) -> object:
-            told.append(arguments[2])
+            reported.append(arguments[2])
             return await heartbeat(*arguments)
 
         worker._queue.heartbeat = watched
         try:
             await stage.until(asked.is_set)
-            first = len(told) + 1  # one may still tell what was asked for before
-            await stage.until(lambda: len(told) >= first + 3)
-            assert not any(told[first:])
+            first = len(reported) + 1  # one may still report what was asked for before
+            await stage.until(lambda: len(reported) >= first + 3)
+            assert not any(reported[first:])
         finally:
             answered.set()
-        await stage.until(lambda: any(told))
+        await stage.until(lambda: any(reported))
 
 
 async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_before(floor):
@@ -240,7 +240,7 @@ async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floo
         workers = {name: stage.start(name) for name in ("a", "b", "c")}
         await stage.until(lambda: all(worker.status == "ready" for worker in workers.values()))
         await stage.until_listed("a", "b", "c")
-        alone = next(name for name, worker in workers.items() if worker.group.number == 1)
+        alone = next(name for name, worker in workers.items() if worker.held.group.number == 1)
         stage.tasks[alone][2].cancel()
         lost = await stage.table()
         await floor.lapse(alone)
@@ -271,7 +271,7 @@ class Busy(Served):
         }
 
 
-async def test_groups_are_cut_anew_by_load_and_every_expert_is_served_all_the_while(floor, monkeypatch):
+async def test_groups_are_cut_again_by_load_and_every_expert_is_served_all_the_while(floor, monkeypatch):
     monkeypatch.setattr("services.scheduler.experts.WINDOW_S", 0.1)
     monkeypatch.setattr("services.experts.worker.ROWS_S", 0.1)
     tables: list[RoutingTable] = []
@@ -345,12 +345,12 @@ async def test_experts_that_cannot_be_loaded_end_the_worker(floor):
 
 async def test_a_stop_during_a_long_load_is_heard_at_once(floor):
     """Also by a load that does not look: its thread is left behind."""
-    loading, told = threading.Event(), threading.Event()
+    loading, reported = threading.Event(), threading.Event()
 
     def endless(_group: ShardGroup, _seat: int, stopped: threading.Event) -> Served:
         loading.set()
         stopped.wait(30)
-        told.set()
+        reported.set()
         time.sleep(5)
         raise AssertionError("nobody listens")
 
@@ -362,7 +362,7 @@ async def test_a_stop_during_a_long_load_is_heard_at_once(floor):
         stop.set()
         await asyncio.wait_for(task, 4)
         assert time.monotonic() - began < 3
-        assert told.wait(3)
+        assert reported.wait(3)
         assert await floor.seats() == {}
 
 

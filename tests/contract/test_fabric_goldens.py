@@ -10,9 +10,9 @@ from torch import Tensor
 
 from services.fabric.lockstep.rendezvous import Facts
 from services.fabric.nccl.messages import Fetch, LaneNote, Weights
-from services.fabric.shared_memory import memory as symm_memory
-from services.fabric.shared_memory import messages as symm_wire
-from services.fabric.shared_memory.memory import Ticket
+from services.fabric.shared_memory import memory as shared_memory
+from services.fabric.shared_memory import messages as sharing
+from services.fabric.shared_memory.memory import MemoryHandle
 from services.fabric.tcp import frames as tcp_wire
 from services.fabric.tcp import handshake as tcp_handshake
 from services.fabric.tcp.frames import Kind, Limits, Message, frame_parts, message_of, read_frame
@@ -54,7 +54,7 @@ FRAMES = {
     Kind.SHARED_STOP: "454d58460001002100000001000000000000000090",
 }
 FACTS = "9aa166a17704a862666c6f6174313602a5302e312e300506a66e63636c2f32a54750552d31"
-TICKET = "98a4686f7374a170c4016b4020c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa16403"
+HANDLE = "98a4686f7374a170c4016b4020c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa16403"
 RANK = b'{"worker":"w","node":"n","fingerprint":"f","package":"0.1.0","dtype":"float32","exchange":"e"}'
 
 HELLO = Hello(
@@ -88,13 +88,13 @@ MESSAGES: dict[Kind, tuple[Message | None, list[Tensor]]] = {
     Kind.LANE: (LaneNote(key="forth/x", value=b"v", problem="p"), []),
     Kind.FETCH: (Fetch(layer=3), [torch.tensor([0, 2], dtype=torch.int32)]),
     Kind.WEIGHTS: (Weights(layer=3, name="down", shape=(2, 3), checksum=1 << 63), []),
-    Kind.SHARE_REQUEST: (symm_wire.ShareRequest(ticket=b"t", rows=8, slots=2, micro_batches=2, unsummed=True), []),
-    Kind.SHARE_REPLY: (symm_wire.ShareReply(ticket=b"t", place=1, beside=True, problem="p"), []),
+    Kind.SHARE_REQUEST: (sharing.ShareRequest(handle=b"t", rows=8, slots=2, micro_batches=2, unsummed=True), []),
+    Kind.SHARE_REPLY: (sharing.ShareReply(handle=b"t", place=1, colocated=True, problem="p"), []),
     Kind.SHARED_STEP: (
-        symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True),
+        sharing.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True),
         [],
     ),
-    Kind.SHARED_STOP: (symm_wire.Stop(), []),
+    Kind.SHARED_STOP: (sharing.Stop(), []),
 }
 
 
@@ -117,17 +117,17 @@ def test_facts_of_the_last_release_name_no_versions_and_mean_the_first() -> None
 
 
 def test_the_last_release_reads_the_facts_of_this_one() -> None:
-    """An array of msgpack: it takes the first ten, and is not told more than that."""
+    """An array of msgpack: it takes the first ten, and reads no more than that."""
     mine = msgspec.msgpack.decode(msgspec.msgpack.encode(HELLO))
     assert mine[:10] == msgspec.msgpack.decode(bytes.fromhex(FACTS))
     assert mine[10:] == [1, 1]
 
 
-def test_tickets_and_ranks_of_the_last_release_are_read() -> None:
-    ticket = symm_memory.decode_ticket(bytes.fromhex(TICKET), "host")
-    assert msgspec.msgpack.encode(ticket).hex() == TICKET
-    assert ticket == Ticket(
-        kind="host", post="p", key=b"k", size=64, nonce_at=32, nonce=NONCE, device="d", process=3
+def test_handles_and_ranks_of_the_last_release_are_read() -> None:
+    handle = shared_memory.decode_handle(bytes.fromhex(HANDLE), "host")
+    assert msgspec.msgpack.encode(handle).hex() == HANDLE
+    assert handle == MemoryHandle(
+        kind="host", server="p", key=b"k", size=64, nonce_at=32, nonce=NONCE, device="d", process=3
     )  # fmt: skip
     facts = Facts(worker="w", node="n", fingerprint="f", package="0.1.0", dtype="float32", exchange="e")
     assert msgspec.json.decode(RANK, type=Facts) == facts

@@ -17,7 +17,7 @@ from services.routing import Seat
 
 LATER = Versions(2, 3)
 """Of a release that speaks with the last one no more."""
-PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
+GENEROUS = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
 ONES = torch.ones(3, 4)
 WAYS = ["frames", "lane", "memory", "weights"]
 
@@ -55,7 +55,7 @@ def test_ranks_of_both_releases_meet(last: Path, older: int) -> None:
 
 
 def test_attention_of_the_last_release_is_refused_by_name_where_nothing_is_in_common(last: Path) -> None:
-    server = serve(spoken=LATER, timing=PATIENT)
+    server = serve(spoken=LATER, timing=GENEROUS)
     try:
         with peer(last, role="hopeless", port=server.address[1]) as older:
             heard = older.hear()
@@ -64,7 +64,7 @@ def test_attention_of_the_last_release_is_refused_by_name_where_nothing_is_in_co
         assert "speaks version 1 of the fabric's protocol" in heard["message"]
         assert "(release 0) versions 2 to 3" in heard["message"]
         assert server.faults.totals()["protocol_mismatch"] >= 1
-        with linked(table_of(seat_of(server, 0)), spoken=LATER, timing=PATIENT) as link:
+        with linked(table_of(seat_of(server, 0)), spoken=LATER, timing=GENEROUS) as link:
             assert torch.equal(send(link, ONES), 2 * ONES), "the seat serves those that it can"
     finally:
         server.close()
@@ -73,7 +73,7 @@ def test_attention_of_the_last_release_is_refused_by_name_where_nothing_is_in_co
 def test_experts_of_the_last_release_are_refused_by_name_and_live(last: Path) -> None:
     with peer(last, role="serve") as older:
         seat = Seat(number=0, worker="experts-0", group=0, host="127.0.0.1", port=older.hear()["port"])
-        with linked(table_of(seat), spoken=LATER, timing=PATIENT, ready=False) as link:
+        with linked(table_of(seat), spoken=LATER, timing=GENEROUS, ready=False) as link:
             (only,) = link._seats.links.values()
             wait_until(lambda: only.problem is not None, 60, "the seat is refused")
             assert type(only.problem).__name__ == "ProtocolMismatch"
@@ -81,7 +81,7 @@ def test_experts_of_the_last_release_are_refused_by_name_and_live(last: Path) ->
             assert "(release 0) versions 2 to 3" in only.problem.message
             assert link.faults()["protocol_mismatch"] >= 1
         for spoken in (SPOKEN, Versions(1, 3)):
-            with linked(table_of(seat), spoken=spoken, timing=PATIENT) as link:
+            with linked(table_of(seat), spoken=spoken, timing=GENEROUS) as link:
                 assert torch.equal(send(link, ONES), ONES)
         older.tell()
         assert older.hear()["calls"] == 2

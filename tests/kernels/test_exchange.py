@@ -74,7 +74,7 @@ class Attention:
     layout: Layout
     seats: list[Seat]
     base: int = 0
-    crowded: bool = False
+    shared_gpu: bool = False
     control: Tensor = field(init=False)
     counts_E: Tensor = field(init=False)
 
@@ -92,7 +92,7 @@ class Attention:
         send_rows(*call, GROUP_OF_E, self.counts_E, self.control, exchange=exchange, micro_batch=micro_batch, **at)
 
     def sum(self, call: tuple[Tensor, Tensor, Tensor], bucket: int, exchange: int = 0, micro_batch: int = 0) -> Tensor:
-        at = {"layout": self.layout, "groups": GROUPS, "bucket": bucket, "crowded": self.crowded}
+        at = {"layout": self.layout, "groups": GROUPS, "bucket": bucket, "shared_gpu": self.shared_gpu}
         return sum_answers(*call[1:], GROUP_OF_E, self.control, exchange=exchange, micro_batch=micro_batch, **at)
 
 
@@ -118,10 +118,12 @@ def expected(call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("unsummed", [False, True])
-@pytest.mark.parametrize(("dtype", "crowded"), [(torch.float32, False), (torch.float32, True), (torch.float16, False)])
-def test_rows_come_back_scaled(unsummed: bool, dtype: torch.dtype, crowded: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shared_gpu"), [(torch.float32, False), (torch.float32, True), (torch.float16, False)]
+)
+def test_rows_come_back_scaled(unsummed: bool, dtype: torch.dtype, shared_gpu: bool) -> None:
     attention, seats = world(unsummed, dtype=dtype)
-    attention.crowded = crowded
+    attention.shared_gpu = shared_gpu
     for exchange, (rows, micro_batch) in enumerate([(1, 0), (13, 1), (40, 0)]):
         call, bucket = whole_call(rows, exchange, dtype), min(2 * rows, 40)
         attention.send(call, bucket, exchange, micro_batch)
@@ -146,7 +148,7 @@ def test_more_rows_than_blocks() -> None:
 
 @pytest.mark.parametrize("rows", [42, 43, 600])
 def test_every_pair_is_counted_once(rows: int) -> None:
-    """The most that are counted when they are taken, the fewest when they are answered, and blocks of several rows."""
+    """The most that are counted when they are taken, the least when they are answered, and blocks of several rows."""
     attention, seats = world(rows=rows)
     call = whole_call(rows - 2)
     for exchange in range(2):
@@ -159,10 +161,10 @@ def test_every_pair_is_counted_once(rows: int) -> None:
         assert torch.equal(seat.counts_E, 2 * torch.bincount(here_S, minlength=EXPERTS))
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_a_missing_answer_fails_the_step_and_returns_zeros(crowded: bool) -> None:
+@pytest.mark.parametrize("shared_gpu", [False, True])
+def test_a_missing_answer_fails_the_step_and_returns_zeros(shared_gpu: bool) -> None:
     attention, seats = world()
-    attention.crowded = crowded
+    attention.shared_gpu = shared_gpu
     call = whole_call(8)
     attention.send(call, 8)
     seats[0].serve(bucket=8)
@@ -201,10 +203,10 @@ def test_a_step_that_was_begun_again_supersedes_the_old_one() -> None:
     assert torch.equal(attention.sum(call, 8), expected(call))
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_old_answers_are_not_taken_for_new_ones(crowded: bool) -> None:
+@pytest.mark.parametrize("shared_gpu", [False, True])
+def test_old_answers_are_not_taken_for_new_ones(shared_gpu: bool) -> None:
     attention, seats = world()
-    attention.crowded = crowded
+    attention.shared_gpu = shared_gpu
     call = whole_call(8)
     attention.send(call, 8)
     for seat in seats:
@@ -216,10 +218,10 @@ def test_old_answers_are_not_taken_for_new_ones(crowded: bool) -> None:
     assert attention.control[FAILED] & 0b11
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_groups_without_a_seat_here_are_left_out(crowded: bool) -> None:
+@pytest.mark.parametrize("shared_gpu", [False, True])
+def test_groups_without_a_seat_here_are_left_out(shared_gpu: bool) -> None:
     attention, seats = world()
-    attention.crowded = crowded
+    attention.shared_gpu = shared_gpu
     attention.seats = seats[:1]
     attention.begin()
     x_TD, ids_TK, weights_TK = whole_call(8)

@@ -77,7 +77,7 @@ def test_a_member_gets_no_more_flags_than_it_has_blocks() -> None:
         assert not flags[client.bucket :].any()
 
 
-def test_blocks_of_several_rows_beside_blocks_of_one() -> None:
+def test_blocks_of_several_rows_with_blocks_of_one() -> None:
     """257 rows go in blocks of 2, 256 in twice as many of 1."""
     layout = layout_of(257)
     clients = Client(layout, 257), Client(layout, 256)
@@ -113,7 +113,7 @@ def test_who_does_not_come_is_left_out_for_the_rest_of_the_step(why: str) -> Non
         client.send(part, 1)
     assert seat.take(1) == 0b01
     assert seat.control[FAILED] == 0
-    assert seat.out() == [0, left], "as it was told first"
+    assert seat.out() == [0, left], "as it was set first"
 
 
 def test_rows_of_the_layer_before_are_no_rows() -> None:

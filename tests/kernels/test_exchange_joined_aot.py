@@ -70,7 +70,7 @@ def test_flags_are_acquired_from_other_gpus_and_lateness_is_looked_at(members: i
 
 
 @pytest.mark.parametrize(("members", "blocks"), WAITS)
-def test_nothing_reads_flags_of_a_member_that_its_host_is_told_is_out(members: int, blocks: int) -> None:
+def test_nothing_reads_flags_of_a_member_that_its_host_knows_is_out(members: int, blocks: int) -> None:
     """All threads have what they asked for before one writes it down."""
     ptx = compiled_wait(members, blocks).ptx
     read = [match.end() for match in re.finditer(r"sys\.acquire\.add", ptx)][-1]

@@ -13,10 +13,10 @@ from testkit.fabric.joined import Client, Seat, pair, rows_of
 from moe_kernels.exchange.joined import kernel as exchange_joined_triton
 from moe_kernels.exchange.joined import launch as exchange_joined_launch
 from moe_kernels.exchange.joined import reference as exchange_joined_torch
-from moe_kernels.exchange.layout import ABORTED, DEADLINE, FAILED, LATE, MEMBER_GONE, PATIENCE
+from moe_kernels.exchange.layout import ABORTED, DEADLINE, FAILED, GRACE, LATE, MEMBER_GONE
 
 MS = 1_000_000
-TICK_NS, PATIENCE_NS, DEADLINE_NS = MS, 6 * MS, 20 * MS
+TICK_NS, GRACE_NS, DEADLINE_NS = MS, 6 * MS, 20 * MS
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def timed_pair() -> tuple[Client, Client, Seat]:
     first, other, seat = pair()
-    seat.control[PATIENCE], seat.control[DEADLINE] = PATIENCE_NS, DEADLINE_NS
+    seat.control[GRACE], seat.control[DEADLINE] = GRACE_NS, DEADLINE_NS
     return first, other, seat
 
 
@@ -63,7 +63,7 @@ def test_nobody_is_waited_for_longer_than_the_deadline(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("first_ms", [10, 18])
-def test_patience_begins_with_the_rows_of_the_first(first_ms: int, clock: Clock) -> None:
+def test_grace_begins_with_the_rows_of_the_first(first_ms: int, clock: Clock) -> None:
     """Also where it goes on for longer than the deadline."""
     first, other, seat = timed_pair()
     clock.then[first_ms * MS] = lambda: first.send(rows_of(8))
@@ -72,12 +72,12 @@ def test_patience_begins_with_the_rows_of_the_first(first_ms: int, clock: Clock)
     assert seat.out() == [0, 0]
 
 
-def test_who_comes_late_is_left_out_when_patience_ends(clock: Clock) -> None:
+def test_who_comes_late_is_left_out_when_grace_ends(clock: Clock) -> None:
     first, other, seat = timed_pair()
     first.send(rows_of(8))
     clock.then[12 * MS] = lambda: other.send(rows_of(8))
     assert seat.take() == 0b01
-    assert PATIENCE_NS <= clock.past < 12 * MS
+    assert GRACE_NS <= clock.past < 12 * MS
     assert seat.out() == [0, LATE]
 
 
@@ -93,15 +93,15 @@ def test_the_next_layer_has_a_wait_of_its_own(clock: Clock) -> None:
     assert seat.take(1) == 0b11
 
 
-def test_that_a_member_is_out_is_told_while_others_are_awaited(clock: Clock) -> None:
+def test_that_a_member_is_out_is_shown_while_others_are_awaited(clock: Clock) -> None:
     """Its host closes its memory then."""
     first, _, seat = timed_pair()
-    told: list[list[int]] = []
+    out: list[list[int]] = []
     clock.then[4 * MS] = lambda: seat.control.__setitem__(seat.at(1, MEMBER_GONE), 1)
-    clock.then[8 * MS] = lambda: told.append(seat.out())
+    clock.then[8 * MS] = lambda: out.append(seat.out())
     clock.then[10 * MS] = lambda: first.send(rows_of(8))
     assert seat.take() == 0b01
-    assert told == [[0, 1]]
+    assert out == [[0, 1]]
 
 
 def test_a_step_that_is_given_up_waits_no_longer(clock: Clock) -> None:
@@ -109,5 +109,5 @@ def test_a_step_that_is_given_up_waits_no_longer(clock: Clock) -> None:
     first.send(rows_of(8))
     clock.then[3 * MS] = lambda: seat.control.__setitem__(FAILED, ABORTED)
     assert seat.take() == 0
-    assert clock.past < PATIENCE_NS
+    assert clock.past < GRACE_NS
     assert seat.out() == [1, 1]

@@ -65,7 +65,7 @@ def test_plans_that_kernels_have_no_tiles_for(block_rows: int) -> None:
 
 @both_paths
 @pytest.mark.parametrize("name", ["keep_T", "local_E"])
-def test_a_mask_beside_a_plan_would_be_ignored(name: str) -> None:
+def test_a_mask_with_a_plan_would_be_ignored(name: str) -> None:
     extra = {"keep_T": torch.zeros(5, dtype=torch.bool), "local_E": torch.arange(4, dtype=torch.int32)}[name]
     with pytest.raises(ArgumentError, match="plan already says which pairs take part"):
         LAYER(plan=plan(IDS_TK, 4), **{name: extra})

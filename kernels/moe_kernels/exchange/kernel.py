@@ -1,7 +1,7 @@
 """Kernels of :mod:`moe_kernels.exchange.op`: rows to experts and back through memory that a peer GPU writes.
 
 Whether a wait goes on is decided by values that atomics return, which are the same in all threads of a program;
-``globaltimer`` is not, so lateness is written down by one thread and read back.
+``globaltimer`` is not, so one thread writes down lateness and all read it back.
 Legend: T rows, D hidden size, K slots, E experts, G groups.
 """
 
@@ -21,19 +21,19 @@ _INBOX, _ANSWERS = tl.constexpr(INBOX), tl.constexpr(ANSWERS)
 
 @triton.jit
 def stopped(control):
-    """The failed word, the same in all threads."""
+    """Return the failed word, the same in all threads."""
     return tl.atomic_or(control, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def aligned(address, dtype: tl.constexpr):
-    """``address`` as a pointer that 16-byte accesses may use."""
+    """Return ``address`` as a pointer that 16-byte accesses may use."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def block_tile(block, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The rows of a block, as a column, and which of them there are."""
+    """Return the rows of a block, as a column, and which of them exist."""
     inside = tl.arange(0, TILE)[:, None]
     row = block * ROWS + inside
     return row.to(tl.int64), (inside < ROWS) & (row < rows)
@@ -41,21 +41,21 @@ def block_tile(block, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def groups_of(ids, group_of_E, E):
-    """The group of each id, -1 where there is none."""
+    """Return the group of each id, -1 where there is none."""
     known = (ids >= 0) & (ids < E)
     return tl.load(group_of_E + ids, mask=known, other=-1)
 
 
 @triton.jit
 def any_slot(of_slots):
-    """For each row, as a column, whether it is so in any of its slots."""
+    """Return for each row, as a column, whether ``of_slots`` is true for any of its slots."""
     return (tl.max(of_slots.to(tl.int32), axis=1) > 0)[:, None]
 
 
 @triton.jit
 def wait_for(flag, want, control, bit, TIMED: tl.constexpr):
-    """Wait until ``flag[0] >= want``; the last value seen. At the deadline ``bit`` enters the failed word, which ends
-    every wait of the step. Untimed, as in the interpreter, where nobody else runs, it gives up soon."""
+    """Wait until ``flag[0] >= want``; return the last value seen. At the deadline ``bit`` enters the failed word, which
+    ends every wait of the step. Untimed waits, as in the interpreter, where nobody else runs, end soon."""
     began = tl.zeros((), tl.int64)
     if TIMED:
         began = globaltimer()
@@ -82,8 +82,8 @@ def send_rows_kernel(
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Block of rows (axis 0) into the inbox of the seat of a group (axis 1), then its flag. Ids of other groups become
-    -1; a row with none of the group is not copied; rows past ``rows`` are empty. Counts the pairs sent by expert.
+    """Send a block of rows (axis 0) to the inbox of a group's seat (axis 1), then set its flag. Ids of other groups
+    become -1; a row without ids of the group is not copied; rows past ``rows`` are empty. Counts the pairs by expert.
 
     Rows are read before it is known whether they go there, as a latency costs more than the bytes.
 
@@ -134,19 +134,19 @@ def take_rows_kernel(
     if TIMED:
         began = globaltimer()
     stop = stopped(control)
-    least, most = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    least, largest = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     tries = 0
-    while (least < want) & (most <= last) & (stop == 0):
+    while (least < want) & (largest <= last) & (stop == 0):
         seen = tl.atomic_add(flags + number, 0, mask=number < blocks, sem="acquire", scope="sys")
         least = tl.min(tl.where(number < blocks, seen, want), axis=0)
-        most = tl.max(tl.where(number < blocks, seen, 0), axis=0)
+        largest = tl.max(tl.where(number < blocks, seen, 0), axis=0)
         tries += 1
         if tries % CHECK_EVERY == 0:
             late = tries > 0
             if TIMED:
                 late = globaltimer() - began > limit
             stop = tl.atomic_or(control, tl.where(late, 1, 0).to(tl.int64), sem="relaxed", scope="gpu")
-    good = (least >= want) & (most <= last) & (stop == 0)
+    good = (least >= want) & (largest <= last) & (stop == 0)
     if good == 0:
         tl.atomic_or(control, 1, sem="relaxed", scope="gpu")
     tl.debug_barrier()
@@ -164,8 +164,8 @@ def send_answers_kernel(
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Block of answers back to the attention worker, then its flag: SLOTS rows of y per row, 1 if they are summed, else
-    one per slot; those without an id are not copied. COUNTS: then count the pairs by expert."""
+    """Send a block of answers to the attention worker, then set its flag: SLOTS rows of y per row, 1 if they are
+    summed, else one per slot; rows without an id are not copied. COUNTS: then count the pairs by expert."""
     block = tl.program_id(0)
     answers, base = tl.load(control + _PEER), tl.load(control + _BASE)
     slots, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_D)[None, :]

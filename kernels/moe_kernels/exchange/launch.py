@@ -16,11 +16,11 @@ from moe_kernels.exchange.kernel import (
 from moe_kernels.exchange.layout import Layout
 
 MAX_ELEMENTS = 16_384
-"""Of a tile: what eight warps hold in half of their registers."""
+"""Largest tile: eight warps hold it in half of their registers."""
 MAX_IDS = 4096
-"""That a program copies at a time: each round costs the latency of a load."""
+"""Ids that a program copies at a time: each round costs the latency of a load."""
 FEW_IDS = 128
-"""Pairs of a bucket: up to so many are counted while they are taken, more once their answers are on the way. Round
+"""Up to so many pairs of a bucket are counted while rows are taken, more pairs after their answers were sent. Round
 trips on two H200, over bare puts, of 64 / 512 / 4096 pairs: 1.28 / 1.245 / 1.31 the first way, 1.33 / 1.22 / 1.22 the
 second, 1.27 / 1.20 / 1.21 both."""
 TIMED = not backend.INTERPRETED
@@ -96,11 +96,11 @@ def sum_answers(
     bucket: int,
     exchange: int,
     micro_batch: int,
-    crowded: bool,
+    shared_gpu: bool,
 ) -> None:
     tile = tile_of(layout, bucket)
     section, blocks = layout.answers_section(micro_batch), layout.blocks(bucket)
-    if crowded:
+    if shared_gpu:
         wait_answers_kernel[(1,)](
             control, blocks, exchange, section, groups, BLOCKS=triton.next_power_of_2(blocks), TIMED=TIMED, num_warps=1
         )  # fmt: skip
@@ -108,7 +108,7 @@ def sum_answers(
         ids_TK, weights_TK, group_of_E, control, y_TD, ids_TK.shape[0], exchange,
         section, layout.y_at, group_of_E.numel(), groups,
         D=layout.hidden, K=layout.slots, BLOCK_K=triton.next_power_of_2(layout.slots), SLOTS=layout.answer_slots,
-        WAITS=not crowded, TIMED=TIMED, **tile,
+        WAITS=not shared_gpu, TIMED=TIMED, **tile,
     )  # fmt: skip
 
 

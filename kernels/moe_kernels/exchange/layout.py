@@ -1,11 +1,11 @@
-"""Where an exchange's rows, ids, weights, answers and flags lie in the buffers that a peer writes into; in bytes.
+"""The layout of an exchange's rows, ids, weights, answers and flags in the buffers that a peer writes into, in bytes.
 
     inbox, with the experts:        per micro-batch  flags | x [R, D] | ids [R, K] int32 | weights [R, K] float32
     answers, with the attention:    per micro-batch  flags | y [R, A, D], A = 1, or K if they come unsummed
 
-Rows go in blocks, each with a flag of its own: the number of the exchange that it belongs to. A control block (int64,
-on the device) says what a step's kernels do: words by the constants below.
-Legend: R most rows, D hidden size, K slots, G groups.
+Rows go in blocks. The flag of a block holds the number of the exchange that the block belongs to. A control block on
+the device steers a step's kernels: int64 words, which the constants below name.
+Legend: R largest number of rows, D hidden size, K slots, G groups.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from typing import Final
 import torch
 
 FAILED: Final = 0
-"""0, or why the step has ended: bit g for group g (or seat's peer) too late, ABORTED for the host."""
+"""0, or why the step has failed: bit g if group g (at a seat: the peer) missed the deadline, ABORTED by the host."""
 BASE: Final = 1
-"""Number of the exchange before the step's first."""
+"""Number of the exchange before the step's first one."""
 DEADLINE: Final = 2
-"""Longest wait, nanoseconds."""
+"""Longest wait, in nanoseconds."""
 LAST: Final = 3
-"""Experts: number of the step's last exchange."""
+"""Number of the step's last exchange; used at a seat."""
 PEER: Final = 4
-"""Experts: address of the attention worker's answers."""
+"""Address of the attention worker's answers; used at a seat."""
 MAX_GROUPS: Final = 32
 INBOX: Final = 8
-"""Attention: INBOX + g is the address of the inbox of the seat that has group g, 0: no seat here."""
+"""Word INBOX + g has the address of the inbox of group g's seat, 0 without one; used at the attention worker."""
 ANSWERS: Final = INBOX + MAX_GROUPS
-"""Attention: ANSWERS + g is the address of the buffer that this seat answers into."""
+"""Word ANSWERS + g has the address of the buffer into which that seat writes answers."""
 WORDS: Final = ANSWERS + MAX_GROUPS
 ABORTED: Final = 1 << 62
 
-PATIENCE: Final = 5
-"""Joined calls: longest wait for the others once one member's rows are there, nanoseconds."""
+GRACE: Final = 5
+"""Joined calls: grace period, in nanoseconds. A call waits so long for late members after the first member's rows."""
 JOB: Final = 6
-"""Joined calls: bit m for each member whose rows the call under way has."""
+"""Joined calls: bit m is set if the running call has the rows of member m."""
 CLOCK: Final = 7
-"""Joined calls: where one thread tells the others the time."""
+"""Joined calls: the time in nanoseconds, by which the threads of a program agree on what is late."""
 MAX_MEMBERS: Final = 8
 MEMBERS: Final = 8
-"""Joined calls: from here on each member has MEMBER words, by the constants below."""
+"""Joined calls: index of the first member's words. Each member has MEMBER words, which MEMBER constants name."""
 MEMBER: Final = 8
 MEMBER_INBOX: Final = 0
-"""Address; 0: no member."""
+"""Address of the member's inbox; 0 if there is no such member."""
 MEMBER_ANSWERS: Final = 1
 MEMBER_BASE: Final = 2
 MEMBER_LAST: Final = 3
 MEMBER_ROWS: Final = 4
 """The bucket of the member's step."""
 MEMBER_GONE: Final = 5
-"""Not 0: the host wants it left out from now on."""
+"""The host sets this to leave the member out from the next call on."""
 MEMBER_OUT: Final = 6
-"""Not 0: it is left out, and nothing of the step touches its memory any more; LATE: because its rows came too late."""
+"""Kernels set this when the member is left out and its memory is unused; LATE says that its rows came too late."""
 LATE: Final = 2
 
 MAX_BLOCKS: Final = 256
@@ -62,7 +62,12 @@ _ALIGNMENT: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """``unsummed``: one answer per pair instead of one per row."""
+    """The sizes of both buffers, and the offsets in them.
+
+    Args:
+        rows: R, the largest number of rows of a micro-batch.
+        unsummed: the answer has one row per pair of a row and a slot instead of one per row.
+    """
 
     rows: int
     hidden: int
@@ -100,22 +105,25 @@ class Layout:
         return self.answers_section(self.micro_batches)
 
     def inbox_section(self, micro_batch: int) -> int:
+        """Return the offset of a micro-batch's part of the inbox."""
         return micro_batch * (self.weights_at + _padded(self.rows * self.slots * 4))
 
     def answers_section(self, micro_batch: int) -> int:
+        """Return the offset of a micro-batch's part of the answers."""
         width = self.answer_slots * self.hidden * self.dtype.itemsize
         return micro_batch * (self.y_at + _padded(self.rows * width))
 
     def block_rows(self, bucket: int) -> int:
-        """Rows of a block where a call has up to ``bucket``."""
+        """Return the rows of one block in a call of up to ``bucket`` rows."""
         return -(-bucket // MAX_BLOCKS)
 
     def blocks(self, bucket: int) -> int:
+        """Return the number of blocks in a call of up to ``bucket`` rows."""
         return -(-bucket // self.block_rows(bucket))
 
 
 def member_word(member: int, word: int) -> int:
-    """Where the control block of joined calls has a member's word, one of the MEMBER constants."""
+    """Return the index of a member's word in the control block of joined calls; ``word`` is a MEMBER constant."""
     return MEMBERS + member * MEMBER + word
 
 

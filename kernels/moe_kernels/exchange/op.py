@@ -1,12 +1,12 @@
-"""Rows to experts in other processes of the node and their answers back, by memory that the other side maps.
+"""Send rows to experts in other processes of the node, and answers back, by memory that the other side maps.
 
 An exchange is: :func:`send_rows` at the attention worker, :func:`take_rows`, the experts and :func:`send_answers` at
-each seat, :func:`sum_answers` at the attention worker. All of it is one-sided: data are put into the peer's memory,
-then a flag; every wait has a deadline, and one that passes turns the rest of the step into nothing. A CUDA graph can
-hold the calls: what changes from step to step (addresses, numbers) lies in a control block on the device, whose words
-:mod:`moe_kernels.exchange.layout` names. Numbers of exchanges only grow, so running a step again is harmless: nobody
-mistakes an old answer for a new one. Not for callers outside of a link: addresses are not checked.
-Legend: T rows, R most rows of a bucket, D hidden size, K slots, E experts, G groups.
+each seat, :func:`sum_answers` at the attention worker. All of it is one-sided: a side puts data into the peer's memory,
+and then a flag. Every wait has a deadline; when one has passed, the rest of the step does nothing. A CUDA graph can
+hold the calls: addresses and numbers, which change from step to step, lie in a control block on the device, whose words
+:mod:`moe_kernels.exchange.layout` names. Numbers of exchanges only grow, so that a step can be run again: no old answer
+is mistaken for a new one. Only links should call these functions: addresses are not checked.
+Legend: T rows, R rows of a bucket, D hidden size, K slots, E experts, G groups.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def send_rows(
     exchange: int,
     micro_batch: int,
 ) -> None:
-    """Rows to the seat of each group that has one in ``control``, with the ids of that group; then the flags.
+    """Send rows to the seat of each group that has one in ``control``, with the ids of that group, and set the flags.
 
     Args:
         ids_TK: int32 or int64; -1, or an expert of a group without a seat here, is left out.
         weights_TK: float32.
         group_of_E: int32, group by expert id, of this layer.
-        counts_E: int64, pairs sent by expert so far.
+        counts_E: int64, pairs by expert so far, to which the pairs that are sent are added.
         bucket: rows of this call, rounded up to what the seats have prepared for; T <= bucket <= ``layout.rows``.
         exchange: counted from 0 within the step.
     """
@@ -63,14 +63,15 @@ def take_rows(
     exchange: int,
     micro_batch: int,
 ) -> tuple[Tensor, Tensor]:
-    """Wait for an exchange's rows: ``x_RD`` and ``weights_RK`` as views of the inbox, ids in ``taken_RK``.
+    """Wait for an exchange's rows; return ``x_RD`` and float32 ``weights_RK`` as views of the inbox.
 
-    All ids are -1 if the rows do not come in time, or belong to a later step: then this one is given up.
+    All ids are -1 if the rows do not come in time, or belong to a later step: then this step has failed.
 
     Args:
         inbox: uint8, ``layout.inbox_bytes``, 256-byte aligned.
-        counts_E: int64, pairs by expert so far; :func:`send_answers` must get the same. One of the two counts the pairs
-            of an exchange, so those that a step takes and then fails to answer may be counted or not.
+        taken_RK: int32; the ids are written here.
+        counts_E: int64, pairs by expert so far; :func:`send_answers` must get the same tensor. One of both functions
+            counts an exchange, so that rows that are taken and never answered may be counted or not.
     """
     section = inbox[layout.inbox_section(micro_batch) : layout.inbox_section(micro_batch + 1)]
     flags = section[: layout.x_at].view(torch.int64)
@@ -95,10 +96,10 @@ def send_answers(
     exchange: int,
     micro_batch: int,
 ) -> None:
-    """``y_RD``, or ``y_RKD`` where they return unsummed, to the attention worker; then the flags.
+    """Send ``y``, ``[R, D]`` or ``[R, K, D]`` where answers are unsummed, to the attention worker, and set the flags.
 
     Args:
-        counts_E: that of :func:`take_rows`.
+        taken_RK, counts_E: the tensors of :func:`take_rows`.
     """
     with backend.device_of(y):
         _ways(y).send_answers(y.contiguous(), taken_RK, counts_E, control, layout, bucket, exchange, micro_batch)
@@ -115,21 +116,21 @@ def sum_answers(
     bucket: int,
     exchange: int,
     micro_batch: int,
-    crowded: bool = False,
+    shared_gpu: bool = False,
 ) -> Tensor:
-    """``y_TD``: the sum of what the seats answered, 0 where the step has failed by then (``control[FAILED]``).
+    """Wait for the seats' answers and return their sum ``y_TD``, in ``layout.dtype``; 0 where the step has failed.
 
-    Summed answers are added in float32 in the order of groups; unsummed ones weighted and added slot by slot, as
+    Summed answers are added in float32 in the order of groups; unsummed answers are weighted and added slot by slot, as
     :func:`moe_kernels.fused_moe` does.
 
     Args:
-        crowded: seats answer from this very GPU; waiting then leaves the SMs to their kernels, and takes longer.
+        shared_gpu: seats compute on this GPU; waiting then leaves the SMs to their kernels, and takes longer.
     """
     y_TD = torch.empty(ids_TK.shape[0], layout.hidden, dtype=layout.dtype, device=ids_TK.device)
     with backend.device_of(ids_TK):
         _ways(ids_TK).sum_answers(
             ids_TK.contiguous(), weights_TK.contiguous(), group_of_E, control, y_TD, layout, groups, bucket, exchange,
-            micro_batch, crowded,
+            micro_batch, shared_gpu,
         )  # fmt: skip
     return y_TD
 

@@ -102,7 +102,7 @@ def sum_answers(
     bucket: int,
     exchange: int,
     micro_batch: int,
-    _crowded: bool,
+    _shared_gpu: bool,
 ) -> None:
     y_TD.zero_()
     section = layout.answers_section(micro_batch)
@@ -150,7 +150,7 @@ def _groups(ids_TK: Tensor, group_of_E: Tensor) -> Tensor:
 
 
 def _wait_for(flags: Tensor, want: int, control: Tensor, bit: int) -> None:
-    """At the deadline ``bit`` enters the failed word; a step that has failed already is nobody else's fault."""
+    """Wait for ``flags``; at the deadline set ``bit`` in the failed word, unless the step has failed before."""
     late = _Late(control)
     while int(flags.min()) < want and not int(control[FAILED]):
         if late():
@@ -159,7 +159,7 @@ def _wait_for(flags: Tensor, want: int, control: Tensor, bit: int) -> None:
 
 
 class _Late:
-    """Whether the control block's deadline, counted from now, has passed."""
+    """Returns, when called, whether the control block's deadline has passed since it was made."""
 
     def __init__(self, control: Tensor) -> None:
         self._until = time.monotonic_ns() + int(control[DEADLINE])

@@ -129,8 +129,8 @@ def launch(
     _, block_size, kv_heads, _ = k_PBJH.shape
     blocks_SM, kv_len_S = blocks_SM.contiguous(), kv_len_S.contiguous()
     out_SNH = torch.empty(q_SNH.shape, dtype=q_SNH.dtype, device=q_SNH.device)
-    most = min(blocks_SM.shape[1] * block_size, window)
-    wanted, parts = cut(sequences * kv_heads, most, _sms(q_SNH.device))
+    positions = min(blocks_SM.shape[1] * block_size, window)
+    wanted, parts = cut(sequences * kv_heads, positions, _sms(q_SNH.device))
     shape = (sequences, heads, parts if parts > 1 else 0)
     sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_SNH.device)
     logs = torch.empty(shape, dtype=torch.float32, device=q_SNH.device)
@@ -149,13 +149,13 @@ def launch(
     return out_SNH
 
 
-def cut(programs: int, most: int, sms: int) -> tuple[int, int]:
-    """Parts that a sequence of ``most`` positions should be cut into, and parts that there is room for.
+def cut(programs: int, positions: int, sms: int) -> tuple[int, int]:
+    """Return into how many parts a sequence with so many positions should be cut, and how many there is room for.
 
     >>> cut(4, 32_768, 132), cut(1024, 32_768, 132), cut(4, 100, 132)
     ((64, 64), (1, 8), (1, 1))
     """
-    room = max(1, math.ceil(most / SHORTEST.value))
+    room = max(1, math.ceil(positions / SHORTEST.value))
     wanted = min(MAX_PARTS, room, math.ceil(_PROGRAMS_PER_SM * sms / programs))
     return wanted, min(room, max(wanted, _SPARE_PARTS))
 

@@ -45,7 +45,7 @@ def _put(pair, expert, position, first, mask, order, place, limited, capacity, E
 
 
 @triton.jit
-def _settle(served, served_before, dropped, LIMIT: tl.constexpr, LIMITED: tl.constexpr):
+def _note_served(served, served_before, dropped, LIMIT: tl.constexpr, LIMITED: tl.constexpr):
     """A first pass (LIMIT) notes how many pairs have an expert; what the second serves less has been dropped."""
     if LIMIT:
         tl.store(served_before, served)
@@ -130,7 +130,7 @@ def small_kernel(
                 _put(pair_B, program, position_B, before, mine_B, order, place, limited, capacity, E, LIMIT)
                 after += tl.sum(mine_B.to(tl.int32), 0)
         if program == E:
-            _settle(before, served_before, dropped, LIMIT, LIMITED)
+            _note_served(before, served_before, dropped, LIMIT, LIMITED)
         elif not LIMIT:
             tl.store(ends + program, after)
     else:
@@ -201,7 +201,7 @@ def scan_kernel(
         below_CW, _, _ = _lower_of(lower, first + tl.arange(0, C), expert_W, blocks, E)
         start_W += tl.sum(below_CW, 0)
     if tl.program_id(0) == E // W:
-        _settle(tl.sum(tl.where(expert_W == E, start_W, 0), 0), served_before, dropped, LIMIT, LIMITED)
+        _note_served(tl.sum(tl.where(expert_W == E, start_W, 0), 0), served_before, dropped, LIMIT, LIMITED)
     for first in range(0, blocks, C):
         block_C = first + tl.arange(0, C)
         below_CW, up_to_CW, real_CW = _lower_of(lower, block_C, expert_W, blocks, E)

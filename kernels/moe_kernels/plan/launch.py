@@ -1,8 +1,8 @@
 """Arguments of :func:`moe_kernels.plan.op` in, launches of :mod:`moe_kernels.plan.kernel` out.
 
 Few pairs take one launch, more take three: count per block, scan, place. Every element is written, so nothing needs
-clearing beforehand. With a capacity the sort runs twice: over the pairs in order of arrival, which
-tells who is served, then over those.
+clearing beforehand. With a capacity the sort runs twice: first over all pairs in order of
+arrival, to find out which are served, then over the served ones.
 Legend: S pairs, E experts, M tiles.
 """
 

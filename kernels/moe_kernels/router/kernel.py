@@ -208,7 +208,7 @@ def launch(
 
 
 def near(logits_TE: Tensor) -> Tensor:
-    """Itself, or a copy if experts lie so far apart (a column-major matrix of millions of rows) that int32 wraps."""
+    """Return the tensor, or a copy if its experts lie so far from each other that int32 offsets wrap."""
     far = (logits_TE.shape[1] - 1) * logits_TE.stride(1) >= INT32_VALUES
     return logits_TE.contiguous() if far else logits_TE
 
@@ -217,6 +217,6 @@ def _shape(groups: int, experts: int) -> tuple[int, int]:
     """Rows and warps of a program: a row must stay within one warp.
 
     A warp spans 128 columns at 4 values per lane; a wider row would be dealt to several of a program's warps, and
-    groups are dealt anew. So these get programs of one warp: 3.8 instead of 6.5 us for DeepSeek-V3's router at T 512.
+    groups are dealt again. So these get programs of one warp: 3.8 instead of 6.5 us for DeepSeek-V3's router at T 512.
     """
     return (4, 4) if groups == 1 and experts <= 128 else (1, 1)

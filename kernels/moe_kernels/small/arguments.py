@@ -158,7 +158,7 @@ def make_lists(pairs: Pairs, column_blocks: int, device: torch.device) -> Lists:
         "order_S": pairs.count, "first_C": pairs.candidates, "count_C": pairs.candidates, "total_1": 1,
         "arrived_B": column_blocks,
     }  # fmt: skip
-    # Each list starts at a multiple of 16 bytes: triton compiles a kernel anew for pointers that do not.
+    # Each list starts at a multiple of 16 bytes: triton compiles a kernel again for pointers that do not.
     ends = list(accumulate(triton.cdiv(length, 4) * 4 for length in lengths.values()))
     space = torch.empty(ends[-1], dtype=torch.int32, device=device)
     starts = zip([0, *ends], lengths.items(), strict=False)

@@ -171,12 +171,12 @@ def small_down(
         )
 
 
-def runs(width: int, block_k: int, most: int) -> tuple[int, int]:
-    """How many runs of how many columns, whole blocks, ``width`` falls into: ``most`` or as many as none of is empty.
+def runs(width: int, block_k: int, max_runs: int) -> tuple[int, int]:
+    """Split ``width`` into runs of whole blocks; return how many, at most ``max_runs`` and none empty, and how wide.
 
     A run that begins past the end would read scales past the end.
     Example: 768 columns in blocks of 256, at most 4 runs: 3 of 256. 1024 in blocks of 256, at most 3: 2 of 512.
     """
     blocks = triton.cdiv(width, block_k)
-    each = triton.cdiv(blocks, most)
+    each = triton.cdiv(blocks, max_runs)
     return int(triton.cdiv(blocks, each)), int(each * block_k)

@@ -86,7 +86,7 @@ class Bench:
             for name, gpu in (("owner", self._expert_gpus[0]), ("writer", self._attention_gpus[0]))
         )
         shared, _ = owner.answer(40), writer.answer(40)
-        opened = writer.ask(20, do="open", ticket=shared["ticket"])
+        opened = writer.ask(20, do="open", handle=shared["handle"])
         writer.ask(20, do="write")
         found = owner.ask(20, do="sum")["sum"]
         owner.kill()
@@ -249,7 +249,7 @@ class Bench:
         workers = [
             self._children.start(
                 f"both-{at}", "attention", gpu=gpu, world=asdict(together), memory=self._memory, out=str(self._details),
-                deadline_ms=500, unavailable_s=4.0, seat=at, group=at, crowded=True,
+                deadline_ms=500, unavailable_s=4.0, seat=at, group=at, shared_gpu=True,
             )
             for at, gpu in enumerate(self._gpus)
         ]  # fmt: skip
@@ -257,7 +257,7 @@ class Bench:
         self._attach(workers, seats)
         for total in totals:
             rows = total // len(self._gpus)
-            found["colocated", total] = self._layer_us("colocated", workers, [rows], crowded=True)
+            found["colocated", total] = self._layer_us("colocated", workers, [rows], shared_gpu=True)
         for total in totals:
             row = {mode: found[mode, total] for mode in ("colocated", "apart", "apart_pingpong")}
             self._note("modes", total=total, **row, planner=_planned(len(self._gpus), half, total))
@@ -265,7 +265,7 @@ class Bench:
             us = self._layer_us("many wait", workers, [total // len(self._gpus)])
             self._note("modes", total=total, colocated_all_wait=us)
         self._profile(workers, totals[:2][-1], "all wait")
-        self._layer_us("colocated", workers, [totals[:2][-1] // len(self._gpus)], crowded=True)
+        self._layer_us("colocated", workers, [totals[:2][-1] // len(self._gpus)], shared_gpu=True)
         self._profile(workers, totals[:2][-1], "one waits")
 
     def uneven(self) -> None:
@@ -294,10 +294,10 @@ class Bench:
             answer = worker.any_answer()
         self._note("profile", total=total, what=what, **answer)
 
-    def _layer_us(self, mode: str, workers: Sequence[Child], rows: list[int], crowded: bool = False) -> float:
+    def _layer_us(self, mode: str, workers: Sequence[Child], rows: list[int], shared_gpu: bool = False) -> float:
         """Of the slowest worker; -1 if one failed."""
         began = time.time()
-        capture: dict[str, Any] = {"do": "capture", "rows": rows, "dense": True, "crowded": crowded}
+        capture: dict[str, Any] = {"do": "capture", "rows": rows, "dense": True, "shared_gpu": shared_gpu}
         for command in (capture, {"do": "run", "label": f"modes-{mode}-{rows[0]}", "steps": 30}):
             for worker in workers:
                 worker.send(**command)
@@ -366,9 +366,9 @@ class Bench:
             )
             for at, gpu in enumerate((self._attention_gpus[0], self._expert_gpus[0]))
         ]
-        tickets = [end.answer()["ticket"] for end in ends]
-        for end, ticket in zip(ends, reversed(tickets), strict=True):
-            end.send(ticket=ticket)
+        handles = [end.answer()["handle"] for end in ends]
+        for end, handle in zip(ends, reversed(handles), strict=True):
+            end.send(handle=handle)
         found = {}
         for kib in KIB:
             for end in ends:

@@ -33,6 +33,7 @@ from services.fabric.local import LocalLink
 from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.messages import bucket_of
 from services.fabric.shared_memory.peers import SharedSeat
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
 
 
@@ -48,8 +49,8 @@ class WatchedLink(SharedMemoryLink):
         super()._on_lost(seat)
         self._note("abort written")
 
-    def crowd(self, crowded: bool) -> None:
-        self._options = replace(self._options, crowded=crowded)
+    def crowd(self, shared_gpu: bool) -> None:
+        self._options = replace(self._options, shared_gpu=shared_gpu)
 
     def _note(self, text: str) -> None:
         self.phases.append((time.time(), text))
@@ -79,7 +80,11 @@ class Attention:
         hello = world.hello(facts["name"])
         self._link = WatchedLink(
             lambda lane: TcpLink(
-                table, hello=hello, secret=SECRET, extension=lane, unavailable_s=5.0, reduced=not world.unsummed
+                table,
+                Facts(hello=hello, secret=SECRET),
+                extension=lane,
+                unavailable_s=5.0,
+                reduced=not world.unsummed,
             ),
             table,
             memory=memory_by(facts["memory"], self._device),
@@ -90,7 +95,7 @@ class Attention:
             options=SharedMemoryOptions(
                 deadline_s=facts.get("deadline_ms", 20) / 1e3,
                 unavailable_s=facts.get("unavailable_s", 10.0),
-                crowded=facts.get("crowded", False),
+                shared_gpu=facts.get("shared_gpu", False),
             ),
         )
         self._gpu = self._device.type == "cuda"
@@ -115,7 +120,7 @@ class Attention:
             elif command["do"] == "mark":
                 self._marks.append((time.time(), command["text"]))
             elif command["do"] == "shared":
-                self._parent.tell(shared=sorted(seat.link.seat.number for seat in self._link.lane.usable()))
+                self._parent.tell(shared=sorted(seat.link.seat.number for seat in self._link.peers.usable()))
             elif command["do"] == "stop":
                 self._stop.set()
             else:
@@ -137,8 +142,8 @@ class Attention:
 
     def attach(self, seats: int, seconds: float = 60.0) -> dict[str, Any]:
         began = time.time()
-        assert self._link.lane.wait_for(seats, seconds), (
-            f"{len(self._link.lane.usable())} of {seats} seats share memory"
+        assert self._link.peers.wait_for(lambda shared: len(shared) >= seats, seconds), (
+            f"{len(self._link.peers.usable())} of {seats} seats share memory"
         )
         return {"seconds": time.time() - began}
 
@@ -184,9 +189,9 @@ class Attention:
         return {"equal": equal, "difference": greatest, "scale": scale, "seats": self._link.shared()}
 
     def capture(
-        self, rows: list[int], check: bool = True, dense: bool = False, crowded: bool = False
+        self, rows: list[int], check: bool = True, dense: bool = False, shared_gpu: bool = False
     ) -> dict[str, Any]:
-        self._link.crowd(crowded)
+        self._link.crowd(shared_gpu)
         self._rows, self._dense = rows, dense
         calls = [whole_rows(count, self._world, self._device, 3) for count in rows]
         layers = DenseLayers(self._world, self._device) if dense else None

@@ -34,8 +34,8 @@ class Bare:
         self.stream = torch.cuda.Stream(device)
         torch.cuda.synchronize()
 
-    def open(self, ticket: str) -> None:
-        self._there = self._memory.open(bytes.fromhex(ticket))
+    def open(self, handle: str) -> None:
+        self._there = self._memory.open(bytes.fromhex(handle))
 
     def capture(self, size: int) -> None:
         """Compiled against own memory first, so that the peer sees nothing of it."""
@@ -84,9 +84,9 @@ def main() -> None:
     parent = Parent()
     facts = parent.facts
     end = Bare(facts["memory"], device_of(facts["gpu"]), facts["asks"], facts["most_kib"] << 10, facts["trips"])
-    parent.tell(ticket=end.region.ticket.hex())
+    parent.tell(handle=end.region.handle.hex())
     commands = parent.commands()
-    end.open(next(commands)["ticket"])
+    end.open(next(commands)["handle"])
     with torch.cuda.stream(end.stream):
         for command in commands:
             if command["do"] == "capture":

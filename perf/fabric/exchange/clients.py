@@ -28,6 +28,7 @@ from services.experts.serving import JOIN_ROWS
 from services.fabric.shared_memory.joint import policy as symm_tempo
 from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.server import Limits, SharedMemoryServer
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 
@@ -66,7 +67,7 @@ class Client:
         table = world.table(1, [{"seat": 0, "group": 0, "port": server.address[1]}])
         hello = world.hello(f"client{number}")
         self.link = SharedMemoryLink(
-            lambda lane: TcpLink(table, hello=hello, secret=SECRET, extension=lane, unavailable_s=5.0),
+            lambda lane: TcpLink(table, Facts(hello=hello, secret=SECRET), extension=lane, unavailable_s=5.0),
             table,
             memory=memory_by(memory, device),
             device=device,
@@ -74,7 +75,7 @@ class Client:
             layout=world.layout,
             node="here",
             options=SharedMemoryOptions(
-                deadline_s=0.02 if device.type == "cuda" else 1.0, crowded=device.type == "cuda"
+                deadline_s=0.02 if device.type == "cuda" else 1.0, shared_gpu=device.type == "cuda"
             ),
         )
         self._gpu = device.type == "cuda"
@@ -174,8 +175,8 @@ def _measured(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
     began = time.perf_counter()
     clients = [Client(number, case, device, server, memory) for number in range(case.clients)]
     for client in clients:  # all: nothing may be captured beside what ``prepare`` captures
-        assert client.link.lane.wait_for(1, 120.0), "no memory is shared"
-    while case.way != "alone" and any(one.missing() for one in host._join_queue._alike.values()):
+        assert client.link.peers.wait_for(bool, 120.0), "no memory is shared"
+    while case.way != "alone" and any(one.missing() for one in host._join_queue._groups.values()):
         time.sleep(0.01)
     for client in clients:
         client.prepare()

@@ -82,14 +82,14 @@ class Crowd:
         words[DEADLINE], words[LAST], words[ANSWERS] = SPIN_MS * 1_000_000, 1 << 40, self._answers.data_ptr()
         return words.to(self._device)
 
-    def _answers_spin(self, programs: int, crowded: bool) -> Callable[[], None]:
+    def _answers_spin(self, programs: int, shared_gpu: bool) -> Callable[[], None]:
         ids_TK = torch.zeros(programs, self._world.slots, dtype=torch.int64, device=self._device)
         weights_TK = torch.ones(ids_TK.shape, device=self._device)
 
         def spin() -> None:
             sum_answers(
                 ids_TK, weights_TK, self._group_of_E, self._control(), layout=self._world.layout, groups=1,
-                bucket=programs, exchange=0, micro_batch=0, crowded=crowded,
+                bucket=programs, exchange=0, micro_batch=0, shared_gpu=shared_gpu,
             )  # fmt: skip
 
         return spin

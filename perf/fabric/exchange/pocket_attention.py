@@ -22,6 +22,7 @@ from perf.fabric.exchange.world import SECRET, device_of, log_to_stderr
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions
 from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
 from services.model.dense import DenseModel
 from services.model.weights import load_dense
@@ -35,7 +36,11 @@ class Decoding:
         table = world.table(0, [])
         self._link = SharedMemoryLink(
             lambda lane: TcpLink(
-                table, hello=world.hello(facts["name"]), secret=SECRET, extension=lane, call_s=2.0, unavailable_s=10.0
+                table,
+                Facts(hello=world.hello(facts["name"]), secret=SECRET),
+                extension=lane,
+                call_s=2.0,
+                unavailable_s=10.0,
             ),
             table,
             memory=memory_by("vmm", self._device),
@@ -69,7 +74,7 @@ class Decoding:
                 case {"do": "mark", "text": text}:
                     self._marks.append((time.time(), text))
                 case {"do": "shared"}:
-                    usable = sorted(seat.link.seat.number for seat in self._link.lane.usable())
+                    usable = sorted(seat.link.seat.number for seat in self._link.peers.usable())
                     self._parent.tell(usable=usable, used=list(self._link.shared().values()))
                 case {"do": "stop"}:
                     self._stop.set()
@@ -87,7 +92,7 @@ class Decoding:
 
     def attach(self, seats: int) -> dict[str, Any]:
         began = time.time()
-        assert self._link.lane.wait_for(seats, 60), "no shared memory"
+        assert self._link.peers.wait_for(lambda shared: len(shared) >= seats, 60), "no shared memory"
         attached = time.time()
         self._engine.prepare()
         return {"attach_s": attached - began, "prepare_s": time.time() - attached, "graphs": self._graphs}

@@ -13,11 +13,12 @@ from services.fabric.secret import read_secret
 from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.open_memory import memory_for
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.extension import ClientExtension
 from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.link import TcpLink
-from services.fabric.tcp.tls import client_tls
+from services.fabric.tcp.tls import ClientTls
 from services.model.spec import ModelSpec
 from services.routing import RoutingTable, even_groups
 from services.runtime import node_name
@@ -52,7 +53,7 @@ def remote_link(
         num_experts=spec.num_experts,
         groups=even_groups(list(spec.moe_layers), spec.num_experts, 1),
     )
-    memory = memory_for(settings.fabric_shared, device, aside=beside_experts)
+    memory = memory_for(settings.fabric_shared, device, colocated=beside_experts)
     if memory is None:
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
@@ -68,9 +69,9 @@ def remote_link(
         node=node_name(settings),
         options=SharedMemoryOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S,
-            beside_s=DEADLINE_BESIDE_S,
+            colocated_s=DEADLINE_BESIDE_S,
             unavailable_s=settings.experts_timeout,
-            crowded=beside_experts and not host,
+            shared_gpu=beside_experts and not host,
         ),
     )
 
@@ -96,8 +97,7 @@ def _tcp_link(
     extension: ClientExtension | None = None,
 ) -> TcpLink:
     assert settings.fabric_secret_file is not None, "load_settings requires it"
-    return TcpLink(
-        table,
+    facts = Facts(
         hello=Hello(
             fingerprint=spec.fingerprint,
             worker=worker,
@@ -106,10 +106,14 @@ def _tcp_link(
             package=version("expertmesh"),
         ),
         secret=read_secret(settings.fabric_secret_file),
+        tls=ClientTls(settings.fabric_tls_ca, settings.fabric_tls_name) if settings.fabric_tls_ca else None,
+        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane == "nccl"),
+    )
+    return TcpLink(
+        table,
+        facts,
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_timeout,
-        tls=client_tls(settings.fabric_tls_ca, settings.fabric_tls_name),
         reduced=dtype != torch.float32,  # where sums are rounded, low bits may differ by how they are made
-        lanes=lanes_for(settings.fabric_lane, device, required=settings.fabric_lane == "nccl"),
         extension=extension,
     )

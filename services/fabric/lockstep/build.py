@@ -1,4 +1,4 @@
-"""From a placement and a topology to the link of one rank: flat or hierarchical, with sliced experts or whole ones."""
+"""Builds the link of one rank from placement and topology: flat or hierarchical, with whole or sliced experts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.errors import ConfigError
-from services.fabric.link import CountingLink
+from services.fabric.link import CountingLink, Experts
 from services.fabric.lockstep.flat import FlatLink
 from services.fabric.lockstep.gloo import Wire
 from services.fabric.lockstep.hierarchical import HierarchicalLink
-from services.fabric.lockstep.routes import Experts, Held, LockstepExperts, LockstepRoutes
+from services.fabric.lockstep.routes import LockstepExperts, LockstepRoutes
 from services.fabric.lockstep.sliced import SlicedLink
 from services.fabric.lockstep.topology import Topology
 from services.fabric.row_counts import ExpertRows
@@ -26,8 +26,11 @@ class LockstepShape:
 
     Args:
         nodes: name of the node by rank.
-        slices: ranks, one after the other, that each hold a slice of the same experts.
-        pairs: relay pairs between two nodes at most, 0 for all; concerns ``hierarchical``.
+        slices: number of consecutive ranks that each hold a slice of the same experts.
+        pairs: largest number of relay pairs between two nodes, 0 for all; it concerns ``hierarchical``.
+
+    Raises:
+        ConfigError: the slices do not divide the ranks.
     """
 
     nodes: tuple[str, ...]
@@ -44,25 +47,27 @@ class LockstepShape:
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that hold the same experts: the devices that experts are placed on."""
+        """Number of groups of ranks that hold the same experts: the devices that experts are placed on."""
         return len(self.nodes) // self.slices
 
     def group_of(self, rank: int) -> int:
+        """Return the group of ``rank``."""
         return rank // self.slices
 
     def slice_of(self, rank: int) -> int:
+        """Return which slice of its group's experts ``rank`` holds."""
         return rank % self.slices
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Ranks that ``rank`` exchanges rows with, itself among them: those of its slice."""
+        """Return the ranks that exchange rows with ``rank``, itself among them: those with the same slice."""
         return tuple(range(self.slice_of(rank), len(self.nodes), self.slices))
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Ranks of its node."""
+        """Return the ranks of the node of ``rank``, itself among them."""
         return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
 
     def topology(self, rank: int) -> Topology:
-        """Of the ranks of its slice."""
+        """Return the topology of the peers of ``rank``."""
         return Topology.of_nodes({peer: self.nodes[peer] for peer in self.peers(rank)}, pairs=self.pairs)
 
 
@@ -75,35 +80,26 @@ def lockstep_link(
     shape: LockstepShape,
     max_rows: int,
 ) -> CountingLink[Any]:
-    """The link of ``wire``'s rank.
+    """Return the link of ``wire``'s rank.
 
     Args:
-        experts: layer -> what this rank computes: the experts of its group by ``placement``, or its slice of them.
-        placement: layer -> by group the experts that it holds.
-        max_rows: most rows of one dispatch, of any rank.
+        experts: layer -> the experts that this rank computes: its group's by ``placement``, or its slice of them.
+        placement: layer -> ids of experts by group.
+        max_rows: largest number of rows of one dispatch, of any rank.
     """
-    topology = shape.topology(wire.rank)
-    held = {layer: _held(groups, shape, wire.rank) for layer, groups in placement.items()}
-    routes = LockstepRoutes(held, num_experts=num_experts, topology=topology, rank=wire.rank)
-    inner_rows = max_rows * shape.slices
-    link = _inner(
-        wire, LockstepExperts(experts, routes), shape, topology, inner_rows, ExpertRows(placement, num_experts)
-    )
+    rank, topology = wire.rank, shape.topology(wire.rank)
+    held = {
+        layer: {peer: groups[shape.group_of(peer)] for peer in shape.peers(rank)} for layer, groups in placement.items()
+    }
+    here = LockstepExperts(experts, LockstepRoutes(held, num_experts=num_experts, topology=topology, rank=rank))
+    sizes: dict[str, Any] = {"max_rows": max_rows * shape.slices, "rows": ExpertRows(placement, num_experts)}
+    link: CountingLink[Any]
+    if shape.way == "hierarchical":
+        link = HierarchicalLink(wire, here, topology=topology, **sizes)
+    else:
+        link = FlatLink(wire, here, peers=[peer for peer in topology.seats if peer != rank], **sizes)
     if shape.slices == 1:
         return link
-    first = shape.group_of(wire.rank) * shape.slices
+    first = shape.group_of(rank) * shape.slices
     group = range(first, first + shape.slices)
     return SlicedLink(link, wire, group=group, max_rows=max_rows, rows=ExpertRows(placement, num_experts))
-
-
-def _inner(
-    wire: Wire, experts: LockstepExperts, shape: LockstepShape, topology: Topology, max_rows: int, rows: ExpertRows
-) -> CountingLink[Any]:
-    if shape.way == "hierarchical":
-        return HierarchicalLink(wire, experts, topology=topology, max_rows=max_rows, rows=rows)
-    peers = [peer for peer in topology.seats if peer != wire.rank]
-    return FlatLink(wire, experts, peers=peers, max_rows=max_rows, rows=rows)
-
-
-def _held(groups: tuple[tuple[int, ...], ...], shape: LockstepShape, rank: int) -> Held:
-    return {peer: groups[shape.group_of(peer)] for peer in shape.peers(rank)}

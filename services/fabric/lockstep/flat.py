@@ -1,7 +1,8 @@
 """ExpertLink among ranks in lock-step that each hold some experts: every row goes straight to the ranks that it needs.
 
-All ranks dispatch and combine the same layers in the same order, with any number of rows, 0 too. One message to every
-other rank and one back: O(p) messages a layer. :mod:`services.fabric.lockstep.hierarchical` needs fewer between nodes.
+All ranks dispatch and combine the same layers in the same order, with any number of rows, 0 too. A rank sends one
+message to every other rank and gets one back: O(p) messages a layer for p ranks.
+:mod:`services.fabric.lockstep.hierarchical` needs fewer between nodes.
 Legend: T rows, D hidden size, K slots per row, P pairs of a row and a slot, S = T x K.
 """
 
@@ -14,31 +15,33 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from services.fabric.link import SynchronousLink
 from services.fabric.lockstep.gloo import Exchange, Wire
 from services.fabric.lockstep.routes import LockstepExperts
-from services.fabric.lockstep.rows import Batch, answers, forward_rows, joined, pairs, received, room_for, slot_sum
-from services.fabric.row_counts import ExpertRows
+from services.fabric.lockstep.rows import Batch, answers, forward_rows, joined, pairs, received, room_for
+from services.fabric.row_counts import CountedLink, ExpertRows
+from services.fabric.tcp.split import slot_sum
 
 STAGES = 16
-"""Tags of one dispatch."""
+"""Number of tags of one dispatch."""
 DISPATCHES = 4096
-"""Dispatches after which tags come again: far more than are ever under way."""
+"""Number of dispatches after which tags are used again: far more than are ever in flight."""
 
 
 class Tags:
-    """The same numbers in every rank: they count dispatches, which go in lock-step."""
+    """Counts dispatches, which go in lock-step, so that tags are the same in every rank."""
 
     def __init__(self) -> None:
         self._dispatches = count()
 
     def next(self) -> int:
-        """The first of ``STAGES`` tags."""
+        """Return the first of ``STAGES`` tags for one dispatch."""
         return next(self._dispatches) % DISPATCHES * STAGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatHandle:
+    """A dispatch in flight; ``ranks_TK`` has the rank of each slot, ``back`` brings the outputs."""
+
     layer: int
     batch: Batch
     ranks_TK: Tensor
@@ -46,25 +49,23 @@ class FlatHandle:
     back: Exchange
 
 
-class FlatLink(SynchronousLink):
-    """Sums outputs in slot order: in float32 equal to :class:`services.fabric.local.LocalLink` to the last bit.
+class FlatLink(CountedLink):
+    """Sums outputs in slot order: in float32 the sums equal those of :class:`services.fabric.local.LocalLink`.
 
     Args:
         peers: the other ranks.
-        max_rows: most rows of one dispatch, of any rank.
-        num_experts: experts per layer, the width of the counts.
+        max_rows: largest number of rows of one dispatch, of any rank.
     """
 
     def __init__(
         self, wire: Wire, experts: LockstepExperts, *, peers: Sequence[int], max_rows: int, rows: ExpertRows
     ) -> None:
+        super().__init__(rows)
         self._wire, self._experts, self._peers = wire, experts, sorted(peers)
-        self._max_rows = max_rows
-        self._rows = rows
-        self._tags = Tags()
+        self._max_rows, self._tags = max_rows, Tags()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> FlatHandle:
-        """Raises LockstepBroken."""
+        """Send rows to their ranks. Raises LockstepBroken."""
         assert len(x_TD) <= self._max_rows, "the other ranks have no room for so many rows"
         self._rows.count(layer, expert_ids_TK)
         tag = self._tags.next()
@@ -79,7 +80,7 @@ class FlatLink(SynchronousLink):
         return FlatHandle(layer=layer, batch=batch, ranks_TK=ranks_TK, out=out, back=back)
 
     def combine(self, handle: FlatHandle) -> Tensor:
-        """Raises LockstepBroken."""
+        """Compute the rows that came, send them back and sum. Raises LockstepBroken."""
         batch, ranks_S = handle.batch, handle.ranks_TK.flatten()
         arrived, origins = received(handle.out.wait(), batch)
         own_PD, come_PD, come_rows = self._outputs(handle, arrived, origins)
@@ -90,14 +91,10 @@ class FlatLink(SynchronousLink):
             out_SD[ranks_S == peer] = answer.view(out_SD.dtype).view(-1, out_SD.shape[1])
         return slot_sum(out_SD, ranks_S >= 0, batch.weights_NK, batch.x_ND.dtype)
 
-    def expert_rows(self) -> dict[int, list[int]]:
-        """Rows that each expert was sent by this rank, by layer."""
-        return self._rows.totals()
-
     def _outputs(
         self, handle: FlatHandle, arrived: Batch, origins: Sequence[tuple[int, int]]
     ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-        """Unweighted outputs of own pairs and of those that came, (sender, pairs) of the latter: one computation."""
+        """Return unweighted outputs of own pairs and of those that came, and (sender, pairs) of these, in one call."""
         own_TK = torch.where(handle.ranks_TK == self._wire.rank, handle.batch.places_NK, -1)
         own = Batch(x_ND=handle.batch.x_ND, places_NK=own_TK, weights_NK=handle.batch.weights_NK)
         every, index_P = pairs(joined([own, arrived], own))

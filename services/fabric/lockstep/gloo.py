@@ -1,6 +1,6 @@
-"""Messages between the ranks in lock-step: what :mod:`services.fabric.lockstep.rows` packed, out and in.
+"""Messages between the ranks in lock-step, as :mod:`services.fabric.lockstep.rows` packs them.
 
-A wire is one rank's end. Every exchange has a tag, and both ends of a pair open it. No wait is without a deadline.
+A wire is one rank's end. Every exchange has a tag, and both ends of a pair open it. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -20,43 +20,47 @@ from torch.distributed.distributed_c10d import Store
 from services.errors import LockstepBroken
 
 Messages = Mapping[int, Sequence[Tensor]]
-"""Peer -> tensors, whose bytes make one message."""
+"""Peer -> tensors whose bytes make one message."""
 HEADER_BYTES = 8
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Messages and bytes sent since the start, inside the node and across nodes. Control traffic is not counted."""
+    """Counts messages and bytes sent since the start, inside the node and across nodes, without control traffic."""
 
     messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "across": 0})
     bytes: dict[str, int] = field(default_factory=lambda: {"node": 0, "across": 0})
 
     def count(self, scope: str, nbytes: int) -> None:
+        """Count one message; ``scope`` is "node" or "across"."""
         self.messages[scope] += 1
         self.bytes[scope] += nbytes
 
 
 class Group(Protocol):
-    """What a wire asks of a process group."""
+    """The methods of torch's process groups that a wire uses: point-to-point messages, and sums in place."""
 
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Return this rank."""
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """Begin to send one tensor to ``peer``."""
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """Begin to receive one tensor from ``peer``."""
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
-        """Sums, in place."""
+        """Begin to sum one tensor over all ranks, in place."""
 
 
 class Exchange(Protocol):
-    """Messages of one tag. :meth:`send` once, then :meth:`wait` once."""
+    """Messages of one tag: call :meth:`send` once, then :meth:`wait` once."""
 
     def send(self, messages: Messages) -> None:
-        """Start sending. Peers are those that the exchange was opened for at the other end."""
+        """Start to send to the peers that open the exchange with room for this rank."""
 
     def wait(self) -> dict[int, Tensor]:
-        """Peer -> the bytes that came from it, uint8.
+        """Return peer -> the bytes that came from it, uint8.
 
         Raises:
             LockstepBroken: a peer is gone, or nothing came in time.
@@ -64,31 +68,28 @@ class Exchange(Protocol):
 
 
 class Wire(Protocol):
-    """One rank's end of the lock-step."""
+    """One rank's end of the lock-step group."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def traffic(self) -> Traffic: ...
+    rank: int
+    traffic: Traffic
 
     def open(self, tag: int, room: Mapping[int, int], *, exact: bool = False) -> Exchange:
-        """An exchange that receives from the peers in ``room``, from each at most so many bytes.
+        """Open an exchange that receives from the peers in ``room``, from each at most so many bytes.
 
         Args:
-            exact: both ends know the sizes; where one is 0 there is no message.
+            exact: both ends know the sizes; there is no message of size 0.
         """
 
 
 class GlooWire:
-    """Over TCP, from and into memory of the CPU.
+    """A wire over TCP, from and into memory of the CPU.
 
-    A message is received as soon as it comes: there is room for the largest, and it begins with its length.
+    A message is received as soon as it comes: its buffer holds the largest message, which begins with its length.
 
     Args:
-        group: of all ranks, this one among them.
+        group: process group of all ranks.
         near: the ranks on this rank's node.
-        timeout_s: for each wait.
+        timeout_s: timeout of each wait.
     """
 
     def __init__(self, group: Group, *, near: Sequence[int], timeout_s: float) -> None:
@@ -102,31 +103,35 @@ class GlooWire:
         return _GlooExchange(self, tag, room, exact)
 
     def scope(self, peer: int) -> str:
-        """Of the traffic with ``peer``."""
+        """Return the scope of traffic with ``peer``: "node" or "across"."""
         return "node" if peer in self._near else "across"
 
     def close(self) -> None:
-        """End the group, and wait for its threads. One of them frees what an all-reduce had after those that waited
-        for it went on: left to do so while the interpreter ends, it asks for the GIL in vain, which aborts the process.
+        """End the group and wait for its threads.
+
+        One of them may still free tensors of an all-reduce. If the interpreter ended meanwhile, that thread would ask
+        for the GIL in vain, which aborts the process.
         """
-        del self._group  # the only one there is: torch ends the group, without the GIL
+        del self._group  # the only reference: torch ends the group, without the GIL
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """The sum over all ranks of each of ``values``: one small all-reduce."""
+        """Return the sum over all ranks of each of ``values``, by one small all-reduce. Raises LockstepBroken."""
         sums = torch.tensor(values, dtype=torch.int64)
         with guarded("agreeing on the next step"):
             self._group.allreduce([sums]).wait(timedelta(seconds=self._timeout_s))
         return list(sums.tolist())
 
     def post(self, peer: int, tag: int, message: Tensor) -> Work:
+        """Begin to send ``message``, uint8, which must not change until it is sent."""
         self.traffic.count(self.scope(peer), message.nbytes)
         return self._group.send([message], peer, tag)
 
     def expect(self, peer: int, tag: int, into: Tensor) -> Work:
+        """Begin to receive a message into the buffer ``into``, uint8."""
         return self._group.recv([into], peer, tag)
 
     def finish(self, works: Mapping[int, Work], what: str) -> None:
-        """Wait for all of ``works``, which are by peer."""
+        """Wait for the work of each peer; ``what`` names it in errors. Raises LockstepBroken."""
         until = time.monotonic() + self._timeout_s
         for peer, work in works.items():
             with guarded(f"{what} rank {peer}"):
@@ -158,10 +163,10 @@ class _GlooExchange:
 
 
 def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout_s: float) -> Group:
-    """A group over ``store`` alone: no global process group is made.
+    """Make a process group by ``store`` alone, without a global process group.
 
     Args:
-        host: this rank's address, as the others reach it.
+        host: address of this rank that the others reach.
 
     Raises:
         LockstepBroken: the ranks did not find one another in time.
@@ -176,7 +181,7 @@ def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout_s: floa
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Errors of torch.distributed, which all are RuntimeErrors, as :class:`LockstepBroken`."""
+    """Raise errors of torch.distributed, which all are RuntimeErrors, as LockstepBroken; ``what`` is done inside."""
     try:
         yield
     except RuntimeError as error:
@@ -187,7 +192,7 @@ def guarded(what: str) -> Iterator[None]:
 
 
 def packed(parts: Sequence[Tensor]) -> Tensor:
-    """The bytes of ``parts`` one behind the other, uint8, in memory of its own."""
+    """Return the bytes of ``parts`` one behind the other, uint8, in memory of their own."""
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 

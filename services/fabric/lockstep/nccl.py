@@ -1,7 +1,7 @@
 """Messages of ranks in lock-step between GPUs over NCCL, from and into device memory. Sizes go ahead over gloo.
 
-The sizes tell each rank what to receive, and that all ranks are there: NCCL itself waits for a dead peer without end.
-So each exchange costs a wait for the device; decode inside a node has links without (symmetric memory).
+The sizes say what each rank receives, and show that all ranks are there: NCCL itself waits for a dead peer for ever. So
+each exchange costs a wait for the device. Links through shared memory have no such wait.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from services.errors import LockstepBroken
 from services.fabric.lockstep.gloo import Exchange, GlooWire, Messages, Traffic, guarded, packed
 
 ALIGNED = 16
-"""Messages lie one behind the other: each begins where any dtype may."""
+"""Messages lie one behind the other, and each begins at a multiple of this, where any dtype may."""
 
 
 class NcclWire:
-    """
+    """A wire over NCCL.
+
     Args:
         group: ProcessGroupNCCL of all ranks; every rank uses it from one thread, in one order.
         control: carries the sizes.
+        timeout_s: timeout of each exchange.
     """
 
     def __init__(self, group: object, control: GlooWire, *, device: torch.device, timeout_s: float) -> None:
@@ -49,7 +51,7 @@ class _NcclExchange:
         self._kept: Tensor | None = None
 
     def send(self, messages: Messages) -> None:
-        """Waits for the sizes of what comes, unless both ends know them."""
+        """Wait for the sizes of messages from peers, unless both ends know them, and begin the exchange."""
         bodies = {peer: packed(parts) for peer, parts in messages.items()}
         if self._ahead is not None:
             self._ahead.send({peer: (torch.tensor([len(body)]),) for peer, body in bodies.items()})
@@ -83,7 +85,7 @@ class _NcclExchange:
             self._work = wire.group.alltoall_base(self._into, self._kept, come, out)  # type: ignore[attr-defined]
 
     def _until_done(self, work: Work) -> None:
-        """The host waits, so that there is a deadline: a kernel of NCCL has none."""
+        """Wait on the host, which has a deadline: a kernel of NCCL has none."""
         until = time.monotonic() + self._wire.timeout_s
         with guarded("receiving between GPUs"):
             while not work.is_completed():
@@ -95,7 +97,7 @@ class _NcclExchange:
 
 
 def nccl_group(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
-    """A ProcessGroupNCCL over ``store`` alone, connected. Raises LockstepBroken."""
+    """Make and connect a ProcessGroupNCCL by ``store`` alone. Raises LockstepBroken."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -107,7 +109,7 @@ def nccl_group(store: Store, rank: int, size: int, device: torch.device, timeout
 
 
 def _connect(group: object, device: torch.device, timeout_s: float) -> None:
-    """All ranks at once: NCCL connects in the first exchange, and one that has no part in that would be missing."""
+    """Connect all ranks at once: NCCL connects in the first exchange, where a rank without rows would be missing."""
     problems: list[RuntimeError] = []
     done = threading.Event()
 

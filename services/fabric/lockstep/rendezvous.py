@@ -1,7 +1,7 @@
-"""How the ranks of a group find one another: at rank 0's store, each under its number, all with the same facts.
+"""How the ranks of a lock-step group meet: at rank 0's store, each under its number, all with the same facts.
 
-One store lives for one group. A rank that comes again while the old group stands finds its number taken: it spoils
-that store and rings, so that the others notice, end, and all meet anew at the next store.
+One store lives for one group. A rank that restarts while the old group runs finds its number taken: it invalidates that
+store and sends the wake-up signal, so that the other ranks notice and end, and all meet at the next store.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ WIRE = 1
 LOOK_S = 0.5
 NOTE_S = 15.0
 INVALIDATED = "spoiled"
+"""Key in the store that all releases of a group read."""
 _ALIKE = "Give all ranks the same version and options."
 
 log = logging.getLogger(__name__)
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself. All but ``worker`` and ``node`` have to be the same everywhere.
+    """Facts about a rank. All fields but ``worker`` and ``node`` have to be equal in all ranks.
 
-    Every release reads it: new fields have a default. ``wire``: version of what ranks send each other once they have
-    met; ranks start together, so there is but one.
+    Every release reads this message, so that new fields have a default. ``exchange`` says how experts are shared and
+    rows exchanged. ``wire`` is the version of later messages: ranks start together, so that there is only one.
     """
 
     worker: str
@@ -53,15 +54,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     package: str
     dtype: str
     exchange: str
-    """How experts are shared and rows exchanged, as text."""
     wire: int = WIRE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Where and as whom. ``host`` is the own address, as the others reach it; ``address`` and ``port`` are rank 0's.
+    """The number of a rank and the place where it meets the others: ``address`` and ``port`` are those of rank 0.
 
-    ``secret``: the one that all ranks share.
+    The others reach this rank at ``host``. The ranks connect within ``timeout_s`` and share the secret.
     """
 
     rank: int
@@ -74,26 +74,23 @@ class Meeting:
 
 
 class Joined:
-    """All ranks are there.
-
-    Attributes:
-        nodes: by rank.
-    """
+    """A meeting in which all ranks have met; ``nodes`` has the name of the node by rank."""
 
     def __init__(self, meeting: Meeting, found: _Found, facts: Sequence[Facts]) -> None:
         self._meeting, self._found, self._store = meeting, found, found.store
         self.nodes = tuple(fact.node for fact in facts)
 
     def group(self, name: str = "data") -> Group:
-        """Raises LockstepBroken."""
-        meeting = self._meeting
-        store = PrefixStore(name, self._store)
+        """Make a process group of all ranks. Raises LockstepBroken."""
+        meeting, store = self._meeting, self.store(name)
         return gloo_group(store, meeting.rank, meeting.ranks, host=meeting.host, timeout_s=meeting.timeout_s)
 
     def store(self, name: str) -> PrefixStore:
+        """Return the part of the ranks' store under ``name``."""
         return PrefixStore(name, self._store)
 
     def wake_up(self, on_notify: Callable[[], None]) -> StoreWakeUp:
+        """Return this rank's wake-up signal. Raises LockstepBroken where the store is gone."""
         meeting = self._meeting
         with guarded("connecting to the ranks' store"):
             waits = TCPStore(LOOPBACK, self._found.port, is_master=False, wait_for_workers=False)
@@ -101,55 +98,50 @@ class Joined:
 
 
 def join(meeting: Meeting, facts: Facts, faults: Faults | None = None) -> Joined:
-    """Waits until all ranks are there, however long that takes.
+    """Wait until all ranks have met, however long that takes.
 
     Args:
-        faults: counts whom rank 0 does not let in.
+        faults: counts peers that rank 0 refuses.
 
     Raises:
-        ConfigError: rank 0's address cannot be listened on.
+        ConfigError: rank 0 cannot listen on its address.
         FingerprintMismatch, ConfigError: another rank has another checkpoint, version or options; says which.
-        SecretMismatch, ProtocolMismatch: rank 0 has another secret, or speaks no version that this release does.
-        LockstepBroken: a rank came twice or says what cannot be read, or rank 0 went: start again.
+        SecretMismatch, ProtocolMismatch: rank 0 has another secret, or speaks no version of this release.
+        LockstepBroken: a rank came twice or sent unreadable facts, or rank 0 is gone: start again.
     """
     mine = msgspec.json.encode(facts).decode()
     found = _store(meeting, facts.package, faults)
     while not _claimed(found.store, meeting.rank, mine):
-        found.door.close()
+        found.proxy.close()
         found = _store(meeting, facts.package, faults)
     with guarded("meeting the other ranks"):
         _wait_for_all(found.store, meeting.ranks)
-        told = [_told(rank, found.store.get(_key(rank))) for rank in range(meeting.ranks)]
-    for rank, other in enumerate(told):
+        everyone = [_facts_of(rank, found.store.get(_key(rank))) for rank in range(meeting.ranks)]
+    for rank, other in enumerate(everyone):
         _compare(rank, other, facts)
-    return Joined(meeting, found, told)
+    return Joined(meeting, found, everyone)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A store, where on loopback it is reached, and the door that keeps that open."""
+    """A store, its port on loopback, and the proxy behind that port."""
 
     store: TCPStore
     port: int
-    door: ServerProxy | ClientProxy
+    proxy: ServerProxy | ClientProxy
 
 
 def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) -> _Found:
-    """Rank 0 keeps it; the others wait until it is there.
-
-    Raises:
-        SecretMismatch, ProtocolMismatch: as :func:`join` says.
-    """
+    """Start the store in rank 0; wait for it in the other ranks. Raises SecretMismatch, ProtocolMismatch."""
     if meeting.rank == 0:
         outside, inside = _listener(meeting), socket.create_server((LOOPBACK, 0))
         port: int = inside.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
-        gate = ServerProxy(outside, secret=meeting.secret, port=port, name="rank 0", package=package, faults=faults)
-        return _Found(store, port, gate)
-    noted = time.monotonic()
+        proxy = ServerProxy(outside, secret=meeting.secret, port=port, name="rank 0", package=package, faults=faults)
+        return _Found(store, port, proxy)
+    noted, name = time.monotonic(), f"rank {meeting.rank}"
     while True:
         try:
-            name = f"rank {meeting.rank}"
             return _through(
                 ClientProxy(meeting.address, meeting.port, secret=meeting.secret, name=name, package=package)
             )
@@ -162,18 +154,18 @@ def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) ->
             time.sleep(LOOK_S)
 
 
-def _through(tunnel: ClientProxy) -> _Found:
+def _through(proxy: ClientProxy) -> _Found:
     try:
         wait = timedelta(seconds=NOTE_S)
-        store = TCPStore(LOOPBACK, tunnel.port, is_master=False, wait_for_workers=False, timeout=wait)
+        store = TCPStore(LOOPBACK, proxy.port, is_master=False, wait_for_workers=False, timeout=wait)
     except RuntimeError:
-        tunnel.close()
+        proxy.close()
         raise
-    return _Found(store, tunnel.port, tunnel)
+    return _Found(store, proxy.port, proxy)
 
 
 def _listener(meeting: Meeting) -> socket.socket:
-    """Of that address alone, not of all."""
+    """Listen on rank 0's address alone, not on all addresses of the machine."""
     try:
         family = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((meeting.address, meeting.port), family=family)
@@ -190,7 +182,7 @@ def _listener(meeting: Meeting) -> socket.socket:
 
 
 def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
-    """Whether ``rank`` is ours at this store. If not, the store is invalidated, and gone when this returns."""
+    """Return whether this process is ``rank`` at the store. If not, invalidate the store and wait for its end."""
     try:
         if store.compare_set(_key(rank), "", mine).decode() == mine:
             return True
@@ -230,11 +222,11 @@ def _compare(rank: int, other: Facts, mine: Facts) -> None:
             )
 
 
-def _told(rank: int, data: bytes) -> Facts:
+def _facts_of(rank: int, data: bytes) -> Facts:
     try:
         return msgspec.json.decode(data, type=Facts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise LockstepBroken(f"Rank {rank} says of itself what cannot be read: {error}.", hint=_ALIKE) from error
+        raise LockstepBroken(f"The facts of rank {rank} cannot be read: {error}.", hint=_ALIKE) from error
 
 
 def _key(rank: int) -> str:

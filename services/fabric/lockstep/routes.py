@@ -1,25 +1,24 @@
-"""Which rank takes a row's slot, as tensors: from the placement of single experts and the choice among their replicas.
+"""Tensors that say which rank takes a row's slot, by the placement of experts and the choice among their replicas.
 
-A place is one expert on one rank: where an expert has replicas, it has several places. Rows carry places, not experts,
-so that whoever passes them on needs not know what their source chose. Legend: E experts, N rows, K slots, P places.
+A place is one expert on one rank: an expert with replicas has several places. Rows carry places and not experts, so
+that a relay needs not know what their source chose. Legend: E experts, N rows, K slots, P places, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.errors import ConfigError
+from services.fabric.link import Experts
 from services.fabric.lockstep.rows import Batch
 from services.fabric.lockstep.topology import Topology, replica_choice
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(x_TD, expert_ids_TK, weights_TK) -> y_TD``, as :meth:`services.model.experts.ExpertShard.forward` of one layer."""
 Held = Mapping[int, tuple[int, ...]]
-"""Rank -> the experts of one layer that it holds."""
+"""Rank -> ids of the experts of one layer that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,10 @@ class LockstepRoutes:
     """Routes of one rank over all layers.
 
     Args:
-        held: layer -> who holds what; each expert is held by one rank or more.
+        held: layer -> experts by rank.
 
     Raises:
-        ConfigError: an expert is held by nobody.
+        ConfigError: no rank holds some expert.
     """
 
     def __init__(self, held: Mapping[int, Held], *, num_experts: int, topology: Topology, rank: int) -> None:
@@ -44,14 +43,15 @@ class LockstepRoutes:
         self._layers = {layer: _layer_routes(layer, of, num_experts, topology, rank) for layer, of in held.items()}
 
     def places(self, layer: int, ids_NK: Tensor) -> Tensor:
-        """Where the slots go; -1 stays -1."""
+        """Return the place of each slot, int64; an id of -1 has the place -1."""
         return _looked_up(self._on(layer, ids_NK).place_E, ids_NK)
 
     def ranks(self, layer: int, places_NK: Tensor) -> Tensor:
+        """Return the rank of each place, int64; the place -1 has the rank -1."""
         return _looked_up(self._on(layer, places_NK).rank_P, places_NK)
 
     def own_ids(self, layer: int, places_NK: Tensor) -> Tensor:
-        """Expert ids of the slots that this rank takes, -1 for all others."""
+        """Return the expert ids of the slots that this rank takes, int64, and -1 for all others."""
         routes = self._on(layer, places_NK)
         ids_NK = _looked_up(routes.expert_P, places_NK)
         return torch.where(_looked_up(routes.rank_P, places_NK) == self.rank, ids_NK, -1)
@@ -65,10 +65,10 @@ class LockstepRoutes:
 
 
 class LockstepExperts:
-    """The experts of this rank, called for rows wherever they came from.
+    """The experts of this rank, which compute rows of any rank.
 
     Args:
-        experts: layer -> those held here; called with the model's ids, -1 for slots of others.
+        experts: layer -> the experts held here, called with the model's ids, and with -1 for slots of other ranks.
     """
 
     def __init__(self, experts: Mapping[int, Experts], routes: LockstepRoutes) -> None:
@@ -76,7 +76,7 @@ class LockstepExperts:
         self.routes = routes
 
     def __call__(self, layer: int, batch: Batch) -> Tensor:
-        """``y_ND``: what this rank's experts add to each row."""
+        """Return ``y_ND``, the sum of this rank's experts for each row, in the dtype of the rows."""
         if not len(batch) or layer not in self._experts:
             return torch.zeros_like(batch.x_ND)
         ids_NK = self.routes.own_ids(layer, batch.places_NK)
@@ -100,5 +100,5 @@ def _layer_routes(layer: int, held: Held, num_experts: int, topology: Topology, 
 
 
 def _looked_up(table: Tensor, index_NK: Tensor) -> Tensor:
-    """``table[index_NK]``, -1 where the index is."""
+    """Return ``table[index_NK]``, and -1 where the index is -1."""
     return torch.where(index_NK >= 0, table[index_NK.clamp(min=0)], -1)

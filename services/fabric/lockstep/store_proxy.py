@@ -1,9 +1,9 @@
-"""The ranks' store behind a door: torch's store asks nobody who he is, so it listens on loopback alone.
+"""The ranks' store behind a proxy: torch's store authenticates nobody, so that it listens on loopback alone.
 
     rank's store client -> ClientProxy on its loopback ==(handshake, tcp/handshake.py)==> ServerProxy of rank 0 -> store
     on loopback
 
-Only what knows the secret gets through the gate. What passes is neither encrypted nor signed, and other users of a
+Only peers that know the secret get through the proxy. The bytes are neither encrypted nor signed, and other users of a
 rank's machine can reach its loopback.
 """
 
@@ -25,22 +25,23 @@ HANDSHAKE_S = 5.0
 LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
 _MOST = 4096
-"""Connections of ranks that have proven themselves: each has a few."""
+"""Largest number of proven connections; each rank has a few."""
 
 log = logging.getLogger(__name__)
 
 
 class _Proxy:
-    """Listens, and joins every connection that comes to one that :meth:`_other` opens; ends all with :meth:`close`."""
+    """Listens, and joins each accepted connection with one that :meth:`_other` opens."""
 
     def __init__(self, listener: socket.socket, name: str, faults: Faults | None = None) -> None:
         self.port: int = listener.getsockname()[1]
         self._lock = threading.Lock()
         self._far: set[socket.socket] = set()
-        self._reception = Reception(listener, self._join, who="rank", faults=faults or Faults(), most=_MOST)
+        self._reception = Reception(listener, self._join, who="rank", faults=faults or Faults(), max_proven=_MOST)
         threading.Thread(target=self._reception.run, name=name, daemon=True).start()
 
     def close(self) -> None:
+        """End all connections and stop listening."""
         self._reception.end()
         self._reception.close()
         with self._lock:
@@ -48,7 +49,7 @@ class _Proxy:
                 shut_socket(sock)
 
     def _other(self, near: Arrival) -> socket.socket:
-        """Raises ExpertMeshError or OSError."""
+        """Open the other connection. Raises ExpertMeshError or OSError."""
         raise NotImplementedError
 
     def _join(self, near: Arrival) -> None:
@@ -69,8 +70,11 @@ class _Proxy:
 
 
 class ServerProxy(_Proxy):
-    """Rank 0's: lets those through to ``port`` on loopback who prove that they know ``secret``. ``package``: as
-    :class:`services.fabric.tcp.handshake.Hello` says."""
+    """Rank 0's proxy: lets peers that prove to know ``secret`` through to ``port`` on loopback.
+
+    Args:
+        package: release of this process, see :class:`services.fabric.tcp.handshake.Hello`.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class ServerProxy(_Proxy):
         faults: Faults | None = None,
     ) -> None:
         self._secret, self._store_port, self._hello = secret, port, _hello(name, package)
-        super().__init__(listener, "gate", faults)
+        super().__init__(listener, "store proxy", faults)
 
     def _other(self, near: Arrival) -> socket.socket:
         stream = Stream(near.sock, silence_s=HANDSHAKE_S, name=near.name)
@@ -92,14 +96,18 @@ class ServerProxy(_Proxy):
 
 
 class ClientProxy(_Proxy):
-    """Another rank's: what connects to ``port`` on loopback comes out behind the gate at ``address``."""
+    """Another rank's proxy: joins connections to :attr:`port` on loopback with rank 0's proxy at ``address``.
+
+    Raises:
+        SecretMismatch, ProtocolMismatch, OSError, FabricError: rank 0's proxy cannot be reached, or refuses.
+    """
 
     def __init__(self, address: str, port: int, *, secret: bytes, name: str, package: str = "") -> None:
         self._address, self._secret, self._hello = (address, port), secret, _hello(name, package)
         self._connect().close()
-        super().__init__(socket.create_server((LOOPBACK, 0)), "tunnel")
+        super().__init__(socket.create_server((LOOPBACK, 0)), "store proxy")
 
-    def _other(self, near: Arrival) -> socket.socket:  # noqa: ARG002 - any may knock
+    def _other(self, near: Arrival) -> socket.socket:  # noqa: ARG002 - a client on loopback proves nothing
         try:
             return self._connect()
         except (ExpertMeshError, OSError) as error:
@@ -107,7 +115,6 @@ class ClientProxy(_Proxy):
             raise
 
     def _connect(self) -> socket.socket:
-        """Raises SecretMismatch, ProtocolMismatch, OSError or FabricError."""
         sock = socket.create_connection(self._address, HANDSHAKE_S)
         try:
             stream = Stream(sock, silence_s=HANDSHAKE_S, name="rank 0 at {}:{}".format(*self._address))
@@ -119,14 +126,12 @@ class ClientProxy(_Proxy):
 
 
 def _hello(name: str, package: str) -> Hello:
-    """What ranks differ in is told by :class:`services.fabric.lockstep.rendezvous.Facts`; here they only prove the
-    secret.
-    """
+    """Return facts that are equal in all ranks: the handshake only proves the secret, ``rendezvous`` compares more."""
     return Hello(fingerprint="ranks", worker=name, hidden=0, dtype="float32", package=package)
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:
-    """Until either ends; then both do."""
+    """Pass bytes on until either connection ends; then end both."""
     with suppress(OSError):
         while data := source.recv(_CHUNK):
             sink.sendall(data)

@@ -1,8 +1,8 @@
-"""Which seats share a node, and who carries rows between two nodes. Derived from a routing table; torch-free.
+"""Says which seats share a node, and which seats relay rows between two nodes. Free of torch.
 
-Rows that cross from one node to another do so through relay pairs: a seat there, a seat here, with equal local ranks.
-Where all nodes have as many seats, every seat is its own relay, and rows cross only between seats of one local rank, as
-in DeepSpeed's parallelism coordinated communication (section V-B): p / L messages over the slow links, not p.
+Rows cross from one node to another through relay pairs of equal local ranks: a seat there, a seat here. Where all nodes
+have the same number of seats, every seat is its own relay, as in DeepSpeed's parallelism coordinated communication
+(section V-B): p / L messages over the slow links, not p.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from services.errors import ConfigError
 
 Pair = tuple[int, int]
-"""Seat that sends, seat that receives; the way back is the same pair in reverse."""
+"""The seat that sends and the seat that receives; the way back is the pair in reverse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Topology:
 
     Args:
         nodes: numbers of the seats of each node, ascending; a seat's place among them is its local rank.
-        pairs: relay pairs between two nodes at most; 0 is as many as both have seats for. 1 makes the fewest, largest
-            messages.
+        pairs: largest number of relay pairs between two nodes; 0 takes as many as both have seats for. 1 makes the
+            smallest number of messages, and the largest ones.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class Topology:
 
     @classmethod
     def of_nodes(cls, node_of: Mapping[int, str], *, pairs: int = 0) -> Topology:
-        """Of seat number -> node. Nodes come in the order of their lowest seat."""
+        """Make a topology from seat -> node, with nodes in the order of their lowest seat. Raises ConfigError."""
         members: dict[str, list[int]] = {}
         for seat in sorted(node_of):
             members.setdefault(node_of[seat], []).append(seat)
@@ -43,7 +43,7 @@ class Topology:
 
     @cached_property
     def seats(self) -> tuple[int, ...]:
-        """All of them, ascending."""
+        """Numbers of all seats, ascending."""
         return tuple(sorted(seat for members in self.nodes for seat in members))
 
     @cached_property
@@ -51,38 +51,36 @@ class Topology:
         return {seat: (node, local) for node, members in enumerate(self.nodes) for local, seat in enumerate(members)}
 
     def node(self, seat: int) -> int:
-        """Index into ``nodes``."""
+        """Return the index into ``nodes`` of the node of ``seat``."""
         return self._places[seat][0]
 
     def local_rank(self, seat: int) -> int:
+        """Return the place of ``seat`` among the seats of its node."""
         return self._places[seat][1]
 
     def neighbours(self, seat: int) -> tuple[int, ...]:
-        """The other seats of its node."""
+        """Return the other seats of the node of ``seat``."""
         return tuple(other for other in self.nodes[self.node(seat)] if other != seat)
 
-    @property
-    def regular(self) -> bool:
-        """Whether all nodes have as many seats."""
-        return len({len(members) for members in self.nodes}) == 1
-
     def relay_pairs(self, node: int, other: int) -> tuple[Pair, ...]:
-        """Through which rows go from ``node`` to ``other``. With fewer pairs than seats, different nodes are served by
-        different local ranks, so that no seat carries everything."""
+        """Return the pairs through which rows go from ``node`` to ``other``.
+
+        With less pairs than seats, different nodes use different local ranks, so that no seat relays everything.
+        """
         here, there = self.nodes[node], self.nodes[other]
-        most = min(len(here), len(there))
-        count = min(self.pairs or most, most)
-        locals_ = [((node + other) * count + index) % most for index in range(count)]
+        largest = min(len(here), len(there))
+        count = min(self.pairs or largest, largest)
+        locals_ = [((node + other) * count + index) % largest for index in range(count)]
         return tuple((here[local], there[local]) for local in sorted(locals_))
 
     def relay(self, seat: int, node: int) -> Pair:
-        """The pair through which rows of ``seat`` reach ``node``: its own where it is in one."""
+        """Return the pair through which rows of ``seat`` reach ``node``: a pair with ``seat`` where there is one."""
         pairs = self.relay_pairs(self.node(seat), node)
         own = [pair for pair in pairs if pair[0] == seat]
         return own[0] if own else pairs[self.local_rank(seat) % len(pairs)]
 
     def partners(self, seat: int) -> Mapping[int, int]:
-        """Node -> the seat there that ``seat`` relays to and from; nodes that it is no relay for are left out."""
+        """Return node -> the seat there that ``seat`` relays to and from, for all nodes that it relays for."""
         found: dict[int, int] = {}
         for node in range(len(self.nodes)):
             if node != self.node(seat):
@@ -91,7 +89,7 @@ class Topology:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether some seat is not its own relay, so that rows are gathered inside a node before they cross."""
+        """Whether some seat is not its own relay, so that relays gather rows inside a node before they cross."""
         return any(
             self.relay(seat, node)[0] != seat
             for seat in self.seats
@@ -101,12 +99,12 @@ class Topology:
 
 
 def replica_choice(holders_E: Sequence[Sequence[int]], topology: Topology) -> dict[int, list[int]]:
-    """Source seat -> holder by expert: where that seat sends rows of each expert.
+    """Return source seat -> the holder to which that seat sends the rows of each expert.
 
-    A holder takes its own rows. The other sources are split evenly over the holders, those of the own node first.
+    A holder takes its own rows. The other sources are split evenly over the holders, and prefer those of their node.
 
     Args:
-        holders_E: by expert, the seats that hold it.
+        holders_E: the seats that hold each expert.
     """
     chosen: dict[int, list[int]] = {seat: [] for seat in topology.seats}
     for holders in holders_E:

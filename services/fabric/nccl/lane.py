@@ -1,11 +1,11 @@
-"""The lane beside a connection: rows go from device to device, the frames that announce them over the connection.
+"""A lane: rows of a connection go from device to device, and the frames that announce them over the connection.
 
 Both ends issue the transfers of a direction in the order of its frames. A frame is sent after its transfer was issued,
-so whoever receives waits only for what is on its way.
+so that the receiver waits only for rows in flight.
 
-NCCL orders the kernels of all communicators on a device as they were launched: one that cannot start yet holds up every
-pair. So a transfer is launched only when it can start at once: its rows are computed, and the one before it in its
-direction is through. Then a slow or dead peer costs its own pair alone.
+NCCL runs the kernels of all communicators on a device in the order of their launch: a kernel that cannot start yet
+blocks every pair. So a transfer is launched only when it can start at once: when its rows are computed and the transfer
+before it in its direction is complete. Then a slow or dead peer delays its own pair alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from services.errors import SeatLost
@@ -28,26 +27,26 @@ from services.fabric.nccl.process_groups import Broken, Groups, Transfer
 log = logging.getLogger(__name__)
 
 ATTENTION, EXPERTS = 0, 1
-"""Ranks in a pair: who connected, who listened."""
+"""Ranks in a pair: the end that connected, and the end that listened."""
 _NEVER = float("inf")
 _LAUNCH_S = 1.0
 """Longest wait for a launch that began before the lane was ended."""
 _LATE_S = 10.0
-"""An end that takes longer is told."""
+"""The end of a lane is logged as a warning if it takes longer."""
 
 
 @dataclass(slots=True, eq=False)
 class Shipment:
-    """Rows to send. Whoever holds this keeps their memory until they are through."""
+    """Rows to send. Its holder keeps their memory until the transfer is complete."""
 
     rows: Tensor
     ready: Any
-    """When they are computed, on the device."""
+    """A mark on the device: the rows are computed when the device reaches it."""
     transfer: Transfer | None = None
 
 
 class Launches:
-    """One device's: transfers of all lanes are launched one at a time, in one order (NCCL asks for it)."""
+    """The order of launches on one device: NCCL wants transfers of all lanes launched one at a time, in one order."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -55,15 +54,17 @@ class Launches:
         self._ends: list[threading.Thread] = []
 
     def end(self, work: Callable[[], None]) -> None:
-        """``work``, which ends a lane, beside the caller."""
+        """Run ``work``, which ends a lane, in a thread of its own."""
         thread = threading.Thread(target=work, name="end of a lane", daemon=True)
         with self._lock:
             self._ends = [other for other in self._ends if other.is_alive()] + [thread]
             thread.start()
 
     def wait_ended(self, seconds: float) -> bool:
-        """Whether all ends that have begun are done in that time: in a process that exits meanwhile NCCL would find
-        no driver."""
+        """Return whether all ends of lanes that have begun are done within ``seconds``.
+
+        Wait for them before the process exits: NCCL would find no driver.
+        """
         until = time.monotonic() + seconds
         with self._lock:
             ends = list(self._ends)
@@ -73,18 +74,22 @@ class Launches:
 
 
 class Lane:
-    """One thread calls :meth:`post` and :meth:`finish`, another one :meth:`receive`; :meth:`abort` any.
+    """A :class:`services.fabric.tcp.transport.RowTransport` of two groups.
 
     Args:
-        stores: for the rows that go from attention to experts, and for those that come back.
+        stores: the group's store for rows from attention to experts, and that for rows that come back.
         rank: ATTENTION or EXPERTS.
         host: an address of this machine that the other end reaches.
+
+    Raises:
+        SeatLost: the groups could not be made.
     """
 
     def __init__(
         self, groups: Groups, launches: Launches, stores: tuple[PairStore, PairStore], rank: int, host: str
     ) -> None:
         self._groups, self._launches = groups, launches
+        self.device = groups.device
         self._other = 1 - rank
         self._stores = stores  # torch keeps only their C++ half
         made: list[Any] = []
@@ -98,20 +103,15 @@ class Lane:
         self._into: Tensor | None = None
         self._aborted = threading.Event()
 
-    @property
-    def device(self) -> torch.device:
-        return self._groups.device
-
     def pack(self, rows: Tensor) -> Shipment:
-        """``rows``, as they are once the caller's work on the device is done."""
         rows = rows.to(self.device).contiguous()
         return Shipment(rows, self._groups.mark())
 
     def post(self, shipment: Shipment, broken: Broken, *, first: bool = False) -> None:
-        """Issue the transfer once the one before is through, for as long as the peer lives.
+        """Issue the transfer once the last one is complete; wait for that as long as the peer lives.
 
         Args:
-            first: of this group, which may take a second.
+            first: the transfer is the first one of its group, which may take a second.
         """
         self.finish(_NEVER, broken)
         self._groups.reach(shipment.ready)
@@ -120,17 +120,16 @@ class Lane:
         self._last = shipment
 
     def finish(self, until: float, broken: Broken) -> None:
-        """Return once what was posted is through. Raises SeatLost as :meth:`receive`."""
         if self._last is not None:
             assert self._last.transfer is not None
             self._finish(self._last.transfer, until, broken)
             self._last = None
 
     def receive(self, into: Tensor, until: float, broken: Broken, *, first: bool = False) -> Tensor:
-        """``into``, made under :meth:`reading`, filled with what the next frame announced.
+        """Fill ``into``, which was made under :meth:`reading`, with the rows of the next frame, and return it.
 
         Raises:
-            SeatLost: it did not come by the monotonic time ``until``, or the pair broke.
+            SeatLost: they did not come by ``until``, or the pair broke.
         """
         self._into = into  # after an error it may still be written to until the lane is ended
         with self.reading():
@@ -139,14 +138,10 @@ class Lane:
         return into
 
     def reading(self) -> AbstractContextManager[Any]:
-        """What is computed or allocated inside does not wait for the caller's own work on the device."""
         return self._groups.on(self._receiving)
 
     def abort(self) -> None:
-        """End every wait on the pair now, and the pair beside the caller, whom neither device nor peer can hold up.
-
-        Twice is once.
-        """
+        """End every wait on the pair at once, and the pair in another thread, which device and peer may delay."""
         if self._aborted.is_set():
             return
         self._aborted.set()
@@ -156,10 +151,10 @@ class Lane:
         self._launches.end(lambda: self._end(groups))
 
     def _end(self, groups: tuple[Any, Any]) -> None:
-        """Holds what was under way, which the device may still read or write, until both groups are gone.
+        """Hold rows in flight, which the device may still read or write, until both groups are gone.
 
-        At the same time: freeing one group waits for the device, so for kernels of the other that wait for the dead
-        peer until their own group is aborted (pytorch/pytorch#119797).
+        Both groups end at the same time: freeing one of them waits for the device, and so for kernels of the other one,
+        which wait for the dead peer until their own group is aborted (pytorch/pytorch#119797).
         """
         if self._launches.turn.acquire(timeout=_LAUNCH_S):
             self._launches.turn.release()
@@ -178,7 +173,7 @@ class Lane:
     def _issue(self, operation: Any, group: Any, rows: Tensor, first: bool) -> Transfer:
         self._refuse_if_aborted()
         try:
-            if first:  # it waits for the other end, which no other lane must wait for
+            if first:  # it waits for the other end, and other lanes must not wait for that
                 transfer = operation(group, self._other, rows)
             else:
                 with self._launches.turn:
@@ -191,7 +186,7 @@ class Lane:
 
     def _finish(self, transfer: Transfer, until: float, broken: Broken) -> None:
         transfer.finish(until, lambda: self._aborted.is_set() or broken())
-        self._refuse_if_aborted()  # the end of a transfer says nothing then
+        self._refuse_if_aborted()  # a transfer of an aborted lane ends, too
 
     def _refuse_if_aborted(self) -> None:
         if self._aborted.is_set():

@@ -1,4 +1,4 @@
-"""What the frames that belong to lanes and to weights of workers that join hold."""
+"""Messages about lanes, and about weights for workers that join."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.fabric.tcp.frames import Message
 
 
 class LaneNote(Message, frozen=True, kw_only=True):
-    """About a lane that is being made: an entry of a store, or, with an empty key, that this side has it or has not."""
+    """An entry of a lane's stores; an empty key says that this side has the lane or, with a problem, has none."""
 
     key: str
     value: bytes
@@ -20,7 +20,7 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """Announces a tensor on the lane; ``checksum`` is :func:`services.fabric.nccl.weights.checksum`."""
+    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`."""
 
     layer: int
     name: str

@@ -1,7 +1,7 @@
-"""Process groups of two over which rows travel: NCCL between GPUs, gloo between CPUs. One group per direction.
+"""Process groups of two over which rows travel, one group per direction: NCCL between GPUs, gloo in tests.
 
-Two groups, because a group runs its operations one after the other: rows that go and rows that come on one group would
-have to be issued in the same order at both ends, which nobody can promise.
+A group runs its operations one after the other. With one group for both directions, both ends would have to issue rows
+that go and rows that come in the same order, which nobody can promise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,19 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.errors import ConfigError, SeatLost
+from services.errors import SeatLost
 from services.fabric.nccl.pair_store import PairStore
 
 Broken = Callable[[], bool]
-"""Whether the connection beside a lane has ended."""
+"""Returns whether the connection of a lane has ended."""
 
 _NEVER = timedelta(days=1)
-"""torch's own deadline. It would end the process; ours end a wait."""
-_MAKING = timedelta(seconds=60)
-"""Gloo's, for connecting: transfers are waited for with deadlines of their own."""
+"""torch's own deadline, by which it would end the process; the deadlines of this code end a wait."""
 _SPIN_S, _NAP_S, _LOOK_S = 3e-4, 5e-5, 1e-3
 _GRACE_S = 0.02
-"""What a peer sent before it ended the connection may still be on its way."""
+"""Grace period after the end of a connection: rows that the peer sent before may still be in flight."""
 _ENVIRONMENT = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # several communicators on a device launch in the order in which they are called
     "NCCL_LAUNCH_RACE_FATAL": "0",  # only the first use of a new pair races: calls have a lock (see Lane)
@@ -41,13 +39,13 @@ _ENVIRONMENT = {
 
 
 class Transfer(Protocol):
-    """A tensor on its way. Whoever holds this keeps its memory."""
+    """A tensor in flight. Its holder keeps the tensor's memory."""
 
     def finish(self, until: float, broken: Broken) -> None:
-        """Return once it is through.
+        """Wait until the transfer is complete.
 
         Raises:
-            SeatLost: it is not by the monotonic time ``until``, or the pair broke.
+            SeatLost: it is not complete by ``until``, a time of the monotonic clock, or the pair broke.
         """
         ...
 
@@ -59,95 +57,47 @@ class Groups(Protocol):
     device: torch.device
 
     def identity(self) -> str:
-        """Of the device: two ends on the same one cannot have a lane."""
+        """Return a name of the device: two ends on one device cannot have a lane."""
         ...
 
     def make(self, store: PairStore, rank: int, host: str) -> Any:
-        """A group of two; ``host`` is an address of this machine that the other end reaches. Blocks until both are."""
+        """Make a group of two, and wait for the other end; ``host`` is an address of this machine that it reaches."""
         ...
 
     def stream(self) -> Any:
-        """Work of one thread of one lane."""
+        """Return a stream for the work of one thread of one lane."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is computed or allocated inside belongs to ``stream``."""
+        """Let what is computed or allocated inside belong to ``stream``."""
         ...
 
     def mark(self) -> Any:
-        """A moment of the caller's work on the device, for :meth:`reach`."""
+        """Return a mark of this moment in the caller's work on the device, for :meth:`reach`."""
         ...
 
     def reach(self, mark: Any) -> None:
-        """Wait until this device's own work has come to ``mark``."""
+        """Wait until the device's work has come to ``mark``."""
         ...
-
-    def send(self, group: Any, rank: int, rows: Tensor) -> Transfer: ...
-
-    def receive(self, group: Any, rank: int, into: Tensor) -> Transfer: ...
-
-    def abort(self, group: Any) -> None:
-        """End the group, whatever the other end does. Blocks until the device is done with all that runs there."""
-        ...
-
-
-class GlooGroups:
-    """Between CPUs: shows on any machine what :class:`NcclGroups` does between GPUs."""
-
-    name = "gloo"
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def identity(self) -> str:
-        return ""
-
-    def make(self, store: PairStore, rank: int, host: str) -> Any:
-        options: Any = vars(dist.ProcessGroupGloo)["_Options"]()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout, options._threads = _MAKING, 1
-        return dist.ProcessGroupGloo(store, rank, 2, options)
-
-    def stream(self) -> None:
-        return None
-
-    def on(self, stream: None) -> AbstractContextManager[Any]:  # noqa: ARG002
-        return nullcontext()
-
-    def mark(self) -> None:
-        return None
-
-    def reach(self, mark: None) -> None:
-        pass
 
     def send(self, group: Any, rank: int, rows: Tensor) -> Transfer:
-        return _GlooTransfer(group.send([rows], rank, 0), rows)
+        """Begin to send ``rows`` to ``rank`` of ``group``."""
+        ...
 
     def receive(self, group: Any, rank: int, into: Tensor) -> Transfer:
-        return _GlooTransfer(group.recv([into], rank, 0), into)
+        """Begin to fill ``into`` with what ``rank`` of ``group`` sends."""
+        ...
 
     def abort(self, group: Any) -> None:
-        """The caller drops the group, which closes its sockets and so ends what waits at either end."""
-
-
-class _GlooTransfer:
-    def __init__(self, work: Any, rows: Tensor) -> None:
-        self._work, self._rows = work, rows
-
-    def finish(self, until: float, broken: Broken) -> None:  # noqa: ARG002  gloo's own sockets tell
-        left_s = min(max(0.001, until - time.monotonic()), _NEVER.total_seconds())
-        try:
-            self._work.wait(timedelta(seconds=left_s))
-        except RuntimeError as error:
-            raise SeatLost(f"The gloo lane broke: {str(error).splitlines()[0][:200]}") from error
+        """End the group, whatever the other end does, and wait until the device has finished its work there."""
+        ...
 
 
 class NcclGroups:
-    """Between GPUs.
+    """Groups over NCCL, between GPUs.
 
     Args:
-        device: this process's.
-        max_ctas: thread blocks that one transfer may take from the kernels that compute.
+        max_ctas: largest number of thread blocks that one transfer takes from the kernels that compute.
     """
 
     name = "nccl"
@@ -194,8 +144,8 @@ class NcclGroups:
         group.abort()
 
     def _transfer(self, work: Any, rows: Tensor) -> Transfer:
-        """An event of our own: torch calls work completed too where it failed."""
-        work.wait()  # the stream does, not this thread
+        """Return a transfer with an event of its own: torch calls failed work completed, too."""
+        work.wait()  # the stream waits, not this thread
         return _NcclTransfer(self.mark(), rows)
 
 
@@ -214,19 +164,3 @@ class _NcclTransfer:
                 if now >= until:
                     raise SeatLost("The other end of an NCCL lane is gone, or took too long.")
             time.sleep(0 if now < spin_until else _NAP_S)
-
-
-def groups_for(choice: str, device: torch.device) -> Groups | None:
-    """How rows are to travel beside the connection: ``auto``, ``tcp`` (inside it), ``nccl`` or ``gloo``.
-
-    Raises:
-        ConfigError: this machine cannot do what was chosen.
-    """
-    on_gpu = device.type == "cuda" and dist.is_available() and dist.is_nccl_available()
-    if choice == "nccl" and not on_gpu:
-        raise ConfigError("--fabric-lane nccl needs a GPU and a torch with NCCL.", hint="Choose auto or tcp.")
-    if choice == "gloo" and (device.type != "cpu" or not dist.is_available() or not dist.is_gloo_available()):
-        raise ConfigError("--fabric-lane gloo needs --device cpu and a torch with gloo.", hint="Choose auto or tcp.")
-    if choice == "gloo":
-        return GlooGroups()
-    return NcclGroups(device) if on_gpu and choice in ("auto", "nccl") else None

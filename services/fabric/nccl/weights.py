@@ -1,7 +1,7 @@
-"""A group's weights from a seat that holds them to a worker that joins: tensor by tensor over the lane, checksummed.
+"""Sends a group's weights from a seat that holds them to a worker that joins: tensor by tensor over the lane.
 
 joiner -> FETCH    a layer and the experts wanted of it, for all layers at once
-seat   -> WEIGHTS  one tensor, its checksum; the tensor itself follows on the lane
+seat   -> WEIGHTS  one tensor's name, shape and checksum; the tensor itself follows on the lane
 seat   -> FAILED   it holds other experts
 """
 
@@ -24,15 +24,15 @@ LayerTensors = Mapping[str, Tensor]
 """A layer's tensors by name, expert by expert in the order of the group."""
 Shapes = Mapping[int, Mapping[str, tuple[int, ...]]]
 Take = Callable[[int, str, Tensor], None]
-"""``(layer, name, tensor)``: told of each that has come."""
+"""``(layer, name, tensor)``: called with each tensor that has come."""
 _TENSOR_S = 20.0
-"""Longest wait for the next one: who gives signs of life and no weights must not keep a worker from joining."""
+"""Timeout for the next tensor: a seat that sends signs of life and no weights must not keep a worker from joining."""
 _WORDS, _WIDTH = 1 << 24, 1 << 11
 _MASK = (1 << 64) - 1
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of the tensor's memory, that tell each word's place, modulo 2**64. Computed where the tensor is.
+    """Return 64 bits that depend on each word of the tensor's memory and its place. Computed on the tensor's device.
 
     Every word counts once by its row and once by its column in a table of 2048 columns, both numbered from 1.
     """
@@ -51,10 +51,10 @@ def _numbered(sums: Tensor) -> Tensor:
 
 
 class WeightsGiver(ServerExtension):
-    """Gives weights away to workers that join.
+    """Sends weights to workers that join.
 
     Args:
-        held: layer -> ids of the experts here and their tensors.
+        held: layer -> ids of the experts held here, and their tensors.
     """
 
     def __init__(self, held: Mapping[int, tuple[tuple[int, ...], LayerTensors]]) -> None:
@@ -90,14 +90,17 @@ def fetch(
     stopped: Callable[[], bool] = lambda: False,
     take: Take = lambda _layer, _name, _tensor: None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Layer -> name -> tensor, on the lane's device, from the worker in ``seat``. Waits for all of them.
+    """Fetch weights from the worker in ``seat``: layer -> name -> tensor, in ``dtype``, on the lane's device.
+
+    The checksums come from the same seat: they show damage on the way, and no wrong weights.
 
     Args:
-        take: may raise, which ends it. The checksums here are the giver's: they tell damage on the way, no more.
+        wanted: layer -> ids of experts.
+        stopped: called between two tensors; once it returns True the fetch ends by CallFailed.
+        take: called with each tensor; its errors end the fetch.
 
     Raises:
-        OSError, ExpertMeshError: there is no lane, the seat went away or holds something else, a checksum is wrong,
-            or ``stopped``, asked between two tensors, said so.
+        OSError, ExpertMeshError: there is no lane, the seat was lost or holds other experts, or a checksum is wrong.
     """
     assert facts.lanes is not None
     peer, theirs = connect(seat, facts)
@@ -108,41 +111,32 @@ def fetch(
         facts.lanes.join(peer)
         for layer, ids in wanted.items():
             peer.send(Kind.FETCH, Fetch(layer=layer), [torch.tensor(ids, dtype=torch.int32)])
-        return _receive_all(peer, shapes, dtype, facts.lanes.device, stopped, take)
+        found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
+        for _ in range(sum(map(len, shapes.values()))):
+            message = _next_weights(peer, stopped)
+            if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
+                raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
+            found[message.layer][message.name] = tensor = _receive(peer, message, dtype, facts.lanes.device)
+            take(message.layer, message.name, tensor)
+        return found
     finally:
         peer.close()
 
 
-def _receive_all(
-    peer: Peer,
-    shapes: Shapes,
-    dtype: torch.dtype,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    take: Take,
-) -> dict[int, dict[str, Tensor]]:
-    found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
-    left, until = sum(map(len, shapes.values())), deadline_in(_TENSOR_S)
-    while left:
-        if stopped():
-            raise CallFailed("The loading was stopped.")
+def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> Weights:
+    until = deadline_in(_TENSOR_S)
+    while not stopped():
         frame = peer.receive(until)
         if frame.kind == Kind.FAILED:
             raise CallFailed(f"{peer.name} gives no weights: {message_of(frame, Failed).message}")
-        if frame.kind != Kind.WEIGHTS:
-            continue
-        message = message_of(frame, Weights)
-        if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
-            raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
-        found[message.layer][message.name] = tensor = _receive_one(peer, message, dtype, device)
-        take(message.layer, message.name, tensor)
-        left, until = left - 1, deadline_in(_TENSOR_S)
-    return found
+        if frame.kind == Kind.WEIGHTS:
+            return message_of(frame, Weights)
+    raise CallFailed("The loading was stopped.")
 
 
-def _receive_one(peer: Peer, message: Weights, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _receive(peer: Peer, message: Weights, dtype: torch.dtype, device: torch.device) -> Tensor:
     into = torch.empty(message.shape, dtype=dtype, device=device)
-    if into.is_cuda:  # this memory may still be read by what had it before
+    if into.is_cuda:  # kernels may still read what this memory held before
         torch.cuda.current_stream(device).synchronize()
     peer.receive_into(into)
     with peer.reading():

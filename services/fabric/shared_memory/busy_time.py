@@ -1,7 +1,7 @@
-"""How long a seat computes rows that come through shared memory: its steps run where the host does not look.
+"""How long a seat computes rows that come through shared memory.
 
-From when an exchange's rows are there to when its answers are, without the wait for rows. On a CPU each exchange is
-timed. In a graph two events are, around one exchange in the middle of the step, which stands for all of them.
+The time of an exchange lasts from the arrival of its rows to its answers; the wait for rows is not part of it. On a CPU
+each exchange is timed. A CUDA graph has two events around one exchange in the middle of the step, which stands for all.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 
 
 class Watch(Protocol):
+    """Times the exchanges of steps."""
+
     def around(self, exchange: int) -> AbstractContextManager[None]:
-        """Stands around the work of an exchange, by its number in the step."""
+        """Time the block, which computes the exchange with this number in its step."""
         ...
 
 
 class HostWatch:
-    """For one thread. ``seconds``: since the start."""
+    """Adds up in ``seconds`` what blocks take by the host's clock. Not thread-safe."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -34,7 +36,7 @@ class HostWatch:
 
 
 class GraphWatch:
-    """Of one captured graph, a step with so many ``exchanges``."""
+    """Times one captured graph, a step with so many ``exchanges``."""
 
     def __init__(self, exchanges: int) -> None:
         self._exchanges = exchanges
@@ -50,7 +52,7 @@ class GraphWatch:
             self._ended.record()
 
     def read(self) -> float:
-        """Seconds of all exchanges of the graph's last launch; 0 while that has not come so far."""
+        """Return the seconds of all exchanges of the graph's last launch; 0 while it has not passed the timed one."""
         if not self._ended.query():  # type: ignore[no-untyped-call]
             return 0.0
         sampled_ms: float = self._began.elapsed_time(self._ended)
@@ -58,15 +60,16 @@ class GraphWatch:
 
 
 def _event() -> torch.cuda.Event:
-    """A node of the graph it is recorded in, and readable outside."""
+    """Make an event that becomes a node of the graph it is recorded in, and is readable outside."""
     return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
 
 
 class Occupied:
-    """Time in steps of several attention workers, which run side by side, as a seat's that serves one after the other.
+    """Converts the time of steps that run side by side into that of a seat that serves them one after the other.
 
-    Between two readings a seat is busy at most all the time; what its steps took in addition, they took because of one
-    another: so long calls would have waited. From any thread that holds the same lock.
+    Between two calls of :meth:`add` a seat is busy for at most the time that has passed. The rest of its steps' time is
+    that by which they slowed each other down: calls served one after the other would have waited so long. The caller
+    holds a lock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +79,7 @@ class Occupied:
         self.waited_s = 0.0
 
     def add(self, total_s: float) -> None:
-        """``total_s``: of all steps since the start."""
+        """Divide the time since the last call; ``total_s`` is the sum over all steps since the start."""
         now, spent_s = self._clock(), total_s - self._total_s
         busy_s = min(spent_s, now - self._at)
         self.busy_s += busy_s

@@ -1,4 +1,6 @@
-"""The words by which a host steers a step's kernels, on the device: see :mod:`moe_kernels.exchange.layout`."""
+"""The control block by which the host steers a step's kernels on the device: :mod:`moe_kernels.exchange.layout` names
+its words.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ _RING = 64
 
 
 class ControlBlock:
-    """``words``: int64 on ``device``. Written in the order of the current stream, without waiting for it."""
+    """Writes and reads ``words``, int64 on ``device``. Only :meth:`write` is ordered with the current stream's work."""
 
     def __init__(self, device: torch.device) -> None:
         self.words = torch.zeros(WORDS, dtype=torch.int64, device=device)
@@ -22,10 +24,10 @@ class ControlBlock:
         self._abort = torch.full((1,), ABORTED, dtype=torch.int64, pin_memory=self._gpu)
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=self._gpu)
         self._found = torch.zeros(1, dtype=torch.int64, pin_memory=self._gpu)
-        self._aside = torch.cuda.Stream(device, priority=-1) if self._gpu else None  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(device, priority=-1) if self._gpu else None  # type: ignore[no-untyped-call]
 
     def write(self, values: dict[int, int]) -> None:
-        """Word by index; all others become 0."""
+        """Queue a write of all words: ``values`` by index, 0 elsewhere. Does not wait for the current stream."""
         at, self._next = self._next, (self._next + 1) % _RING
         if self._gpu:
             self._written[at].synchronize()
@@ -38,47 +40,47 @@ class ControlBlock:
             self._written[at].record(torch.cuda.current_stream(self.words.device))
 
     def abort(self) -> None:
-        """End the waits of the step under way, from any thread, past all that is queued."""
-        if self._aside is None:
+        """End the waits of the running step at once, from any thread, ahead of queued work."""
+        if self._side is None:
             self.words[FAILED] |= ABORTED
             return
-        with torch.cuda.stream(self._aside):
+        with torch.cuda.stream(self._side):
             self.words[FAILED : FAILED + 1].copy_(self._abort, non_blocking=True)
 
     def supersede(self) -> None:
-        """End the step whose words were written last, even if the stream has not come to them, before the next write.
+        """End the step whose words were written last, even if its write is still queued, before the next write.
 
-        For the thread that writes.
+        Only the thread that writes may call this.
         """
-        if self._aside is None:
+        if self._side is None:
             self.abort()
             return
-        self._aside.wait_event(self._written[self._next - 1])
+        self._side.wait_event(self._written[self._next - 1])
         self.abort()
-        torch.cuda.current_stream(self.words.device).wait_stream(self._aside)
+        torch.cuda.current_stream(self.words.device).wait_stream(self._side)
 
     def raise_flag(self, index: int) -> None:
-        """A word that was 0 becomes 1, past all that is queued; none may be written meanwhile."""
-        if self._aside is None:
+        """Set a word from 0 to 1, ahead of queued kernels; nobody may call :meth:`write` meanwhile."""
+        if self._side is None:
             self.words[index] = 1
             return
-        with torch.cuda.stream(self._aside):
-            self._aside.wait_event(self._written[self._next - 1])
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(self._written[self._next - 1])
             self.words[index : index + 1].copy_(self._one, non_blocking=True)
-            self._aside.synchronize()
+            self._side.synchronize()
 
-    def told(self, index: int) -> int:
-        """A word as kernels have it by now, past all that is queued since the words were written last."""
-        if self._aside is None:
+    def read_word(self, index: int) -> int:
+        """Return a word as it is now, ahead of kernels that were queued after the last :meth:`write`."""
+        if self._side is None:
             return int(self.words[index])
-        with torch.cuda.stream(self._aside):
-            self._aside.wait_event(self._written[self._next - 1])
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(self._written[self._next - 1])
             self._found.copy_(self.words[index : index + 1], non_blocking=True)
-            self._aside.synchronize()
+            self._side.synchronize()
         return int(self._found)
 
     def failed(self) -> int:
-        """The failed word once everything queued on the current stream is done."""
+        """Wait for the current stream, then return the word FAILED."""
         self._found.copy_(self.words[FAILED : FAILED + 1], non_blocking=True)
         if self._gpu:
             torch.cuda.current_stream(self.words.device).synchronize()

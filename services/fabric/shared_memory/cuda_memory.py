@@ -1,7 +1,7 @@
-"""Memory of a GPU that processes of the node share: the driver's virtual memory management, by ctypes.
+"""Memory of a GPU that processes of the node share, by the driver's virtual memory management and ctypes.
 
-Allocations have a handle that travels as a file descriptor and are counted by the driver: they outlive the process that
-made them for as long as another one maps them. (CUDA's older IPC handles leave that undefined.)
+The driver exports an allocation as a file descriptor and counts who maps it: the memory outlives the process that
+allocated it for as long as a peer maps it. (CUDA's older IPC handles leave that undefined.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from torch import Tensor
 
 from services.errors import FabricError
 from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
-from services.fabric.shared_memory.memory import NONCE_BYTES, Mapping, Region, Ticket, decode_ticket, wrong_memory
+from services.fabric.shared_memory.memory import (
+    NONCE_BYTES,
+    MemoryHandle,
+    PeerMapping,
+    Region,
+    decode_handle,
+    wrong_memory,
+)
 
 _PINNED: Final = 1
 _ON_DEVICE: Final = 1
@@ -49,7 +56,7 @@ class _Access(ctypes.Structure):
 
 
 class _Array:
-    """What torch takes memory by that others allocated."""
+    """Memory that the driver allocated, as torch takes it: by ``__cuda_array_interface__``."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -61,10 +68,11 @@ class _Array:
 
 
 class CudaMemory:
-    """Allocates on ``device`` and maps others' memory for it.
+    """A :class:`services.fabric.shared_memory.memory.PeerMemory` of the GPU ``device``.
 
-    ``aside``: memory is written and read beside the default stream, where a step may wait for what another thread of
-    this process is yet to launch.
+    Args:
+        on_side_stream: read and write on a stream of its own; a step on the default stream may wait for a kernel that
+            another thread of this process has not launched yet.
 
     Raises:
         FabricError: the driver is too old, or the GPU cannot share memory.
@@ -72,7 +80,7 @@ class CudaMemory:
 
     kind = "cuda"
 
-    def __init__(self, device: torch.device, *, aside: bool = False) -> None:
+    def __init__(self, device: torch.device, *, on_side_stream: bool = False) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = torch.device("cuda", index)
         try:
@@ -89,73 +97,72 @@ class CudaMemory:
         granularity = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), 0)
         self._granularity = granularity.value
-        self._aside = torch.cuda.Stream(self._device) if aside else None  # type: ignore[no-untyped-call]
-        self._post = FdServer()
+        self._side_stream = torch.cuda.Stream(self._device) if on_side_stream else None  # type: ignore[no-untyped-call]
+        self._fd_server = FdServer()
         self._uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def share(self, size: int) -> Region:
         self._enter()
         whole = -(-(size + NONCE_BYTES) // self._granularity) * self._granularity
-        handle, fd = c_uint64(), c_int(-1)
-        self._call("cuMemCreate", byref(handle), c_size_t(whole), byref(self._properties), c_uint64(0))
-        self._call("cuMemExportToShareableHandle", byref(fd), handle, _AS_FD, c_uint64(0))
-        address = self._map(handle, whole)
+        allocation, fd = c_uint64(), c_int(-1)
+        self._call("cuMemCreate", byref(allocation), c_size_t(whole), byref(self._properties), c_uint64(0))
+        self._call("cuMemExportToShareableHandle", byref(fd), allocation, _AS_FD, c_uint64(0))
+        address = self._map(allocation, whole)
         tensor: Tensor = torch.as_tensor(_Array(address, whole), device=self._device)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        with torch.cuda.stream(self._aside):
+        with torch.cuda.stream(self._side_stream):
             tensor.zero_()
             tensor[size : size + NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(self._device)
             torch.cuda.current_stream(self._device).synchronize()
-        key = self._post.publish(fd.value)
+        key = self._fd_server.publish(fd.value)
 
         def close() -> None:
-            self._post.withdraw(key)
+            self._fd_server.withdraw(key)
             os.close(fd.value)
             self._unmap(address, whole)
 
-        ticket = Ticket(
-            kind=self.kind, post=self._post.name, key=key, size=whole, nonce_at=size, nonce=nonce, device=self._uuid,
-            process=os.getpid(),
+        handle = MemoryHandle(
+            kind=self.kind, server=self._fd_server.name, key=key, size=whole, nonce_at=size, nonce=nonce,
+            device=self._uuid, process=os.getpid(),
         )  # fmt: skip
-        return Region(tensor[:size], msgspec.msgpack.encode(ticket), close)
+        return Region(tensor[:size], msgspec.msgpack.encode(handle), close)
 
-    def open(self, ticket: bytes) -> Mapping:
-        facts = decode_ticket(ticket, self.kind)
+    def open(self, handle: bytes) -> PeerMapping:
+        facts = decode_handle(handle, self.kind)
         if facts.size % self._granularity or not 0 <= facts.nonce_at <= facts.size - NONCE_BYTES:
             raise wrong_memory(facts)
         if facts.device == self._uuid and facts.process != os.getpid():
-            raise FabricError("The peer's memory is of this worker's own GPU, on which the two take turns.")
+            raise FabricError("The peer's memory is of this worker's own GPU, on which the two run alternately.")
         self._enter()
-        fd, handle = fetch_fd(facts.post, facts.key), c_uint64()
+        fd, allocation = fetch_fd(facts.server, facts.key), c_uint64()
         try:
-            self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), _AS_FD)
+            self._call("cuMemImportFromShareableHandle", byref(allocation), c_void_p(fd), _AS_FD)
         finally:
             os.close(fd)
-        address = self._map(handle, facts.size)
+        address = self._map(allocation, facts.size)
         found = ctypes.create_string_buffer(NONCE_BYTES)
         read: tuple[Any, ...] = (found, c_uint64(address + facts.nonce_at), c_size_t(NONCE_BYTES))
-        if self._aside is None:
+        if self._side_stream is None:
             self._call("cuMemcpyDtoH_v2", *read)
         else:
-            self._call("cuMemcpyDtoHAsync_v2", *read, c_void_p(self._aside.cuda_stream))
-            self._aside.synchronize()
+            self._call("cuMemcpyDtoHAsync_v2", *read, c_void_p(self._side_stream.cuda_stream))
+            self._side_stream.synchronize()
         if found.raw != facts.nonce:
             self._unmap(address, facts.size)
             raise wrong_memory(facts)
-        return Mapping(
-            address, lambda: self._unmap(address, facts.size), facts.device, own=facts.process == os.getpid()
-        )
+        own = facts.process == os.getpid()
+        return PeerMapping(address, lambda: self._unmap(address, facts.size), facts.device, own=own)
 
     def close(self) -> None:
-        self._post.close()
+        self._fd_server.close()
 
-    def _map(self, handle: c_uint64, size: int) -> int:
-        """The memory lives on in its mappings: the handle is given back."""
+    def _map(self, allocation: c_uint64, size: int) -> int:
+        """Return the address of a new mapping, which keeps the memory: ``allocation`` itself is released."""
         address, access = c_uint64(), _Access(self._location, _READ_WRITE)
         self._call("cuMemAddressReserve", byref(address), c_size_t(size), c_size_t(0), c_uint64(0), c_uint64(0))
-        self._call("cuMemMap", address, c_size_t(size), c_size_t(0), handle, c_uint64(0))
+        self._call("cuMemMap", address, c_size_t(size), c_size_t(0), allocation, c_uint64(0))
         self._call("cuMemSetAccess", address, c_size_t(size), byref(access), c_size_t(1))
-        self._call("cuMemRelease", handle)
+        self._call("cuMemRelease", allocation)
         return address.value
 
     def _unmap(self, address: int, size: int) -> None:

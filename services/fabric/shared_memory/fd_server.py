@@ -1,6 +1,6 @@
-"""File descriptors from one process of a node to another, by a secret name: how peers get at each other's memory.
+"""File descriptors from one process of a node to another, by a secret key: how peers map each other's memory.
 
-The giver hangs a descriptor under a random key; whoever learns socket and key, over an authenticated connection,
+The owner publishes a descriptor under a random key; a peer that learns socket and key over an authenticated connection
 fetches it. Abstract unix sockets reach as far as the network namespace: a pod, or a host.
 """
 
@@ -22,7 +22,7 @@ _AGAIN_S = 0.01
 
 
 class FdServer:
-    """Gives out what was hung up, from threads of its own, until :meth:`close`."""
+    """Gives out published descriptors, from threads of its own, until :meth:`close`."""
 
     def __init__(self) -> None:
         self.name = f"expertmesh-{os.getpid()}-{secrets.token_hex(8)}"
@@ -31,26 +31,28 @@ class FdServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0{self.name}")
         listener.listen(64)
-        self._reception = Reception(listener, self._give, who="neighbour", faults=Faults(), most=0)
-        threading.Thread(target=self._reception.run, name="fd post", daemon=True).start()
+        self._reception = Reception(listener, self._give, who="neighbour", faults=Faults(), max_proven=0)
+        threading.Thread(target=self._reception.run, name="fd server", daemon=True).start()
 
     def publish(self, fd: int) -> bytes:
-        """The key by which ``fd``, which stays the caller's, can be fetched until it is taken down."""
+        """Return the key by which peers can fetch ``fd`` until :meth:`withdraw`; the caller closes ``fd``."""
         key = secrets.token_bytes(_KEY_BYTES)
         with self._lock:
             self._published[key] = fd
         return key
 
     def withdraw(self, key: bytes) -> None:
+        """Give the descriptor under ``key`` to nobody any more."""
         with self._lock:
             self._published.pop(key, None)
 
     def close(self) -> None:
+        """End all connections and stop listening."""
         self._reception.end()
         self._reception.close()
 
     def _give(self, arrival: Arrival) -> None:
-        """Whoever connects has proven nothing until it names a key, and is done then."""
+        """Serve one connection: it proves itself by naming a key, and ends then."""
         arrival.sock.settimeout(_WAIT_S)
         key = arrival.sock.recv(_KEY_BYTES, socket.MSG_WAITALL)
         with self._lock:  # so that the descriptor is not closed, and its number given away, meanwhile
@@ -59,10 +61,10 @@ class FdServer:
 
 
 def fetch_fd(name: str, key: bytes) -> int:
-    """A descriptor of one's own for what hangs under ``key`` at the post ``name``.
+    """Return a new descriptor for what the server ``name`` has published under ``key``; the caller closes it.
 
     Raises:
-        FabricError: there is no such post within reach, or nothing hangs there.
+        FabricError: there is no such server within reach, or it has nothing under that key.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WAIT_S)
@@ -78,7 +80,7 @@ def fetch_fd(name: str, key: bytes) -> int:
 
 
 def _connect(connection: socket.socket, address: str) -> None:
-    """Waits where the line at the post is long: a connection of this kind does not by itself."""
+    """Connect, and try again while the server's backlog is full: a unix socket does not wait for that by itself."""
     until = time.monotonic() + _WAIT_S
     while True:
         try:

@@ -1,7 +1,7 @@
 """ExpertLink inside a node: a decode step's rows go to experts by memory that both sides map, the rest over tcp.
 
-Which groups have a seat that shares memory is looked at between steps. Rows of the other groups (cold experts on CPU
-workers, seats of other nodes), and of steps with more rows than the memory has room for, take the TcpLink inside.
+Before each step the link looks which groups have a seat that shares memory. Rows of the other groups (cold experts on
+CPU workers, seats of other nodes), and of steps with more rows than the memory holds, take the TcpLink inside.
 Legend: T rows, D hidden size, K experts chosen per row, E experts.
 """
 
@@ -36,20 +36,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedMemoryOptions:
-    """``deadline_s``: longest wait for one exchange, ``beside_s`` where a seat shares its device with attention, if
-    that is longer; ``quarantine_s``: how long a seat that let one pass gets none; ``unavailable_s``: how long a step is
-    run again and again; ``crowded``: seats share this GPU, see :func:`moe_kernels.exchange.op.sum_answers`."""
+    """Timeouts, in seconds, and the sharing of GPUs.
+
+    Args:
+        deadline_s: longest wait for one exchange.
+        colocated_s: the same where a seat shares its GPU with attention, if this is longer.
+        quarantine_s: how long a seat that missed a deadline gets no rows through shared memory.
+        unavailable_s: how long a failed step may be run again and again.
+        shared_gpu: seats compute on this link's GPU, see :func:`moe_kernels.exchange.op.sum_answers`.
+    """
 
     deadline_s: float = 0.02
-    beside_s: float = 0.0
+    colocated_s: float = 0.0
     quarantine_s: float = 1.0
     unavailable_s: float = 10.0
-    crowded: bool = False
+    shared_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryHandle:
-    """A dispatch on its way; ``tcp``: of the groups without shared memory."""
+    """A dispatch in flight; ``tcp`` has the rows of groups without shared memory."""
 
     layer: int
     exchange: int
@@ -61,17 +67,17 @@ class SharedMemoryHandle:
 
 @dataclass(slots=True)
 class _Step:
-    """The step under way: what was chosen for it."""
+    """The choice for the running step: ``seats`` by group. Rows of other groups go over tcp unless it is ``complete``.
+
+    ``free`` lists the micro-batches without a handle in flight, ascending.
+    """
 
     bucket: int = 0
     micro_batches: int = 1
     seats: dict[int, SharedSeat] = field(default_factory=dict)
-    """Group -> seat; groups not in here go over tcp."""
     complete: bool = False
-    """Nothing goes over tcp."""
     epoch: int = 0
     free: list[int] = field(default_factory=list)
-    """Micro-batches that have no handle in flight, ascending."""
 
     @property
     def shares(self) -> bool:
@@ -82,14 +88,14 @@ OpenTcp = Callable[[ClientExtension], TcpLink]
 
 
 class SharedMemoryLink:
-    """Like the engine it serves, for one thread; tables come from any.
+    """Serves one engine. One thread makes steps; :meth:`apply` and the methods that only read may be called by any.
 
     Args:
         open_tcp: makes the TcpLink inside, with the extension that it is given.
-        table: the one that it starts with.
-        layers: those with experts, in the order of the model.
-        layout: ``rows`` is the most of a micro-batch that go this way.
-        node: this machine, as seats name theirs.
+        table: the routing table to start with.
+        layers: the layers with experts, in the order of the model.
+        layout: where rows and answers lie; a micro-batch of more than ``layout.rows`` rows goes over tcp.
+        node: name of this machine, as seats give theirs.
     """
 
     def __init__(
@@ -120,24 +126,24 @@ class SharedMemoryLink:
         self._step = _Step(epoch=table.epoch)
         self._under_way = False
         self.shared_steps = 0
-        """Settled, with rows in shared memory."""
+        """Finished steps that had rows in shared memory."""
         self.repeated_steps = 0
-        self.lane = SharedPeers(memory, layout, node=node, on_lost=self._on_lost)
-        self.tcp = open_tcp(self.lane)
+        self.peers = SharedPeers(memory, layout, node=node, on_lost=self._on_lost)
+        self.tcp = open_tcp(self.peers)
         self._set_groups(table)
         self._compile()
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
-        """Choose a seat for each group that has one, and start the step there. Does not wait for anything.
+        """Choose a seat of shared memory for each group that has one, and start the step there. Never waits.
 
         Args:
-            rows: of each micro-batch; with () the whole step goes over tcp.
+            rows: rows of each micro-batch; with () the whole step goes over tcp.
         """
         assert not self._under_way, "finish_step() ends a step"
         self.tcp.begin_step(step, rows)
         self._follow_table()
         self._step = chosen = self._choose(rows)
-        self.lane.begin(frozenset(chosen.seats.values()))
+        self.peers.use(frozenset(chosen.seats.values()))
         self._under_way = True
         words = {BASE: self._base, DEADLINE: int(self._deadline_s(chosen) * 1e9)}
         for group, seat in chosen.seats.items():
@@ -152,12 +158,12 @@ class SharedMemoryLink:
         )  # fmt: skip
         for seat in set(chosen.seats.values()):
             seat.start(message)
-        if any(seat.lost for seat in chosen.seats.values()):  # before the lane knew that this step counts on it
+        if any(seat.lost for seat in chosen.seats.values()):  # before `peers` knew that this step uses it
             self._control.abort()
         self._base += len(self._order) * chosen.micro_batches
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> SharedMemoryHandle:
-        """As :class:`services.fabric.link.ExpertLink` says; between ``begin_step`` and ``finish_step``."""
+        """Dispatch as :class:`services.fabric.link.ExpertLink` says, between ``begin_step`` and ``finish_step``."""
         chosen, at = self._step, self._order[layer]
         micro_batch = chosen.free.pop(0) if chosen.shares else 0
         exchange = at * chosen.micro_batches + micro_batch
@@ -178,7 +184,10 @@ class SharedMemoryLink:
         return SharedMemoryHandle(layer, exchange, micro_batch, expert_ids_TK, weights_TK, tcp)
 
     def combine(self, handle: SharedMemoryHandle) -> Tensor:
-        """As :class:`services.fabric.link.ExpertLink` says. Zeros where :meth:`finish_step` will say False."""
+        """Combine as :class:`services.fabric.link.ExpertLink` says.
+
+        The sum holds zeros where :meth:`finish_step` will return False.
+        """
         chosen = self._step
         y_TD = None if handle.tcp is None else self.tcp.combine(handle.tcp)
         if not chosen.shares:
@@ -188,17 +197,17 @@ class SharedMemoryLink:
         shared_TD = sum_answers(
             handle.ids_TK, handle.weights_TK, self._group_of_LE[self._order[handle.layer]], self._control.words,
             layout=self._layout, groups=len(self._numbers), bucket=chosen.bucket, exchange=handle.exchange,
-            micro_batch=handle.micro_batch, crowded=self._options.crowded,
+            micro_batch=handle.micro_batch, shared_gpu=self._options.shared_gpu,
         )  # fmt: skip
         return shared_TD if y_TD is None else shared_TD + y_TD
 
     def graph_key(self) -> Hashable | None:
-        """Seats and their memory are words on the device; how many groups there are is not."""
+        """Return a key that changes with the number of groups; seats and addresses are words that the graph reads."""
         return self._key(self._step.bucket) if self._step.complete else None
 
     @contextmanager
     def capture_context(self, rows: int) -> Iterator[Hashable | None]:
-        """As :class:`services.fabric.link.ExpertLink` says: kernels find the step aborted."""
+        """Let exchanges be captured: kernels inside find the step aborted, so that they neither send nor wait."""
         assert not self._under_way, "finish_step() ends a step"
         self._follow_table()
         if rows > self._layout.rows or len(self._table.groups) > MAX_GROUPS:
@@ -213,49 +222,52 @@ class SharedMemoryLink:
             self._step = _Step(epoch=self._table.epoch)
 
     def finish_step(self) -> bool:
-        """The step's exchanges have ended; False if one failed, and the step is to be begun again with the same rows.
+        """Return whether all exchanges of the step were answered; if not, begin the step again with the same rows.
 
-        Waits for the device. Seats that let a deadline pass get rows over tcp for a while, lost ones none.
+        Waits for the device. Seats that missed a deadline get rows over tcp for ``quarantine_s``; lost seats get none.
 
         Raises:
-            ExpertUnavailable: steps have failed for ``unavailable_s`` on end.
+            ExpertUnavailable: every step has failed for ``unavailable_s``.
         """
         chosen, failed = self._step, 0
         if chosen.seats:
             failed = self._control.failed()
-        self.lane.end()
+        self.peers.use(frozenset())
         self._under_way = False
         if not failed:
             self._failing_since = None
             self.shared_steps += bool(chosen.seats)
             return True
         self.repeated_steps += 1
-        self._judge(chosen, failed)
+        self._recover(chosen, failed)
         return False
 
     def apply(self, table: RoutingTable) -> None:
-        """Use ``table`` from the next step on (over tcp: from the next dispatch on), unless a newer one is known."""
+        """Use ``table`` from the next step on, over tcp from the next dispatch on, unless a newer table is known."""
         self.tcp.apply(table)
         with self._lock:
             if table.epoch > self._next_table.epoch:
                 self._next_table = table
 
     def oldest_epoch(self) -> int:
-        """As :meth:`TcpLink.oldest_epoch`; a seat whose memory the step under way uses is needed until that ends."""
+        """Return :meth:`TcpLink.oldest_epoch`, which counts a seat as busy while the running step uses its memory."""
         return self.tcp.oldest_epoch()
 
     def missing(self) -> tuple[int, ...]:
+        """Return :meth:`TcpLink.missing`."""
         return self.tcp.missing()
 
     def wait_ready(self, seconds: float) -> bool:
+        """Return :meth:`TcpLink.wait_ready`."""
         return self.tcp.wait_ready(seconds)
 
     def wait_shared(self, seconds: float) -> bool:
-        """Whether every group had a seat of shared memory at some moment of that time; not while steps are made."""
-        return self.lane.wait_for_groups(self._numbers.keys(), seconds)
+        """Return whether every group had a seat of shared memory at some moment within ``seconds``, between steps."""
+        groups = self._numbers.keys()
+        return self.peers.wait_for(lambda seats: groups <= {seat.link.seat.group for seat in seats}, seconds)
 
     def expert_rows(self) -> dict[int, list[int]]:
-        """Layer -> pairs by expert since the start; those of a step that was run again count again."""
+        """Return layer -> pairs by expert since the start; a step that is run again counts again."""
         here, tcp = self._counters.read(self._counts_LE), self.tcp.expert_rows()
         return {
             layer: [one + other for one, other in zip(here[at], tcp[layer], strict=True)]
@@ -263,50 +275,51 @@ class SharedMemoryLink:
         }
 
     def stalled_s(self) -> dict[int, float]:
-        """As :meth:`TcpLink.stalled_s`, of rows over tcp: the host does not see what a device waits for."""
+        """Return :meth:`TcpLink.stalled_s` of rows over tcp: the host does not see what a device waits for."""
         return self.tcp.stalled_s()
 
     def faults(self) -> dict[str, int]:
-        """As :meth:`TcpLink.faults`."""
+        """Return :meth:`TcpLink.faults`."""
         return self.tcp.faults()
 
     def shared(self) -> Mapping[int, int]:
-        """Group -> number of the seat that the last step used by shared memory."""
+        """Return group -> number of the seat whose memory the last step used."""
         return {group: seat.link.seat.number for group, seat in self._step.seats.items()}
 
     def shared_seats(self) -> int:
-        """How many share memory with this worker now."""
-        return len(self.lane.usable())
+        """Return how many seats share memory with this worker now."""
+        return len(self.peers.usable())
 
     def close(self) -> None:
+        """End the running step, all connections and all shared memory."""
         self._control.abort()
         self.tcp.close()
-        self.lane.close()
+        self.peers.close()
         self._memory.close()
 
     def _deadline_s(self, chosen: _Step) -> float:
-        beside_s = self._options.beside_s if any(seat.beside for seat in chosen.seats.values()) else 0.0
-        return max(self._options.deadline_s, beside_s)
+        colocated_s = self._options.colocated_s if any(seat.colocated for seat in chosen.seats.values()) else 0.0
+        return max(self._options.deadline_s, colocated_s)
 
     def _key(self, bucket: int) -> Hashable:
-        return "symm", bucket, len(self._numbers)
+        return "shared memory", bucket, len(self._numbers)
 
     def _choose(self, rows: Sequence[int]) -> _Step:
-        most = max(rows, default=0)
-        if not 1 <= most <= self._layout.rows or len(rows) > self._layout.micro_batches:
+        largest = max(rows, default=0)
+        if not 1 <= largest <= self._layout.rows or len(rows) > self._layout.micro_batches:
             return _Step(epoch=self._table.epoch)
         now = time.monotonic()
-        usable = [seat for seat in self.lane.usable() if seat.link.usable]
+        usable = [seat for seat in self.peers.usable() if seat.link.usable]
         self._slow_until = {seat: until for seat, until in self._slow_until.items() if until > now and seat in usable}
         seats = {}
         for group in self._numbers:
             of_group = [seat for seat in usable if seat.link.seat.group == group]
-            prompt = [seat for seat in of_group if seat not in self._slow_until]  # tcp is patient with slow ones
+            prompt = [seat for seat in of_group if seat not in self._slow_until]  # tcp waits longer for slow seats
             if prompt:
                 own = [seat for seat in prompt if seat.inbox and seat.inbox.own]  # no row crosses the link
                 seats[group] = own[0] if own else seat_for(prompt)
         return _Step(
-            bucket=bucket_of(most, self._layout.rows),
+            bucket=bucket_of(largest, self._layout.rows),
             micro_batches=len(rows),
             seats=seats,
             complete=len(seats) == len(self._table.groups),
@@ -314,9 +327,11 @@ class SharedMemoryLink:
             free=list(range(len(rows))),
         )
 
-    def _judge(self, chosen: _Step, failed: int) -> None:
-        """Each wait has its deadline, the connection knows the dead: who is late and not lost is slow. Nobody waits for
-        the rest of the step: seats left out of the next one would until they give up by themselves."""
+    def _recover(self, chosen: _Step, failed: int) -> None:
+        """Stop the failed step at all its seats, and quarantine slow ones: late seats whose connection is up.
+
+        A seat that the next step does not use would otherwise wait for rows until its own timeout.
+        """
         for seat in set(chosen.seats.values()):
             seat.stop()
         now = time.monotonic()
@@ -346,13 +361,13 @@ class SharedMemoryLink:
             self._set_groups(table)
 
     def _set_groups(self, table: RoutingTable) -> None:
-        """Groups get consecutive numbers here; those past the device table's end, if any, go over tcp."""
+        """Number the groups from 0; rows of groups past ``MAX_GROUPS`` go over tcp."""
         self._numbers = {group.number: at for at, group in enumerate(table.groups[:MAX_GROUPS])}
         rows = [[self._numbers.get(group, -1) for group in table.group_of[layer]] for layer in self._order]
         self._group_of_LE.copy_(torch.tensor(rows, dtype=torch.int32))
 
     def _compile(self) -> None:
-        """The kernels of every bucket, now: in a step it would take longer than seats wait for rows."""
+        """Compile the kernels for every bucket: in a step that would take longer than seats wait for rows."""
         layout = self._layout
         self._control.write({FAILED: ABORTED})
         for bucket in buckets(layout.rows):
@@ -362,7 +377,7 @@ class SharedMemoryLink:
             at: dict[str, Any] = {"layout": layout, "groups": 1, "bucket": bucket, "exchange": 0, "micro_batch": 0}
             groups_E, words = self._group_of_LE[0], self._control.words
             send_rows(x_TD, ids_TK, weights_TK, groups_E, self._counts_LE[0], words, **at)
-            sum_answers(ids_TK, weights_TK, groups_E, words, **at, crowded=self._options.crowded)
+            sum_answers(ids_TK, weights_TK, groups_E, words, **at, shared_gpu=self._options.shared_gpu)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

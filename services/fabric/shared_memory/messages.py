@@ -10,14 +10,18 @@ from services.fabric.tcp.frames import Message
 
 MAX_ROWS = 1 << 16
 MAX_EXCHANGES = 1 << 62
-"""Numbers of exchanges, as those of nanoseconds, fit into a word of 64 bits."""
+"""The number of an exchange fits into a word of 64 bits."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ShareRequest(Message, frozen=True, kw_only=True):
-    """Attention: here is memory for answers; let me have some for rows. ``rows``: most rows of a micro-batch."""
+    """The attention worker offers memory for answers, by its encoded handle, and asks for memory for rows.
 
-    ticket: bytes
+    ``rows`` is the largest number of rows of a micro-batch. ``unsummed`` asks for one answer per pair of a row and a
+    slot instead of one per row.
+    """
+
+    handle: bytes
     rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 10)]
     micro_batches: Annotated[int, msgspec.Meta(ge=1, le=8)]
@@ -25,22 +29,24 @@ class ShareRequest(Message, frozen=True, kw_only=True):
 
 
 class ShareReply(Message, frozen=True, kw_only=True):
-    """Experts: the memory for rows, prepared for steps; ``place``, free again when its client has left, tells attention
-    workers of a seat apart; ``beside`` attention, whose prompts may make it late. Or the ``problem`` that keeps rows on
-    tcp."""
+    """The expert worker gives memory for rows after it has prepared steps, or says by ``problem`` why rows stay on tcp.
 
-    ticket: bytes = b""
+    ``place`` is the number of this client among the seat's clients, which is free again when the client has left. A
+    ``colocated`` seat shares its GPU with attention, whose prompts may make answers late.
+    """
+
+    handle: bytes = b""
     place: int = -1
-    beside: bool = False
+    colocated: bool = False
     problem: str = ""
 
 
 class Step(Message, frozen=True, kw_only=True):
-    """Attention: a step begins, in ``micro_batches`` of up to ``bucket`` rows each. Its exchanges, layer by layer and
-    within a layer by micro-batch, are numbered from ``base`` + 1 on. ``epoch`` and ``step`` only name it.
+    """The attention worker begins a step of ``micro_batches`` with up to ``bucket`` rows each.
 
-    ``deadline_s``: longest wait for one exchange. ``whole``: all rows of the step go through shared memory, so that no
-    layer waits for anything slower.
+    Its exchanges are numbered from ``base`` + 1 on, layer by layer and within a layer by micro-batch; each waits for
+    ``deadline_s`` at most. Of a ``whole`` step all rows go through shared memory, so that no layer waits for tcp.
+    ``epoch`` and ``step`` only name the step.
     """
 
     epoch: int
@@ -53,20 +59,17 @@ class Step(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Attention: no more rows come of the step begun last, which has failed. Another one need not follow."""
+    """The attention worker sends no more rows of the step that it began last, which has failed."""
 
 
-def bucket_of(rows: int, most: int) -> int:
-    """``rows`` rounded up to what seats prepare for: powers of two from 8 on, at most ``most``."""
-    bucket = 8
-    while bucket < rows:
-        bucket *= 2
-    return min(bucket, most)
+def bucket_of(rows: int, largest: int) -> int:
+    """Round ``rows`` up to what seats prepare for: a power of two from 8 on, but at most ``largest``."""
+    return next((bucket for bucket in buckets(largest) if bucket >= rows), largest)
 
 
-def buckets(most: int) -> list[int]:
-    """All values of :func:`bucket_of`, ascending."""
-    found = [min(8, most)]
-    while found[-1] < most:
-        found.append(min(2 * found[-1], most))
+def buckets(largest: int) -> list[int]:
+    """Return all values of :func:`bucket_of`, ascending."""
+    found = [min(8, largest)]
+    while found[-1] < largest:
+        found.append(min(2 * found[-1], largest))
     return found

@@ -1,4 +1,4 @@
-"""Which kind of shared memory a process uses, by ``--fabric-shared`` and its device."""
+"""Chooses the kind of shared memory that a process uses, by ``--fabric-shared`` and its device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from services.fabric.shared_memory.memory import PeerMemory
 log = logging.getLogger(__name__)
 
 
-def memory_for(choice: str, device: torch.device, *, aside: bool = False) -> PeerMemory | None:
-    """What ``--fabric-shared`` asks for; None where there is nothing to share, or (``auto``) it cannot be.
+def memory_for(choice: str, device: torch.device, *, colocated: bool = False) -> PeerMemory | None:
+    """Return the memory that ``--fabric-shared`` asks for.
 
-    ``aside``: while kernels of this process wait for one another, see
-    :class:`services.fabric.shared_memory.cuda_memory.CudaMemory`.
+    The result is None for ``off``, and for ``auto`` where there is no peer on another GPU or the driver cannot share.
+
+    Args:
+        colocated: this process has attention and a seat on ``device``, whose kernels wait for each other.
 
     Raises:
-        ConfigError: ``host`` beside a GPU.
+        ConfigError: ``host`` was chosen with a GPU.
     """
     if choice == "off":
         return None
@@ -28,14 +30,14 @@ def memory_for(choice: str, device: torch.device, *, aside: bool = False) -> Pee
         if device.type != "cpu":
             raise ConfigError("--fabric-shared host needs --device cpu.", hint="Choose auto or off.")
         return HostMemory()
-    # Workers that share one GPU take turns on it: waiting for each other inside a step would last a turn each time.
-    # One that has attention and a seat in one process does not.
-    if device.type != "cuda" or (torch.cuda.device_count() < 2 and not aside):
+    # Processes that share one GPU run on it alternately: a wait for each other inside a step would last a time slice in
+    # every layer. A colocated worker is one process, so that its kernels run side by side.
+    if device.type != "cuda" or (torch.cuda.device_count() < 2 and not colocated):
         return None
     from services.fabric.shared_memory.cuda_memory import CudaMemory  # looks for the driver
 
     try:
-        return CudaMemory(device, aside=aside)
+        return CudaMemory(device, on_side_stream=colocated)
     except FabricError as error:
         log.warning("Rows do not go through shared memory: %s", error)
         return None

@@ -1,19 +1,19 @@
-"""The attention worker's end of shared memory: which seats of this node it is shared with, and their addresses.
+"""The attention worker's end of shared memory: which seats of this node share memory with it, and at which addresses.
 
-Filled by the threads of the seats' connections, read by the engine's thread between steps. A seat that is lost ends the
-step that counts on it at once instead of at the step's deadline.
+The threads of the seats' connections write here; the engine's thread reads between steps. The loss of a seat ends the
+step that uses it at once instead of at the step's deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_kernels.exchange.layout import Layout
 from services.errors import ExpertMeshError, FabricError
-from services.fabric.shared_memory.memory import Mapping, PeerMemory, Region
+from services.fabric.shared_memory.memory import PeerMapping, PeerMemory, Region
 from services.fabric.shared_memory.messages import ShareReply, ShareRequest, Step, Stop
 from services.fabric.tcp.extension import ConnectedSeat
 from services.fabric.tcp.frames import Frame, Kind, message_of
@@ -24,32 +24,36 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SharedSeat:
-    """A seat that has rows and answers in shared memory. ``place``: this worker's number among the seat's clients;
-    ``beside``: it shares its device with an attention worker."""
+    """A seat that shares memory with this worker, or is asked to: then it has given no ``inbox`` for rows yet.
+
+    The seat writes into ``answers``. ``place`` is this worker's number among the seat's clients; a ``colocated`` seat
+    shares its GPU with an attention worker.
+    """
 
     link: ConnectedSeat
     peer: Peer
     answers: Region
-    inbox: Mapping | None = None
+    inbox: PeerMapping | None = None
     place: int = -1
-    beside: bool = False
+    colocated: bool = False
     lost: bool = False
 
     @property
     def usable(self) -> bool:
-        """Steps may be sent there. Like its connection it may be lost at any time."""
+        """Whether steps may be sent there; the seat may be lost at any time."""
         return self.inbox is not None and not self.lost
 
     @property
     def device(self) -> str:
-        """Whose memory its inbox is."""
+        """UUID of the GPU that has the inbox; "" for memory of the host, or where there is none."""
         return self.inbox.device if self.inbox else ""
 
     def start(self, step: Step) -> None:
+        """Begin ``step`` at the seat."""
         self.peer.send(Kind.SHARED_STEP, step)
 
     def stop(self) -> None:
-        """Let it wait no longer for rows of the step that was started last."""
+        """Let the seat wait no longer for rows of the step that was started last."""
         self.peer.send(Kind.SHARED_STOP, Stop())
 
 
@@ -57,9 +61,9 @@ class SharedPeers:
     """A :class:`services.fabric.tcp.extension.ClientExtension`.
 
     Args:
-        layout: of rows and answers, the same for all seats.
-        node: this machine, as seats name theirs; only its seats get offers.
-        on_lost: called with a seat that was shared and is no more, in its connection's thread.
+        layout: where rows and answers lie, at every seat.
+        node: name of this machine, as seats give theirs; only seats of this machine are asked to share memory.
+        on_lost: called with a lost seat that the running step uses, in the thread of the seat's connection.
     """
 
     def __init__(self, memory: PeerMemory, layout: Layout, *, node: str, on_lost: Callable[[SharedSeat], None]) -> None:
@@ -68,34 +72,23 @@ class SharedPeers:
         self._seats: dict[ConnectedSeat, SharedSeat] = {}
         self._left: list[SharedSeat] = []
         self._on_tcp: frozenset[ConnectedSeat] = frozenset()
-        """Seats of this node with which no memory can be shared."""
+        """Seats of this node that cannot share memory."""
         self._in_step: frozenset[SharedSeat] = frozenset()
 
     def usable(self) -> list[SharedSeat]:
+        """Return the seats that steps may be sent to."""
         with self._changed:
             return [shared for shared in self._seats.values() if shared.usable]
 
-    def wait_for(self, seats: int, seconds: float) -> bool:
-        """Whether so many seats were shared at some moment of that time."""
+    def wait_for(self, condition: Callable[[list[SharedSeat]], bool], seconds: float) -> bool:
+        """Return whether ``condition`` was true of the usable seats at some moment within ``seconds``."""
         with self._changed:
-            return self._changed.wait_for(lambda: sum(seat.usable for seat in self._seats.values()) >= seats, seconds)
+            return self._changed.wait_for(lambda: condition(self.usable()), seconds)
 
-    def wait_for_groups(self, groups: Set[int], seconds: float) -> bool:
-        """Whether each of ``groups`` had a shared seat at some moment of that time."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: groups <= {seat.link.seat.group for seat in self._seats.values() if seat.usable}, seconds
-            )
-
-    def begin(self, seats: frozenset[SharedSeat]) -> None:
-        """A step counts on ``seats``; none is under way."""
+    def use(self, seats: frozenset[SharedSeat]) -> None:
+        """Note which seats' memory kernels use from now on: those of the step that begins, none once it has ended."""
         with self._changed:
             self._in_step = seats
-
-    def end(self) -> None:
-        """No kernel uses any seat's memory any more."""
-        with self._changed:
-            self._in_step = frozenset()
 
     def carries(self, seat: ConnectedSeat, rows: int) -> bool:
         return seat.seat.node == self._node and rows <= self._layout.rows and seat not in self._on_tcp
@@ -103,7 +96,7 @@ class SharedPeers:
     def opened(self, seat: ConnectedSeat, peer: Peer) -> None:
         if seat.seat.node != self._node:
             return
-        self._tidy()
+        self._close_lost()
         try:
             shared = SharedSeat(seat, peer, self._memory.share(self._layout.answers_bytes))
         except (ExpertMeshError, RuntimeError) as error:
@@ -112,23 +105,23 @@ class SharedPeers:
         with self._changed:
             self._seats[seat] = shared
         layout = self._layout
-        offer = ShareRequest(
-            ticket=shared.answers.ticket,
+        request = ShareRequest(
+            handle=shared.answers.handle,
             rows=layout.rows,
             slots=layout.slots,
             micro_batches=layout.micro_batches,
             unsummed=layout.unsummed,
         )
-        peer.send(Kind.SHARE_REQUEST, offer)
+        peer.send(Kind.SHARE_REQUEST, request)
 
     def take(self, seat: ConnectedSeat, frame: Frame) -> bool:
         if frame.kind != Kind.SHARE_REPLY:
             return False
-        taken, shared = message_of(frame, ShareReply), self._seats.get(seat)
-        if taken.problem:
-            self._stay_on_tcp(seat, taken.problem)
+        reply, shared = message_of(frame, ShareReply), self._seats.get(seat)
+        if reply.problem:
+            self._stay_on_tcp(seat, reply.problem)
         elif shared is not None and shared.inbox is None:
-            self._map(shared, taken)
+            self._map(shared, reply)
         return True
 
     def lost(self, seat: ConnectedSeat) -> None:
@@ -139,28 +132,28 @@ class SharedPeers:
                 return
             shared.lost = True
             self._left.append(shared)
-            counted_on = shared in self._in_step
-        if counted_on:
+            in_step = shared in self._in_step
+        if in_step:
             self._on_lost(shared)
 
     def busy(self, seat: ConnectedSeat) -> bool:
         return any(shared.link is seat for shared in self._in_step)
 
     def close(self) -> None:
-        """Let go of all memory but that of seats in a step. Nothing may come in any more."""
+        """Close all memory except that of seats in a step. All connections have ended before."""
         with self._changed:
             self._left += self._seats.values()
             self._seats.clear()
-        self._tidy()
+        self._close_lost()
 
-    def _map(self, shared: SharedSeat, taken: ShareReply) -> None:
+    def _map(self, shared: SharedSeat, reply: ShareReply) -> None:
         try:
-            inbox = self._memory.open(taken.ticket)
+            inbox = self._memory.open(reply.handle)
         except FabricError as error:
             self._stay_on_tcp(shared.link, error)
             return
         with self._changed:
-            shared.inbox, shared.place, shared.beside = inbox, taken.place, taken.beside
+            shared.inbox, shared.place, shared.colocated = inbox, reply.place, reply.colocated
             self._changed.notify_all()
         log.info("%s shares memory", shared.link.name)
 
@@ -169,8 +162,8 @@ class SharedPeers:
         with self._changed:
             self._on_tcp |= {seat}
 
-    def _tidy(self) -> None:
-        """Let go of the memory of lost seats that no step uses: when another one comes, not while steps run again."""
+    def _close_lost(self) -> None:
+        """Close the memory of lost seats that no step uses: when the next seat comes, not while a step runs again."""
         with self._changed:
             left = [shared for shared in self._left if shared not in self._in_step]
             self._left = [shared for shared in self._left if shared in self._in_step]

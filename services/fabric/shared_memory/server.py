@@ -1,7 +1,7 @@
-"""The expert worker's end of shared memory: takes offers of attention workers of the node, starts their steps.
+"""The expert worker's end of shared memory: shares memory with attention workers of the node and starts their steps.
 
-Every client has an inbox, answers to write to and prepared steps of its own, so none waits for another: but where it is
-measured to be faster, steps that begin at about the same time run as one.
+Every client has an inbox, a mapping of its answers and prepared steps of its own, so that no client waits for another.
+Steps that begin at about the same time may run as one joint step, where that is measured to be faster.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from moe_kernels.exchange.layout import Layout
 from services.errors import ExpertMeshError, FabricError, WireError
-from services.fabric.device_counters import Counters, beside
+from services.fabric.device_counters import Counters, side_stream
 from services.fabric.shared_memory.busy_time import Occupied
 from services.fabric.shared_memory.joint.queue import JoinQueue
 from services.fabric.shared_memory.joint.steps import JointStep, JointStepBody
-from services.fabric.shared_memory.memory import Mapping as PeerMapping
-from services.fabric.shared_memory.memory import PeerMemory, Region
+from services.fabric.shared_memory.memory import PeerMapping, PeerMemory, Region
 from services.fabric.shared_memory.messages import ShareReply, ShareRequest, Step, Stop, buckets
 from services.fabric.shared_memory.steps import Shape, StepBody, Steps, prepared
 from services.fabric.tcp.compute import Compute
@@ -34,15 +32,17 @@ log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16
 WAIT_S = 2.0
-"""How long a started step waits for rows: an attention worker that pauses, not one that died, which is told apart by
-its connection."""
+"""How long a started step waits for rows of an attention worker that pauses; the end of its connection shows that one
+has died."""
 _RECHECK_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What offers are held against. ``bytes``: of memory for one client's rows; ``join_rows``: most rows of a call for
-    several clients, with 0 there is none."""
+    """Largest number of clients, of bytes for the rows of one client, and of rows in a call for several clients.
+
+    With 0 ``join_rows`` no steps are joined.
+    """
 
     clients: int = MAX_CLIENTS
     bytes: int = 1 << 30
@@ -70,7 +70,6 @@ class _Client:
         return self.answers.address
 
     def begin(self, step: Step, wait_s: float) -> None:
-        """Alone."""
         assert self.body is not None
         assert self.steps is not None
         self.steps.start(Shape(step.bucket, step.micro_batches), self.body.words_of(step, self.answers_at, wait_s))
@@ -83,11 +82,12 @@ class SharedMemoryServer(ServerExtension):
     """Extends the connections of an :class:`services.fabric.tcp.server.ExpertServer` by steps through shared memory.
 
     Args:
-        compute: takes tensors of ``device``; called from threads and captured in graphs.
-        layers: those with experts here, in the order of the model: all layers with experts.
-        num_experts: per layer, in the whole model.
+        compute: takes tensors of ``device``; called from several threads and captured in graphs.
+        layers: all layers of the model with experts, in order; each has experts here.
+        num_experts: experts per layer, in the whole model.
         wait_s: how long a started step waits for rows.
-        aside: others compute on the device's default stream, in this process: clients are prepared beside it.
+        colocated: an attention worker of this process computes on ``device``'s default stream, so that clients are
+            prepared on other streams.
     """
 
     def __init__(
@@ -102,30 +102,25 @@ class SharedMemoryServer(ServerExtension):
         dtype: torch.dtype,
         limits: Limits | None = None,
         wait_s: float = WAIT_S,
-        aside: bool = False,
+        colocated: bool = False,
     ) -> None:
         self._compute, self._memory, self._device = compute, memory, device
         self._layers, self._hidden, self._dtype = list(layers), hidden, dtype
         self._limits, self._wait_s = limits or Limits(), wait_s
         self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
-        self._beside, self._aside = aside, aside and device.type == "cuda"
+        self._colocated = colocated
         self._counters = Counters()
-        self._counters.read(self._counts_LE)  # makes what it needs before anything waits on this GPU
+        self._counters.read(self._counts_LE)  # allocates before any kernel waits on this GPU
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # clients' streams do not wait for this one
+            torch.cuda.current_stream(device).synchronize()  # clients' streams do not wait for this stream
         self._lock = threading.Lock()
         self._clients: dict[Peer, _Client] = {}
-        self._in_use: list[object] = []
-        """What is never let go of: it might be written to."""
+        self._never_closed: list[object] = []
+        """Memory of clients whose last step did not end: kernels might still write to it."""
         self._join_queue = JoinQueue(self._joint_step if self._limits.join_rows else None, wait_s)
-        self._occupied, self._of_the_gone_s = Occupied(), 0.0
+        self._occupied, self._left_s = Occupied(), 0.0
 
     def take(self, peer: Peer, frame: Frame) -> bool:
-        """Whether ``frame`` was about shared memory.
-
-        Raises:
-            WireError: it was, but does not fit what went before.
-        """
         if frame.kind == Kind.SHARED_STEP:
             self._start(peer, message_of(frame, Step))
         elif frame.kind == Kind.SHARED_STOP:
@@ -139,28 +134,29 @@ class SharedMemoryServer(ServerExtension):
         return True
 
     def lost(self, peer: Peer) -> None:
-        """The connection ended: what runs for it is given up, what it has is let go of."""
+        """Give up the client's step and close its memory."""
         with self._lock:
             client = self._clients.get(peer)
             if client is None:
                 return
             client.gone = True
-            prepared = client.steps is not None
-        if prepared:
-            self._dismiss(peer, client)
+            is_prepared = client.steps is not None
+        if is_prepared:
+            self._remove(peer, client)
 
     def rows(self) -> Mapping[int, Sequence[int]]:
-        """Layer -> pairs by expert since the start; steps that are run again count again."""
+        """Return layer -> pairs by expert since the start; a step that is run again counts again."""
         return dict(zip(self._layers, self._counters.read(self._counts_LE), strict=True))
 
     def occupied(self) -> tuple[float, float]:
-        """Seconds since the start in which rows of steps were computed, and which they took longer for one another."""
+        """Return ``busy_s`` and ``waited_s`` of all steps since the start, as :class:`Occupied` divides their time."""
         with self._lock:
             here_s = sum(client.steps.seconds for client in self._clients.values() if client.steps is not None)
-            self._occupied.add(self._of_the_gone_s + here_s + self._join_queue.seconds)
+            self._occupied.add(self._left_s + here_s + self._join_queue.seconds)
             return self._occupied.busy_s, self._occupied.waited_s
 
     def idle(self) -> bool:
+        """Return whether no step runs or is held."""
         with self._lock:
             alone = all(client.steps is None or client.steps.idle() for client in self._clients.values())
             return alone and self._join_queue.idle()
@@ -174,7 +170,7 @@ class SharedMemoryServer(ServerExtension):
         return True
 
     def joined_steps(self) -> int:
-        """Steps of clients that began together with another one's, since the start."""
+        """Return how many steps of clients have run in joint steps since the start."""
         return self._join_queue.joined_steps
 
     def close(self) -> None:
@@ -191,82 +187,77 @@ class SharedMemoryServer(ServerExtension):
     def _prepared_steps(self, peer: Peer, does: str) -> tuple[_Client, Steps]:
         client = self._clients.get(peer)
         if client is None or client.steps is None:
-            raise WireError(f"{peer.name} {does} a step before its offer was taken.")
+            raise WireError(f"{peer.name} {does} a step before memory was shared.")
         return client, client.steps
 
-    def _admit(self, peer: Peer, offer: ShareRequest) -> None:
+    def _admit(self, peer: Peer, request: ShareRequest) -> None:
+        layout = Layout(
+            rows=request.rows,
+            hidden=self._hidden,
+            slots=request.slots,
+            dtype=self._dtype,
+            micro_batches=request.micro_batches,
+            unsummed=request.unsummed,
+        )
         with self._lock:
             if peer in self._clients:
-                raise WireError(f"{peer.name} offers memory twice.")
+                raise WireError(f"{peer.name} asks for memory twice.")
             taken = {client.place for client in self._clients.values()}
-            client = _Client(min(set(range(len(taken) + 1)) - taken), self._layout(offer))
+            client = _Client(min(set(range(len(taken) + 1)) - taken), layout)
             self._clients[peer] = client
         # Mapping memory and capturing graphs take a while; calls over the same connection go on.
         threading.Thread(
-            target=self._prepare, args=(peer, client, offer), name="shared memory client", daemon=True
+            target=self._prepare, args=(peer, client, request.handle), name="shared memory client", daemon=True
         ).start()
 
-    def _prepare(self, peer: Peer, client: _Client, offer: ShareRequest) -> None:
+    def _prepare(self, peer: Peer, client: _Client, handle: bytes) -> None:
         began = time.perf_counter()
         try:
-            with beside(self._device) if self._aside else nullcontext():
-                answer = self._prepared(client, offer.ticket)
+            with side_stream(self._device, needed=self._colocated):
+                reply = self._prepared(client, handle)
         except Exception as error:  # the thread's boundary: its rows go as without shared memory
             known = isinstance(error, ExpertMeshError | RuntimeError)
             log.warning("Rows of %s stay on tcp: %s", peer.name, error, exc_info=None if known else error)
-            answer = ShareReply(problem=str(error)[:1000])
+            reply = ShareReply(problem=str(error)[:1000])
         with self._lock:
             gone = client.gone
         if gone:
-            self._dismiss(peer, client)
+            self._remove(peer, client)
             return
         log.info("prepared for %s in %.2f s", peer.name, time.perf_counter() - began)
-        peer.send(Kind.SHARE_REPLY, answer)
+        peer.send(Kind.SHARE_REPLY, reply)
 
-    def _layout(self, offer: ShareRequest) -> Layout:
-        return Layout(
-            rows=offer.rows,
-            hidden=self._hidden,
-            slots=offer.slots,
-            dtype=self._dtype,
-            micro_batches=offer.micro_batches,
-            unsummed=offer.unsummed,
-        )
-
-    def _prepared(self, client: _Client, ticket: bytes) -> ShareReply:
+    def _prepared(self, client: _Client, handle: bytes) -> ShareReply:
         layout = client.layout
         if client.place >= self._limits.clients or layout.inbox_bytes > self._limits.bytes:
             return ShareReply(
                 problem=f"{layout.inbox_bytes} bytes for client {client.place} are more than is allowed here."
             )
-        client.answers = self._memory.open(ticket)
+        client.answers = self._memory.open(handle)
         client.region = self._memory.share(layout.inbox_bytes)
         client.body = StepBody(self._compute, self._layers, client.region.bytes, self._counts_LE, layout)
         client.steps = prepared(client.body)
         self._join_queue.enter(client)
-        return ShareReply(ticket=client.region.ticket, place=client.place, beside=self._beside)
+        return ShareReply(handle=client.region.handle, place=client.place, colocated=self._colocated)
 
     def _joint_step(self, layout: Layout, members: int) -> JointStep:
-        """
-        Raises:
-            FabricError: calls of so many have too many rows.
-        """
+        """Raise FabricError where calls for so many members have too many rows."""
         rows = self._limits.join_rows
         if members * buckets(layout.rows)[0] > rows:
-            raise FabricError(f"{members} of them have more than {rows} rows.")
-        with beside(self._device) if self._aside else nullcontext():
+            raise FabricError(f"Calls for {members} of them have more than {rows} rows.")
+        with side_stream(self._device, needed=self._colocated):
             body = JointStepBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
             return JointStep(body, wait_s=self._wait_s)
 
-    def _dismiss(self, peer: Peer, client: _Client) -> None:
+    def _remove(self, peer: Peer, client: _Client) -> None:
         if not self._join_queue.leave(client):
             log.error("A call with rows of %s did not end; its memory stays.", peer.name)
-            self._in_use.append((client.answers, client.region))
+            self._never_closed.append((client.answers, client.region))
             client.answers = client.region = None
         if client.steps is not None:
             client.steps.close()
         with self._lock:
-            self._of_the_gone_s += client.steps.seconds if client.steps is not None else 0.0
+            self._left_s += client.steps.seconds if client.steps is not None else 0.0
             client.steps = client.body = None
         for memory in (client.answers, client.region):
             if memory is not None:

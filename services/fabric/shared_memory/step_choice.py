@@ -1,5 +1,7 @@
-"""Which of a group's seats an attention worker sends its steps to. All of them see the same seats and need not agree:
-clients of one seat have different places there, by which they spread over the replicas.
+"""Chooses the seat of a group to which an attention worker sends its steps.
+
+Attention workers see the same seats and choose without agreeing: clients of one seat have different places there, by
+which they spread over the replicas.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from services.fabric.shared_memory.peers import SharedSeat
 
 
 def seat_for(candidates: Sequence[SharedSeat]) -> SharedSeat:
-    """One of ``candidates``, of which there is one at least: no device serves two clients while another serves none.
+    """Choose one of ``candidates`` (at least one) so that no device serves two clients while another serves none.
 
-    Processes on one GPU take turns: steps of two seats there would wait for each other's turns in every layer.
+    Processes on one GPU run alternately: steps of two seats there would wait for each other in every layer.
     """
     taken: Counter[str] = Counter()
     turns = list[tuple[int, SharedSeat]]()

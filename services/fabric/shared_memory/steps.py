@@ -1,9 +1,9 @@
-"""An expert worker's part of a whole step, ready to be started by one message: for every layer and micro-batch wait for
-rows, compute, put the answers.
+"""An expert worker's part of a whole step, which one message starts: for every layer and micro-batch it waits for rows,
+computes and sends the answers.
 
-On a GPU it is a captured graph, on a stream of its own; on a CPU a thread runs it. Steps of one attention worker run in
-the order in which they were started; those of several know nothing of each other (ExpertFlow, section 3.2).
-Legend: R rows of a bucket, D hidden size, K slots, E experts.
+On a GPU the part is a captured CUDA graph on a stream of its own; on a CPU a thread runs it. Steps of one attention
+worker run in the order of their start; steps of several workers are independent (ExpertFlow, section 3.2).
+Legend: R rows of a bucket, P pairs of a row and a slot, D hidden size, K slots, E experts, L layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """Of a step. ``members``: for how many clients' rows its calls have room."""
+    """The size of a step: rows of a micro-batch, micro-batches, and clients whose rows its calls have room for."""
 
     bucket: int
     micro_batches: int = 1
@@ -43,25 +43,27 @@ class Body(Protocol):
 
     control: ControlBlock
     watch: Watch | None
-    """Times the work of the exchanges that run, or are captured, now."""
+    """Times the exchanges that run, or are captured, at this moment."""
+    layers: int
+    """Number of layers with experts."""
 
     @property
     def shapes(self) -> Iterator[Shape]:
-        """Of every step that may come."""
+        """The shapes of all steps that may be started."""
         ...
 
-    @property
-    def layers(self) -> int: ...
-
-    def run(self, shape: Shape) -> None: ...
+    def run(self, shape: Shape) -> None:
+        """Run all exchanges of a step: wait for rows, compute and send answers as ``control`` says."""
+        ...
 
 
 class StepBody:
     """A :class:`Body` for the rows of one client.
 
     Args:
-        layers: in the order of the model; ``counts_LE`` has a row for each.
-        inbox: see :func:`moe_kernels.exchange.op.take_rows`.
+        layers: numbers of the layers with experts, in the order of the model.
+        inbox: the client's rows, uint8, see :func:`moe_kernels.exchange.op.take_rows`.
+        counts_LE: int64, pairs by layer and expert, to which every exchange adds.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StepBody:
     ) -> None:
         self._compute, self._layers, self._inbox = compute, list(layers), inbox
         self._counts_LE, self._layout = counts_LE, layout
+        self.layers = len(layers)
         self.control = ControlBlock(inbox.device)
         self.watch: Watch | None = None
         self._taken_RK = torch.full((layout.rows, layout.slots), -1, dtype=torch.int32, device=inbox.device)
@@ -78,10 +81,6 @@ class StepBody:
         sizes = product(buckets(self._layout.rows), range(1, self._layout.micro_batches + 1))
         return (Shape(*size) for size in sizes)
 
-    @property
-    def layers(self) -> int:
-        return len(self._layers)
-
     def run(self, shape: Shape) -> None:
         bucket, micro_batches, _ = shape
         with torch.inference_mode():
@@ -89,35 +88,17 @@ class StepBody:
                 self._exchange(bucket, exchange, *divmod(exchange, micro_batches))
 
     def _exchange(self, bucket: int, exchange: int, at: int, micro_batch: int) -> None:
-        layout, words = self._layout, self.control.words
-        taken_RK, counts_E = self._taken_RK[:bucket], self._counts_LE[at]
-        x_RD, weights_RK = take_rows(
-            self._inbox,
-            taken_RK,
-            counts_E,
-            words,
-            layout=layout,
-            bucket=bucket,
-            exchange=exchange,
-            micro_batch=micro_batch,
-        )
+        taken_RK, counts_E, words = self._taken_RK[:bucket], self._counts_LE[at], self.control.words
+        call: dict[str, Any] = {
+            "layout": self._layout, "bucket": bucket, "exchange": exchange, "micro_batch": micro_batch
+        }  # fmt: skip
+        x_RD, weights_RK = take_rows(self._inbox, taken_RK, counts_E, words, **call)
         with self.watch.around(exchange) if self.watch else nullcontext():
-            self._answer(bucket, exchange, at, micro_batch, x_RD, weights_RK)
-
-    def _answer(self, bucket: int, exchange: int, at: int, micro_batch: int, x_RD: Tensor, weights_RK: Tensor) -> None:
-        taken_RK, counts_E = self._taken_RK[:bucket], self._counts_LE[at]
-        send_answers(
-            computed(self._compute, self._layers[at], self._layout, x_RD, taken_RK, weights_RK),
-            taken_RK,
-            counts_E,
-            self.control.words,
-            layout=self._layout,
-            bucket=bucket,
-            exchange=exchange,
-            micro_batch=micro_batch,
-        )
+            answers = computed(self._compute, self._layers[at], self._layout, x_RD, taken_RK, weights_RK)
+            send_answers(answers, taken_RK, counts_E, words, **call)
 
     def words_of(self, step: Step, answers: int, wait_s: float) -> dict[int, int]:
+        """Return the control words that start ``step``, with the address of the client's ``answers``."""
         return {
             BASE: step.base,
             DEADLINE: int(wait_s * 1e9),
@@ -127,7 +108,7 @@ class StepBody:
 
 
 def computed(compute: Compute, layer: int, layout: Layout, x_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-    """``y_RD``, or one answer for each pair, ``y_PD``, where the layout wants them unsummed."""
+    """Return ``y_RD`` in the dtype of ``x_RD``, or ``y_PD``, one answer per pair, where the layout says unsummed."""
     if not layout.unsummed:
         return compute(layer, x_RD, ids_RK, weights_RK)
     ones_P1 = torch.ones(ids_RK.numel(), 1, device=x_RD.device)
@@ -136,47 +117,46 @@ def computed(compute: Compute, layer: int, layout: Layout, x_RD: Tensor, ids_RK:
 
 
 class Steps(Protocol):
-    """A :class:`Body` prepared to be started."""
+    """A :class:`Body` whose steps can be started. One thread calls :meth:`start`, :meth:`give_up` and :meth:`close`."""
 
     @property
     def seconds(self) -> float:
-        """That its exchanges took since the start, without waits for rows; of a graph's last step when the next one
-        starts."""
+        """Seconds of all exchanges since the start, without waits for rows; a graph's last step counts later."""
         ...
 
     def start(self, shape: Shape, words: dict[int, int]) -> None:
-        """Queue a step; returns at once. One that was started before and has not ended is given up: an attention worker
-        starts the next when it has all answers, has lost another seat that it counted on, or waits no longer."""
+        """Queue a step with these control words; return at once.
+
+        A step that has not ended is given up: an attention worker starts the next step when it has all answers, has
+        lost another seat of the step, or has stopped waiting.
+        """
         ...
 
     def give_up(self) -> None:
-        """End what waits, in the thread that starts steps. The process computes rows that come over tcp meanwhile, and
-        CUDA may want a GPU without running kernels for it: to load one, to pin memory."""
+        """End the waits of the running step: rows over tcp, or CUDA (to load a kernel, to pin memory), need the GPU."""
         ...
 
-    def idle(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Until all that was started has ended, which it does: every wait has its deadline."""
+    def idle(self) -> bool:
+        """Return whether every step that was started has ended."""
         ...
 
     def close(self) -> None:
-        """End what waits, in the thread that started it."""
+        """Give up the running step and free what steps need."""
         ...
 
 
 class GraphSteps:
-    """A graph for each shape of a step, captured here."""
+    """Runs steps as CUDA graphs, one for each shape, which the constructor captures."""
 
     def __init__(self, body: Body) -> None:
         self._body = body
+        self.seconds = 0.0
         self._device = body.control.words.device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._watches: dict[Shape, GraphWatch] = {}
         self._running: GraphWatch | None = None
-        self._seconds = 0.0
-        torch.cuda.current_stream(self._device).synchronize()  # this thread made the body's buffers on that one
+        torch.cuda.current_stream(self._device).synchronize()  # it fills the body's buffers
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for shape in body.shapes:
                 if shape.micro_batches == 1:  # nothing waits, nothing is sent: only kernels are compiled and loaded
@@ -184,20 +164,16 @@ class GraphSteps:
                     body.run(shape)
                     self._stream.synchronize()
                 self._graphs[shape] = graph = self._captured(shape)
-                # The first launch uploads the graph, which kernels that wait on this GPU, such as those of an attention
-                # worker beside this seat, would hold up until they give up.
+                # The first launch uploads the graph. Kernels that wait on this GPU, such as those of a colocated
+                # attention worker, would delay the upload until their deadline.
                 body.control.write({FAILED: ABORTED})
                 graph.replay()
             self._stream.synchronize()
 
-    @property
-    def seconds(self) -> float:
-        return self._seconds
-
     def start(self, shape: Shape, words: dict[int, int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._supersede()
-            self._seconds += self._running.read() if self._running else 0.0
+            self.seconds += self._running.read() if self._running else 0.0
             self._body.control.write(words)
             self._graphs[shape].replay()
             self._running = self._watches[shape]
@@ -209,12 +185,9 @@ class GraphSteps:
     def idle(self) -> bool:
         return self._stream.query()
 
-    def wait(self) -> None:
-        self._stream.synchronize()
-
     def close(self) -> None:
         self.give_up()
-        self.wait()
+        self._stream.synchronize()
         self._graphs.clear()
 
     def _supersede(self) -> None:
@@ -222,7 +195,7 @@ class GraphSteps:
             self._body.control.supersede()
 
     def _captured(self, shape: Shape) -> torch.cuda.CUDAGraph:
-        """Without the pauses of ``torch.cuda.graph``: the steps of other attention workers go on meanwhile."""
+        """Capture a step without the pauses of ``torch.cuda.graph``: other attention workers' steps run meanwhile."""
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         self._watches[shape] = self._body.watch = GraphWatch(self._body.layers * shape.micro_batches)
@@ -237,13 +210,13 @@ class GraphSteps:
 
 
 class ThreadSteps:
-    """A thread that runs steps one after the other."""
+    """Runs steps one after the other in a thread."""
 
     def __init__(self, body: Body) -> None:
         self._body = body
         body.watch = self._watch = HostWatch()
         self._waiting: queue.SimpleQueue[tuple[int, Shape, dict[int, int]] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._under_way, self._newest = 0, 0
         self._thread = threading.Thread(target=self._run, name="shared memory steps", daemon=True)
         self._thread.start()
@@ -253,7 +226,7 @@ class ThreadSteps:
         return self._watch.seconds
 
     def start(self, shape: Shape, words: dict[int, int]) -> None:
-        with self._changed:
+        with self._lock:
             idle = self._under_way == 0
             self._under_way += 1
             self._newest += 1
@@ -271,10 +244,6 @@ class ThreadSteps:
     def idle(self) -> bool:
         return self._under_way == 0
 
-    def wait(self) -> None:
-        with self._changed:
-            self._changed.wait_for(self.idle)
-
     def close(self) -> None:
         self.give_up()
         self._waiting.put(None)
@@ -286,16 +255,15 @@ class ThreadSteps:
             try:
                 if words:
                     self._body.control.write(words)
-                if number == self._newest:  # if it is not by now, what sets it ends the waits of this one
+                if number == self._newest:  # whoever raises it later ends the waits of this step
                     self._body.run(shape)
             except Exception:  # the thread's boundary: the attention worker's deadline passes, other steps go on
                 log.exception("A step of %d rows failed.", shape.bucket)
             finally:
-                with self._changed:
+                with self._lock:
                     self._under_way -= 1
-                    self._changed.notify_all()
 
 
 def prepared(body: Body) -> Steps:
-    """On a GPU its graphs are captured, which takes a while."""
+    """Return ``body``'s steps; on a GPU this captures its graphs, which takes a while."""
     return GraphSteps(body) if body.control.words.is_cuda else ThreadSteps(body)

@@ -1,4 +1,4 @@
-"""The calls that a link has sent over the connection to a seat."""
+"""Calls in flight over an attention worker's connection to a seat."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from services.errors import ExpertMeshError
 from services.fabric.tcp.extension import TransportAttempt, Transports
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.peer import Peer
-from services.fabric.tcp.transport import Shipment
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Call:
-    """One sending of some rows to one replica. ``outcome`` is set once, under the link's condition."""
+    """Rows sent once to one replica, over the seat's connection with this number.
+
+    ``outcome`` is the answer or an error, set once under the link's condition; ``finite`` says that the answer has
+    neither NaN nor infinity. ``deadline`` is a time of the monotonic clock.
+    """
 
     connection: int
     rows: int
@@ -24,17 +27,19 @@ class Call:
     outcome: Tensor | ExpertMeshError | None = None
     finite: bool = True
     abandoned: bool = False
-    shipment: Shipment | None = None
+    shipment: object | None = None
 
 
 @dataclass(slots=True)
 class Connection:
+    """A proven connection to a seat, and what is known of its lane."""
+
     peer: Peer
     theirs: Hello
     lane_from: tuple[Transports, float] | None = None
-    """A lane may be opened, from this monotonic time on, if it is wanted."""
+    """A lane may be opened from this time of the monotonic clock on, if ``lane_wanted``."""
     lane_wanted: bool = True
     attempt: TransportAttempt | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     lost: dict[int, Call] = field(default_factory=dict)
-    """Calls that it took with it: their rows may be in the sender's hands until the connection is closed."""
+    """Calls that failed with the connection: its sender may still read their rows until it is closed."""

@@ -1,4 +1,4 @@
-"""The one thread of an expert worker that computes: several waiting calls become one grouped call, then part again.
+"""The one thread of an expert worker that computes: it joins waiting calls into one grouped call and splits the result.
 
 Legend: R rows of a call, T rows of all joined calls, P pairs of a row and a slot held here, D hidden size, K slots.
 """
@@ -24,20 +24,21 @@ Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start. Written by the thread that computes, read by whoever makes metrics of it."""
+    """Counts since the start, which the computing thread writes and metrics read. Joined calls are one computation.
+
+    ``expert_rows`` is layer -> expert -> pairs.
+    """
 
     calls: int = 0
     failed: int = 0
     computations: int = 0
-    """Fewer than ``calls`` where some were joined."""
     seconds: float = 0.0
     layer_rows: Counter[int] = field(default_factory=Counter)
     expert_rows: dict[int, Counter[int]] = field(default_factory=dict)
-    """Layer -> expert -> pairs."""
 
 
 class ComputeLoop:
-    """Serves an inbox until it is closed; see :meth:`run`."""
+    """Computes the calls of an inbox."""
 
     def __init__(self, compute: Compute, inbox: Inbox) -> None:
         self._compute = compute
@@ -45,6 +46,7 @@ class ComputeLoop:
         self.counts = Counts()
 
     def run(self) -> None:
+        """Serve the inbox until it is closed."""
         with torch.inference_mode():
             while calls := self._inbox.take():
                 for call, result in zip(calls, self._results(calls), strict=True):
@@ -67,7 +69,7 @@ class ComputeLoop:
         return results
 
     def _attempt(self, calls: list[Call]) -> Sequence[Tensor | Exception]:
-        """An error in a joined computation concerns one of the calls: each is then computed alone."""
+        """Compute ``calls`` as one; after an error, which concerns one of them, compute each alone."""
         self.counts.computations += 1
         try:
             return joined(self._compute, calls)
@@ -84,7 +86,11 @@ class ComputeLoop:
 
 
 def joined(compute: Compute, calls: Sequence[Call]) -> list[Tensor]:
-    """The answer to each call, which all :meth:`Call.joins` the first: one computation on their rows in order."""
+    """Compute calls that :meth:`Call.joins` allows to be one, and return the answer to each.
+
+    Raises:
+        ValueError: the result has another shape or dtype than the rows.
+    """
     if calls[0].reduced:
         rows = [call.rows for call in calls]
         x_TD, ids, weights = (
@@ -98,13 +104,13 @@ def joined(compute: Compute, calls: Sequence[Call]) -> list[Tensor]:
     if y_TD.shape != x_TD.shape or y_TD.dtype != x_TD.dtype:
         raise ValueError(f"The experts made {list(y_TD.shape)} {y_TD.dtype} of {list(x_TD.shape)} {x_TD.dtype}.")
     y_TD = y_TD.to(x_TD.device)
-    if y_TD.is_cuda:  # what is answered, and how long it took, is known only once it is there
+    if y_TD.is_cuda:  # the answer, and how long it took, are known only when the device is done
         torch.cuda.current_stream(y_TD.device).synchronize()
     return list(torch.split(y_TD, rows))
 
 
 def _pairs(call: Call) -> tuple[Tensor, Tensor]:
-    """``x_PD`` and ``ids_P1``, row by row and slot by slot."""
+    """Return ``x_PD`` and ``ids_P1``, row by row and slot by slot."""
     held_RK = call.ids_RK >= 0
     return call.x_RD[held_RK.nonzero()[:, 0].to(call.x_RD.device)], call.ids_RK[held_RK].unsqueeze(1)
 

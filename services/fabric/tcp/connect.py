@@ -1,4 +1,4 @@
-"""From an address to a connection that has been proven: TCP, TLS if asked for, handshake, echo."""
+"""Makes a proven connection to an address: TCP, TLS if configured, handshake, echo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from services.errors import SeatLeaving, SeatLost, WireError
 from services.fabric.faults import Faults
 from services.fabric.tcp.extension import Transports
-from services.fabric.tcp.frames import ECHO_BYTES, HEADER_BYTES, Echo, Kind, Limits, bytes_of, message_of
+from services.fabric.tcp.frames import ECHO_BYTES, HEADER_BYTES, MAX_BYTES, Echo, Kind, Limits, bytes_of, message_of
 from services.fabric.tcp.handshake import Hello, greet
 from services.fabric.tcp.peer import Peer, Timing, deadline_in
 from services.fabric.tcp.stream import Stream
@@ -23,12 +23,15 @@ from services.routing import Seat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What an attention worker needs to connect to any seat. ``spoken``: versions of the protocol."""
+    """The facts by which a worker connects to any seat: its own ones, the cluster's secret, and how to connect.
+
+    ``max_bytes`` is the largest payload of a frame that it accepts. ``lanes`` are offered to seats.
+    """
 
     hello: Hello
     secret: bytes
-    timing: Timing
-    max_bytes: int
+    timing: Timing = field(default_factory=Timing)
+    max_bytes: int = MAX_BYTES
     tls: ClientTls | None = None
     lanes: Transports | None = None
     spoken: Versions = SPOKEN
@@ -36,15 +39,16 @@ class Facts:
 
 
 def seat_name(seat: Seat) -> str:
+    """Return the name of ``seat`` for logs and errors."""
     return f"seat {seat.number} ({seat.worker} at {seat.host}:{seat.port})"
 
 
 def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
-    """An authenticated connection and what the worker there is.
+    """Return an authenticated connection, and what the worker there says of itself.
 
     Raises:
-        OSError: nobody listens there, or TLS fails.
-        SeatLost: another worker or seat is at this address.
+        OSError: nobody listens at the address, or TLS fails.
+        SeatLost: another worker or seat is at the address.
         ExpertMeshError: see :func:`services.fabric.tcp.handshake.greet`.
     """
     until = deadline_in(facts.timing.handshake_s)
@@ -62,16 +66,16 @@ def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
         stream.close()
         raise
     limits = Limits(header=HEADER_BYTES, payload=max(facts.max_bytes, ECHO_BYTES))
-    return Peer(stream, limits, alive_s=facts.timing.alive_s, patient=True, version=agreed.version), theirs
+    return Peer(stream, limits, alive_s=facts.timing.alive_s, may_pause=True, version=agreed.version), theirs
 
 
 def prove(peer: Peer, seconds: float) -> None:
-    """Bytes go there and back, with their checksum.
+    """Send random bytes to the expert worker and check what comes back.
 
     Raises:
         WireError: other bytes came back.
         SeatLeaving: the worker is draining.
-        SeatLost: nothing came back in time.
+        SeatLost: nothing came back within ``seconds``.
     """
     until = deadline_in(seconds)
     sent = torch.frombuffer(bytearray(os.urandom(ECHO_BYTES)), dtype=torch.uint8)

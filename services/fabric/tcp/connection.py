@@ -1,4 +1,4 @@
-"""The attention worker's end of one seat: connects, proves the connection, reconnects, matches answers with calls.
+"""The attention worker's end of one seat: connects, proves the connection, reconnects, matches answers to calls.
 
 Legend: N rows of an answer, D hidden size.
 """
@@ -17,27 +17,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.errors import (
-    BadAnswer,
-    CallFailed,
-    ExpertMeshError,
-    LaneFailed,
-    SeatLeaving,
-    SeatLost,
-    WireError,
-)
+from services.errors import BadAnswer, CallFailed, ExpertMeshError, LaneFailed, SeatLeaving, SeatLost, WireError
 from services.fabric.tcp.calls import Call, Connection
 from services.fabric.tcp.connect import Facts, connect, prove, seat_name
 from services.fabric.tcp.extension import ClientExtension, Transports
-from services.fabric.tcp.frames import (
-    DTYPES,
-    Answer,
-    Dispatch,
-    Failed,
-    Frame,
-    Kind,
-    message_of,
-)
+from services.fabric.tcp.frames import DTYPES, Answer, Dispatch, Failed, Frame, Kind, message_of
 from services.fabric.tcp.peer import deadline_in
 from services.routing import Seat
 
@@ -45,31 +29,33 @@ log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 LANE_LATER_S = 10.0
-"""Where an extension carries small calls a lane is opened only for a call that it does not, one lane at a time, and not
-before the seat is so old: opening keeps both GPUs busy for seconds, and a new seat may be the only one of its group."""
+"""Minimum age of a seat before its lane is opened, where an extension carries small calls.
+
+The lane is then opened for the first call that the extension does not carry, and one lane at a time: opening keeps both
+GPUs busy for seconds, and a new seat may be the only one of its group."""
 _WITHOUT_LANE_S = 60.0
-"""After a lane could not be made: how long rows go in frames before the next attempt."""
+"""How long rows go in frames after a lane could not be opened, before the next attempt."""
 
 
 class SeatLink:
-    """A thread that keeps one seat connected until it is retired or closed.
+    """Keeps one seat connected, in a thread of its own, until it is retired or shut.
 
-    ``changed`` guards all of it; whoever calls :meth:`usable`, :meth:`busy`, :meth:`send` or :meth:`retire` holds it.
+    The condition ``changed`` guards all fields; callers of properties, :meth:`send` and :meth:`retire` hold it.
     """
 
     def __init__(
         self, seat: Seat, facts: Facts, changed: threading.Condition, extension: ClientExtension | None = None
     ) -> None:
-        self.seat = seat
+        self.seat, self.name = seat, seat_name(seat)
         self._extension = extension
         self.outstanding_rows = 0
-        """Sent and not answered, those of abandoned calls included: the worker computes them all the same."""
+        """Rows sent and not answered. Abandoned calls count, too: the worker computes them all the same."""
         self.turn = 0.0
-        """Calls sent, over the seat's speed, from where the group's turns were when it came."""
+        """Calls sent divided by the seat's speed, counted from the turn of its group when the seat came."""
         self.connections = 0
         self.quarantined_until = 0.0
         self.problem: ExpertMeshError | None = None
-        """Why it is not connected."""
+        """The reason why the seat is not connected."""
         self._facts = facts
         self._changed = changed
         self._connection: Connection | None = None
@@ -84,12 +70,8 @@ class SeatLink:
         self._thread.start()
 
     @property
-    def name(self) -> str:
-        return seat_name(self.seat)
-
-    @property
     def usable(self) -> bool:
-        """Connected and proven, and not about to leave. It may be in quarantine."""
+        """Whether the seat is connected and proven, and not about to leave. It may be in quarantine."""
         if self._connection is None or self._leaving or self._retire_by is not None:
             return False
         return self.lane or not self._lane_required
@@ -101,20 +83,20 @@ class SeatLink:
 
     @property
     def awaits_lane(self) -> bool:
-        """Whether rows go in frames for now only: another replica may be faster."""
+        """Whether a lane is being opened, and rows go in frames meanwhile: another replica may be faster."""
         return self._connection is not None and self._connection.attempt is not None and not self.lane
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for it: for the answer to a call, or in a step that an extension counts it in."""
+        """Whether a call waits for its answer, or a step of the extension uses the seat."""
         return self._connection is not None and self._busy(self._connection)
 
     @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
-    def most_rows(self, bytes_per_row: int) -> int:
-        """The largest call that the worker takes and may answer; 0 while it is not connected."""
+    def max_rows(self, bytes_per_row: int) -> int:
+        """Return the number of rows in the largest call that the worker takes and answers; 0 while not connected."""
         if self._connection is None:
             return 0
         theirs = self._connection.theirs
@@ -124,7 +106,10 @@ class SeatLink:
     def send(
         self, dispatch: Dispatch, tensors: Sequence[Tensor], x_RD: Tensor, answer_rows: int, deadline: float
     ) -> Call:
-        """Queue a call; ``dispatch.call`` is filled in. Only while :attr:`usable`."""
+        """Queue a call while :attr:`usable`; the call's number is filled in. ``deadline`` is of the monotonic clock.
+
+        The rows ``x_RD`` follow ``tensors`` in the payload, or go by the lane if there is one and they are many.
+        """
         assert self._connection is not None
         number = next(self._ids)
         call = Call(connection=self.connections, rows=dispatch.rows, answer_rows=answer_rows, deadline=deadline)
@@ -143,7 +128,7 @@ class SeatLink:
         return lanes is not None and rows * hello.hidden * DTYPES[hello.dtype].itemsize >= lanes.least_bytes
 
     def retire(self, by: float) -> None:
-        """Take no new calls, and close when those in flight have ended, at the monotonic time ``by`` at the latest."""
+        """Take no new calls, and close when calls in flight have ended, or at the monotonic time ``by``."""
         self._retire_by = by
         if not self.busy:
             self.shut()
@@ -155,6 +140,7 @@ class SeatLink:
             self._connection.peer.shut()
 
     def join(self, seconds: float) -> None:
+        """Wait for the thread's end, ``seconds`` at most."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -163,12 +149,12 @@ class SeatLink:
             before, no_lane = self.connections, False
             try:
                 self._converse()
-            except Exception as error:  # the thread's boundary: whatever it was, it connects again
+            except Exception as error:  # the thread's boundary: it reconnects after any error
                 no_lane = isinstance(error, LaneFailed)
                 self._facts.faults.ended_by(error)
                 if not isinstance(error, ExpertMeshError | OSError):
                     log.exception("The connection to %s failed.", self.name)
-                self._tell(self._typed(error))
+                self._note_problem(self._typed(error))
             fine = self.connections > before and not no_lane
             backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MAX_BACKOFF_S)
             self._stop.wait(backoff_s)
@@ -180,7 +166,7 @@ class SeatLink:
             return SeatLost(f"Cannot reach {self.name}: {error}.")
         return SeatLost(f"{self.name}: {type(error).__name__}: {error}")
 
-    def _tell(self, problem: ExpertMeshError) -> None:
+    def _note_problem(self, problem: ExpertMeshError) -> None:
         with self._changed:
             new = self.problem is None or self.problem.message != problem.message
             self.problem = problem
@@ -233,11 +219,11 @@ class SeatLink:
             while True:
                 self._take(connection, connection.peer.receive())
         except Exception as error:
-            self._lose(connection, self._typed(error))  # else its calls would wait, and it would be given more
+            self._lose(connection, self._typed(error))  # else its calls would wait, and the seat would get more
             raise
 
     def _maybe_open_lane(self, connection: Connection) -> None:
-        """Asked with each frame: they come at least as often as signs of life."""
+        """Open a lane if it is time; each frame calls this, so at least every sign of life."""
         if connection.lane_from is None or not connection.lane_wanted:
             return
         lanes, since = connection.lane_from
@@ -256,7 +242,7 @@ class SeatLink:
 
     @contextmanager
     def _lane_may_fail(self, connection: Connection) -> Iterator[None]:
-        """Where there will be no lane rows go on in frames, unless one is required: then the connection ends."""
+        """Let rows stay in frames if the block raises LaneFailed; if a lane is required, the connection ends."""
         try:
             yield
         except LaneFailed as error:
@@ -276,7 +262,7 @@ class SeatLink:
                     connection.attempt = None
         match frame.kind:
             case Kind.LANE if self._facts.lanes is not None:
-                pass  # also of an attempt that is over
+                pass  # an attempt has taken it, or is over
             case Kind.ANSWER:
                 self._take_answer(connection, message_of(frame, Answer), frame.payload)
             case Kind.FAILED:
@@ -316,7 +302,7 @@ class SeatLink:
             self._end(connection, failed.call, CallFailed(failed.message))
 
     def _end(self, connection: Connection, number: int, outcome: Tensor | ExpertMeshError) -> None:
-        """An answer that nobody waits for any more, or that was never asked for, ends here."""
+        """Set the call's outcome; drop an answer that belongs to no call in flight."""
         finite = not isinstance(outcome, Tensor) or bool(outcome.isfinite().all())
         with self._changed:
             if (call := connection.calls.pop(number, None)) is None:

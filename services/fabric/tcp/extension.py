@@ -1,4 +1,4 @@
-"""What the connections of the tcp fabric carry for others: this file is all that the tcp code knows of them.
+"""Extensions of the tcp fabric's connections, which carry more than calls. The tcp code knows them by this file alone.
 
 :mod:`services.fabric.nccl` extends a connection by a transport for rows and by weights for workers that join,
 :mod:`services.fabric.shared_memory` by steps through memory of the node.
@@ -19,7 +19,7 @@ from services.routing import Seat
 
 
 class ConnectedSeat(Protocol):
-    """An attention worker's end of a seat, as extensions see it."""
+    """An attention worker's end of one seat, as extensions see it."""
 
     @property
     def seat(self) -> Seat: ...
@@ -34,76 +34,75 @@ class ConnectedSeat(Protocol):
 
 
 class ClientExtension(Protocol):
-    """What an attention worker's connections carry besides calls in frames.
+    """An extension of an attention worker's connections, which then carry more than calls in frames.
 
-    All methods are called in the thread of the seat's connection; ``busy`` is also called by threads that hold the
-    link's condition.
+    The thread of the seat's connection calls all methods; threads that hold the link's condition call ``busy``, too.
     """
 
     def opened(self, seat: ConnectedSeat, peer: Peer) -> None:
-        """The connection to ``seat`` is proven."""
+        """Begin to use the connection to ``seat``, which is proven."""
         ...
 
     def take(self, seat: ConnectedSeat, frame: Frame) -> bool:
-        """Whether ``frame`` belongs to this extension, which has handled it then."""
+        """Handle ``frame`` if it belongs to this extension; return whether it does."""
         ...
 
     def lost(self, seat: ConnectedSeat) -> None:
-        """The connection has ended."""
+        """Use the connection no more: it has ended."""
         ...
 
     def carries(self, seat: ConnectedSeat, rows: int) -> bool:
-        """Whether calls of so many rows go by this extension, once it can carry them and as long as it works."""
+        """Return whether calls of ``rows`` rows go by this extension, once it can carry them and while it works."""
         ...
 
     def busy(self, seat: ConnectedSeat) -> bool:
-        """Whether the connection is needed although no call is in flight."""
+        """Return whether the connection is needed although no call is in flight."""
         ...
 
 
 class ServerExtension:
-    """What an expert server's connections carry besides calls in frames. This base class carries nothing.
+    """An extension of an expert server's connections. This base class carries nothing but calls in frames.
 
-    ``opened``, ``take`` and ``lost`` are called in the thread of the connection.
+    The thread of the connection calls ``opened``, ``take`` and ``lost``.
     """
 
     def offered(self, hello: Hello) -> Hello:
-        """``hello`` with what this extension offers to attention workers."""
+        """Return ``hello`` with what this extension offers to attention workers."""
         return hello
 
     def opened(self, peer: Peer, theirs: Hello) -> None:
-        """An attention worker that says ``theirs`` of itself has proven its connection.
+        """Begin to use a proven connection; ``theirs`` is what the attention worker says of itself.
 
         Raises:
             ProtocolMismatch: the connection must end.
         """
 
     def take(self, peer: Peer, frame: Frame) -> bool:
-        """Whether ``frame`` belongs to this extension, which has handled it then.
+        """Handle ``frame`` if it belongs to this extension; return whether it does.
 
         Raises:
-            WireError: it does, but is malformed or out of place.
+            WireError: the frame belongs to it, but is malformed or out of place.
         """
         del peer, frame
         return False
 
     def lost(self, peer: Peer) -> None:
-        """The connection has ended."""
+        """Use the connection no more: it has ended."""
 
     def wait_idle(self, seconds: float) -> bool:
-        """Whether all work for attention workers is done within ``seconds``."""
+        """Return whether all work for attention workers is done within ``seconds``."""
         del seconds
         return True
 
     def close(self) -> None:
-        """The server has ended all connections."""
+        """Free what the extension holds: the server has ended all connections."""
 
 
 class TransportAttempt(Protocol):
     """An attempt to open a transport for the rows of a connection, while calls go in frames."""
 
     def over(self, frame: Frame) -> bool:
-        """Whether rows go by the transport now. Called with each frame, so at least as often as signs of life.
+        """Return whether rows go by the transport now. Each frame calls this, so at least every sign of life.
 
         Raises:
             LaneFailed: there will be no transport.
@@ -111,16 +110,16 @@ class TransportAttempt(Protocol):
         ...
 
     def give_up(self, error: LaneFailed) -> None:
-        """Tell the other end that no rows will come by a transport."""
+        """Announce to the other end that no rows will come by a transport."""
         ...
 
     def cancel(self) -> None:
-        """The connection has ended. Calling it twice does no harm."""
+        """End the attempt because the connection has ended. A second call does nothing."""
         ...
 
 
 class Transports(Protocol):
-    """What one process knows about transports for rows."""
+    """The transports for rows that one process can open."""
 
     @property
     def device(self) -> torch.device: ...
@@ -132,26 +131,25 @@ class Transports(Protocol):
 
     @property
     def least_bytes(self) -> int:
-        """From how many bytes on rows go by the transport rather than in frames."""
+        """The number of bytes from which on rows go by the transport rather than in frames."""
         ...
 
     def offered(self, hello: Hello) -> Hello:
-        """``hello`` with the offer of a transport."""
+        """Return ``hello`` with the offer of a transport."""
         ...
 
     def agreed(self, theirs: Hello, name: str) -> bool:
-        """Whether the worker ``name``, which says ``theirs`` of itself, can have a transport with this one.
+        """Return whether the worker ``name``, which says ``theirs`` of itself, can have a transport with this process.
 
         Raises:
-            ProtocolMismatch: a transport is required and cannot be.
+            ProtocolMismatch: a transport is required and not possible.
         """
         ...
 
     def approach(self, peer: Peer, adopted: Callable[[], None], *, alone: bool = False) -> TransportAttempt | None:
-        """Begin to open a transport; ``adopted`` is called when rows go by it.
+        """Begin to open a transport, in the background; ``adopted`` is called when rows may go by it.
 
-        Returns:
-            None where the attempt has to be ``alone`` and another one is under way.
+        With ``alone`` the result is None while another attempt is under way.
 
         Raises:
             LaneFailed: no more attempts are made in this process.
@@ -159,13 +157,14 @@ class Transports(Protocol):
         ...
 
     def join(self, peer: Peer) -> None:
-        """Open a transport and wait until it is there, in the thread that receives.
+        """Open a transport and wait for it, in the thread that receives.
 
         Raises:
-            LaneFailed: there will be none; the connection should end.
+            LaneFailed: there is no transport; the connection should end, as the other side may believe in one.
+            SeatLeaving, SeatLost, WireError: the worker drains, the connection broke, or a frame is malformed.
         """
         ...
 
     def wait_ended(self, seconds: float = ...) -> bool:
-        """Whether transports that were ended are gone within ``seconds``."""
+        """Return whether all transports that were ended are gone within ``seconds``."""
         ...

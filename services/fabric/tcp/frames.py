@@ -2,7 +2,7 @@
 
     magic 4s | version u16 | kind u16 | header length u32 | payload length u64     (network order, 20 bytes)
 
-Lengths are held against a maximum before anything is allocated for them. Messages are msgpack arrays: new fields go
+Lengths are checked against a maximum before memory is allocated for them. Messages are msgpack arrays: new fields go
 last and have a default; any other change is a new version (:mod:`services.fabric.tcp.versions`).
 
 Legend: R rows of a call, D hidden size, K slots per row, P pairs.
@@ -33,10 +33,12 @@ HEADER_BYTES, MAX_BYTES = 4096, 64 << 20
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_SLOTS = 1 << 10
 ECHO_BYTES = 1 << 12
-"""That go there and back to prove a connection, or a lane."""
+"""Bytes that go there and back to prove a connection or a lane."""
 
 
 class Kind(IntEnum):
+    """The kinds of frames: of a handshake, calls, lanes, weights and shared memory."""
+
     HELLO = 1
     CHALLENGE = 2
     PROOF = 3
@@ -61,14 +63,15 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the msgpack header of a frame holds."""
+    """Base class of messages: the content of a frame's msgpack header."""
 
 
 class Dispatch(Message, frozen=True, kw_only=True):
-    """Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD`` unless they go by the ``lane``.
+    """A call. Payload: ``ids_RK`` int32, ``weights_RK`` float32 if ``reduced``, ``x_RD`` unless by the ``lane``.
 
-    ``reduced`` asks for one row per row, the weighted sum over its slots; else for one per pair, unweighted, row by row
-    and slot by slot. (epoch, step, layer, micro_batch) say what is computed; computing it again changes nothing.
+    A ``reduced`` answer has one row per row, the weighted sum over its slots; otherwise it has one unweighted row per
+    pair, row by row and slot by slot. ``epoch``, ``step``, ``layer`` and ``micro_batch`` only name the call, which may
+    be computed again without harm.
     """
 
     call: int
@@ -83,7 +86,7 @@ class Dispatch(Message, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Payload: ``rows`` rows of D elements, unless they come by the ``lane``, as those that they answer did."""
+    """The answer to a call. Payload: ``rows`` rows of D elements, unless they go by the ``lane``, as the call did."""
 
     call: int
     rows: int
@@ -92,7 +95,7 @@ class Answer(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """``code`` is that of a :class:`services.errors.FabricError`."""
+    """Says that a call failed; ``code`` belongs to a class derived from :class:`services.errors.FabricError`."""
 
     call: int
     code: str
@@ -100,7 +103,7 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Echo(Message, frozen=True, kw_only=True):
-    """Payload: any bytes, whose CRC-32 this is. The expert worker sends them back."""
+    """Asks an expert worker to send the payload back, any bytes with this CRC-32."""
 
     crc: int
 
@@ -115,7 +118,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """``payload``: uint8, memory of its own."""
+    """A frame as it was received; ``payload`` is uint8, in memory of its own."""
 
     kind: Kind
     header: bytes
@@ -126,12 +129,12 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def message_of(frame: Frame, message: type[M]) -> M:
-    """Raises WireError where the header is none such."""
+    """Decode the header of ``frame`` as ``message``. Raises WireError where it is none."""
     return decoded(frame.header, message, f"the header of a {frame.kind.name} frame")
 
 
 def decoded(data: bytes, struct: type[M], what: str) -> M:
-    """Raises WireError where ``data`` is no ``struct``, whatever else it is."""
+    """Decode ``data`` as ``struct``; ``what`` names it in errors. Raises WireError where it is none."""
     try:
         return msgspec.msgpack.decode(data, type=struct)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -141,7 +144,7 @@ def decoded(data: bytes, struct: type[M], what: str) -> M:
 def frame_parts(
     kind: Kind, message: Message | None = None, tensors: Sequence[Tensor] = (), *, version: int = HANDSHAKE
 ) -> list[memoryview]:
-    """A frame as the buffers to send, tensors uncopied: they must not change until they are sent."""
+    """Return a frame as buffers to send. CPU ``tensors`` are not copied: they must not change until they are sent."""
     header = b"" if message is None else msgspec.msgpack.encode(message)
     payload = [bytes_of(tensor) for tensor in tensors]
     fixed = FIXED.pack(MAGIC, version, kind, len(header), sum(map(len, payload)))
@@ -149,17 +152,21 @@ def frame_parts(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a CPU tensor, without a copy if it is contiguous."""
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def read_frame(stream: Stream, limits: Limits, until: float | None = None, *, version: int = HANDSHAKE) -> Frame:
-    """The next frame.
+    """Read the next frame.
+
+    Args:
+        until: time of the monotonic clock by which the frame must be complete.
+        version: the connection's version of the protocol.
 
     Raises:
-        WireError: these are no bytes of a frame, its kind is unknown or it is larger than ``limits``.
-        ProtocolMismatch: a frame of another version than the connection's.
-        SeatLost: see :meth:`Stream.recv_into`; or it is past ``until``, though bytes still come.
+        WireError: the bytes are no frame, its kind is unknown or it is larger than ``limits``.
+        ProtocolMismatch: the frame has another version.
+        SeatLost: see :meth:`Stream.recv_into`; or ``until`` has passed, though bytes still come.
     """
     if until is not None and time.monotonic() >= until:
         raise SeatLost(f"{stream.name} took too long.")
@@ -196,13 +203,13 @@ def _checked(fixed: bytearray, limits: Limits, name: str, version: int) -> tuple
 def unpack_dispatch(
     frame: Frame, call: Dispatch, hidden: int, dtype: torch.dtype, x_RD: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``x_RD``, ``ids_RK``, ``weights_RK`` (ones unless reduced) as views of the payload.
+    """Return ``x_RD``, ``ids_RK`` int32 and ``weights_RK`` float32 (ones unless reduced) as views of the payload.
 
     Args:
         x_RD: the rows, where they came over a lane.
 
     Raises:
-        WireError: the payload's length is not what the call's facts make it.
+        WireError: the payload has another length than the message implies.
     """
     if call.rows < 1 or not 1 <= call.slots <= MAX_SLOTS:
         raise WireError(f"A call has {call.rows} rows of {call.slots} slots.")

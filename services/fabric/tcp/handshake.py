@@ -1,13 +1,13 @@
-"""Who may talk to whom: both sides prove that they know the secret, then that they serve the same model.
+"""The handshake of a connection: both sides prove that they know the secret, then that they serve the same model.
 
     attention -> HELLO      nonce
     experts   -> CHALLENGE  nonce
     attention -> PROOF      its facts, HMAC-SHA256(secret, "attention", both nonces, facts)
     experts   -> WELCOME    its facts, HMAC-SHA256(secret, "experts", both nonces, both sides' facts)
 
-Either side may answer REFUSED with the reason, which the other one raises too. The secret never crosses the wire. The
-facts name the versions that a side speaks: what follows is of the highest that both do, which nobody between can lower.
-What follows is neither encrypted nor signed: over a network that is not trusted give both sides an SSL context.
+Either side may answer REFUSED with the reason, which the other side raises too. The secret never crosses the wire. The
+facts name the versions that a side speaks; later frames are of the highest common version, which nobody between can
+lower. Later frames are neither encrypted nor signed: over a network that is not trusted give both sides TLS.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from services.fabric.tcp.versions import HANDSHAKE, SPOKEN, Versions
 
 HANDSHAKE_LIMITS = Limits(header=4096, payload=0)
 _NONCE_BYTES = 32
-_LINGER_S = 1.0
+_DRAIN_S = 1.0
 _REFUSALS: dict[str, type[ExpertMeshError]] = {
     error.code: error
     for error in (FingerprintMismatch, ProtocolMismatch, SecretMismatch, SeatFull, SeatLeaving, WireError)
@@ -47,12 +47,11 @@ _REFUSALS: dict[str, type[ExpertMeshError]] = {
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """What a side is. Every release reads it, so it only grows, at its end. ``worker`` is its incarnation; ``max_rows``
-    and ``max_bytes`` the largest call that it takes.
+    """Facts about one side. Every release reads this message, so that fields are only added, at its end.
 
-    ``lane``: the kind that it offers beside the connection, if any; ``device``: which GPU it would have it on.
-    ``oldest`` and ``newest``: the versions that it speaks, filled in by the handshake; a release that says neither
-    speaks version 1.
+    ``worker`` is an incarnation; ``max_rows`` and ``max_bytes`` are the largest call that it takes. ``lane`` is the
+    kind of lane that it offers, if any, on the GPU with the UUID ``device``. The handshake fills in the versions from
+    ``oldest`` to ``newest`` that it speaks; a release that sends neither speaks version 1.
     """
 
     fingerprint: str
@@ -75,24 +74,28 @@ class Hello(Message, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What came of a handshake: what the other side is, and the version of all that follows."""
+    """The result of a handshake: the other side's facts, and the version of all later frames."""
 
     theirs: Hello
     version: int
 
 
 class Nonce(Message, frozen=True, kw_only=True):
+    """Random bytes of one side: the content of HELLO and CHALLENGE."""
+
     nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
 
 
 class Proof(Message, frozen=True, kw_only=True):
-    """``hello``: a :class:`Hello` as it was signed."""
+    """An encoded :class:`Hello` and its HMAC: the content of PROOF and WELCOME."""
 
     hello: bytes
     proof: bytes
 
 
 class Refused(Message, frozen=True, kw_only=True):
+    """The code and message of the error by which a side refuses the other one."""
+
     code: str
     message: str
 
@@ -101,7 +104,7 @@ M = TypeVar("M", bound=Message)
 
 
 def check_facts(hello: Hello, secret: bytes) -> None:
-    """Raises ConfigError where a side cannot even start with these."""
+    """Raise ConfigError where a side cannot start: the secret is empty, or the fabric does not carry the dtype."""
     if not secret:
         raise ConfigError("The fabric's secret is empty.", hint="Give all workers of a cluster the same random secret.")
     if hello.dtype not in DTYPES:
@@ -109,15 +112,15 @@ def check_facts(hello: Hello, secret: bytes) -> None:
 
 
 def greet(stream: Stream, secret: bytes, mine: Hello, until: float, *, spoken: Versions = SPOKEN) -> Agreed:
-    """The attention side's part.
+    """Do the attention side's part of the handshake.
 
     Raises:
-        SecretMismatch, FingerprintMismatch, ProtocolMismatch, SeatLeaving: one of both refuses the other.
-        SeatLost: no answer by the monotonic time ``until``.
+        SecretMismatch, FingerprintMismatch, ProtocolMismatch, SeatFull, SeatLeaving: one side refuses the other.
+        SeatLost: no answer came by ``until``, a time of the monotonic clock.
         WireError: the other side does not follow the protocol.
     """
     mine = _speaking(mine, spoken)
-    with _telling(stream, until):
+    with _refusing(stream, until):
         nonce, signed = os.urandom(_NONCE_BYTES), msgspec.msgpack.encode(mine)
         stream.send(frame_parts(Kind.HELLO, Nonce(nonce=nonce)), until)
         nonces = nonce + _read(stream, Kind.CHALLENGE, Nonce, until).nonce
@@ -137,13 +140,13 @@ def admit(
     spoken: Versions = SPOKEN,
     proven: Callable[[], None] = lambda: None,
 ) -> Agreed:
-    """The expert side's part. Raises as :func:`greet`.
+    """Do the expert side's part of the handshake. It raises the errors of :func:`greet`.
 
     Args:
-        proven: called once the other side has proven itself and fits; may refuse it all the same, by an error.
+        proven: called once the other side has proven itself and fits; its errors refuse the other side.
     """
     mine = _speaking(mine, spoken)
-    with _telling(stream, until):
+    with _refusing(stream, until):
         nonces = _read(stream, Kind.HELLO, Nonce, until).nonce
         nonce, signed = os.urandom(_NONCE_BYTES), msgspec.msgpack.encode(mine)
         nonces += nonce
@@ -158,31 +161,31 @@ def admit(
 
 
 @contextmanager
-def _telling(stream: Stream, until: float) -> Iterator[None]:
-    """Tell the other side why it is refused, unless it was the one to refuse."""
+def _refusing(stream: Stream, until: float) -> Iterator[None]:
+    """Send the other side the error that refuses it, unless the other side has refused."""
     try:
         yield
     except (FabricError, FingerprintMismatch) as error:
-        if error.code in _REFUSALS and not isinstance(error.__cause__, _ToldByPeer):
+        if error.code in _REFUSALS and not isinstance(error.__cause__, _RefusedByPeer):
             with suppress(FabricError):
                 stream.send(frame_parts(Kind.REFUSED, Refused(code=error.code, message=error.message[:1000])), until)
-            stream.linger(min(until, time.monotonic() + _LINGER_S))
+            stream.drain(min(until, time.monotonic() + _DRAIN_S))
         raise
 
 
-class _ToldByPeer(Exception):
+class _RefusedByPeer(Exception):
     pass
 
 
 def refusal(message: Refused, name: str) -> ExpertMeshError:
-    """The typed error that ``name`` refused this side with."""
+    """Return the error by which ``name`` refused this side."""
     return _REFUSALS.get(message.code, FabricError)(f"{name} refused: {message.message}")
 
 
 def _read(stream: Stream, kind: Kind, message: type[M], until: float) -> M:
     frame = read_frame(stream, HANDSHAKE_LIMITS, until)
     if frame.kind == Kind.REFUSED:
-        raise refusal(message_of(frame, Refused), stream.name) from _ToldByPeer()
+        raise refusal(message_of(frame, Refused), stream.name) from _RefusedByPeer()
     if frame.kind != kind:
         raise WireError(f"{stream.name} sent {frame.kind.name} where {kind.name} belongs.")
     return message_of(frame, message)

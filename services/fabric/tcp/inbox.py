@@ -1,6 +1,6 @@
 """Calls that wait for the experts of one worker: bounded in rows, in the order of arrival, joined by layer.
 
-Whoever puts a call waits for room and reads nothing from its connection meanwhile: that is the back-pressure.
+A thread that puts a call waits for room and reads nothing from its connection meanwhile: that is the back-pressure.
 Legend: R rows of a call, D hidden size, K slots per row.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """One dispatch. ``answer`` takes the result, or the error that computing it ended with."""
+    """One dispatch: ``ids_RK`` int32, ``weights_RK`` float32. ``answer`` takes the result or the error."""
 
     layer: int
     reduced: bool
@@ -31,17 +31,17 @@ class Call:
         return self.x_RD.shape[0]
 
     def joins(self, other: Call) -> bool:
-        """Whether one computation can serve both."""
+        """Return whether one computation can serve both calls."""
         same = (self.layer, self.reduced, self.x_RD.device) == (other.layer, other.reduced, other.x_RD.device)
         return same and (not self.reduced or self.ids_RK.shape[1] == other.ids_RK.shape[1])
 
 
 class Inbox:
-    """Thread-safe.
+    """A bounded queue of calls. Thread-safe.
 
     Args:
-        rows: how many may be in flight, from :meth:`put` to :meth:`release`; one call that has more goes in alone.
-        join_rows: how many one computation takes, unless a single call has more.
+        rows: largest number in flight, from :meth:`put` to :meth:`release`; a call with more rows goes in alone.
+        join_rows: largest number for one computation of several calls.
     """
 
     def __init__(self, rows: int, join_rows: int) -> None:
@@ -56,17 +56,17 @@ class Inbox:
         self._closed = False
         self._waited_s, self._looked_at = 0.0, time.monotonic()
         self.rows_in_flight = 0
-        """Accepted and not yet answered."""
+        """Rows accepted and not yet answered."""
 
     @property
     def waited_s(self) -> float:
-        """Seconds that calls have waited before they were computed, added up; over the time, how many waited."""
+        """Seconds that calls have waited before they were computed, added up over all calls."""
         with self._changed:
             self._add_waits()
             return self._waited_s
 
     def put(self, call: Call) -> bool:
-        """Wait for room, first come first served, and queue ``call``; False if the inbox was closed instead."""
+        """Wait for room, first come first served, and queue ``call``; return False if the inbox was closed instead."""
         with self._changed:
             self._add_waits()
             self._line.append(call)
@@ -82,9 +82,9 @@ class Inbox:
             return True
 
     def take(self) -> list[Call]:
-        """The call that waits longest and, within ``join_rows``, those that :meth:`Call.joins`; [] once closed.
+        """Wait for a call and take it, with calls that :meth:`Call.joins` allows, up to ``join_rows``; [] once closed.
 
-        There is no barrier: whoever arrived is served, whatever other attention workers do (ExpertFlow, section 3.2).
+        There is no barrier: a call is served whatever other attention workers do (ExpertFlow, section 3.2).
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting)
@@ -102,7 +102,7 @@ class Inbox:
             return taken
 
     def release(self, call: Call) -> None:
-        """``call`` has been answered, or nobody is left to answer. Calling it twice changes nothing."""
+        """Give back the room of ``call``, whose answer was sent or has no receiver. A second call does nothing."""
         with self._changed:
             if call in self._in_flight:
                 self._in_flight.remove(call)
@@ -110,17 +110,18 @@ class Inbox:
                 self._changed.notify_all()
 
     def wait_idle(self, seconds: float) -> bool:
-        """Whether nothing was waiting or in flight at some moment of that time."""
+        """Return whether no call was waiting or in flight at some moment within ``seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._in_flight and not self._line, seconds)
 
     def close(self) -> None:
+        """End every wait; calls that wait are not computed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _add_waits(self) -> None:
-        """Before what waits changes."""
+        """Add up the time since the last change of what waits. Call this before the next change."""
         now = time.monotonic()
         self._waited_s += (now - self._looked_at) * (len(self._line) + len(self._waiting))
         self._looked_at = now

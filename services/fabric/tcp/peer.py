@@ -1,4 +1,4 @@
-"""One authenticated connection: a thread that sends what is queued, frames as they come, a sign of life when idle."""
+"""One authenticated connection: a thread sends queued frames, and a sign of life when idle; the owner receives."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch import Tensor
 from services.errors import FabricError, SeatLost, WireError
 from services.fabric.tcp.frames import Frame, Kind, Limits, Message, frame_parts, read_frame
 from services.fabric.tcp.stream import Stream
-from services.fabric.tcp.transport import RowTransport, Shipment
+from services.fabric.tcp.transport import RowTransport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds. ``alive_s``: after so much silence each side says that it lives; ``silence_s``: after so much the other
-    one is taken for dead; ``handshake_s``: from connecting to being usable."""
+    """Timeouts of a connection, in seconds: from connecting to being usable (``handshake_s``), between signs of life
+    (``alive_s``), and of silence after which the other side counts as dead.
+    """
 
     handshake_s: float = 5.0
     alive_s: float = 2.0
@@ -39,28 +40,28 @@ class Timing:
 class _Outgoing:
     parts: list[memoryview]
     on_sent: Callable[[], None] = field(default=lambda: None)
-    shipment: Shipment | None = None
+    shipment: object | None = None
 
 
 class Peer:
-    """Frames go out by :meth:`send` from any thread and come in by :meth:`receive` in one.
+    """Sends frames from any thread and receives them in one.
 
-    Signs of life flow even while a peer does not read, so one that holds back for want of room is not taken for dead.
-    Once it has a lane (:meth:`adopt`), rows may travel there and not in frames, in the order of the frames.
+    A peer that does not read for want of room still sends signs of life, and so does not count as dead. With a lane
+    (:meth:`adopt`) rows may travel there and not in frames, in the order of the frames.
 
     Args:
-        patient: the other side may stop reading on purpose; wait for it as long as it lives.
-        version: of all frames, as the handshake agreed on it.
+        may_pause: the other side may stop reading on purpose; sends wait for it as long as the connection lives.
+        version: version of all frames, from the handshake.
     """
 
-    def __init__(self, stream: Stream, limits: Limits, *, alive_s: float, patient: bool, version: int) -> None:
-        self.name = stream.name
+    def __init__(self, stream: Stream, limits: Limits, *, alive_s: float, may_pause: bool, version: int) -> None:
+        self.name, self.local_host = stream.name, stream.local_host
         self._stream = stream
         self._limits = limits
         self._alive_s = alive_s
-        self._patient = patient
+        self._may_pause = may_pause
         self._version = version
-        self._lane: RowTransport | None = None
+        self.lane: RowTransport | None = None
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
@@ -75,19 +76,20 @@ class Peer:
         on_sent: Callable[[], None] = lambda: None,
         rows: Tensor | None = None,
         by_lane: bool = False,
-    ) -> Shipment | None:
-        """Queue a frame. ``on_sent`` is called when it has been sent or never will be.
+    ) -> object | None:
+        """Queue a frame; return at once.
 
         Args:
-            rows: behind ``tensors``, or ``by_lane``, which there is; the message says which.
+            on_sent: called when the frame has been sent or never will be.
+            rows: the last part of the payload or, ``by_lane``, rows for the lane; ``message`` says which.
 
         Returns:
-            With a patient peer, what to hold until an answer shows that the rows are there.
+            Rows on the lane, which the caller of a peer that may pause holds until an answer shows that they arrived.
         """
         shipment = None
         if by_lane and rows is not None and rows.numel():
-            assert self._lane is not None
-            shipment = self._lane.pack(rows)
+            assert self.lane is not None
+            shipment = self.lane.pack(rows)
         elif rows is not None:
             tensors = [*tensors, rows.cpu()]
         outgoing = _Outgoing(frame_parts(kind, message, tensors, version=self._version), on_sent, shipment)
@@ -99,53 +101,46 @@ class Peer:
         return None
 
     def receive(self, until: float | None = None) -> Frame:
-        """The next frame, signs of life included. Raises as :func:`read_frame`."""
+        """Return the next frame, which may be a sign of life. It raises the errors of :func:`read_frame`."""
         return read_frame(self._stream, self._limits, until, version=self._version)
 
     def receive_rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """``[rows, hidden]`` that the last frame announced on the lane.
+        """Return the rows ``[rows, hidden]`` that the last frame announced on the lane, on the lane's device.
 
         Raises:
             WireError: they are more than allowed, or there is no lane.
-            SeatLost: they did not come.
+            SeatLost: they did not come, or there is no memory for them.
         """
-        if self._lane is None:
+        if self.lane is None:
             raise WireError(f"{self.name} announced rows on a lane that there is not.")
         if not 0 <= rows * hidden * dtype.itemsize <= self._limits.payload:
             raise WireError(f"{self.name} announced {rows} rows on the lane.")
         try:
-            with self._lane.reading():
-                into = torch.empty(rows, hidden, dtype=dtype, device=self._lane.device)
+            with self.lane.reading():
+                into = torch.empty(rows, hidden, dtype=dtype, device=self.lane.device)
         except RuntimeError as error:
             raise SeatLost(f"No memory for rows of {self.name}: {error}") from error
         return self.receive_into(into)
 
     def receive_into(self, into: Tensor) -> Tensor:
-        """``into`` filled from the lane, which there is."""
-        assert self._lane is not None
-        return self._lane.receive(into, deadline_in(self._stream.silence_s), self.broken) if into.numel() else into
+        """Fill ``into`` with the next rows of the lane, and return it."""
+        assert self.lane is not None
+        return self.lane.receive(into, deadline_in(self._stream.silence_s), self.broken) if into.numel() else into
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Work on received rows inside does not wait for other work on the device."""
-        return nullcontext() if self._lane is None else self._lane.reading()
-
-    @property
-    def lane(self) -> RowTransport | None:
-        return self._lane
+        """Let work on received rows inside not wait for other work on the device."""
+        return nullcontext() if self.lane is None else self.lane.reading()
 
     def adopt(self, lane: RowTransport) -> None:
-        """Rows may go by ``lane`` from now on; it ends with the connection."""
+        """Let rows go by ``lane`` from now on; it ends with the connection."""
         with self._lock:
             ended = self._ended
-            self._lane = None if ended else lane
+            self.lane = None if ended else lane
         if ended:
             lane.abort()
 
-    @property
-    def local_host(self) -> str:
-        return self._stream.local_host
-
     def broken(self) -> bool:
+        """Return :meth:`services.fabric.tcp.stream.Stream.broken`."""
         return self._stream.broken()
 
     def finish(self) -> None:
@@ -157,13 +152,13 @@ class Peer:
         self._stream.shut()
 
     def close(self) -> None:
-        """Called by the thread that receives, when it stops."""
+        """End the connection and wait for the sending thread. Only the receiving thread calls this, at its end."""
         self._stream.shut()
         self._outgoing.put(None)
         with self._lock:
             self._ended = True
-        if self._lane is not None:
-            self._lane.abort()
+        if self.lane is not None:
+            self.lane.abort()
         self._sender.join()
         self._stream.close()
 
@@ -177,17 +172,17 @@ class Peer:
             if not isinstance(error, FabricError):
                 log.exception("Sending failed.")
             assert current is not None
-            current.on_sent()  # the thread that receives meets the same end and tells
+            current.on_sent()  # the thread that receives meets the same end, and reports it
         finally:
             self._stream.shut()
             self._abandon_queued()
 
     def _send(self, outgoing: _Outgoing) -> None:
-        shipment, lane = outgoing.shipment, self._lane
+        shipment, lane = outgoing.shipment, self.lane
         if shipment is not None and lane is not None:
             lane.post(shipment, self.broken)
-        self._stream.send(outgoing.parts, patient=self._patient)
-        if shipment is not None and lane is not None and not self._patient:
+        self._stream.send(outgoing.parts, no_timeout=self._may_pause)
+        if shipment is not None and lane is not None and not self._may_pause:
             lane.finish(deadline_in(self._stream.silence_s), self.broken)
 
     def _next(self) -> _Outgoing | None:
@@ -206,5 +201,5 @@ class Peer:
 
 
 def deadline_in(seconds: float) -> float:
-    """The monotonic time that many seconds from now."""
+    """Return the time of the monotonic clock in ``seconds`` from now."""
     return time.monotonic() + seconds

@@ -1,7 +1,7 @@
-"""Who connects: a thread for each connection, from its first byte to its end. Strangers keep nobody out.
+"""Accepts connections, with a thread for each from its first byte to its end. Unknown clients keep no peer out.
 
-Those that have proven nothing yet are counted apart from those that have. There is room for few of them, and the oldest
-gives way to the next: whoever connects and says nothing costs a thread for as long as a handshake may take, no more.
+Connections that have proven nothing yet are counted separately. There is room for few of them, and the oldest gives way
+to the next: a client that connects and says nothing costs a thread for as long as a handshake may take, and no more.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from services.fabric.tcp.stream import shut_socket
 MAX_UNPROVEN = 64
 _RETRY_S = 0.1
 _ENDS_S = 1.0
-"""A connection that was shut ends in less: its thread waits for nothing else."""
+"""Longest wait for the end of a connection that was shut; its thread waits for nothing else."""
 _FULL = "Use another replica, or start more."
 
 log = logging.getLogger(__name__)
 
 
 class Arrival:
-    """A connection. ``sock`` is replaced where it is wrapped."""
+    """A connection that was accepted; TLS replaces ``sock``."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.sock, self.name = sock, name
 
 
 class Reception:
-    """Thread-safe.
+    """Accepts connections and serves each in a thread. Thread-safe.
 
     Args:
-        converse: serves a connection until its end, in its thread, by whatever error.
-        who: what connects here, for names.
-        most: connections that have proven themselves, see :meth:`prove`.
+        converse: serves a connection in its thread, and returns or raises when it ends.
+        who: kind of peer that connects here, for names.
+        max_proven: largest number of connections that have proven themselves, see :meth:`prove`.
+        max_unproven: largest number of the others.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Reception:
         *,
         who: str,
         faults: Faults,
-        most: int,
-        most_unproven: int = MAX_UNPROVEN,
+        max_proven: int,
+        max_unproven: int = MAX_UNPROVEN,
     ) -> None:
         self._listener, self._converse, self._who = listener, converse, who
-        self._most, self._most_unproven = most, most_unproven
+        self._max_proven, self._max_unproven = max_proven, max_unproven
         self._changed = threading.Condition()
         self._threads: dict[Arrival, threading.Thread] = {}
         self._unproven: dict[Arrival, None] = {}
@@ -59,7 +60,7 @@ class Reception:
         self.faults = faults
 
     def run(self) -> None:
-        """Until :meth:`stop`."""
+        """Accept connections until :meth:`stop`."""
         while True:
             try:
                 sock, address = self._listener.accept()
@@ -70,20 +71,20 @@ class Reception:
                 log.warning("could not take a connection: %s", error)  # no descriptors or threads left, say
 
     def prove(self, arrival: Arrival) -> None:
-        """It knows the secret: from now on it gives way to nobody. Raises SeatFull where there is no room."""
+        """Note that ``arrival`` knows the secret, so that it never gives way. Raises SeatFull if there is no room."""
         with self._changed:
-            if len(self._threads) - len(self._unproven) >= self._most:
-                raise SeatFull(f"There are {self._most} connections here already.", hint=_FULL)
+            if len(self._threads) - len(self._unproven) >= self._max_proven:
+                raise SeatFull(f"There are {self._max_proven} connections here already.", hint=_FULL)
             self._unproven.pop(arrival, None)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Take no more; those that are here stay."""
+        """Accept no more connections; those that are here stay."""
         self._ended.set()
         shut_socket(self._listener)
 
     def end(self) -> list[threading.Thread]:
-        """Take no more and end all. Returns the threads that end by this."""
+        """Accept no more connections and end all; return the threads that end by this."""
         self.stop()
         with self._changed:
             for arrival in self._threads:
@@ -91,6 +92,7 @@ class Reception:
             return list(self._threads.values())
 
     def close(self) -> None:
+        """Close the listener."""
         self._listener.close()
 
     def _take(self, arrival: Arrival) -> None:
@@ -109,14 +111,14 @@ class Reception:
             raise
 
     def _make_room(self) -> None:
-        """Waits for the end of those that give way, so that there are never more threads than that."""
+        """End the oldest unproven connections, and wait for that, so that there are never more threads."""
         for oldest in list(self._unproven):
-            if len(self._unproven) < self._most_unproven:
+            if len(self._unproven) < self._max_unproven:
                 return
             shut_socket(oldest.sock)
             if self.faults.note(CROWDED):
                 log.warning("%d connections have proven nothing: %s gives way", len(self._unproven), oldest.name)
-            self._changed.wait_for(lambda: len(self._unproven) < self._most_unproven, _ENDS_S)
+            self._changed.wait_for(lambda: len(self._unproven) < self._max_unproven, _ENDS_S)
 
     def _serve(self, arrival: Arrival) -> None:
         try:
@@ -127,10 +129,10 @@ class Reception:
             self._forget(arrival)
 
     def _note_end(self, arrival: Arrival, error: Exception) -> None:
-        told = self.faults.ended_by(error) or arrival not in self._unproven
+        reported = self.faults.ended_by(error) or arrival not in self._unproven
         if isinstance(error, SeatLost):
-            log.log(logging.INFO if told else logging.DEBUG, "%s", error)
-        elif told:
+            log.log(logging.INFO if reported else logging.DEBUG, "%s", error)
+        elif reported:
             known = isinstance(error, ExpertMeshError | OSError)
             log.warning("The connection of %s ended: %s", arrival.name, error, exc_info=None if known else error)
 

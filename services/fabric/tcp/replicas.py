@@ -1,4 +1,4 @@
-"""One group's share of a dispatch: which replica has it, what came of it, and where it goes next.
+"""One group's share of a dispatch: which replica computes it, with which result, and where it goes after a failure.
 
 Legend: R rows of a part, K slots, D hidden size.
 """
@@ -23,16 +23,20 @@ from services.routing import ShardGroup
 log = logging.getLogger(__name__)
 
 _MAX_SENDS = 16
-"""Replicas that come and go, or that fail again and again, may not keep a step waiting for ever."""
+"""Largest number of times that a part is sent: replicas that fail again and again must not delay a step for ever."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
-"""Before a connection over which a part failed gets it again; doubled each time."""
+"""Pause before a connection over which a part failed gets the part again; doubled each time."""
 _UNBOUNDED_ROWS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """``again_at``: connections (seat, its count) that this was sent over, and from when on they may have it again, by
-    the monotonic clock: a seat that comes back at once, one that failed after a pause, one that answered NaN never."""
+    """The rows of one call, and what has become of them. Times are of the monotonic clock.
+
+    ``suspects`` are seats that answered NaN or infinity for finite rows. ``again_at`` says, for each (seat, connection)
+    that had the part, when it may have it again: after a pause if the part failed there, never if its answer was not
+    finite. A seat that reconnects has a new connection.
+    """
 
     rows: Rows
     dispatch: Dispatch
@@ -47,19 +51,20 @@ class Part:
     without_replica_since: float | None = None
 
     def abandon(self) -> None:
+        """Wait no longer for the call in flight."""
         if self.call is not None:
             self.call.abandoned = True
             self.call = None
 
     def pauses(self, now: float) -> bool:
-        """Whether a connection that failed may have it again, later."""
+        """Return whether the part may later be sent over a connection again that it failed on."""
         return any(now < again_at < math.inf for again_at in self.again_at.values())
 
 
 class Seats:
-    """The seats of the table in force. Its owner holds the condition that guards the links.
+    """The seats of the current table. The caller holds the condition that guards the links.
 
-    Args: see :class:`services.fabric.tcp.link.TcpLink`.
+    :class:`services.fabric.tcp.link.TcpLink` documents the arguments.
     """
 
     def __init__(self, *, call_s: float, unavailable_s: float, quarantine_s: float) -> None:
@@ -67,27 +72,27 @@ class Seats:
         self.groups: dict[int, ShardGroup] = {}
         self.closed = False
         self._turns: dict[int, float] = {}
-        """By group, where the turn of the seat that was chosen last began: newcomers start from there."""
+        """Group -> turn of the seat that was chosen last, before the call; new seats start from there."""
         self._call_s = call_s
         self._unavailable_s = unavailable_s
         self._quarantine_s = quarantine_s
 
-    def most_rows(self, bytes_per_row: int) -> int:
-        """The largest call that every connected seat takes."""
-        bounds = [link.most_rows(bytes_per_row) for link in self.links.values() if link.usable]
+    def max_rows(self, bytes_per_row: int) -> int:
+        """Return the number of rows in the largest call that every connected seat takes."""
+        bounds = [link.max_rows(bytes_per_row) for link in self.links.values() if link.usable]
         return min(bounds, default=_UNBOUNDED_ROWS)
 
     def lanes(self) -> bool:
-        """Whether rows to some seat go from device to device."""
+        """Return whether rows to some seat go from device to device."""
         return any(link.lane for link in self.links.values())
 
-    def settle(self, part: Part) -> bool:
-        """Whether ``part`` has its answer; if its call failed or is late, send it to another replica.
+    def update(self, part: Part) -> bool:
+        """Send ``part`` to another replica if its call failed or is late; return whether it has its answer.
 
-        A late call is given up only where another replica is there to take its rows.
+        A late call is given up only where another replica can take its rows.
 
         Raises:
-            ExpertUnavailable: for ``unavailable_s`` there was none, or the link is closed.
+            ExpertUnavailable: there was no replica for ``unavailable_s``, or the link is closed.
         """
         self._take_outcome(part)
         if part.answer is not None:
@@ -98,7 +103,7 @@ class Seats:
         if (link := self._choose(part, now)) is not None:
             self._send(part, link)
             return False
-        if part.not_finite is not None and not part.pauses(now):  # every replica says so: it is the model's
+        if part.not_finite is not None and not part.pauses(now):  # all replicas agree: the model makes such values
             part.answer = part.not_finite
             part.abandon()
             return True
@@ -106,7 +111,7 @@ class Seats:
         return False
 
     def wake_at(self, part: Part) -> float:
-        """The monotonic time at which :meth:`settle` may have something to do though nothing has changed."""
+        """Return the time of the monotonic clock at which :meth:`update` must be called even if nothing changes."""
         now = time.monotonic()
         if part.call is not None and (now < part.call.deadline or part.without_replica_since is None):
             return part.call.deadline
@@ -128,12 +133,12 @@ class Seats:
         elif call.finite or not part.rows.finite():
             part.answer = call.outcome
             if call.finite:
-                self._blame(part)
+                self._quarantine_suspects(part)
         else:
             part.not_finite = call.outcome
             part.suspects.append(link)
 
-    def _blame(self, part: Part) -> None:
+    def _quarantine_suspects(self, part: Part) -> None:
         for link in part.suspects:
             problem = f"{link.name} answered NaN or infinity where another replica is finite."
             self._quarantine(link, BadAnswer(problem, hint="Is its memory or its copy of the weights damaged?"))
@@ -144,10 +149,10 @@ class Seats:
         link.quarantined_until = deadline_in(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:
-        """The replica with the fewest rows outstanding for its speed; of equals, with the fewest calls so far for it.
+        """Choose the replica with the least outstanding rows for its speed; of equals, that with the least calls.
 
-        So the calls of an attention worker, one at a time, go round, and workers that meet at a seat then follow one
-        another. One whose lane is not there yet gets rows only where there is no other.
+        Calls of an attention worker, one at a time, so go round the replicas, and workers that meet at a seat follow
+        one another. A replica whose lane is being opened gets rows only where there is no other replica.
         """
 
         def order(link: SeatLink) -> tuple[bool, float, float, int]:
@@ -160,7 +165,10 @@ class Seats:
         return max(link.turn, self._turns.get(link.seat.group, 0.0))
 
     def _may_take(self, link: SeatLink, part: Part, now: float) -> bool:
-        """A table that came since the dispatch may have cut the groups anew: the experts count, not the number."""
+        """Return whether ``link`` may compute ``part``.
+
+        It must hold the experts: a table since the dispatch may have given other experts to the group's number.
+        """
         again_at = part.again_at.get((link.seat.number, link.connections), now)
         if not link.usable or now < link.quarantined_until or now < again_at:
             return False
@@ -181,7 +189,7 @@ class Seats:
         self._turns[link.seat.group] = begins = self._turn(link)
         link.turn = begins + 1 / link.seat.capacity
         connection = (link.seat.number, link.connections)
-        if connection not in part.again_at:  # what failed here before does not prove that anybody can answer
+        if connection not in part.again_at:  # a connection that failed before does not prove that a replica answers
             part.without_replica_since = None
         part.again_at[connection] = math.inf
         part.sends += 1

@@ -1,4 +1,4 @@
-"""The expert worker's end of the tcp fabric: rows of any attention worker in, what its experts make of them out.
+"""The expert worker's end of the tcp fabric: rows of any attention worker in, the outputs of its experts out.
 
 accept -> one thread per connection reads frames -> bounded inbox -> one thread computes -> one thread per connection
 sends. No call waits for another attention worker (ExpertFlow, section 3.2).
@@ -51,16 +51,16 @@ class ExpertServer:
     Args:
         compute: called in one thread alone, under inference mode.
         experts: layer -> ids of the experts held here; a call for others fails.
-        hello: what this worker is; rows and bytes are filled in here.
+        hello: what this worker says of itself; ``max_rows`` and ``max_bytes`` are filled in here.
         secret: shared by all workers of the cluster.
-        inbox_rows: rows accepted and not yet answered, over all connections.
-        join_rows: most rows that one computation takes of several calls.
+        inbox_rows: largest number of rows accepted and not yet answered, over all connections.
+        join_rows: largest number of rows of one computation for several calls.
         max_bytes: largest payload accepted.
-        max_connections: of those that have proven themselves; the others are bounded apart.
-        tls: if connections are to be encrypted.
-        extensions: asked in this order to take frames that are not of this file.
-        spoken: versions of the protocol.
-        faults: counts who was refused, and why.
+        max_connections: largest number of proven connections; others have a bound of their own.
+        tls: encrypts connections; None for plain ones.
+        extensions: asked in this order to take frames that do not belong to this file.
+        spoken: versions of the protocol that this worker speaks.
+        faults: counts refused peers by reason.
     """
 
     def __init__(
@@ -95,15 +95,16 @@ class ExpertServer:
         self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
         self._inbox = Inbox(inbox_rows, join_rows)
         self._loop = ComputeLoop(compute, self._inbox)
+        self.counts: Counts = self._loop.counts
         self._lock = threading.Lock()
         self._peers: set[Peer] = set()
         self._leaving = False
         self.failure: BaseException | None = None
-        """What ended one of its threads. It answers nobody any more: calls in flight go to replicas at once."""
+        """The error that ended a thread. The server then answers no more, and its calls go to replicas at once."""
         self._listener = listen(host, port)
         self.faults = faults or Faults()
         self._reception = Reception(
-            self._listener, self._converse, who="attention worker", faults=self.faults, most=max_connections
+            self._listener, self._converse, who="attention worker", faults=self.faults, max_proven=max_connections
         )
         self._threads = [
             threading.Thread(target=self._guard, args=(self._reception.run,), name="experts accept", daemon=True),
@@ -111,6 +112,7 @@ class ExpertServer:
         ]
 
     def start(self) -> None:
+        """Accept connections and compute calls from now on."""
         for thread in self._threads:
             thread.start()
 
@@ -120,20 +122,15 @@ class ExpertServer:
         return host, port
 
     @property
-    def counts(self) -> Counts:
-        return self._loop.counts
-
-    @property
     def rows_in_flight(self) -> int:
         return self._inbox.rows_in_flight
 
     @property
     def waited_s(self) -> float:
-        """As :attr:`services.fabric.tcp.inbox.Inbox.waited_s`."""
         return self._inbox.waited_s
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new calls, finish those that are here, close. Whether all were answered within ``seconds``."""
+        """Refuse new calls, answer those that are here, close; return whether all were answered within ``seconds``."""
         with self._lock:
             self._leaving = True
             peers = list(self._peers)
@@ -156,7 +153,7 @@ class ExpertServer:
             extension.close()
 
     def _end_connections(self) -> list[threading.Thread]:
-        """Returns the threads that end by this."""
+        """End all connections; return their threads."""
         with self._lock:
             self._leaving = True
             peers = list(self._peers)
@@ -168,7 +165,7 @@ class ExpertServer:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # the thread's boundary: whoever owns the server looks at it
+        except BaseException as error:  # the thread's boundary: the server's owner reads `failure`
             self.failure = error
             log.critical("Seat %d serves no more.", self._hello.seat, exc_info=error)
             self._end_connections()
@@ -182,7 +179,7 @@ class ExpertServer:
         stream = Stream(arrival.sock, silence_s=self._timing.silence_s, name=arrival.name)
         proven = partial(self._prove, arrival)
         agreed = admit(stream, self._secret, self._hello, until, spoken=self._spoken, proven=proven)
-        peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, patient=False, version=agreed.version)
+        peer = Peer(stream, self._limits, alive_s=self._timing.alive_s, may_pause=False, version=agreed.version)
         try:
             for extension in self._extensions:
                 extension.opened(peer, agreed.theirs)
@@ -256,7 +253,7 @@ class ExpertServer:
 
 
 def _checked_echo(frame: Frame, name: str) -> Echo:
-    """What waits to be sent has no other bound than that of answers, which are asked for with rows."""
+    """Decode an echo and bound its size: unlike answers, echoes that wait to be sent have no other bound."""
     if len(frame.payload) > ECHO_BYTES:
         raise WireError(f"{name} wants {len(frame.payload)} bytes back; at most {ECHO_BYTES} are.")
     return message_of(frame, Echo)

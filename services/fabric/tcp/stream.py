@@ -1,4 +1,4 @@
-"""A socket, plain or TLS, that one thread reads while another writes, and on which no wait is without end."""
+"""A socket, plain or TLS, that one thread reads while another writes, and on which every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 _BUFFERS_PER_SEND = 64
 _RECHECK_S = 1.0
-"""TLS may need to read in order to write; the thread that reads can take what the other one waits for."""
-_LINGER_BYTES = 1 << 16
+"""TLS may need to read in order to write, and the thread that reads may take those bytes: waits look again so often."""
+_DRAIN_BYTES = 1 << 16
 _BACKLOG = 128
 
 
 class Stream:
-    """Owns ``sock``.
+    """Sends and receives bytes over ``sock``, which it owns.
 
     Args:
         silence_s: longest wait for the peer to send, or to take, the next byte.
-        name: of the peer, for errors.
+        name: name of the peer, for errors.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float, name: str) -> None:
@@ -39,11 +39,11 @@ class Stream:
         self.silence_s = silence_s
         self.name = name
         self._tls = isinstance(sock, ssl.SSLSocket)
-        # OpenSSL allows no reading while another thread writes; neither blocks, so each has its turn at once.
+        # OpenSSL allows no reading while another thread writes. Neither blocks, so that the lock is free at once.
         self._turn: AbstractContextManager[object] = Lock() if self._tls else nullcontext()
 
     def recv_into(self, view: memoryview, until: float | None = None) -> None:
-        """Fill ``view`` by the monotonic time ``until``; without one, the next byte always within ``silence_s``.
+        """Fill ``view`` by ``until``, a time of the monotonic clock; without one each byte must come in ``silence_s``.
 
         Raises:
             SeatLost: the connection ended, broke or fell silent.
@@ -54,16 +54,16 @@ class Stream:
                 raise SeatLost(f"{self.name} closed the connection.")
             view = view[count:]
 
-    def send(self, parts: Sequence[memoryview], until: float | None = None, *, patient: bool = False) -> None:
+    def send(self, parts: Sequence[memoryview], until: float | None = None, *, no_timeout: bool = False) -> None:
         """Send ``parts`` one after the other without joining them.
 
         Args:
-            patient: wait for as long as the connection lives, because the peer may stop reading on purpose.
+            no_timeout: wait as long as the connection lives, because the peer may stop reading on purpose.
 
         Raises:
             SeatLost: as in :meth:`recv_into`.
         """
-        until = float("inf") if patient else until
+        until = float("inf") if no_timeout else until
         left = [part for part in parts if len(part)]
         while left:
             count = self._attempt(partial(self._send_some, left), select.POLLOUT, until)
@@ -74,11 +74,11 @@ class Stream:
 
     @property
     def local_host(self) -> str:
-        """The address of this end."""
+        """Address of this end."""
         return str(self._sock.getsockname()[0])
 
     def broken(self) -> bool:
-        """Whether the peer has ended the connection, read or not. From any thread."""
+        """Return whether the peer has ended the connection, even if bytes are still unread. From any thread."""
         poll = select.poll()
         try:
             poll.register(self._sock, select.POLLRDHUP)
@@ -90,16 +90,19 @@ class Stream:
         """End the connection and every wait on it. From any thread; the socket stays until :meth:`close`."""
         shut_socket(self._sock)
 
-    def linger(self, until: float) -> None:
-        """Let the peer read what was sent last: what it still sends is read away, as closing would reset it."""
+    def drain(self, until: float) -> None:
+        """Wait until the peer has closed the connection, and discard what it still sends.
+
+        Closing at once would reset the connection before the peer has read what was sent last.
+        """
         with suppress(SeatLost, OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
-            for _ in range(_LINGER_BYTES // 4096):
+            for _ in range(_DRAIN_BYTES // 4096):
                 if self._attempt(lambda: socket.socket.recv(self._sock, 4096), select.POLLIN, until) == b"":
                     return
 
     def close(self) -> None:
-        """No other thread may be inside any more."""
+        """Close the socket; no other thread may use it any more."""
         self._sock.close()
 
     def _send_some(self, parts: list[memoryview]) -> int:
@@ -134,7 +137,7 @@ class Stream:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises PortInUse."""
+    """Return a listening socket. Raises PortInUse where the address is not free."""
     try:
         if ":" not in host:
             return socket.create_server((host, port), backlog=_BACKLOG)

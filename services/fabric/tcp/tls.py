@@ -1,6 +1,6 @@
-"""Encrypted connections between attention and expert workers: files in PEM in, sockets out.
+"""Encrypted connections between attention and expert workers, by PEM files.
 
-Certificates are renewed while workers run: files that changed are read again for the next connection.
+Certificates are renewed while workers run: the next connection reads files again that have changed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ServerTls:
         self._latest = _Latest([cert, key], lambda: _server_context(cert, key))
 
     def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Its handshake is the caller's to do: the socket can be shut meanwhile."""
+        """Return ``sock`` under TLS before its handshake, which the caller does; the socket can be shut meanwhile."""
         return self._latest.context().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
 
 class ClientTls:
-    """An attention worker's end: trusts what ``ca`` signed, for ``name`` or else for the address in the routing table.
+    """An attention worker's end. It trusts certificates that ``ca`` signed for ``name``, else for the seat's address.
 
     Raises:
         ConfigError: the file cannot be read or holds no certificate.
@@ -44,15 +44,15 @@ class ClientTls:
         self._name = name
 
     def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        """After the handshake. Raises OSError: also where the other end has no certificate for that name."""
+        """Return ``sock`` under TLS after the handshake. Raises OSError, also if the certificate has another name."""
         return self._latest.context().wrap_socket(sock, server_hostname=self._name or host)
 
 
 def server_tls(cert: Path | None, key: Path | None) -> ServerTls | None:
-    """None, for plain connections, where neither file is given.
+    """Return the TLS of these files, or None, for plain connections, where neither is given.
 
     Raises:
-        ConfigError: one of the two is missing; or as :class:`ServerTls`.
+        ConfigError: one of the two is missing, or :class:`ServerTls` cannot use them.
     """
     if cert is None and key is None:
         return None
@@ -61,17 +61,12 @@ def server_tls(cert: Path | None, key: Path | None) -> ServerTls | None:
     return ServerTls(cert, key)
 
 
-def client_tls(ca: Path | None, name: str | None = None) -> ClientTls | None:
-    """None for None. Raises ConfigError as :class:`ClientTls`."""
-    return None if ca is None else ClientTls(ca, name)
-
-
 _BOTH = "Give both --fabric-tls-cert and --fabric-tls-key."
 _Stamp = tuple[int, int, int] | None
 
 
 class _Latest:
-    """The context of ``files`` as they are now; while those do not fit together, the one before. Thread-safe."""
+    """Holds the context of ``files`` as they are now, or the last one while they do not fit together. Thread-safe."""
 
     def __init__(self, files: Sequence[Path], make: Callable[[], ssl.SSLContext]) -> None:
         self._files, self._make = list(files), make

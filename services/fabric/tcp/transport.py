@@ -1,6 +1,6 @@
-"""How the rows of one connection may travel beside its frames, from device to device.
+"""How the rows of one connection may travel outside its frames, from device to device.
 
-:mod:`services.fabric.nccl.lane` is the implementation; a connection knows no more of it than this.
+:mod:`services.fabric.nccl.lane` is the implementation; the tcp code knows it by this file alone.
 """
 
 from __future__ import annotations
@@ -13,45 +13,41 @@ import torch
 from torch import Tensor
 
 
-class Shipment(Protocol):
-    """Rows to send. Whoever holds a shipment keeps the memory of its rows until they are through."""
-
-    @property
-    def rows(self) -> Tensor: ...
-
-
 class RowTransport(Protocol):
-    """A pair of queues for rows, one to the other end and one from it, in the order of the frames that announce them.
+    """Two queues of rows, one to the other end and one from it, in the order of the frames that announce them.
 
-    One thread calls ``post`` and ``finish``, another one ``receive``; any thread may call ``abort``. ``broken`` says
+    One thread calls ``post`` and ``finish``, another one ``receive``; any thread may call ``abort``. ``broken`` returns
     whether the connection has ended; ``until`` is a time of the monotonic clock.
     """
 
     @property
     def device(self) -> torch.device:
-        """The device that rows are sent from and received on."""
+        """Device that rows are sent from and received on."""
         ...
 
     def pack(self, rows: Tensor) -> Any:
-        """A :class:`Shipment` of ``rows`` as they are once the caller's work on the device is done."""
+        """Return a shipment of ``rows`` as they are once the caller's work on the device is done.
+
+        Hold it until the transfer is complete: it keeps the memory of the rows.
+        """
         ...
 
     def post(self, shipment: Any, broken: Callable[[], bool]) -> None:
-        """Begin to send a shipment once the one before is through."""
+        """Begin to send a shipment once the last one is complete. Raises SeatLost where the pair broke."""
         ...
 
     def finish(self, until: float, broken: Callable[[], bool]) -> None:
-        """Wait until what was posted is through."""
+        """Wait until the last shipment is complete. Raises SeatLost where it is not by ``until``, or the pair broke."""
         ...
 
     def receive(self, into: Tensor, until: float, broken: Callable[[], bool]) -> Tensor:
-        """Fill ``into`` with the next rows and return it."""
+        """Fill ``into`` with the next rows and return it. Raises SeatLost as :meth:`finish`."""
         ...
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Work on received rows inside this context does not wait for other work on the device."""
+        """Let work inside, on received rows, not wait for the caller's other work on the device."""
         ...
 
     def abort(self) -> None:
-        """End every wait of the transport, at both ends. Calling it twice does no harm."""
+        """End every wait of the transport, at both ends. A second call does nothing."""
         ...

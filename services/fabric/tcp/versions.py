@@ -1,8 +1,8 @@
-"""Versions of the fabric's protocol: what a release speaks, and what two releases speak with each other.
+"""Versions of the fabric's protocol: those that a release speaks, and the one that two releases speak together.
 
-The frames of a handshake are of version 1 in every release. In it each side signs which versions it speaks, and all
-that follows on the connection, frames, lanes and shared memory, is of the highest that both do. A release that changes
-what a frame means speaks the version before as well, so that the halves of an upgrade go on with each other.
+The frames of a handshake are of version 1 in every release. In it each side signs which versions it speaks. Everything
+later on the connection (frames, lanes, shared memory) is of the highest common version. A release that changes the
+meaning of a frame speaks the version before as well, so that both halves of an upgrade serve together.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HANDSHAKE = 1
-"""Of a handshake's frames and signatures, in every release."""
+"""Version of a handshake's frames and signatures, in every release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
+    """The versions that a release speaks: from ``oldest`` to ``newest``."""
+
     oldest: int
     newest: int
 
     def common(self, other: Versions) -> int | None:
-        """The highest that both speak."""
+        """Return the highest version that both speak; None if there is none."""
         newest = min(self.newest, other.newest)
         return newest if newest >= max(self.oldest, other.oldest) else None
 
@@ -28,5 +30,5 @@ class Versions:
 
 
 SPOKEN = Versions(oldest=1, newest=1)
-"""By this release. Lanes and tickets to memory have kinds of their own (``nccl/2``), which stay as they are: what
-changes in their use goes by the connection's version, too."""
+"""The versions of this release. The kinds of lanes (``nccl/2``) and of memory handles never change: changes of their
+use follow the connection's version, too."""

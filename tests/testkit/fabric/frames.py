@@ -9,15 +9,15 @@ import torch
 from hypothesis import strategies as st
 
 from services.fabric.nccl.messages import Fetch, LaneNote, Weights
-from services.fabric.shared_memory import messages as symm_wire
-from services.fabric.shared_memory.memory import Ticket
+from services.fabric.shared_memory import messages as sharing
+from services.fabric.shared_memory.memory import MemoryHandle
 from services.fabric.tcp import frames as tcp_wire
 from services.fabric.tcp.frames import Kind, frame_parts
 from services.fabric.tcp.handshake import Nonce, Proof, Refused
 from testkit.fabric.tcp import hello
 
 IDS_RK = torch.tensor([[1, -1], [0, 2]], dtype=torch.int32)
-TICKET = Ticket(kind="host", post="nowhere", key=b"k" * 16, size=4096, nonce_at=4000, nonce=b"n" * 32)
+HANDLE = MemoryHandle(kind="host", server="nowhere", key=b"k" * 16, size=4096, nonce_at=4000, nonce=b"n" * 32)
 NONCE, FACTS = Nonce(nonce=b"n" * 32), msgspec.msgpack.encode(hello())
 
 
@@ -52,13 +52,13 @@ FRAMES = [
     _frame(Kind.WEIGHTS, Weights(layer=0, name="down", shape=(2, 3), checksum=1 << 63)),
     _frame(
         Kind.SHARE_REQUEST,
-        symm_wire.ShareRequest(ticket=msgspec.msgpack.encode(TICKET), rows=8, slots=2, micro_batches=1, unsummed=True),
+        sharing.ShareRequest(handle=msgspec.msgpack.encode(HANDLE), rows=8, slots=2, micro_batches=1, unsummed=True),
     ),
-    _frame(Kind.SHARE_REPLY, symm_wire.ShareReply(ticket=msgspec.msgpack.encode(TICKET), place=1)),
+    _frame(Kind.SHARE_REPLY, sharing.ShareReply(handle=msgspec.msgpack.encode(HANDLE), place=1)),
     _frame(
-        Kind.SHARED_STEP, symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True)
+        Kind.SHARED_STEP, sharing.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5, whole=True)
     ),
-    _frame(Kind.SHARED_STOP, symm_wire.Stop()),
+    _frame(Kind.SHARED_STOP, sharing.Stop()),
 ]
 
 

@@ -19,6 +19,7 @@ from moe_kernels.exchange.layout import (
     ANSWERS,
     BASE,
     DEADLINE,
+    GRACE,
     INBOX,
     JOB,
     MEMBER_ANSWERS,
@@ -27,7 +28,6 @@ from moe_kernels.exchange.layout import (
     MEMBER_LAST,
     MEMBER_OUT,
     MEMBER_ROWS,
-    PATIENCE,
     WORDS,
     Layout,
     member_word,
@@ -98,7 +98,7 @@ class Seat:
                     self.at(number, MEMBER_LAST): client.base + 10,
                     self.at(number, MEMBER_ROWS): client.bucket,
                 }
-        self.control = words({PATIENCE: SOON_NS, **facts})
+        self.control = words({GRACE: SOON_NS, **facts})
         self.joined = Joined.room(members * bucket + 8, layout, torch.device("cpu")).of(members * bucket)
         self.joined.taken_CK.fill_(5)
         self.joined.x_CD.fill_(torch.nan)

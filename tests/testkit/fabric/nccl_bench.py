@@ -15,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.fabric.nccl.lanes import Lanes, LaneServer
-from services.fabric.nccl.process_groups import GlooGroups, Groups, NcclGroups
+from services.fabric.nccl.process_groups import Groups, NcclGroups
 from services.fabric.nccl.weights import WeightsGiver
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
+from testkit.fabric.gloo_groups import GlooGroups
 from testkit.fabric.nccl_processes import Process, say
 
 SECRET = b"the secret of one measurement"
@@ -99,16 +101,14 @@ def table(seats: list[Seat], *, cut: int = 1, epoch: int = 1, wide: bool = False
 
 @contextmanager
 def linked(of: RoutingTable, lanes: Lanes | None, *, wide: bool = False, call_s: float = 5.0) -> Iterator[TcpLink]:
-    link = TcpLink(
-        of,
+    facts = Facts(
         hello=hello(WIDE, "bfloat16") if wide else hello(HIDDEN, "float32"),
         secret=SECRET,
         timing=TIMING,
-        call_s=call_s,
-        unavailable_s=20.0,
         max_bytes=MAX_BYTES,
         lanes=lanes,
     )
+    link = TcpLink(of, facts, call_s=call_s, unavailable_s=20.0)
     try:
         wait_usable(link, len(of.seats))
         yield link

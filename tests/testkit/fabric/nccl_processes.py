@@ -81,7 +81,7 @@ class Report:
             self._file.flush()
 
     def part(self, work: Callable[[], None], seconds: float) -> None:
-        """One part that fails, or that hangs in a thread of its own, does not end the others."""
+        """One part that fails, or that is stuck in a thread of its own, does not end the others."""
         began = time.monotonic()
         thread = threading.Thread(target=self._tried, args=(work,), daemon=True)
         thread.start()
@@ -94,7 +94,7 @@ class Report:
     def _tried(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  told, counted in the exit code
+        except Exception as error:  # noqa: BLE001  reported, counted in the exit code
             traceback.print_exc(limit=6)
             self._fail(work, f"{type(error).__name__}: {str(error)[:600]}")
 

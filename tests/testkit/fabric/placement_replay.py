@@ -39,7 +39,7 @@ def replay(windows: Sequence[Load], planner: Planner, devices: int) -> Score:
 
 
 class Documents:
-    """The trace's documents by domain, each given out once; a domain that ran out begins anew."""
+    """The trace's documents by domain, each given out once; a domain that ran out begins again."""
 
     def __init__(self, trace: ExpertTrace) -> None:
         self._trace = trace
@@ -96,7 +96,7 @@ def greedy(devices: int, slots: int) -> Planner:
 
 
 def helped_greedy(devices: int, slots: int, *, earlier: int = 3) -> Planner:
-    """The same with what it lacks: the mean of as many windows as ours sees, devices renamed so that fewest load."""
+    """The same with what it lacks: the mean of as many windows as ours sees, devices renamed so that the least load."""
 
     def plan(windows: Sequence[Load], current: Placement | None) -> Placement:
         seen = windows[-1 - earlier :]

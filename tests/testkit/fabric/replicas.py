@@ -33,12 +33,12 @@ KINDS = {
     "tcp": Kind(),
     "tcp-reduced": Kind(reduced=True),
     "lane": Kind(lane="gloo"),
-    "symm": Kind(shared=True),
-    "symm-summed": Kind(shared=True, reduced=True),
+    "shared": Kind(shared=True),
+    "shared-summed": Kind(shared=True, reduced=True),
 }
 GPU_KINDS = {
-    "symm": Way(shared=True, lane=False),
-    "symm-summed": Way(shared=True, summed=True, lane=False),
+    "shared": Way(shared=True, lane=False),
+    "shared-summed": Way(shared=True, summed=True, lane=False),
     "nccl": Way(shared=False),
 }
 

@@ -18,6 +18,7 @@ from services.fabric.shared_memory.host_memory import HostMemory
 from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
 from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.server import SharedMemoryServer
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
@@ -43,7 +44,7 @@ class SteppedLink:
     """An ExpertLink whose steps hold what was dispatched since the last one: one micro-batch each, other layers empty.
 
     A step needs its numbers of rows, and all its layers in order, so ``dispatch`` only notes and the first ``combine``
-    runs the step: all handles in flight, combined in the order asked for, again until it has settled.
+    runs the step: all handles in flight, combined in the order asked for, again until it has finished.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class SteppedLink:
 
     def usable(self) -> tuple[int, ...]:
         """Seats that share memory."""
-        return tuple(sorted(seat.link.seat.number for seat in self.link.lane.usable()))
+        return tuple(sorted(seat.link.seat.number for seat in self.link.peers.usable()))
 
     def apply(self, table: RoutingTable) -> None:
         self.link.apply(table)
@@ -116,8 +117,8 @@ def shared_memory_server(
 def serve_shared(compute: Compute, *, hidden: int = 4, dtype: str = "float32", **options: Any) -> ExpertServer:
     """As :func:`testkit.fabric.tcp.serve`, with memory to share."""
     layers = list(options.get("experts") or {0: ()})
-    symm = shared_memory_server(compute, layers, hidden, getattr(torch, dtype))
-    return serve(compute, hidden=hidden, dtype=dtype, symm=symm, **options)
+    memory = shared_memory_server(compute, layers, hidden, getattr(torch, dtype))
+    return serve(compute, hidden=hidden, dtype=dtype, memory=memory, **options)
 
 
 @contextmanager
@@ -140,8 +141,8 @@ def linked_shared(
     tensors = getattr(torch, dtype)
     link = SharedMemoryLink(
         lambda extension: TcpLink(
-            table, hello=hello(hidden, dtype), secret=SECRET, timing=FAST, extension=extension, call_s=call_s,
-            unavailable_s=unavailable_s, reduced=not unsummed, lanes=lanes,
+            table, Facts(hello=hello(hidden, dtype), secret=SECRET, timing=FAST, lanes=lanes), extension=extension,
+            call_s=call_s, unavailable_s=unavailable_s, reduced=not unsummed,
         ),
         table,
         memory=memory,
@@ -151,8 +152,9 @@ def linked_shared(
         node="",
         options=SharedMemoryOptions(deadline_s=call_s, quarantine_s=10.0, unavailable_s=unavailable_s),
     )  # fmt: skip
+    wanted = len(table.seats) if seats is None else seats
     try:
-        assert link.lane.wait_for(len(table.seats) if seats is None else seats, READY_S), "no memory is shared"
+        assert link.peers.wait_for(lambda shared: len(shared) >= wanted, READY_S), "no memory is shared"
         assert lanes is None or link.wait_ready(READY_S), "there are no lanes"  # else the first steps would use neither
         yield SteppedLink(link, layers, hidden, tensors, device)
     finally:
@@ -160,7 +162,7 @@ def linked_shared(
 
 
 @contextmanager
-def symm_link(
+def shared_link(
     layers: Mapping[int, ExpertWeights], num_experts: int, replicas: Sequence[int], *, unsummed: bool = True
 ) -> Iterator[SteppedLink]:
     """A link to servers of their own: group i has ``replicas[i]`` seats."""

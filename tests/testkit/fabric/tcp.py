@@ -7,14 +7,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.fabric.nccl.lanes import Lanes, LaneServer
-from services.fabric.nccl.process_groups import GlooGroups
 from services.fabric.nccl.weights import WeightsGiver
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.link import TcpLink
@@ -23,6 +24,7 @@ from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.stream import Stream
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
+from testkit.fabric.gloo_groups import GlooGroups
 
 SECRET = b"one secret for all workers"
 FAST = Timing(handshake_s=2.0, alive_s=0.1, silence_s=1.0)
@@ -44,7 +46,7 @@ def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Ten
 
 
 def lanes_of(lane: str, *, required: bool = True) -> Lanes | None:
-    """``gloo``: rows beside the connection, and no seat without unless told; ``""``: in its frames."""
+    """Lanes over ``gloo``, which a seat must have if they are ``required``; None for ``""``: rows go in frames."""
     return Lanes(GlooGroups(), required=required) if lane else None
 
 
@@ -58,16 +60,16 @@ def serve(
     dtype: str = "float32",
     lanes: Lanes | None = None,
     weights: Mapping[int, Any] | None = None,
-    symm: ServerExtension | None = None,
+    memory: ServerExtension | None = None,
     **options: Any,
 ) -> ExpertServer:
-    """``lane`` or ``lanes``, ``weights`` to give away and ``symm`` become extensions of the server."""
+    """Start a server; ``lane`` or ``lanes``, ``weights`` to send and shared ``memory`` become its extensions."""
     held = {0: range(8)} if experts is None else experts
     extensions: list[ServerExtension] = [WeightsGiver(weights or {})]
     if (lanes := lanes or lanes_of(lane, required=False)) is not None:
         extensions.append(LaneServer(lanes))
-    if symm is not None:
-        extensions.append(symm)
+    if memory is not None:
+        extensions.append(memory)
     options = {"timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat)} | options
     server = ExpertServer(compute, experts=held, extensions=extensions, **options)
     server.start()
@@ -97,10 +99,12 @@ def linked(
     lane: str = "",
     **options: Any,
 ) -> Iterator[TcpLink]:
+    """A link with ``options`` of :class:`TcpLink` or :class:`Facts`, once it is connected to all seats if ``ready``."""
     options = {
         "timing": FAST, "secret": SECRET, "call_s": 2.0, "unavailable_s": 2.0, "lanes": lanes_of(lane)
     } | options  # fmt: skip
-    link = TcpLink(table, hello=hello(hidden, dtype), **options)
+    of_facts = {field.name: options.pop(field.name) for field in fields(Facts) if field.name in options}
+    link = TcpLink(table, Facts(hello=hello(hidden, dtype), **of_facts), **options)
     try:
         deadline = time.monotonic() + ready_s
         while ready and len(link.usable()) < len(table.seats):

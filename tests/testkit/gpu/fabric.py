@@ -199,8 +199,8 @@ def gpu_links(num_experts: int) -> dict[str, Callable[[GpuPool], GpuLinks]]:
         return links
 
     return {
-        "symm": workers(Way(shared=True), [2, 1]),
-        "symm-summed": workers(Way(shared=True, summed=True), [2]),
+        "shared": workers(Way(shared=True), [2, 1]),
+        "shared-summed": workers(Way(shared=True, summed=True), [2]),
         "nccl": workers(Way(shared=False), [2, 1]),
         "nccl-reduced": workers(Way(shared=False, summed=True), [2], another_order=True),
         "lockstep-nccl-flat": lockstep("flat"),

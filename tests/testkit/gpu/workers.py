@@ -178,9 +178,9 @@ class _Child:
         compute: Compute = scaled
         if weights is not None:
             compute = ExpertShard(unpacked(weights, self._device), num_experts=num_experts).forward
-        symm = None
+        memory = None
         if shared:
-            symm = SharedMemoryServer(
+            memory = SharedMemoryServer(
                 compute, memory=CudaMemory(self._device), device=self._device, layers=list(experts),
                 num_experts=num_experts, hidden=hidden, dtype=getattr(torch, dtype),
             )  # fmt: skip
@@ -190,7 +190,7 @@ class _Child:
             experts=experts,
             hidden=hidden,
             dtype=dtype,
-            symm=symm,
+            memory=memory,
             lanes=self._lanes,
         )
         self._servers[number] = server

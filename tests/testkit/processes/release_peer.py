@@ -34,7 +34,7 @@ memory = part("testkit.fabric.shared_memory", "testkit.symm_fabric")
 tcp = part("testkit.fabric.tcp", "testkit.tcp_fabric")
 weight_sources = part("services.experts.weight_sources", "services.experts.donors")
 
-PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
+GENEROUS = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
 IDS = (0, 2, 5)
 
 
@@ -52,7 +52,9 @@ def serve(_: Mapping[str, Any]) -> None:
     """A seat with everything: frames, a lane over gloo, shared memory, weights to give."""
     lanes = tcp.lanes_of("gloo", required=False)
     assert lanes is not None
-    server = memory.serve_shared(tcp.scaled, lanes=lanes, seat=0, weights=weight_sources.given(layer()), timing=PATIENT)
+    server = memory.serve_shared(
+        tcp.scaled, lanes=lanes, seat=0, weights=weight_sources.given(layer()), timing=GENEROUS
+    )
     say(port=server.address[1])
     for _ in sys.stdin:
         say(calls=server.counts.calls)
@@ -64,10 +66,10 @@ def use(given: Mapping[str, Any]) -> None:
     """Rows by each way to the seat on ``port``, and its weights."""
     table = tcp.table_of(seat(given["port"]))
     x_TD = torch.arange(4 * 9.0).view(9, 4)
-    with tcp.linked(table, timing=PATIENT) as link:
+    with tcp.linked(table, timing=GENEROUS) as link:
         assert torch.equal(tcp.send(link, x_TD, expert=6), 7 * x_TD)
         say(way="frames")
-    with tcp.linked(table, lane="gloo", timing=PATIENT) as link:
+    with tcp.linked(table, lane="gloo", timing=GENEROUS) as link:
         assert torch.equal(tcp.send(link, x_TD, expert=6), 7 * x_TD)
         say(way="lane")
     with memory.linked_shared(table) as shared:
@@ -78,7 +80,7 @@ def use(given: Mapping[str, Any]) -> None:
     tensors = {"gate_up": held.w_gate_up_E2FD, "down": held.w_down_EDF}
     lanes = tcp.lanes_of("gloo")
     assert lanes is not None
-    facts = Facts(hello=tcp.hello(), secret=tcp.SECRET, timing=PATIENT, max_bytes=1 << 20, lanes=lanes)
+    facts = Facts(hello=tcp.hello(), secret=tcp.SECRET, timing=GENEROUS, max_bytes=1 << 20, lanes=lanes)
     shapes = {0: {name: tuple(tensor.shape) for name, tensor in tensors.items()}}
     came = fetch(seat(given["port"]), facts, {0: IDS}, shapes, torch.float32)[0]
     assert all(torch.equal(came[name], tensor) for name, tensor in tensors.items())

@@ -14,8 +14,8 @@ from services.fabric.lockstep.turns import LockstepTurns
 
 
 def engine_that(step: Any, *, has_work: bool = True) -> LockstepEngine:
-    steps = SimpleNamespace(turns=0, idle_turns=0, finish=lambda: None, begin=broken, untold=False)
-    wake_up = SimpleNamespace(listen=lambda _: None, ring=lambda _: None, heard=lambda _: not has_work)
+    steps = SimpleNamespace(turns=0, idle_turns=0, finish=lambda: None, begin=broken, unannounced=False)
+    wake_up = SimpleNamespace(listen=lambda _: None, notify=lambda _: None, notified=lambda _: not has_work)
     engine: Any = SimpleNamespace(has_work=has_work, step=step, in_step=lambda: {"running": 2})
     lockstep: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
     return LockstepEngine(engine, lockstep)
@@ -42,7 +42,7 @@ def test_nothing_is_blamed_for_a_lock_step_that_broke_while_this_rank_had_no_wor
 def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
     """Nobody has work: the leaver rings, all agree, and nothing follows."""
     agreed: list[list[int]] = []
-    rung: list[int] = []
+    notified: list[int] = []
 
     def agree(values: Sequence[int]) -> list[int]:
         agreed.append(list(values))
@@ -52,7 +52,7 @@ def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
         steps: LockstepTurns[Any] = LockstepTurns(
             cast("Any", None), agree, ranks=2, layers=[0], no_rows=cast("Any", None)
         )
-        wake_up = SimpleNamespace(listen=lambda _: None, ring=rung.append, heard=lambda _: False)
+        wake_up = SimpleNamespace(listen=lambda _: None, notify=notified.append, notified=lambda _: False)
         idle: Any = SimpleNamespace(has_work=False)
         lockstep: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
         return LockstepEngine(idle, lockstep)
@@ -65,5 +65,5 @@ def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
     assert leaver.has_work
     for each in (leaver, other, other):
         each.step()
-    assert (agreed[0], agreed[1], told, rung) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
+    assert (agreed[0], agreed[1], told, notified) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
     assert not leaver.has_work

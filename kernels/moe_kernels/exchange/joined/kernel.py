@@ -10,7 +10,7 @@ from triton.language.extra.cuda import globaltimer
 from moe_kernels.exchange import layout as words
 from moe_kernels.exchange.kernel import CHECK_EVERY, SMALL, aligned, any_slot, stopped
 
-_DEADLINE, _PATIENCE, _JOB = (tl.constexpr(word) for word in (words.DEADLINE, words.PATIENCE, words.JOB))
+_DEADLINE, _GRACE, _JOB = (tl.constexpr(word) for word in (words.DEADLINE, words.GRACE, words.JOB))
 _CLOCK, _MEMBERS, _MEMBER = (tl.constexpr(word) for word in (words.CLOCK, words.MEMBERS, words.MEMBER))
 _INBOX, _ANSWERS = tl.constexpr(words.MEMBER_INBOX), tl.constexpr(words.MEMBER_ANSWERS)
 _BASE, _LAST, _ROWS = (tl.constexpr(at) for at in (words.MEMBER_BASE, words.MEMBER_LAST, words.MEMBER_ROWS))
@@ -21,7 +21,7 @@ _NEVER = tl.constexpr(1 << 62)
 
 @triton.jit
 def seen_time(control, TIMED: tl.constexpr):
-    """Nanoseconds, the same in all threads: what was told when it was looked at before."""
+    """Return nanoseconds, the same in all threads: the time that a thread has written before."""
     now = tl.zeros((), tl.int64)
     if TIMED:
         now = globaltimer()
@@ -33,7 +33,7 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
     """Wait until all blocks of every member are there, and say in the control block whose are.
 
     Left out, in this call and the rest of the step, are members whose host says so, whose rows belong to a later step,
-    and those that come too late: PATIENCE after the first one's, DEADLINE if nobody's come.
+    and those that come too late: GRACE after the first one's, DEADLINE if nobody's come.
 
     One program, as in :func:`moe_kernels.exchange.kernel.take_rows_kernel`.
     """
@@ -41,7 +41,7 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
     at = control + _MEMBERS + member * _MEMBER
     inbox, rows = tl.load(at + _INBOX), tl.maximum(tl.load(at + _ROWS), 1)
     want, last = tl.load(at + _BASE) + exchange + 1, tl.load(at + _LAST)
-    limit, patience = tl.load(control + _DEADLINE), tl.load(control + _PATIENCE)
+    limit, grace = tl.load(control + _DEADLINE), tl.load(control + _GRACE)
     blocks = tl.cdiv(rows, tl.cdiv(rows, _MAX_BLOCKS))
     flags = inbox.to(tl.pointer_type(tl.int64))[:, None] + number[None, :]
     listed = inbox != 0
@@ -59,9 +59,9 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
         asked = alive[:, None] & (number[None, :] < blocks[:, None])
         seen = tl.atomic_add(flags, 0, mask=asked, sem="acquire", scope="sys")
         least = tl.min(tl.where(asked, seen, _NEVER), axis=1)
-        most = tl.max(tl.where(asked, seen, 0), axis=1)
+        largest = tl.max(tl.where(asked, seen, 0), axis=1)
         gone = tl.atomic_add(at + _GONE, 0, mask=alive, sem="relaxed", scope="gpu")
-        alive = alive & (gone == 0) & (most <= last)
+        alive = alive & (gone == 0) & (largest <= last)
         ready = alive & (least >= want)
         missing = tl.sum((alive & (ready == 0)).to(tl.int32), axis=0)
         tl.store(at + _OUT, tl.where(alive, 0, out), mask=listed)
@@ -73,7 +73,7 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
             first_at = tl.where(some & (first_at == 0), now, first_at)
             late = tries > 0
             if TIMED:
-                late = tl.where(first_at == 0, now - began > limit, now - first_at > patience)
+                late = tl.where(first_at == 0, now - began > limit, now - first_at > grace)
             missing = tl.where(late, 0, missing)
     ready = ready & (stop == 0)
     out = tl.where(alive & (stop == 0), _LATE, out)
@@ -83,7 +83,7 @@ def take_joined_kernel(control, exchange, M: tl.constexpr, BLOCKS: tl.constexpr,
 
 @triton.jit
 def takes_part(control, member):
-    """Whether the call has the member's rows."""
+    """Return whether the call has the member's rows."""
     return ((tl.load(control + _JOB) >> member) & 1) == 1
 
 
@@ -93,8 +93,8 @@ def gather_joined_kernel(
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Block of a member's (axis 1) rows, ids and weights out of its inbox; ids are -1 where it has no rows, and rows
-    without an id are not copied.
+    """Copy a block of a member's (axis 1) rows, ids and weights out of its inbox; ids are -1 where it has no rows, and
+    rows without an id are not copied.
 
     Example: members 0 and 1 with 8 and 5 rows in calls of 8 are rows 0 to 7 and 8 to 12; rows 13 to 15 are empty.
     """
@@ -128,8 +128,8 @@ def send_joined_kernel(
     D: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Block of a member's (axis 1) answers to it, then its flag; otherwise as
-    :func:`moe_kernels.exchange.kernel.send_answers_kernel`. Blocks are those of the member's own bucket."""
+    """Send a block of answers to a member (axis 1), then set its flag, as
+    :func:`moe_kernels.exchange.kernel.send_answers_kernel` does. Blocks are those of the member's own bucket."""
     block, member = tl.program_id(0), tl.program_id(1)
     part = control + _MEMBERS + member * _MEMBER
     answers, rows = tl.load(part + _ANSWERS), tl.maximum(tl.load(part + _ROWS), 1)

@@ -12,9 +12,9 @@ from moe_kernels.exchange.layout import MAX_BLOCKS, Layout
 
 
 def take_joined(joined: Joined, control: Tensor, layout: Layout, members: int, bucket: int, exchange: int) -> None:
-    most_blocks = min(bucket, MAX_BLOCKS)
+    max_blocks = min(bucket, MAX_BLOCKS)
     take_joined_kernel[(1,)](
-        control, exchange, M=members, BLOCKS=triton.next_power_of_2(most_blocks), TIMED=TIMED, num_warps=4
+        control, exchange, M=members, BLOCKS=triton.next_power_of_2(max_blocks), TIMED=TIMED, num_warps=4
     )  # fmt: skip
     gather_joined_kernel[(layout.blocks(bucket), members)](
         control, joined.x_CD, joined.taken_CK, joined.weights_CK, bucket, layout.x_at, layout.ids_at,

@@ -1,9 +1,9 @@
 """One grouped call for the rows of several clients of a seat whose steps began together.
 
-In place of :func:`moe_kernels.exchange.op.take_rows` and :func:`~moe_kernels.exchange.op.send_answers`, for all of them
-at once; who sends and who sums notices nothing. Weights are read once for all rows of the call. A member that fails to
-come is left out for the rest of the step, and the others go on. Words of the control block are those that
-:mod:`moe_kernels.exchange.layout` names for members.
+The two functions replace :func:`moe_kernels.exchange.op.take_rows` and :func:`~moe_kernels.exchange.op.send_answers`
+for all members at once; clients need not know. Weights are read once for all rows of the call. A member whose rows do
+not come is left out for the rest of the step, and the others go on. :mod:`moe_kernels.exchange.layout` names the words
+of the control block for members.
 Legend: M members, R rows that each has room for, C = M x R, D hidden size, K slots, E experts.
 """
 
@@ -19,12 +19,12 @@ from moe_kernels.exchange.layout import MAX_MEMBERS, Layout
 
 
 def take_joined(joined: Joined, control: Tensor, *, layout: Layout, members: int, bucket: int, exchange: int) -> None:
-    """Wait for the rows of an exchange of every member, then copy them into ``joined``.
+    """Wait for every member's rows of an exchange, and copy them into ``joined``.
 
     Args:
-        layout: of every member's memory.
-        members: that the call has room for: 2, 4 or 8.
-        bucket: rows of each, at least as many as any member's.
+        layout: layout of every member's memory.
+        members: number of members that the call has room for: 2, 4 or 8.
+        bucket: rows that each member has room for.
     """
     assert members <= MAX_MEMBERS
     assert joined.x_CD.shape[0] == members * bucket
@@ -43,10 +43,10 @@ def send_joined(
     bucket: int,
     exchange: int,
 ) -> None:
-    """``y_CD``, or ``y_CKD`` where they return unsummed, to the attention workers of all rows taken; then the flags.
+    """Send ``y``, ``[C, D]`` or ``[C, K, D]`` where answers are unsummed, to all members of the call; set the flags.
 
     Args:
-        counts_E: int64, pairs by expert so far.
+        counts_E: int64, pairs by expert so far, to which the pairs of the call are added.
     """
     with backend.device_of(y):
         _ways(y).send_joined(y.contiguous(), joined, counts_E, control, layout, members, bucket, exchange)

@@ -13,6 +13,7 @@ from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import (
     DEADLINE,
     FAILED,
+    GRACE,
     JOB,
     LATE,
     MEMBER,
@@ -23,7 +24,6 @@ from moe_kernels.exchange.layout import (
     MEMBER_LAST,
     MEMBER_OUT,
     MEMBER_ROWS,
-    PATIENCE,
     Layout,
     member_word,
 )
@@ -42,7 +42,7 @@ def take_joined(joined: Joined, control: Tensor, layout: Layout, members: int, b
         if len(ready) == len(alive):
             break
         if ready and first:
-            until, first = time.monotonic_ns() + int(control[PATIENCE]), False
+            until, first = time.monotonic_ns() + int(control[GRACE]), False
         if time.monotonic_ns() > until:
             for member in alive:
                 member.words[MEMBER_OUT] = 0 if member in ready else LATE
@@ -100,7 +100,7 @@ class _Member:
         return int(self.words[MEMBER_ROWS])
 
     def left(self) -> bool:
-        """Whether its host says so, or rows of a later step came."""
+        """Return whether the host leaves the member out, or rows of a later step have come."""
         return bool(self.words[MEMBER_GONE]) or int(self._flags().max()) > int(self.words[MEMBER_LAST])
 
     def ready(self, exchange: int) -> bool:

@@ -26,7 +26,7 @@ class Joined:
 
     @staticmethod
     def room(rows: int, layout: Layout, device: torch.device) -> Joined:
-        """For calls of up to ``rows`` of all members."""
+        """Allocate room for calls of up to ``rows`` rows of all members."""
         return Joined(
             x_CD=torch.zeros(rows, layout.hidden, dtype=layout.dtype, device=device),
             taken_CK=torch.full((rows, layout.slots), -1, dtype=torch.int32, device=device),
@@ -34,5 +34,5 @@ class Joined:
         )
 
     def of(self, rows: int) -> Joined:
-        """The same with room for fewer rows."""
+        """Return the first ``rows`` rows of the room, as views."""
         return Joined(self.x_CD[:rows], self.taken_CK[:rows], self.weights_CK[:rows])

@@ -73,8 +73,8 @@ def check_bands(pairs: int, experts: int, tiles: Mapping[str, int]) -> None:
         ArgumentError: more tiles than a grid has room for.
     """
     bands = _bands(tile_bound(pairs, experts, tiles["BLOCK_M"]), tiles)
-    most = MAX_BANDS * tiles["GROUP_M"] * tiles["BLOCK_M"]
-    message = f"ids must number about {most} at most, in these tiles, found {pairs}: pass fewer rows at a time"
+    largest = MAX_BANDS * tiles["GROUP_M"] * tiles["BLOCK_M"]
+    message = f"ids must number about {largest} at most, in these tiles, found {pairs}: pass fewer rows at a time"
     require(bands <= MAX_BANDS, message)
 
 

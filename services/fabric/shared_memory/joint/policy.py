@@ -1,8 +1,8 @@
-"""Which steps of a seat's clients are to begin together, and how long one is held for another.
+"""Decides which steps of a seat's clients begin together, and how long a step is held for another one.
 
-Clients whose steps run together share each read of the experts' weights, and go at the pace of the slowest. Whether
-that is faster is measured, by size of steps: both ways are timed, the faster one is kept, and the other tried again now
-and then. Pure Python.
+Clients whose steps run together share each read of the experts' weights, and run as slowly as the slowest of them. The
+policy times both ways for each size of steps, keeps the faster way and tries the slower one again from time to time.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 REST = 10
-"""Periods after which a client has rested rather than been slow: that tells nothing about the way its step ran."""
+"""A pause of more periods than this is a rest of the client, and no measurement of the way in which its step ran."""
 SLACK_S, SLACK_SHARE = 0.0003, 0.05
-"""How much later than expected a step may begin: this and a share of its period."""
+"""A step may begin later than expected by these seconds and this share of its period."""
 FORGET_S = 1.0
-"""A client that begins no step for so long is not one of those that take turns."""
+"""A client that begins no step for so long is no longer expected."""
 SAMPLES = 32
-"""Steps of each client by which a way is judged."""
+"""Number of steps of each client by which a way is judged."""
 MIN_GAIN = 0.02
 FIRST_BAR_S, MAX_BAR_S = 2.0, 256.0
 FIRST_RETRY, LAST_RETRY = 16, 256
-"""Trials' lengths after which the slower way is tried again: at first, and after it has kept losing."""
+"""The slower way is tried again after so many trials' lengths: at first, and after it has lost many times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """``places``: of clients whose steps are to begin within ``seconds``."""
+    """Places of the clients to wait for, whose steps are expected within ``seconds``."""
 
     places: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -34,18 +34,20 @@ class Hold:
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about as many rows, of so many clients."""
+    """Measurements for steps of about the same number of rows, of so many clients, which run ``together`` or alone now.
+
+    ``seconds`` has the mean period of each way. ``left`` counts trials' lengths until the way changes; 0 is a trial.
+    """
 
     clients: int
     together: bool = True
     seconds: dict[bool, float] = field(default_factory=dict)
     seen: list[float] = field(default_factory=list)
     left: int = 0
-    """Trials' lengths before the way that runs is judged again; 0: it is on trial."""
     pause: int = FIRST_RETRY
 
     def note(self, period_s: float) -> None:
-        """Of a step that ran the way that :attr:`together` says, or began to."""
+        """Add the period of a step that ran the current way."""
         self.seen.append(period_s)
         if len(self.seen) < SAMPLES * self.clients:
             return
@@ -53,7 +55,7 @@ class _Size:
         self.seen.clear()
         if self.left > 1:
             self.left -= 1
-        elif self.left == 1:  # the other way's turn
+        elif self.left == 1:  # a trial of the other way begins
             self.left, self.together = 0, not self.together
         elif len(self.seconds) < 2:
             self.together = not self.together
@@ -69,9 +71,11 @@ class _Size:
 
 @dataclass(slots=True)
 class _Pace:
-    """Of a client. ``came`` and ``began``: its last step, which then was held or not, and ran ``together`` or alone;
-    ``takes_s``: how long such a step takes until the next one comes; ``size``: None if it was not one of several
-    clients'."""
+    """When one client's last step came and ``began``, after it was held, and whether it ran ``together`` with others.
+
+    ``takes_s`` has the seconds from the begin of a step to the arrival of the next, by ``together``. ``size`` is None
+    if no other client was active.
+    """
 
     came: float
     began: float
@@ -80,28 +84,27 @@ class _Pace:
     size: _Size | None = None
 
     def due_s(self, now: float) -> float:
-        """Until its next step has come, if it comes as expected; less than 0 where it is later already."""
+        """Return the seconds until the next step should have come; less than 0 where that time has passed."""
         takes_s = self.takes_s[self.together]
         return self.began + takes_s * (1 + SLACK_SHARE) + SLACK_S - now
 
     def active(self, now: float) -> bool:
-        """Whether it is known when its next step comes, and that is not long ago."""
+        """Return whether the time of the next step is known, and has not long passed."""
         takes_s = self.takes_s.get(self.together)
         return takes_s is not None and now - self.began < min(FORGET_S, 3 * takes_s)
 
 
 class JoinPolicy:
-    """For one thread at a time. Times in seconds, of any one clock."""
+    """Holds steps of one seat's clients. The caller holds a lock. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self._barred: dict[int, tuple[float, float]] = {}
-        """Until when, and how long, a client that was late runs alone."""
+        """Place of a client that was late -> until when, and how long, it runs alone."""
         self._paces: dict[int, _Pace] = {}
         self._sizes: dict[tuple[int, int], _Size] = {}
 
-    def come(self, place: int, rows: int, now: float, most_s: float) -> Hold | None:
-        """A client's step of up to ``rows`` comes: for whom it is to be held, for ``most_s`` at most; None: it begins
-        alone."""
+    def come(self, place: int, rows: int, now: float, max_s: float) -> Hold | None:
+        """Note a step of up to ``rows`` rows; return for whom to hold it, at most ``max_s``; None: begin it alone."""
         if now < self._barred.get(place, (0.0, 0.0))[0]:
             self.rest(place)
             return None
@@ -115,35 +118,35 @@ class JoinPolicy:
         pace.takes_s[pace.together] = now - pace.began
         if size is not None and period_s < REST * before_s:
             size.note(period_s)
-        others = {other: one for other, one in self._paces.items() if other != place and one.active(now)}
+        others = {at: other for at, other in self._paces.items() if at != place and other.active(now)}
         if not others:
             return None
         clients = len(others) + 1
         pace.size = self._sizes.setdefault((rows.bit_length(), clients), _Size(clients))
-        return self._hold(pace, others, now, most_s) if pace.size.together else None
+        return self._hold(pace, others, now, max_s) if pace.size.together else None
 
     def began(self, place: int, now: float, *, together: bool) -> None:
-        """The step that came begins, with those of others or alone."""
+        """Note that the client's last step begins, in a joint step or alone."""
         if pace := self._paces.get(place):
             pace.began, pace.together = now, together
 
     def rest(self, place: int) -> None:
-        """Its steps are not to be joined now: nobody is held for it."""
+        """Forget the client's times, so that no step is held for it."""
         self._paces.pop(place, None)
 
     def failed(self, place: int, now: float) -> float:
-        """It was left out of a step with others, being late, and had to run that again. Seconds for which it is to run
-        alone: each time twice as many."""
+        """Let a client that was too late for a joint step run alone; return for how many seconds, each time twice."""
         seconds = min(MAX_BAR_S, 2 * self._barred.get(place, (0.0, FIRST_BAR_S / 2))[1])
         self._barred[place] = now + seconds, seconds
         return seconds
 
     def leave(self, place: int) -> None:
+        """Forget everything about a client that has left."""
         self.rest(place)
         self._barred.pop(place, None)
 
-    def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float, most_s: float) -> Hold:
-        """For those that come within half a step: of two clients one is always so close behind the other."""
-        most_s = min(most_s, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
-        soon = {other: due_s for other, one in others.items() if 0 < (due_s := one.due_s(now)) <= most_s}
+    def _hold(self, pace: _Pace, others: dict[int, _Pace], now: float, max_s: float) -> Hold:
+        """Hold for clients due within half a step: of two clients one is always so close behind the other."""
+        max_s = min(max_s, pace.takes_s[pace.together] * (0.5 + SLACK_SHARE) + SLACK_S)
+        soon = {at: due_s for at, other in others.items() if 0 < (due_s := other.due_s(now)) <= max_s}
         return Hold(tuple(soon), max(soon.values())) if soon else Hold()

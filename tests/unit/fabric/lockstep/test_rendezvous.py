@@ -38,10 +38,10 @@ def test_the_store_is_reached_at_its_address_alone() -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
     found.store.set("here", "yes")
-    tunnel = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
-    other = TCPStore("127.0.0.1", tunnel.port, is_master=False, wait_for_workers=False)
+    proxy = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
+    other = TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
     assert other.get("here") == b"yes"
-    found.door.close()
+    found.proxy.close()
     with pytest.raises(RuntimeError):
         other.get("here")
 
@@ -53,7 +53,7 @@ def test_nobody_reaches_the_store_without_the_secret() -> None:
         ClientProxy("127.0.0.1", port, secret=b"another secret of ranks", name="rank 1")
     with pytest.raises(RuntimeError):
         TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
-    found.door.close()
+    found.proxy.close()
 
 
 def test_a_rank_with_another_secret_does_not_wait_for_ever() -> None:
@@ -63,7 +63,7 @@ def test_a_rank_with_another_secret_does_not_wait_for_ever() -> None:
     other = replace(meeting("127.0.0.1", port), rank=1, secret=b"another secret of ranks")
     with pytest.raises(SecretMismatch, match="does not know this cluster's secret"):
         join(other, facts)
-    found.door.close()
+    found.proxy.close()
 
 
 def test_ranks_whose_wires_differ_part_by_name() -> None:
@@ -86,7 +86,7 @@ def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(
     ):
         join(replace(meeting("127.0.0.1", port), rank=1), facts)
     wait_until(lambda: faults.totals() == {"protocol_mismatch": 1}, 20, "it is counted")
-    found.door.close()
+    found.proxy.close()
 
 
 def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.Monkey
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_UNPROVEN)]
     wait_until(lambda: all(closed(sock) for sock in silent), 30, "silent ones are shown out")
     ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
-    found.door.close()
+    found.proxy.close()
 
 
 class Flaky(socket.socket):
@@ -116,27 +116,27 @@ class Nowhere(lockstep_gate._Proxy):
         raise OSError(f"{near.name} is led nowhere")
 
 
-def test_the_gate_outlives_a_connection_that_it_could_not_take(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_proxy_outlives_a_connection_that_it_could_not_take(caplog: pytest.LogCaptureFixture) -> None:
     listener = Flaky()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    door = Nowhere(listener, "gate")
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as sock:
+    proxy = Nowhere(listener, "store proxy")
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as sock:
         assert sock.recv(1) == b""
     assert "could not take a connection" in caplog.text
-    door.close()
+    proxy.close()
 
 
 def test_a_rank_may_be_silent_for_longer_than_a_handshake_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 1.0)
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
-    tunnel = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
-    other = TCPStore("127.0.0.1", tunnel.port, is_master=False, wait_for_workers=False)
+    proxy = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
+    other = TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
     time.sleep(2.5)
     found.store.set("here", "yes")
     assert other.get("here") == b"yes"
-    found.door.close()
+    found.proxy.close()
 
 
 def closed(sock: socket.socket) -> bool:

@@ -23,12 +23,10 @@ def test_seats_by_node() -> None:
     topology = Topology.of_nodes({31: "b", 7: "a", 12: "b", 9: "c"})
     assert topology.nodes == ((7,), (9,), (12, 31))
     assert (topology.node(31), topology.local_rank(31), topology.neighbours(31)) == (2, 1, (12,))
-    assert not topology.regular
 
 
 def test_regular_membership_relays_between_equal_local_ranks() -> None:
     topology = of_sizes([4, 4, 4])
-    assert topology.regular
     assert not topology.gathers
     for seat in topology.seats:
         for node in {0, 1, 2} - {topology.node(seat)}:

@@ -94,7 +94,7 @@ def together(*works: Callable[[], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(20)
-        assert not thread.is_alive(), "a rank hangs"
+        assert not thread.is_alive(), "a rank is stuck"
     return results
 
 
@@ -164,18 +164,20 @@ def test_those_that_drained_stay_until_all_have() -> None:
     table = Table(3)
     ranks = [steps_of(table, rank)[0] for rank in range(3)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    bells = [bell_at(store, lambda: None) for _ in ranks]
+    wake_ups = [wake_up_at(store, lambda: None) for _ in ranks]
 
     def drains_longer() -> None:
         assert not ranks[2].begin(work=False), "it waits for something, and the others for it"
-        bells[2].ring(ranks[2].idle_turns)
+        wake_ups[2].notify(ranks[2].idle_turns)
         for _ in range(3):
             one_pass(ranks[2], 4)
-        wait_for_peers(ranks[2], bells[2], 10)
+        wait_for_peers(ranks[2], wake_ups[2], 10)
 
     began = time.monotonic()
     together(
-        lambda: wait_for_peers(ranks[0], bells[0], 10), lambda: wait_for_peers(ranks[1], bells[1], 10), drains_longer
+        lambda: wait_for_peers(ranks[0], wake_ups[0], 10),
+        lambda: wait_for_peers(ranks[1], wake_ups[1], 10),
+        drains_longer,
     )
     assert [steps.turns for steps in ranks] == [3, 3, 3]
     assert all(steps.all_drained for steps in ranks)
@@ -186,15 +188,15 @@ def test_all_hear_of_one_that_leaves_with_the_next_step() -> None:
     table = Table(2)
     (leaver, _), (other, _) = steps_of(table, 0), steps_of(table, 1)
     together(lambda: one_pass(leaver, 1), lambda: one_pass(other, 1))
-    assert (leaver.untold, other.some_leave) == (False, False)
+    assert (leaver.unannounced, other.some_leave) == (False, False)
     leaver.leaving = True
-    assert leaver.untold, "and nobody knows it yet"
+    assert leaver.unannounced, "and nobody knows it yet"
     together(lambda: one_pass(leaver, 1), lambda: one_pass(other, 1))
-    assert (leaver.untold, other.some_leave, other.leaving) == (False, True, False)
+    assert (leaver.unannounced, other.some_leave, other.leaving) == (False, True, False)
     assert not other.all_drained, "it has rows still"
 
 
-def bell_at(store: TCPStore, on_notify: Callable[[], None], *, keeper: bool = False) -> StoreWakeUp:
+def wake_up_at(store: TCPStore, on_notify: Callable[[], None], *, keeper: bool = False) -> StoreWakeUp:
     clients = [TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False) for _ in range(2)]
     return StoreWakeUp(*clients, keeper=keeper, on_notify=on_notify)
 
@@ -204,62 +206,62 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def heard_by(count: int, store: TCPStore) -> tuple[list[StoreWakeUp], list[threading.Event]]:
+def wake_ups_of(count: int, store: TCPStore) -> tuple[list[StoreWakeUp], list[threading.Event]]:
     events = [threading.Event() for _ in range(count)]
-    return [bell_at(store, event.set, keeper=rank == 0) for rank, event in enumerate(events)], events
+    return [wake_up_at(store, event.set, keeper=rank == 0) for rank, event in enumerate(events)], events
 
 
 def test_one_ring_wakes_all_also_those_that_listen_later(store: TCPStore) -> None:
-    bells, events = heard_by(3, store)
+    wake_ups, events = wake_ups_of(3, store)
     for period in range(4):
-        bells[0].listen(period)
-        bells[1].listen(period)
-        assert not bells[0].heard(period)
-        bells[1].ring(period)
-        bells[2].listen(period)
-        for wake_up, event in zip(bells, events, strict=True):
+        wake_ups[0].listen(period)
+        wake_ups[1].listen(period)
+        assert not wake_ups[0].notified(period)
+        wake_ups[1].notify(period)
+        wake_ups[2].listen(period)
+        for wake_up, event in zip(wake_ups, events, strict=True):
             assert event.wait(10)
-            assert wake_up.heard(period)
+            assert wake_up.notified(period)
             event.clear()
 
 
 def test_one_that_comes_again_wakes_all(store: TCPStore) -> None:
-    bells, events = heard_by(2, store)
-    for wake_up in bells:
+    wake_ups, events = wake_ups_of(2, store)
+    for wake_up in wake_ups:
         wake_up.listen(5)
-    notify_all(bell_client(store))
+    notify_all(store_client(store))
     assert all(event.wait(10) for event in events)
 
 
-def bell_client(store: TCPStore) -> TCPStore:
+def store_client(store: TCPStore) -> TCPStore:
     return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
 
 def test_a_store_that_is_gone_wakes_all() -> None:
     store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert store is not None
-    bells, events = heard_by(2, store)
-    for wake_up in bells:
+    wake_ups, events = wake_ups_of(2, store)
+    for wake_up in wake_ups:
         wake_up.listen(0)
     time.sleep(0.2)
     del store
     assert all(event.wait(10) for event in events)
 
 
-@pytest.mark.parametrize("state", ["idle", "waiting", "heard", "without a store"])
-async def test_a_bell_that_is_closed_leaves_no_thread(state: str) -> None:
+@pytest.mark.parametrize("state", ["idle", "waiting", "notified", "without a store"])
+async def test_a_wake_up_that_is_closed_leaves_no_thread(state: str) -> None:
     store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert store is not None
-    before, rung = set(threading.enumerate()), threading.Event()
-    wake_up = bell_at(store, lambda: (rung.set(), time.sleep(0.2)), keeper=True)
-    for period in {"idle": (), "heard": (0,)}.get(state, (0, 1)):
+    before, notified = set(threading.enumerate()), threading.Event()
+    wake_up = wake_up_at(store, lambda: (notified.set(), time.sleep(0.2)), keeper=True)
+    for period in {"idle": (), "notified": (0,)}.get(state, (0, 1)):
         wake_up.listen(period)
     if state != "idle":
-        wake_up.ring(0)
-        assert rung.wait(10)
+        wake_up.notify(0)
+        assert notified.wait(10)
     if state == "without a store":
         del store
-        wait_until(lambda: silent(wake_up), 10, "ringing fails")  # what is sent first gets lost
+        wait_until(lambda: silent(wake_up), 10, "notifying fails")  # what is sent first gets lost
     (thread,) = set(threading.enumerate()) - before
     async with asyncio.timeout(10):
         await in_daemon("close", wake_up.close)
@@ -268,7 +270,7 @@ async def test_a_bell_that_is_closed_leaves_no_thread(state: str) -> None:
 
 def silent(wake_up: StoreWakeUp) -> bool:
     try:
-        wake_up.ring(0)
+        wake_up.notify(0)
     except LockstepBroken:
         return True
     return False

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.fabric.donated import digests_of
+from testkit.fabric.gloo_groups import GlooGroups
+from testkit.fabric.peer_weights import digests_of
 from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
@@ -18,10 +19,9 @@ from services.fabric.nccl import lanes as nccl_lanes
 from services.fabric.nccl import opening as nccl_opening
 from services.fabric.nccl import weights as nccl_weights
 from services.fabric.nccl.lane import Lane
-from services.fabric.nccl.lanes import Lanes
+from services.fabric.nccl.lanes import Lanes, lanes_for
 from services.fabric.nccl.messages import LaneNote
 from services.fabric.nccl.pair_store import PairStore
-from services.fabric.nccl.process_groups import GlooGroups, groups_for
 from services.fabric.nccl.weights import checksum, fetch
 from services.fabric.tcp import connection as tcp_seat
 from services.fabric.tcp.connect import Facts
@@ -60,7 +60,7 @@ def test_seats_with_and_without_a_lane_serve_one_link(served: Serve) -> None:
     with_lane, without = served(lane="gloo"), served()
     table = table_of(seat_of(with_lane, 0), seat_of(without, 1))
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
-        assert settled(lambda: lanes_in_use(link) == {0: True, 1: False})
+        assert soon(lambda: lanes_in_use(link) == {0: True, 1: False})
         handles = [link.dispatch(0, ONES, torch.zeros(3, 1).long(), torch.ones(3, 1)) for _ in range(20)]
         assert all(torch.equal(link.combine(handle), 2 * ONES) for handle in handles)
     assert with_lane.counts.calls > 0
@@ -78,13 +78,13 @@ def test_a_word_of_lanes_that_nobody_offered_ends_the_connection(served: Serve) 
     with linked(table_of(seat_of(server, 0))) as link:
         for peer in list(server._peers):
             peer.send(Kind.LANE, LaneNote(key="x", value=b""))
-        assert settled(lambda: connections(link)[0] > 1)
+        assert soon(lambda: connections(link)[0] > 1)
         assert torch.equal(send(link, ONES), 2 * ONES)
 
 
 def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:
     with linked(table_of(seat_of(served(), 0)), ready=False, lane="gloo", unavailable_s=0.3) as link:
-        assert settled(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
+        assert soon(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
         with pytest.raises(ExpertUnavailable, match="can have no gloo lane: it offers none"):
             send(link, ONES)
 
@@ -123,12 +123,12 @@ def test_rows_go_in_frames_until_the_lane_is_there_and_none_is_lost(
         assert connections(link) == {0: 1}
 
 
-def test_small_calls_go_in_frames_beside_a_lane(served: Serve) -> None:
+def test_small_calls_go_in_frames_where_there_is_a_lane(served: Serve) -> None:
     """What goes by the lane waits for the lane alone: once that is ended, only calls in frames are answered."""
     server = served(lane="gloo")
     lanes = Lanes(GlooGroups(), least_bytes=64 * 4 * 4)
     with linked(table_of(seat_of(server, 0)), lanes=lanes) as link:
-        assert settled(lambda: lanes_in_use(link)[0])
+        assert soon(lambda: lanes_in_use(link)[0])
         for rows in (1, 63, 64, 3, 200, 5):
             x_TD = torch.randn(rows, 4)
             assert torch.equal(send(link, x_TD), 2 * x_TD)
@@ -151,7 +151,7 @@ def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other
             send(link, ONES)
         assert (first.counts.calls, second.counts.calls) == (0, 5)
         go.set()
-        assert settled(lambda: lanes_in_use(link)[0])
+        assert soon(lambda: lanes_in_use(link)[0])
         send(link, ONES)
         assert (first.counts.calls, second.counts.calls) == (1, 5)
 
@@ -187,7 +187,7 @@ def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
         (seat,) = link._seats.links.values()
         assert not seat.lane, "nobody wants one"
         assert torch.equal(send(link, many), 2 * many)
-        assert settled(lambda: lanes_in_use(link)[0])
+        assert soon(lambda: lanes_in_use(link)[0])
         assert torch.equal(send(link, many), 2 * many)
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 2.0)
     began = time.monotonic()
@@ -195,7 +195,7 @@ def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
         table_of(seat_of(served(lane="gloo"), 1)), lanes=lanes_of("gloo", required=False), extension=Carrier()
     ) as link:
         assert torch.equal(send(link, many), 2 * many)
-        assert settled(lambda: lanes_in_use(link)[1])
+        assert soon(lambda: lanes_in_use(link)[1])
         assert time.monotonic() - began >= 2.0
 
 
@@ -219,12 +219,12 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
     with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), extension=Carrier()) as link:
         for expert in (0, 3, 7):
             assert torch.equal(send(link, many, expert), 2 * many)
-        assert settled(lambda: bool(opening))
+        assert soon(lambda: bool(opening))
         time.sleep(0.1 + 3 * FAST.alive_s)
         assert most == [1]
         link.apply(table_of(*seats[:2], groups=groups, epoch=2))
         go_on.set()
-        assert settled(lambda: all(lanes_in_use(link).values()))
+        assert soon(lambda: all(lanes_in_use(link).values()))
         time.sleep(3 * FAST.alive_s)
     assert most in ([1, 1], [1, 1, 1]), "the third is gone, unless it was the first"
 
@@ -243,7 +243,7 @@ def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest
     real = nccl_opening._prove
     monkeypatch.setattr(nccl_opening, "_prove", damaged)
     with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
-        assert settled(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
+        assert soon(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert lanes_in_use(link) == {0: False}
         assert connections(link) == {0: 1}
@@ -256,7 +256,7 @@ def test_an_expert_worker_whose_end_fails_is_sent_frames(served: Serve, monkeypa
     monkeypatch.setattr(nccl_opening, "_echo", failing)
     table = table_of(seat_of(served(lane="gloo"), 0))
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
-        assert settled(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
+        assert soon(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert (lanes_in_use(link), connections(link)) == ({0: False}, {0: 1})
 
@@ -268,39 +268,39 @@ def test_where_a_required_lane_fails_the_seat_is_not_used(served: Serve, monkeyp
     monkeypatch.setattr(nccl_opening, "_prove", failing)
     table = table_of(seat_of(served(lane="gloo"), 0))
     with linked(table, ready=False, lane="gloo", unavailable_s=0.3) as link:
-        assert settled(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
+        assert soon(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
         with pytest.raises(ExpertUnavailable, match="No memory"):
             send(link, ONES)
 
 
-def test_openings_that_hang_are_counted_and_no_thread_is_given_to_more(
+def test_openings_that_are_stuck_are_counted_and_no_thread_is_given_to_more(
     served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Making a group hangs at the attention worker's end, as it may inside NCCL."""
+    """Making a group is stuck at the attention worker's end, as it may inside NCCL."""
     released, asked = threading.Event(), threading.Semaphore(0)
 
-    class Hanging(GlooGroups):
+    class Stuck(GlooGroups):
         def make(self, *_: Any) -> Any:
             asked.release()
             released.wait(20)
             raise RuntimeError("released")
 
-    monkeypatch.setattr(nccl_lanes, "MAX_HUNG", 1)
-    lanes = Lanes(Hanging(), opening_s=0.3)
+    monkeypatch.setattr(nccl_lanes, "MAX_STUCK", 1)
+    lanes = Lanes(Stuck(), opening_s=0.3)
     try:
         for number in range(2):
             with linked(table_of(seat_of(served(lane="gloo"), number)), lanes=lanes) as link:
                 assert torch.equal(send(link, ONES), 2 * ONES)
                 assert lanes_in_use(link) == {number: False}
-        assert lanes.hung() == 1
+        assert lanes.stuck() == 1
         assert asked.acquire(blocking=False)
         assert not asked.acquire(blocking=False), "it was tried once more"
     finally:
         released.set()
-    assert settled(lambda: lanes.hung() == 0)
+    assert soon(lambda: lanes.stuck() == 0)
 
 
-def settled(condition: Callable[[], bool]) -> bool:
+def soon(condition: Callable[[], bool]) -> bool:
     until = time.monotonic() + 30
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
@@ -329,24 +329,23 @@ def test_rows_of_a_call_are_bounded_on_the_lane(served: Serve) -> None:
 
 
 def test_a_store_ends_its_wait() -> None:
-    told: list[tuple[str, bytes]] = []
-    store = PairStore("a/", lambda key, value: told.append((key, value)), 0.05)
+    sent: list[tuple[str, bytes]] = []
+    store = PairStore("a/", lambda key, value: sent.append((key, value)), 0.05)
     store.set("x", b"1")
-    assert (told, store.get("x")) == ([("a/x", b"1")], b"1")
+    assert (sent, store.get("x")) == ([("a/x", b"1")], b"1")
     with pytest.raises(SeatLost):
         store.get("y")
-    patient = PairStore("a/", lambda *_: None, 60)
-    threading.Timer(0.05, patient.close).start()
+    waiting = PairStore("a/", lambda *_: None, 60)
+    threading.Timer(0.05, waiting.close).start()
     with pytest.raises(SeatLost):
-        patient.get("y")
+        waiting.get("y")
 
 
-@pytest.mark.parametrize("choice", ["nccl"])
-def test_a_lane_that_the_machine_cannot_have_is_refused(choice: str) -> None:
+def test_a_lane_that_the_machine_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="nccl needs a GPU"):
-        groups_for(choice, torch.device("cpu"))
-    assert groups_for("auto", torch.device("cpu")) is None
-    assert groups_for("tcp", torch.device("cpu")) is None
+        lanes_for("nccl", torch.device("cpu"))
+    assert lanes_for("auto", torch.device("cpu")) is None
+    assert lanes_for("tcp", torch.device("cpu")) is None
 
 
 # weights
@@ -385,7 +384,7 @@ def test_weights_come_from_a_seat_that_holds_them(served: Serve) -> None:
         assert got[layer].expert_ids == IDS
 
 
-class Told:
+class Reported:
     """A loading's progress."""
 
     def __init__(self) -> None:
@@ -399,15 +398,15 @@ class Told:
         self.parts.append(nbytes)
 
 
-def test_weights_on_their_way_are_told_tensor_by_tensor(served: Serve) -> None:
-    told, held = Told(), layers()
+def test_weights_on_their_way_are_reported_tensor_by_tensor(served: Serve) -> None:
+    reported, held = Reported(), layers()
     seat = seat_of(served(lane="gloo", weights=given(held)), 0)
-    assert weight_sources(seat, group=GROUP, held=held).weights(GROUP, progress=told) is not None
-    assert told.begun == [("expert weights from seat 0", sum(told.parts))]
-    assert sorted(told.parts) == [3 * 4 * 6 * 4] * 2 + [3 * 2 * 6 * 4 * 4] * 2
+    assert weight_sources(seat, group=GROUP, held=held).weights(GROUP, progress=reported) is not None
+    assert reported.begun == [("expert weights from seat 0", sum(reported.parts))]
+    assert sorted(reported.parts) == [3 * 4 * 6 * 4] * 2 + [3 * 2 * 6 * 4 * 4] * 2
 
 
-def test_a_donor_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(served: Serve) -> None:
+def test_a_peer_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(served: Serve) -> None:
     held = layers()
     gone, well = served(lane="gloo", weights=given(held)), served(lane="gloo", weights=given(held))
     seats = seat_of(gone, 0), seat_of(well, 1)
@@ -417,7 +416,7 @@ def test_a_donor_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(serve
     assert weight_sources(*seats, group=GROUP, held=held).weights(GROUP) is None
 
 
-def test_a_donor_of_another_cut_or_without_lane_is_no_donor(served: Serve) -> None:
+def test_a_peer_of_another_cut_or_without_lane_is_no_source(served: Serve) -> None:
     other = ShardGroup(number=0, experts={0: (0, 1), 1: IDS})
     held = layers()
     server, without = served(lane="gloo", weights=given(held)), served(weights=given(held))

@@ -35,13 +35,13 @@ class Stuck:
 
 
 class Groups:
-    """As on a device: no group can be freed before each of them was told to end, and ``free`` is set."""
+    """As on a device: no group can be freed before each of them was aborted, and ``free`` is set."""
 
     name, device = "fake", torch.device("cpu")
 
     def __init__(self) -> None:
         self.free = threading.Event()
-        self.told = threading.Barrier(2)
+        self.aborting = threading.Barrier(2)
         self.together = threading.Semaphore(0)
         self.launched = 0
 
@@ -69,7 +69,7 @@ class Groups:
 
     def abort(self, group: object) -> None:
         assert group is not None
-        self.told.wait(LONG_S)
+        self.aborting.wait(LONG_S)
         self.together.release()
         self.free.wait(LONG_S)
 
@@ -155,7 +155,7 @@ def test_what_waits_for_its_turn_to_launch_is_refused(groups: Groups) -> None:
     assert (len(errors), groups.launched) == (1, 0)
 
 
-def test_abort_waits_for_no_group_and_tells_both_at_once(groups: Groups) -> None:
+def test_abort_waits_for_no_group_and_aborts_both_at_once(groups: Groups) -> None:
     """One after the other would publish: the first is not free before the kernels of the second end."""
     lane = lane_of(groups)
     began = time.monotonic()

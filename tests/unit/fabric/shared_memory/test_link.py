@@ -30,6 +30,7 @@ from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOpt
 from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.shared_memory.peers import SharedSeat
 from services.fabric.shared_memory.server import SharedMemoryServer
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.routing import ShardGroup, even_groups
@@ -47,22 +48,22 @@ def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Ten
 
 @dataclass
 class Seat:
-    """``held``: while it is set, the experts do not answer. ``beside``: attention is computed on their device, too."""
+    """``held``: while it is set, the experts do not answer. ``colocated``: attention computes on their device, too."""
 
     number: int
     group: ShardGroup = GROUPS[0]
     held: threading.Event = field(default_factory=threading.Event)
     freed: threading.Event = field(default_factory=threading.Event)
-    beside: bool = False
+    colocated: bool = False
     host: SharedMemoryServer = field(init=False)
     server: ExpertServer = field(init=False)
 
     def __post_init__(self) -> None:
         self.host = SharedMemoryServer(
             self._compute, memory=HostMemory(), device=CPU, layers=list(self.group.experts), num_experts=EXPERTS,
-            hidden=HIDDEN, dtype=torch.float32, aside=self.beside,
+            hidden=HIDDEN, dtype=torch.float32, colocated=self.colocated,
         )  # fmt: skip
-        self.server = serve(scaled, seat=self.number, symm=self.host, experts=self.group.experts)
+        self.server = serve(scaled, seat=self.number, memory=self.host, experts=self.group.experts)
 
     def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.held.is_set():
@@ -76,7 +77,7 @@ def linked(
     *,
     node: str = "here",
     deadline_s: float = LONG_S,
-    beside_s: float = 0.0,
+    colocated_s: float = 0.0,
     groups: tuple[ShardGroup, ...] = GROUPS,
 ) -> Iterator[SharedMemoryLink]:
     """Once all seats of this node share memory."""
@@ -84,7 +85,7 @@ def linked(
     table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
     link = SharedMemoryLink(
         lambda extension: TcpLink(
-            table, hello=hello(), secret=SECRET, timing=FAST, extension=extension, unavailable_s=LONG_S
+            table, Facts(hello=hello(), secret=SECRET, timing=FAST), extension=extension, unavailable_s=LONG_S
         ),
         table,
         memory=HostMemory(),
@@ -92,11 +93,11 @@ def linked(
         layers=list(groups[0].experts),
         layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
         node=node,
-        options=SharedMemoryOptions(deadline_s=deadline_s, beside_s=beside_s, quarantine_s=LONG_S),
+        options=SharedMemoryOptions(deadline_s=deadline_s, colocated_s=colocated_s, quarantine_s=LONG_S),
     )
     try:
         assert link.wait_ready(LONG_S)
-        assert node != "here" or link.lane.wait_for(len(seats), LONG_S)
+        assert node != "here" or link.peers.wait_for(lambda shared: len(shared) >= len(seats), LONG_S)
         yield link
     finally:
         for seat in seats:
@@ -116,7 +117,7 @@ def step(link: SharedMemoryLink, rows: int, *, known: bool = True) -> tuple[Tens
         y_TD = link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
         if link.finish_step():
             return y_TD, x_TD * (0.5 * 2 + 2.0 * 7), tries
-    raise AssertionError("the step never settled")
+    raise AssertionError("the step never finished")
 
 
 def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
@@ -134,7 +135,7 @@ def test_rows_of_small_steps_go_through_memory_and_are_counted() -> None:
 
 
 def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    computing_s, apart_s = 0.05, 0.3
+    computing_s, pause_s = 0.05, 0.3
 
     def slow(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         time.sleep(computing_s)
@@ -148,28 +149,28 @@ def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(m
         x_TD, ids_TK, weights_TK = torch.ones(1, HIDDEN), torch.tensor([[1, 6]]), torch.ones(1, SLOTS)
         for number in (1, 2, 3):
             link.begin_step(number, [1])
-            time.sleep(apart_s)  # the seat waits for rows
+            time.sleep(pause_s)  # the seat waits for rows
             link.combine(link.dispatch(0, x_TD, ids_TK, weights_TK))
             assert link.finish_step()
         end = time.monotonic() + 10
-        while (told_s := serving.busy_s) < 3 * computing_s and time.monotonic() < end:
-            time.sleep(0.01)  # the last answer is there before its time is told
-        assert 3 * computing_s <= told_s < apart_s
+        while (counted_s := serving.busy_s) < 3 * computing_s and time.monotonic() < end:
+            time.sleep(0.01)  # the last answer is there before its time is counted
+        assert 3 * computing_s <= counted_s < pause_s
         assert seat.server.counts.seconds == 0.0
     wait_until(lambda: not seat.host._clients, LONG_S, "the client is gone")
-    assert serving.busy_s == told_s, "what it took stays"
+    assert serving.busy_s == counted_s, "what it took stays"
 
 
 def test_rows_that_memory_has_room_for_need_no_lane() -> None:
     with linked([Seat(0)]) as link:
         (seat,) = link.tcp._seats.links.values()
-        assert link.lane.carries(seat, ROWS)
-        assert not link.lane.carries(seat, ROWS + 1)
-        link.lane._stay_on_tcp(seat, "no memory, say")
-        assert not link.lane.carries(seat, 1)
+        assert link.peers.carries(seat, ROWS)
+        assert not link.peers.carries(seat, ROWS + 1)
+        link.peers._stay_on_tcp(seat, "no memory, say")
+        assert not link.peers.carries(seat, 1)
     with linked([Seat(0)], node="elsewhere") as link:
         (seat,) = link.tcp._seats.links.values()
-        assert not link.lane.carries(seat, 1)
+        assert not link.peers.carries(seat, 1)
 
 
 def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
@@ -217,7 +218,7 @@ def test_memory_is_shared_with_all_groups_or_not_with_all() -> None:
 @pytest.mark.parametrize("own", [0, 1])
 def test_of_replicas_the_one_of_this_process_is_taken(own: int) -> None:
     with linked([Seat(0), Seat(1)]) as link:
-        for shared in link.lane.usable():
+        for shared in link.peers.usable():
             assert shared.inbox is not None
             shared.inbox.own = shared.link.seat.number == own
         found, expected, _ = step(link, 3, known=True)
@@ -229,7 +230,7 @@ def test_of_replicas_the_one_of_this_process_is_taken(own: int) -> None:
 def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node: str) -> None:
     seat = Seat(0)
     with linked([seat], node=node) as link:
-        assert node == "here" or not link.lane.wait_for(1, 0.5), "seats of other machines get no offer"
+        assert node == "here" or not link.peers.wait_for(bool, 0.5), "seats of other machines get no offer"
         found, expected, _ = step(link, rows, known=known)
         assert torch.equal(found, expected)
         assert link.shared() == {}
@@ -238,21 +239,21 @@ def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node
         assert serving.layer_rows() == {0: rows}
 
 
-def test_a_seat_is_told_how_long_is_waited_and_whether_all_goes_through_memory(
+def test_a_seat_learns_how_long_is_waited_and_whether_all_goes_through_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[float, bool]] = []
-    monkeypatch.setattr(SharedSeat, "start", lambda _, begun: told.append((begun.deadline_s, begun.whole)))
+    started: list[tuple[float, bool]] = []
+    monkeypatch.setattr(SharedSeat, "start", lambda _, begun: started.append((begun.deadline_s, begun.whole)))
     groups = even_groups([0], EXPERTS, 2)
     with linked([Seat(0, groups[0]), Seat(1, groups[1])], groups=groups, deadline_s=3.0) as link:
         link.begin_step(1, [3])
         assert link.finish_step()
-        assert told == [(3.0, True)] * 2
-        other = next(shared for shared in link.lane.usable() if shared.link.seat.number == 1)
+        assert started == [(3.0, True)] * 2
+        other = next(shared for shared in link.peers.usable() if shared.link.seat.number == 1)
         link._slow_until[other] = time.monotonic() + LONG_S
         link.begin_step(2, [3])
         assert link.finish_step()
-        assert told[2:] == [(3.0, False)]
+        assert started[2:] == [(3.0, False)]
 
 
 def test_a_seat_that_is_late_gets_the_step_again_over_tcp() -> None:
@@ -265,15 +266,15 @@ def test_a_seat_that_is_late_gets_the_step_again_over_tcp() -> None:
         assert seat.server.counts.calls == 1
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_seat_beside_attention_may_be_late(beside: bool) -> None:
-    seat = Seat(0, beside=beside)
-    with linked([seat], deadline_s=0.1, beside_s=LONG_S) as link:
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_colocated_seat_may_be_late(colocated: bool) -> None:
+    seat = Seat(0, colocated=colocated)
+    with linked([seat], deadline_s=0.1, colocated_s=LONG_S) as link:
         step(link, 1)
         seat.held.set()
         threading.Timer(0.4, lambda: (seat.held.clear(), seat.freed.set())).start()
         _, _, tries = step(link, 1)
-        assert (tries == 1) is beside
+        assert (tries == 1) is colocated
 
 
 def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
@@ -294,7 +295,7 @@ def test_a_seat_that_is_lost_ends_the_step_long_before_its_deadline() -> None:
         assert (tries, link.shared()) == (1, {0: 1})
 
 
-def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_settled() -> None:
+def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_finished() -> None:
     """The tables that follow do not list it; its connection stays, too, or the step would have to run again."""
     seat = Seat(0)
     with linked([seat]) as link:
@@ -314,7 +315,7 @@ def linked_two_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[SharedMemoryLink, list[Seat], Callable[..., Any]]]:
     """Two seats of group 0, of which the first does not answer and dies soon, and one of group 1. With them what runs a
-    step: whether it settled, and what its first micro-batch gave."""
+    step: whether it is valid, and what its first micro-batch gave."""
     monkeypatch.setattr(shared_memory_server, "WAIT_S", LONG_S)
     groups = even_groups([0], EXPERTS, 2)
     seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
@@ -340,8 +341,8 @@ def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_onc
         began = time.monotonic()
         assert not run(1, micro_batches=2)[0]
         seats[0].freed.set()
-        settled, y_TD = run(2, micro_batches=1)
-        assert settled
+        valid, y_TD = run(2, micro_batches=1)
+        assert valid
         assert link.shared() == {0: 1, 1: 2}
         assert torch.equal(y_TD, torch.full((3, HIDDEN), 9.0))
         assert time.monotonic() < began + LONG_S / 2
@@ -363,7 +364,7 @@ def test_auto_changes_nothing_on_a_cpu(choice: str, found: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "gpus", "aside", "shares"),
+    ("choice", "gpus", "colocated", "shares"),
     [
         ("auto", 2, False, True),
         ("auto", 1, False, False),
@@ -372,12 +373,12 @@ def test_auto_changes_nothing_on_a_cpu(choice: str, found: type) -> None:
     ],
 )
 def test_auto_shares_between_different_gpus(
-    choice: str, gpus: int, aside: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+    choice: str, gpus: int, colocated: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice alone: the driver's memory is made up."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", lambda device, **_options: device)
-    assert (memory_for(choice, torch.device("cuda"), aside=aside) is not None) == shares
+    assert (memory_for(choice, torch.device("cuda"), colocated=colocated) is not None) == shares
 
 
 def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,5 +27,5 @@ def seats(devices: dict[int, str], place: int) -> list[Any]:
         ({6: "c"}, [6, 6, 6, 6]),
     ],
 )
-def test_two_guests_use_two_devices(devices: dict[int, str], used: list[int]) -> None:
+def test_two_clients_use_two_devices(devices: dict[int, str], used: list[int]) -> None:
     assert [seat_for(seats(devices, place)).link.seat.number for place in range(4)] == used

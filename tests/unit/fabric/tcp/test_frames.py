@@ -1,4 +1,4 @@
-"""Bytes of strangers: whatever arrives, the server lives, answers others and allocates no more than it allows."""
+"""Bytes of unknown clients: whatever arrives, the server lives, answers others and allocates no more than it allows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from services.fabric.tcp.frames import FIXED, MAGIC, Dispatch, Kind, Limits, fra
 from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.stream import Stream
-from services.fabric.tcp.tls import client_tls, server_tls
+from services.fabric.tcp.tls import ClientTls, server_tls
 from services.fabric.tcp.versions import HANDSHAKE
 
 
@@ -116,7 +116,7 @@ def test_a_frame_that_stops_half_way_ends_in_time() -> None:
 
 @given(st.binary(min_size=1, max_size=200), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_random_bytes_never_hang_or_crash_the_server(server: ExpertServer, noise: bytes, framed: bool) -> None:
+def test_random_bytes_never_block_or_crash_the_server(server: ExpertServer, noise: bytes, framed: bool) -> None:
     stream = talk(server)
     parts = [FIXED.pack(MAGIC, HANDSHAKE, Kind.HELLO, len(noise), 0)] if framed else []
     stream.send([memoryview(part) for part in [*parts, noise]])
@@ -165,7 +165,7 @@ def test_an_admitted_peer_that_falls_silent_is_dropped(server: ExpertServer) -> 
     assert ended(admitted(server))
 
 
-def test_a_stranger_cannot_hold_more_than_a_handshake(server: ExpertServer) -> None:
+def test_a_unknown_client_cannot_hold_more_than_a_handshake(server: ExpertServer) -> None:
     stream = talk(server)
     stream.send([memoryview(FIXED.pack(MAGIC, HANDSHAKE, Kind.DISPATCH, 10, 1 << 20))])
     with pytest.raises(WireError, match="at most 4096"):
@@ -235,17 +235,17 @@ def test_an_expert_worker_without_the_secret_is_not_believed() -> None:
         signed = msgspec.msgpack.encode(hello(seat=0))
         far.send(frame_parts(Kind.WELCOME, tcp_handshake.Proof(hello=signed, proof=b"p" * 32)))
         frame = read_frame(far, tcp_handshake.HANDSHAKE_LIMITS, until)
-        told.append(tcp_wire.message_of(frame, tcp_handshake.Refused).code)
+        codes.append(tcp_wire.message_of(frame, tcp_handshake.Refused).code)
         far.shut()
 
-    told: list[str] = []
+    codes: list[str] = []
     with pair() as (near, far):
         thread = threading.Thread(target=impostor, args=(far,))
         thread.start()
         with pytest.raises(SecretMismatch):
             tcp_handshake.greet(near, SECRET, hello(), time.monotonic() + 10)
         thread.join(20)
-    assert told == ["secret_mismatch"]
+    assert codes == ["secret_mismatch"]
 
 
 def test_an_empty_secret_is_refused() -> None:
@@ -261,7 +261,7 @@ def test_rows_travel_over_tls(tmp_path: Path) -> None:
     server = serve(tls=server_tls(Path(cert), Path(key)), timing=FAST)
     x_TD = torch.randn(2000, 4)
     try:
-        with linked(table_of(seat_of(server, 0)), tls=client_tls(Path(cert))) as link:
+        with linked(table_of(seat_of(server, 0)), tls=ClientTls(Path(cert))) as link:
             handles = [link.dispatch(0, x_TD, torch.zeros(2000, 1).long(), torch.ones(2000, 1)) for _ in range(20)]
             assert all(torch.equal(link.combine(handle), 2 * x_TD) for handle in handles)
     finally:
@@ -271,14 +271,13 @@ def test_rows_travel_over_tls(tmp_path: Path) -> None:
 def test_tls_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     (file := tmp_path / "not-pem").write_text("not PEM")
     assert server_tls(None, None) is None
-    assert client_tls(None) is None
     for wrong in (lambda: server_tls(file, None), lambda: server_tls(None, file)):
         with pytest.raises(ConfigError, match="--fabric-tls-cert and --fabric-tls-key"):
             wrong()
     with pytest.raises(ConfigError, match="not-pem"):
         server_tls(file, file)
     with pytest.raises(ConfigError, match=r"--fabric-tls-ca .*nowhere"):
-        client_tls(tmp_path / "nowhere")
+        ClientTls(tmp_path / "nowhere")
 
 
 def test_a_server_listens_on_ipv6() -> None:

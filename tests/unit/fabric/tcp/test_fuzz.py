@@ -1,6 +1,6 @@
 """Bytes of whoever means harm, before and after it has proven itself: one typed error, its own connection, no more.
 
-To seats, to attention workers from a seat that is not what it seems, to the ranks' gate, to both ends of shared memory.
+To seats, to attention workers from a false seat, to the ranks' proxy, to both ends of shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testkit.fabric.frames import FRAMES, NONCE, TICKET, mutated, nearly_frames, nearly_messages
+from testkit.fabric.frames import FRAMES, HANDLE, NONCE, mutated, nearly_frames, nearly_messages
 from testkit.fabric.shared_memory import serve_shared
 from testkit.fabric.tcp import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
 from testkit.processes.servers import free_port, wait_until
@@ -26,12 +26,12 @@ from testkit.processes.servers import free_port, wait_until
 from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.faults import Faults
 from services.fabric.lockstep.rendezvous import Facts
-from services.fabric.lockstep.rendezvous import _told as told_by_rank
+from services.fabric.lockstep.rendezvous import _facts_of as facts_of_rank
 from services.fabric.lockstep.store_proxy import ClientProxy, ServerProxy
 from services.fabric.nccl.messages import Fetch, LaneNote, Weights
-from services.fabric.shared_memory import messages as symm_wire
+from services.fabric.shared_memory import messages as sharing
 from services.fabric.shared_memory.host_memory import HostMemory
-from services.fabric.shared_memory.memory import Ticket, decode_ticket
+from services.fabric.shared_memory.memory import MemoryHandle, decode_handle
 from services.fabric.tcp import connection as tcp_seat
 from services.fabric.tcp import frames as tcp_wire
 from services.fabric.tcp import handshake as tcp_handshake
@@ -42,7 +42,7 @@ from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.stream import Stream
 from services.routing import Seat
 
-PATIENT = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
+GENEROUS = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
 ONES = torch.ones(3, 4)
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 MESSAGES = [
@@ -57,11 +57,11 @@ MESSAGES = [
     LaneNote(key="k", value=b"v"),
     Fetch(layer=1),
     Weights(layer=1, name="n", shape=(1, 2), checksum=3),
-    symm_wire.ShareRequest(ticket=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
-    symm_wire.ShareReply(ticket=b"t"),
-    symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5),
-    symm_wire.Stop(),
-    TICKET,
+    sharing.ShareRequest(handle=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
+    sharing.ShareReply(handle=b"t"),
+    sharing.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5),
+    sharing.Stop(),
+    HANDLE,
 ]
 
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_decoded_is_one_kind_of_error(case: tuple[type[msgspec.St
 )
 def test_what_no_decoder_may_choke_on(data: bytes) -> None:
     for message in MESSAGES:
-        if not isinstance(message, symm_wire.Stop):
+        if not isinstance(message, sharing.Stop):
             with pytest.raises(WireError):
                 tcp_wire.decoded(data, type(message), "something")
 
@@ -102,7 +102,7 @@ def test_what_no_decoder_may_choke_on(data: bytes) -> None:
 def seat() -> Iterator[ExpertServer]:
     """With everything that frames may be about."""
     weights = {0: ((0, 2), {"down": torch.ones(2, 3)})}
-    running = serve_shared(scaled, lane="gloo", weights=weights, timing=PATIENT, experts={0: range(8)})
+    running = serve_shared(scaled, lane="gloo", weights=weights, timing=GENEROUS, experts={0: range(8)})
     yield running
     running.close()
 
@@ -110,7 +110,7 @@ def seat() -> Iterator[ExpertServer]:
 @pytest.fixture(scope="module")
 def bystander(seat: ExpertServer) -> Iterator[TcpLink]:
     """An honest attention worker: whatever others send, its connection stays and it is answered."""
-    with linked(table_of(seat_of(seat, 0)), timing=PATIENT) as link:
+    with linked(table_of(seat_of(seat, 0)), timing=GENEROUS) as link:
         yield link
         assert torch.equal(send(link, ONES), ONES)
         assert seat.failure is None
@@ -180,7 +180,7 @@ def test_calls_that_would_fill_a_seats_memory_are_refused(seat: ExpertServer, by
 
 
 class Impostor:
-    """Takes the part of a seat, knows the secret, and says what it is told to, once for each connection."""
+    """Takes the part of a seat, knows the secret, and says what a test wants, once for each connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -232,10 +232,10 @@ class Impostor:
 @contextmanager
 def deceived() -> Iterator[tuple[TcpLink, Impostor]]:
     """An attention worker with an honest seat and one that is not."""
-    honest, impostor = serve(double, timing=PATIENT), Impostor()
+    honest, impostor = serve(double, timing=GENEROUS), Impostor()
     table = table_of(seat_of(honest, 0), impostor.seat)
     try:
-        with linked(table, timing=PATIENT, ready=False) as link:
+        with linked(table, timing=GENEROUS, ready=False) as link:
             wait_until(lambda: 0 in link.usable(), 30, "the honest seat is there")
             yield link, impostor
     finally:
@@ -251,12 +251,12 @@ def test_an_attention_worker_outlives_whatever_a_seat_says(
 
         @FUZZ
         @given(st.sampled_from(["hello", "proof", "echo", "open"]), nearly_frames())
-        def tell(stage: str, data: bytes) -> None:
+        def say(stage: str, data: bytes) -> None:
             impostor.said.put((stage, data))
             impostor.done.get(timeout=60)
             assert torch.equal(send(link, ONES), 2 * ONES)
 
-        tell()
+        say()
         assert link.faults().get("error", 0) == 0, "an error that is not in the tree"
         assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
         assert not any(one.ended for one in link._seats.links.values())
@@ -310,10 +310,10 @@ def test_a_seat_that_never_stops_talking_is_not_listened_to_for_ever() -> None:
 # shared memory
 
 
-def test_tickets_to_memory_are_refused_by_type_whatever_they_say() -> None:
+def test_memory_handles_are_refused_by_type_whatever_they_say() -> None:
     memory = HostMemory()
     region = memory.share(4096)
-    honest = msgspec.msgpack.decode(region.ticket, type=Ticket)
+    honest = msgspec.msgpack.decode(region.handle, type=MemoryHandle)
     numbers = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(0, 8192))
     changes = st.fixed_dictionaries(
         {},
@@ -328,7 +328,7 @@ def test_tickets_to_memory_are_refused_by_type_whatever_they_say() -> None:
     )
 
     @FUZZ
-    @given(st.one_of(changes.map(lambda change: (change, None)), mutated(region.ticket).map(lambda raw: ({}, raw))))
+    @given(st.one_of(changes.map(lambda change: (change, None)), mutated(region.handle).map(lambda raw: ({}, raw))))
     def opened(case: tuple[dict[str, object], bytes | None]) -> None:
         change, raw = case
         data = raw if raw is not None else msgspec.msgpack.encode(msgspec.structs.replace(honest, **change))
@@ -336,7 +336,7 @@ def test_tickets_to_memory_are_refused_by_type_whatever_they_say() -> None:
             memory.open(data).close()
 
     opened()
-    memory.open(region.ticket).close()
+    memory.open(region.handle).close()
     region.close()
     memory.close()
 
@@ -352,51 +352,51 @@ def test_tickets_to_memory_are_refused_by_type_whatever_they_say() -> None:
         {"bucket": 0},
     ],
 )
-def test_a_step_that_no_kernel_could_be_told_is_refused_as_it_comes(change: dict[str, float]) -> None:
-    step = symm_wire.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1)
+def test_a_step_that_no_kernel_could_run_is_refused_as_it_comes(change: dict[str, float]) -> None:
+    step = sharing.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1)
     with pytest.raises(WireError):
-        tcp_wire.decoded(msgspec.msgpack.encode(msgspec.structs.replace(step, **change)), symm_wire.Step, "a step")
+        tcp_wire.decoded(msgspec.msgpack.encode(msgspec.structs.replace(step, **change)), sharing.Step, "a step")
 
 
-# the ranks' gate
+# the ranks' proxy
 
 
-def test_the_ranks_gate_outlives_whatever_is_sent() -> None:
+def test_the_ranks_proxy_outlives_whatever_is_sent() -> None:
     faults = Faults()
     with socket.create_server(("127.0.0.1", 0)) as store:
         listener = socket.create_server(("127.0.0.1", 0))
-        gate = ServerProxy(listener, secret=SECRET, port=store.getsockname()[1], name="rank 0", faults=faults)
+        server_proxy = ServerProxy(listener, secret=SECRET, port=store.getsockname()[1], name="rank 0", faults=faults)
         address = listener.getsockname()
 
         @FUZZ
         @given(nearly_frames())
-        def told(data: bytes) -> None:
+        def sent(data: bytes) -> None:
             with socket.create_connection(address, timeout=30) as sock, suppress(OSError):
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass
 
-        told()
+        sent()
         assert "error" not in faults.totals(), "an error that is not in the tree"
         assert faults.totals()["wire_error"] >= 1
-        tunnel = ClientProxy("127.0.0.1", address[1], secret=SECRET, name="rank 1")
-        with socket.create_connection(("127.0.0.1", tunnel.port), timeout=30) as near:
-            store.accept()[0].close()  # the knock that the tunnel tried it with
+        proxy = ClientProxy("127.0.0.1", address[1], secret=SECRET, name="rank 1")
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as near:
+            store.accept()[0].close()  # the connection by which the proxy tried it
             far, _ = store.accept()
             near.sendall(b"rows")
             assert far.recv(4) == b"rows"
             far.close()
-        tunnel.close()
-        gate.close()
+        proxy.close()
+        server_proxy.close()
 
 
-def test_a_rank_outlives_whatever_the_gate_says() -> None:
+def test_a_rank_outlives_whatever_the_proxy_says() -> None:
     port = free_port()
 
     @FUZZ
     @given(nearly_frames())
-    def knocked(data: bytes) -> None:
+    def answered(data: bytes) -> None:
         with socket.create_server(("127.0.0.1", port)) as listener:
             answering = threading.Thread(target=answer, args=(listener, data), daemon=True)
             answering.start()
@@ -413,7 +413,7 @@ def test_a_rank_outlives_whatever_the_gate_says() -> None:
                 while sock.recv(4096):
                     pass
 
-    knocked()
+    answered()
 
 
 @FUZZ
@@ -422,9 +422,9 @@ def test_a_rank_outlives_whatever_the_gate_says() -> None:
 ))))  # fmt: skip
 def test_what_a_rank_says_of_itself_is_read_or_refused(data: bytes) -> None:
     with suppress(FabricError):
-        told_by_rank(1, data)
+        facts_of_rank(1, data)
 
 
-def test_a_ticket_of_another_kind_keeps_rows_on_tcp() -> None:
+def test_a_handle_of_another_kind_keeps_rows_on_tcp() -> None:
     with pytest.raises(FabricError, match="of the kind 'cuda', not 'host'"):
-        decode_ticket(msgspec.msgpack.encode(msgspec.structs.replace(TICKET, kind="cuda")), "host")
+        decode_handle(msgspec.msgpack.encode(msgspec.structs.replace(HANDLE, kind="cuda")), "host")

@@ -43,8 +43,8 @@ def served() -> Iterator[Serve]:
         server.close()
 
 
-class Gate:
-    """A compute that tells when it was entered and waits to be let on."""
+class Latch:
+    """A compute that counts its calls and waits until it may go on."""
 
     def __init__(self, compute: Compute = double) -> None:
         self.entered, self.open = threading.Semaphore(0), threading.Event()
@@ -111,14 +111,14 @@ def test_a_large_dispatch_goes_in_calls_that_the_worker_takes(served: Serve) -> 
     assert server.counts.calls == 3
 
 
-def test_rows_go_to_the_replica_with_the_fewest_outstanding(served: Serve) -> None:
-    gates = Gate(), Gate()
-    servers = [served(gate) for gate in gates]
+def test_rows_go_to_the_replica_with_the_least_outstanding(served: Serve) -> None:
+    latches = Latch(), Latch()
+    servers = [served(latch) for latch in latches]
     with linked(table_of(*(seat_of(server, number) for number, server in enumerate(servers)))) as link:
         handles = [dispatch(link, rows) for rows in (5, 2, 2, 2)]  # to seat 0, then 1 until that has more
         until(lambda: servers[0].rows_in_flight == 5 and servers[1].rows_in_flight == 6)
-        for gate in gates:
-            gate.open.set()
+        for latch in latches:
+            latch.open.set()
         for rows, handle in zip((5, 2, 2, 2), handles, strict=True):
             assert (link.combine(handle) == 2 * rows).all()
 
@@ -144,15 +144,15 @@ def test_calls_one_at_a_time_go_to_all_replicas_by_their_speed_newcomers_too(ser
 
 def test_workers_that_meet_at_a_replica_spread_over_all(served: Serve) -> None:
     """Each has one call under way, and knows nothing of the others."""
-    gate, computing, most = threading.Lock(), 0, 0
+    lock, computing, largest = threading.Lock(), 0, 0
 
     def slow(_layer: int, x_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
-        nonlocal computing, most
-        with gate:
+        nonlocal computing, largest
+        with lock:
             computing += 1
-            most = max(most, computing)
+            largest = max(largest, computing)
         time.sleep(0.02)
-        with gate:
+        with lock:
             computing -= 1
         return x_TD * 2
 
@@ -167,23 +167,23 @@ def test_workers_that_meet_at_a_replica_spread_over_all(served: Serve) -> None:
         for working in [pool.submit(work, link) for link in (one, two, three)]:
             working.result()
     assert [server.counts.calls for server in servers] == [30, 30, 30]
-    assert most == 3
+    assert largest == 3
 
 
 def test_calls_are_joined_by_layer_in_the_order_of_arrival(served: Serve) -> None:
-    gate = Gate()
-    server = served(gate, experts={0: [0], 1: [0]}, join_rows=8)
+    latch = Latch()
+    server = served(latch, experts={0: [0], 1: [0]}, join_rows=8)
     groups = even_groups([0, 1], 1, 1)
     with linked(table_of(seat_of(server, 0), groups=groups, experts=1)) as link:
         handles = [dispatch(link, 1)]
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         for rows, layer in ((2, 1), (3, 0), (4, 1), (5, 0), (3, 1)):
             handles.append(dispatch(link, rows, layer))
         until(lambda: server.rows_in_flight == 18)
-        gate.open.set()
+        latch.open.set()
         for rows, handle in zip((1, 2, 3, 4, 5, 3), handles, strict=True):
             assert (link.combine(handle) == 2 * rows).all()
-    assert gate.calls == [(0, 1), (1, 2 + 4), (0, 3 + 5), (1, 3)]
+    assert latch.calls == [(0, 1), (1, 2 + 4), (0, 3 + 5), (1, 3)]
     assert (server.counts.calls, server.counts.computations) == (6, 4)
     assert server.counts.layer_rows == {0: 9, 1: 9}
     assert server.counts.expert_rows == {0: {0: 9}, 1: {0: 9}}
@@ -191,18 +191,18 @@ def test_calls_are_joined_by_layer_in_the_order_of_arrival(served: Serve) -> Non
 
 def test_a_full_inbox_stops_reading(served: Serve) -> None:
     """The peers of a worker that holds back still hear that it lives."""
-    gate = Gate()
-    server = served(gate, inbox_rows=10)
+    latch = Latch()
+    server = served(latch, inbox_rows=10)
     most = 0
     with linked(table_of(seat_of(server, 0)), call_s=10) as link:
         handles = [dispatch(link, 4) for _ in range(6)]
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         until(lambda: server.rows_in_flight == 8)
         began = time.monotonic()
         while time.monotonic() < began + 1.3:  # longer than silence_s
             most = max(most, server.rows_in_flight)
             time.sleep(0.05)
-        gate.open.set()
+        latch.open.set()
         assert all((link.combine(handle) == 8).all() for handle in handles)
         assert server.counts.calls == 6
     assert most == 8
@@ -233,14 +233,14 @@ def test_the_line_for_room_is_served_in_order() -> None:
 
 
 def test_an_error_answers_its_call_alone(served: Serve) -> None:
-    gate = Gate(lambda layer, x_TD, ids_TK, w: 1 / 0 if (x_TD == 7).any() else double(layer, x_TD, ids_TK, w))
-    server = served(gate)
+    latch = Latch(lambda layer, x_TD, ids_TK, w: 1 / 0 if (x_TD == 7).any() else double(layer, x_TD, ids_TK, w))
+    server = served(latch)
     with linked(table_of(seat_of(server, 0)), unavailable_s=0.2) as link:
         handles = {rows: dispatch(link, rows) for rows in (1,)}
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         handles |= {rows: dispatch(link, rows) for rows in (2, 7, 3)}
         until(lambda: server.rows_in_flight == 13)
-        gate.open.set()
+        latch.open.set()
         assert all((link.combine(handles[rows]) == 2 * rows).all() for rows in (1, 2, 3))
         with pytest.raises(ExpertUnavailable, match=r"group 0 .* layer 0 .*ZeroDivisionError"):
             link.combine(handles[7])
@@ -394,22 +394,22 @@ def test_an_answer_of_another_shape_puts_the_seat_into_quarantine(
 
 
 def test_a_late_answer_is_dropped(served: Serve) -> None:
-    gate = Gate()
-    slow, well = served(gate), served()
+    latch = Latch()
+    slow, well = served(latch), served()
     with linked(table_of(seat_of(slow, 0), seat_of(well, 1)), call_s=0.2) as link:
         assert torch.equal(send(link, ONES), 2 * ONES)
-        assert gate.entered.acquire(timeout=20)
-        gate.open.set()
+        assert latch.entered.acquire(timeout=20)
+        latch.open.set()
         until(lambda: slow.counts.calls == 1 and slow.rows_in_flight == 0)
         assert torch.equal(send(link, ONES), 2 * ONES)
         until(lambda: all(seat.outstanding_rows == 0 for seat in link._seats.links.values()))
 
 
 def test_the_only_replica_may_be_late(served: Serve) -> None:
-    gate = Gate()
-    slow = served(gate)
+    latch = Latch()
+    slow = served(latch)
     with linked(table_of(seat_of(slow, 0)), call_s=0.1, unavailable_s=5) as link:
-        threading.Timer(0.4, gate.open.set).start()
+        threading.Timer(0.4, latch.open.set).start()
         assert torch.equal(send(link, ONES), 2 * ONES)
     assert slow.counts.calls == 1
 
@@ -421,37 +421,37 @@ def test_rows_wait_for_a_replica_to_come(served: Serve) -> None:
         handle = dispatch(link, 3)
         link.apply(table_of(seat_of(server, 0), epoch=2))
         assert (link.combine(handle) == 6).all()
-        assert link.ready()
+        assert not link.missing()
 
 
 def test_rows_in_flight_outlive_another_cut_of_the_groups(served: Serve) -> None:
     """Group 0 of the new table holds other experts; the part goes where its experts are."""
-    gate = Gate()
-    lost, low, high = served(gate), served(experts={0: range(4)}), served(experts={0: range(4, 8)})
+    latch = Latch()
+    lost, low, high = served(latch), served(experts={0: range(4)}), served(experts={0: range(4, 8)})
     with linked(table_of(seat_of(lost, 0))) as link:
         handle = link.dispatch(0, ONES, torch.full((3, 1), 6), torch.ones(3, 1))
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         seats = seat_of(low, 1, 0), seat_of(high, 2, 1)
         link.apply(table_of(*seats, groups=even_groups([0], 8, 2), epoch=2))
         assert link.wait_ready(5)
-        gate.open.set()
+        latch.open.set()
         lost.close()
         assert torch.equal(link.combine(handle), 2 * ONES)
 
 
 def test_an_answer_that_a_seat_owes_keeps_the_last_table_that_lists_it_in_use(served: Serve) -> None:
-    gate = Gate()
-    leaving, staying = served(gate), served()
+    latch = Latch()
+    leaving, staying = served(latch), served()
     seats = seat_of(leaving, 0), seat_of(staying, 1)
     with linked(table_of(seats[0])) as link:
         handle = dispatch(link, 3)
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         link.apply(table_of(*seats, epoch=2))
         assert link.oldest_epoch() == 2
         for epoch in 3, 4:
             link.apply(table_of(seats[1], epoch=epoch))
             assert link.oldest_epoch() == 2
-        gate.open.set()
+        latch.open.set()
         assert (link.combine(handle) == 6).all()
         assert link.oldest_epoch() == 4
 
@@ -475,7 +475,7 @@ def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve)
     server = served()
     with linked(table_of(seat_of(server, 0), epoch=3)) as link:
         link.apply(table_of(epoch=2))
-        assert link.ready()
+        assert not link.missing()
         other = table_of(epoch=4)
         with pytest.raises(FingerprintMismatch):
             link.apply(type(other)(epoch=4, fingerprint="another", num_experts=8, groups=other.groups))
@@ -503,29 +503,29 @@ def test_a_wrong_secret_is_named_in_the_error(served: Serve) -> None:
 
 
 def test_close_ends_a_combine_that_waits(served: Serve) -> None:
-    gate = Gate()
-    server = served(gate)
+    latch = Latch()
+    server = served(latch)
     with linked(table_of(seat_of(server, 0)), unavailable_s=60, call_s=60) as link:
         handle = dispatch(link, 2)
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         threading.Timer(0.1, link.close).start()
         with pytest.raises(ExpertUnavailable):
             link.combine(handle)
-    gate.open.set()
+    latch.open.set()
 
 
 def test_drain_finishes_what_is_here_and_refuses_the_rest(served: Serve) -> None:
-    gate = Gate()
-    leaving, staying = served(gate), served()
+    latch = Latch()
+    leaving, staying = served(latch), served()
     finished: list[bool] = []
     with linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
         handle = dispatch(link, 3)
-        assert gate.entered.acquire(timeout=20)
+        assert latch.entered.acquire(timeout=20)
         thread = threading.Thread(target=lambda: finished.append(leaving.drain(5)))
         thread.start()
         until(lambda: link.usable() == (1,))
         assert torch.equal(send(link, ONES), 2 * ONES)
-        gate.open.set()
+        latch.open.set()
         assert (link.combine(handle) == 6).all()
         thread.join(5)
     assert finished == [True]
@@ -547,13 +547,13 @@ def test_a_shard_holds_its_group_alone() -> None:
 
 
 def test_a_call_that_becomes_late_between_two_looks_is_looked_at_again(served: Serve) -> None:
-    gate = Gate()
-    slow = served(gate)
+    latch = Latch()
+    slow = served(latch)
     with linked(table_of(seat_of(slow, 0))) as link:
         handle = link.dispatch(0, ONES, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
         (part,) = handle.parts
         assert part.call is not None
         part.call.deadline = time.monotonic() - 1
         assert link._seats.wake_at(part) == part.call.deadline
-        gate.open.set()
+        latch.open.set()
         assert torch.equal(link.combine(handle), 2 * ONES)

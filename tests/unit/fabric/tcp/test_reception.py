@@ -1,4 +1,4 @@
-"""Connections that prove nothing keep nobody out, and cost little: at a seat, the ranks' gate, the post for memory."""
+"""Connections that prove nothing keep nobody out, and cost little: at a seat, the ranks' proxy, the memory server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from testkit.fabric.tcp import SECRET, linked, seat_of, send, serve, table_of
 from testkit.processes.certificates import Authority
 from testkit.processes.servers import free_port, wait_until
 
-from services.fabric.lockstep import store_proxy as lockstep_gate
+from services.fabric.lockstep import store_proxy
 from services.fabric.lockstep.rendezvous import Meeting, _store
 from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
@@ -27,16 +27,16 @@ from services.fabric.tcp.handshake import Nonce
 from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.reception import MAX_UNPROVEN
 from services.fabric.tcp.server import ExpertServer
-from services.fabric.tcp.tls import client_tls, server_tls
+from services.fabric.tcp.tls import ClientTls, server_tls
 
-PATIENT = Timing(handshake_s=60.0, alive_s=0.5, silence_s=30.0)
-"""Nobody is shown out for being late while a test runs."""
-STRANGERS = 300
+GENEROUS = Timing(handshake_s=60.0, alive_s=0.5, silence_s=30.0)
+"""No connection ends for being late while a test runs."""
+UNKNOWN = 300
 ONES = torch.ones(3, 4)
 
 
 @contextmanager
-def idle(address: tuple[str, int], count: int = STRANGERS) -> Iterator[list[socket.socket]]:
+def idle(address: tuple[str, int], count: int = UNKNOWN) -> Iterator[list[socket.socket]]:
     """Connections that say nothing."""
     with ExitStack() as stack:
         yield [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
@@ -51,17 +51,17 @@ def threads(server: ExpertServer) -> int:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_idle_strangers_keep_no_attention_worker_out(encrypted: bool, tmp_path: Path) -> None:
+def test_idle_unknown_clients_keep_no_attention_worker_out(encrypted: bool, tmp_path: Path) -> None:
     files = Authority(tmp_path).certificate("DNS:localhost,IP:127.0.0.1") if encrypted else (None, None)
-    tls = client_tls(tmp_path / "ca.crt") if encrypted else None
-    server = serve(timing=PATIENT, tls=server_tls(*files), max_connections=1)
+    tls = ClientTls(tmp_path / "ca.crt") if encrypted else None
+    server = serve(timing=GENEROUS, tls=server_tls(*files), max_connections=1)
     try:
         with idle(server.address):
-            wait_until(lambda: unproven(server) == MAX_UNPROVEN, 30, "the room for strangers is full")
-            with linked(table_of(seat_of(server, 0)), timing=PATIENT, tls=tls) as link:
+            wait_until(lambda: unproven(server) == MAX_UNPROVEN, 30, "the room for unknown clients is full")
+            with linked(table_of(seat_of(server, 0)), timing=GENEROUS, tls=tls) as link:
                 assert torch.equal(send(link, ONES), 2 * ONES)
                 with idle(server.address):
-                    wait_until(lambda: server.faults.totals()["crowded"] >= 2 * STRANGERS - MAX_UNPROVEN, 30, "more")
+                    wait_until(lambda: server.faults.totals()["crowded"] >= 2 * UNKNOWN - MAX_UNPROVEN, 30, "more")
                     assert threads(server) <= MAX_UNPROVEN + 1
                     assert torch.equal(send(link, ONES), 2 * ONES)
                 assert [seat.connections for seat in link._seats.links.values()] == [1], "who has proven itself stays"
@@ -83,7 +83,7 @@ def dripped(sock: socket.socket, data: bytes) -> int:
     return len(data)
 
 
-def test_a_stranger_who_drips_bytes_is_shown_out_when_a_handshake_must_be_over() -> None:
+def test_a_unknown_client_that_drips_bytes_is_disconnected_when_a_handshake_must_be_over() -> None:
     server = serve(timing=Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0))
     try:
         began = time.monotonic()
@@ -97,11 +97,11 @@ def test_a_stranger_who_drips_bytes_is_shown_out_when_a_handshake_must_be_over()
 
 
 def test_connections_that_have_proven_themselves_have_a_bound_of_their_own() -> None:
-    server = serve(timing=PATIENT, max_connections=1)
+    server = serve(timing=GENEROUS, max_connections=1)
     table = table_of(seat_of(server, 0))
     try:
-        with linked(table, timing=PATIENT, ready=False) as second:
-            with linked(table, timing=PATIENT, ready=False) as first:
+        with linked(table, timing=GENEROUS, ready=False) as second:
+            with linked(table, timing=GENEROUS, ready=False) as first:
                 wait_until(lambda: len(first.usable()) + len(second.usable()) == 1, 20, "one of them is in")
                 late = second if first.usable() else first
                 (seat,) = late._seats.links.values()
@@ -113,8 +113,8 @@ def test_connections_that_have_proven_themselves_have_a_bound_of_their_own() -> 
         server.close()
 
 
-def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    server = serve(timing=PATIENT)
+def test_unknown_clients_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(timing=GENEROUS)
     try:
         with caplog.at_level(logging.INFO):
             for _ in range(40):
@@ -123,14 +123,14 @@ def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
                     while noisy.recv(4096):
                         pass
             wait_until(lambda: server.faults.totals()["wire_error"] == 40, 20, "all are counted")
-        told = [record for record in caplog.records if "does not speak" in record.getMessage()]
-        assert 1 <= len(told) <= 6, "one in ten seconds"
+        notes = [record for record in caplog.records if "does not speak" in record.getMessage()]
+        assert 1 <= len(notes) <= 6, "one in ten seconds"
     finally:
         server.close()
 
 
-def test_strangers_keep_no_rank_from_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 60.0)
+def test_unknown_clients_keep_no_rank_from_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_proxy, "HANDSHAKE_S", 60.0)
     port = free_port()
     meeting = Meeting(
         rank=0, ranks=2, address="127.0.0.1", port=port, host="127.0.0.1", timeout_s=5, secret=SECRET
@@ -140,29 +140,29 @@ def test_strangers_keep_no_rank_from_the_gate(monkeypatch: pytest.MonkeyPatch) -
         with idle(("127.0.0.1", port)):
             ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     finally:
-        found.door.close()
+        found.proxy.close()
 
 
 def test_neighbours_who_ask_for_nothing_keep_nobody_from_memory() -> None:
-    post = FdServer()
+    server = FdServer()
     file = os.memfd_create("test")
-    key = post.publish(file)
+    key = server.publish(file)
     try:
         with ExitStack() as stack:
             for _ in range(100):
                 neighbour = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 neighbour.settimeout(30)
-                wait_until(lambda: neighbour.connect_ex(f"\0{post.name}") != EAGAIN, 30, "there is room in the line")  # noqa: B023
+                wait_until(lambda: neighbour.connect_ex(f"\0{server.name}") != EAGAIN, 30, "there is room in the line")  # noqa: B023
             began = time.monotonic()
-            os.close(fetch_fd(post.name, key))
+            os.close(fetch_fd(server.name, key))
             assert time.monotonic() - began < 4, "one of them alone may take five seconds"
     finally:
-        post.close()
+        server.close()
         os.close(file)
 
 
 def test_a_machine_without_threads_to_spare_does_not_end_the_seat(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = serve(timing=PATIENT)
+    server = serve(timing=GENEROUS)
     start = threading.Thread.start
 
     def scarce(thread: threading.Thread) -> None:
@@ -176,7 +176,7 @@ def test_a_machine_without_threads_to_spare_does_not_end_the_seat(monkeypatch: p
             with socket.create_connection(server.address, timeout=30) as refused:
                 assert refused.recv(1) == b""
         assert server.failure is None
-        with linked(table_of(seat_of(server, 0)), timing=PATIENT) as link:
+        with linked(table_of(seat_of(server, 0)), timing=GENEROUS) as link:
             assert torch.equal(send(link, ONES), 2 * ONES)
     finally:
         server.close()

@@ -21,7 +21,7 @@ from services.config import Settings
 from services.errors import ConfigError
 from services.experts.serving import Loader
 from services.fabric.tcp.server import ExpertServer
-from services.fabric.tcp.tls import ClientTls, ServerTls, client_tls, server_tls
+from services.fabric.tcp.tls import ClientTls, ServerTls, server_tls
 from services.model.load_spec import load_spec
 from services.routing import RoutingTable, Seat, even_groups
 
@@ -59,21 +59,21 @@ def refused(server: ExpertServer, tls: ClientTls | None) -> str:
 
 
 def test_a_certificate_may_carry_a_name_that_is_not_the_address(server: ExpertServer, authority: Authority) -> None:
-    assert answered(server, client_tls(authority.file, NAME))
-    assert "IP address mismatch" in refused(server, client_tls(authority.file))
-    assert "Hostname mismatch" in refused(server, client_tls(authority.file, "another.models.svc"))
+    assert answered(server, ClientTls(authority.file, NAME))
+    assert "IP address mismatch" in refused(server, ClientTls(authority.file))
+    assert "Hostname mismatch" in refused(server, ClientTls(authority.file, "another.models.svc"))
 
 
 def test_the_name_alone_is_not_enough(server: ExpertServer, tmp_path: Path) -> None:
-    stranger = Authority(tmp_path / "elsewhere", "a stranger")
-    assert "certificate verify failed" in refused(server, client_tls(stranger.file, NAME))
+    unknown = Authority(tmp_path / "elsewhere", "another")
+    assert "certificate verify failed" in refused(server, ClientTls(unknown.file, NAME))
 
 
 def test_a_renewed_certificate_is_used_by_the_next_connection(server: ExpertServer, authority: Authority) -> None:
-    with linked(table_of(seat_of(server, 0)), tls=client_tls(authority.file, NAME)) as before:
+    with linked(table_of(seat_of(server, 0)), tls=ClientTls(authority.file, NAME)) as before:
         authority.certificate("DNS:renewed")
-        assert answered(server, client_tls(authority.file, "renewed"))
-        assert "Hostname mismatch" in refused(server, client_tls(authority.file, NAME))
+        assert answered(server, ClientTls(authority.file, "renewed"))
+        assert "Hostname mismatch" in refused(server, ClientTls(authority.file, NAME))
         assert torch.equal(send(before, ONES), 2 * ONES)
         assert [seat.connections for seat in before._seats.links.values()] == [1], "what was there goes on"
 
@@ -96,10 +96,10 @@ def test_a_secret_of_kubernetes_changes_by_a_link(tmp_path: Path, authority: Aut
         (tmp_path / file).symlink_to(f"..data/{file}")
     server = serve(tls=ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key"), timing=FAST)
     try:
-        assert answered(server, client_tls(authority.file, NAME))
+        assert answered(server, ClientTls(authority.file, NAME))
         (tmp_path / "..tmp").symlink_to("..1")
         os.replace(tmp_path / "..tmp", tmp_path / "..data")
-        assert answered(server, client_tls(authority.file, "renewed"))
+        assert answered(server, ClientTls(authority.file, "renewed"))
     finally:
         server.close()
 
@@ -111,19 +111,19 @@ def test_files_that_do_not_fit_together_yet_change_nothing(
     renewed = authority.certificate("DNS:renewed", "next")
     os.replace(renewed[0], cert)
     for _ in range(2):
-        assert answered(server, client_tls(authority.file, NAME))
-    told = [record for record in caplog.records if "stays in use" in record.getMessage()]
-    assert len(told) == 1
+        assert answered(server, ClientTls(authority.file, NAME))
+    notes = [record for record in caplog.records if "stays in use" in record.getMessage()]
+    assert len(notes) == 1
     os.replace(renewed[1], key)
-    assert answered(server, client_tls(authority.file, "renewed"))
+    assert answered(server, ClientTls(authority.file, "renewed"))
 
 
 def test_files_that_are_gone_for_a_while_change_nothing(server: ExpertServer, authority: Authority) -> None:
     cert = authority.file.with_name("tls.crt")
     hidden = cert.rename(cert.with_name("hidden"))
-    assert answered(server, client_tls(authority.file, NAME))
+    assert answered(server, ClientTls(authority.file, NAME))
     hidden.rename(cert)
-    assert answered(server, client_tls(authority.file, NAME))
+    assert answered(server, ClientTls(authority.file, NAME))
 
 
 def test_a_key_that_asks_for_a_password_is_refused_and_not_waited_for(authority: Authority) -> None:
@@ -156,7 +156,7 @@ def test_the_settings_of_both_roles_meet(tmp_path: Path, authority: Authority) -
             link.apply(table)
             try:
                 wait_until(lambda: link.wait_ready(0.1) or link.faults(), 30, "it is used or refused")  # noqa: B023
-                assert (link.ready(), link.faults().keys()) == (ready, {"tls"} - ({"tls"} if ready else set()))
+                assert (not link.missing(), link.faults().keys()) == (ready, {"tls"} - ({"tls"} if ready else set()))
             finally:
                 link.close()
     finally:

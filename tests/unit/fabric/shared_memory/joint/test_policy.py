@@ -74,7 +74,7 @@ def come(policy: JoinPolicy, place: int, now: float) -> Hold | None:
 @pytest.mark.parametrize(
     "offsets", [(0.0, 0.001), (0.0, 0.0055), (0.0, 0.009), (0.0, 0.003, 0.008), (0.0, 0.0, 0.0, 0.0)]
 )
-def test_guests_meet_once_and_stay_together_where_that_pays(offsets: Sequence[float]) -> None:
+def test_clients_meet_once_and_stay_together_where_that_pays(offsets: Sequence[float]) -> None:
     world = World(alone_s=0.01, joined_s=0.007, offsets=offsets)
     world.run(3000)
     assert sum(world.joined[-400:]) == 400
@@ -82,7 +82,7 @@ def test_guests_meet_once_and_stay_together_where_that_pays(offsets: Sequence[fl
     assert sum(world.held_s[-400:]) < 400 * 1e-6, "they come at the same moment"
 
 
-def test_guests_run_alone_where_that_is_faster_and_it_is_tried_again() -> None:
+def test_clients_run_alone_where_that_is_faster_and_it_is_tried_again() -> None:
     world = World(alone_s=0.01, joined_s=0.0102, offsets=(0.0, 0.004))
     world.run(60_000)
     assert sum(world.joined) < 0.05 * len(world.joined)
@@ -98,14 +98,14 @@ def test_what_is_no_faster_is_left() -> None:
     assert sum(world.joined[-1000:]) < 100
 
 
-def test_uneven_guests_wait_for_the_slower_one_only_if_all_gain() -> None:
+def test_uneven_clients_wait_for_the_slower_one_only_if_all_gain() -> None:
     """One needs 6 ms more between its steps: together, the other one would have them, too."""
     world = World(alone_s=0.01, joined_s=0.009, offsets=(0.0, 0.004), gap_s=lambda place, _: 0.006 * place)
     world.run(6000)
     assert sum(world.joined[-1000:]) < 300
 
 
-def test_a_guest_alone_is_never_held() -> None:
+def test_a_client_alone_is_never_held() -> None:
     world = World(alone_s=0.01, joined_s=0.001, offsets=(0.0,))
     world.run(500)
     assert not any(world.held_s)
@@ -150,7 +150,7 @@ def test_who_is_late_is_not_waited_for() -> None:
     assert come(policy, 0, now + 0.015) == Hold()
 
 
-def test_rests_tell_nothing_about_the_way_that_ran() -> None:
+def test_rests_show_nothing_about_the_way_that_ran() -> None:
     """In a trial of steps together, both clients have no requests for 0.9 s now and then."""
     world = World(
         alone_s=0.01,
@@ -198,7 +198,7 @@ def test_who_was_late_runs_alone_for_longer_each_time() -> None:
     assert policy.failed(0, now) == FIRST_BAR_S, "another client of its place"
 
 
-def test_a_step_that_cannot_be_joined_tells_nothing() -> None:
+def test_a_step_that_cannot_be_joined_shows_nothing() -> None:
     policy, now = JoinPolicy(), 0.0
     for _ in range(20):
         now += 0.01

@@ -1,4 +1,4 @@
-"""Who begins with whom, with clients and joint steps that only write down what they are told."""
+"""Who begins with whom, with clients and joint steps that only record their calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testkit.processes.servers import wait_until
 from moe_kernels.exchange.layout import Layout
 from services.errors import FabricError, WireError
 from services.fabric.shared_memory.joint.policy import Hold, JoinPolicy
-from services.fabric.shared_memory.joint.queue import HOLD_SHARE, PATIENCE_SHARE, JoinQueue
+from services.fabric.shared_memory.joint.queue import GRACE_SHARE, HOLD_SHARE, JoinQueue
 from services.fabric.shared_memory.joint.steps import Client, JointStep, PendingStep
 from services.fabric.shared_memory.messages import Step
 
@@ -60,7 +60,7 @@ class FakeJointStep:
     seconds: float = 1.0
     closed: bool = False
     started: list[list[int]] = field(default_factory=list)
-    patience_s: float = 0.0
+    grace_s: float = 0.0
     parted: list[int] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
 
@@ -68,11 +68,11 @@ class FakeJointStep:
         small = max(joining.step.bucket for joining in steps) <= self.most
         return small and len(steps) <= self.members and not self.busy
 
-    def start(self, steps: Sequence[PendingStep], patience_s: float) -> None:
+    def start(self, steps: Sequence[PendingStep], grace_s: float) -> None:
         if self.broken:
             raise RuntimeError("the GPU said no")
         self.started.append([joining.client.place for joining in steps])
-        self.patience_s, self.busy = patience_s, True
+        self.grace_s, self.busy = grace_s, True
 
     def was_late(self, _client: Client) -> bool:
         return self.late
@@ -103,7 +103,7 @@ class Scene:
         for client in clients:
             self.join_queue.enter(client)
         wait_until(
-            lambda: not any(one.missing() for one in self.join_queue._alike.values()), LONG_S, "joint steps are made"
+            lambda: not any(one.missing() for one in self.join_queue._groups.values()), LONG_S, "joint steps are made"
         )
 
     def begin(self, *clients: Any, step: Step | None = None) -> None:
@@ -115,8 +115,8 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     began: list[tuple[int, bool]] = []
 
-    def come(_policy: JoinPolicy, place: int, _rows: int, _now: float, most_s: float) -> Hold | None:
-        return Hold(tuple({0, 1, 2} - {place}), most_s) if place < 3 else None
+    def come(_policy: JoinPolicy, place: int, _rows: int, _now: float, max_s: float) -> Hold | None:
+        return Hold(tuple({0, 1, 2} - {place}), max_s) if place < 3 else None
 
     monkeypatch.setattr(JoinPolicy, "come", come)
     monkeypatch.setattr(JoinPolicy, "began", lambda _self, place, _now, *, together: began.append((place, together)))
@@ -129,13 +129,13 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 @pytest.mark.parametrize(
     ("clients", "sizes"), [(1, []), (2, [2]), (3, [2, 4]), (4, [2, 4]), (5, [2, 4, 8]), (16, [2, 4, 8])]
 )
-def test_teams_of_every_size_are_made_whoever_came_first(scene: Scene, clients: int, sizes: list[int]) -> None:
+def test_joint_steps_of_every_size_are_made_whoever_came_first(scene: Scene, clients: int, sizes: list[int]) -> None:
     scene.enter(*(Fake(place) for place in range(clients)))
-    (alike,) = scene.join_queue._alike.values()
-    assert [joint_step.members for joint_step in alike.joint_steps] == sizes
+    (group,) = scene.join_queue._groups.values()
+    assert [joint_step.members for joint_step in group.joint_steps] == sizes
 
 
-def test_a_guest_is_served_while_teams_are_made() -> None:
+def test_a_client_is_served_while_joint_steps_are_made() -> None:
     making, go_on = threading.Event(), threading.Event()
 
     def make(_layout: Layout, members: int) -> JointStep:
@@ -174,15 +174,15 @@ def test_what_cannot_be_made_is_tried_once() -> None:
     join_queue.close()
 
 
-def test_the_smallest_team_that_fits_takes_all_that_came(scene: Scene) -> None:
+def test_the_smallest_joint_step_that_fits_takes_all_that_came(scene: Scene) -> None:
     clients = [Fake(place) for place in range(5)]
     scene.enter(*clients)
     scene.begin(clients[0], clients[2])
     assert not scene.join_queue.idle()
     scene.begin(clients[1])
     assert [scene.joint_steps[size].started for size in (2, 4, 8)] == [[], [[0, 2, 1]], []]
-    assert scene.joint_steps[4].patience_s == pytest.approx(PATIENCE_SHARE * 60)
-    assert HOLD_SHARE + PATIENCE_SHARE < 1
+    assert scene.joint_steps[4].grace_s == pytest.approx(GRACE_SHARE * 60)
+    assert HOLD_SHARE + GRACE_SHARE < 1
     assert sorted(scene.began) == [(0, True), (1, True), (2, True)]
     assert scene.join_queue.joined_steps == 3
     assert scene.join_queue.seconds == 3.0
@@ -208,7 +208,7 @@ def test_one_whose_step_is_too_large_leaves_the_others_together(scene: Scene) ->
     assert scene.joint_steps[2].started == [[0, 1]]
 
 
-def test_without_a_team_that_is_free_each_begins_alone(scene: Scene) -> None:
+def test_without_a_joint_step_that_is_free_each_begins_alone(scene: Scene) -> None:
     clients = [Fake(place) for place in range(3)]
     scene.enter(*clients)
     for joint_step in scene.joint_steps.values():
@@ -219,7 +219,7 @@ def test_without_a_team_that_is_free_each_begins_alone(scene: Scene) -> None:
     assert scene.join_queue.joined_steps == 0
 
 
-def test_a_team_that_fails_to_start_fails_nobody_else(scene: Scene) -> None:
+def test_a_joint_step_that_fails_to_start_fails_nobody_else(scene: Scene) -> None:
     clients = [Fake(place) for place in range(3)]
     scene.enter(*clients)
     scene.joint_steps[4].busy = scene.joint_steps[2].broken = True
@@ -244,7 +244,7 @@ def test_who_is_to_run_alone_begins_at_once(scene: Scene) -> None:
     assert [client.begun for client in clients] == [0, 1]
 
 
-def test_layouts_are_apart(scene: Scene) -> None:
+def test_layouts_are_separate(scene: Scene) -> None:
     clients = [Fake(0), Fake(1, OTHER), Fake(2)]
     scene.enter(*clients)
     scene.begin(*clients)
@@ -261,7 +261,7 @@ def test_nobody_is_held_beyond_a_share_of_its_deadline(scene: Scene) -> None:
     assert time.monotonic() - began >= HOLD_SHARE * 0.2
 
 
-def test_a_guest_is_parted_from_its_team_before_its_next_step_begins(scene: Scene) -> None:
+def test_a_client_is_parted_from_its_joint_step_before_its_next_step_begins(scene: Scene) -> None:
     clients = [Fake(7), Fake(8)]
     scene.enter(*clients)
     scene.begin(clients[0])
@@ -279,7 +279,7 @@ def test_who_stops_is_left_out_without_a_wait_and_held_no_more(scene: Scene) -> 
     assert [sorted(places) for places in scene.joint_steps[2].started] == [[1, 2]]
 
 
-def test_who_was_late_is_told_to_the_tempo(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_late_is_reported_to_the_policy(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[int] = []
     monkeypatch.setattr(JoinPolicy, "failed", lambda _self, place, _now: failed.append(place) or 1.0)
     clients = [Fake(7), Fake(8)]
@@ -294,7 +294,7 @@ def test_who_was_late_is_told_to_the_tempo(scene: Scene, monkeypatch: pytest.Mon
     assert failed == [8]
 
 
-def test_a_guest_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> None:
+def test_a_client_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> None:
     clients = [Fake(7), Fake(8)]
     scene.enter(*clients)
     scene.joint_steps[2].stuck = True
@@ -306,12 +306,12 @@ def test_a_guest_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> No
 
 def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
     scene.enter(Fake(0))
-    stranger = Fake(1)
+    unknown = Fake(1)
     with pytest.raises(WireError, match="Client 1 has no part"):
-        scene.begin(stranger)
+        scene.begin(unknown)
     with pytest.raises(WireError):
-        scene.join_queue.stop(stranger, stranger.give_up)
-    assert (stranger.begun, stranger.stopped) == (0, 0)
+        scene.join_queue.stop(unknown, unknown.give_up)
+    assert (unknown.begun, unknown.stopped) == (0, 0)
 
 
 def test_a_step_that_comes_again_is_held_once(scene: Scene) -> None:
@@ -330,7 +330,7 @@ def test_who_has_left_is_neither_held_nor_waited_for(scene: Scene) -> None:
     assert scene.joint_steps[2].started == [[0, 2]]
 
 
-def test_teams_end_with_the_last_guest_of_their_layout(scene: Scene) -> None:
+def test_joint_steps_end_with_the_last_client_of_their_layout(scene: Scene) -> None:
     clients = [Fake(place) for place in range(3)]
     scene.enter(*clients)
     for client in clients[:2]:
@@ -342,7 +342,7 @@ def test_teams_end_with_the_last_guest_of_their_layout(scene: Scene) -> None:
     assert scene.join_queue.leave(clients[2])
 
 
-def test_without_teams_every_step_begins_alone() -> None:
+def test_without_joint_steps_every_step_begins_alone() -> None:
     join_queue, client = JoinQueue(None, 2.0), Fake(0)
     join_queue.enter(client)
     join_queue.begin(client, step_of())

@@ -26,6 +26,7 @@ from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOpt
 from services.fabric.shared_memory.messages import Step
 from services.fabric.shared_memory.server import Limits, SharedMemoryServer
 from services.fabric.shared_memory.steps import Steps
+from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.routing import even_groups
@@ -55,13 +56,13 @@ class Seat:
             self._compute, memory=HostMemory(), device=CPU, layers=list(range(LAYERS)), num_experts=EXPERTS,
             hidden=HIDDEN, dtype=torch.float32, limits=Limits(join_rows=join_rows),
         )  # fmt: skip
-        self.server: ExpertServer = serve(scaled, symm=self.host, experts=GROUPS[0].experts)
+        self.server: ExpertServer = serve(scaled, memory=self.host, experts=GROUPS[0].experts)
 
-    def alike(self) -> list[_LayoutGroup]:
-        return list(self.host._join_queue._alike.values())
+    def group(self) -> list[_LayoutGroup]:
+        return list(self.host._join_queue._groups.values())
 
     def waiting(self) -> int:
-        return sum(len(one.held) for one in self.alike())
+        return sum(len(one.held) for one in self.group())
 
     def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.broken.is_set():
@@ -83,7 +84,7 @@ def clients(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[l
         for _ in range(count):
             link = SharedMemoryLink(
                 lambda extension: TcpLink(
-                    table, hello=hello(), secret=SECRET, timing=FAST, extension=extension, reduced=True
+                    table, Facts(hello=hello(), secret=SECRET, timing=FAST), extension=extension, reduced=True
                 ),
                 table,
                 memory=HostMemory(),
@@ -94,11 +95,11 @@ def clients(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[l
                 options=SharedMemoryOptions(deadline_s=deadline_s, quarantine_s=0.0),
             )
             stack.callback(link.close)
-            assert link.lane.wait_for(1, LONG_S)
+            assert link.peers.wait_for(bool, LONG_S)
             found.append(link)
         stack.callback(seat.freed.set)
         if seat.join_rows and count > 1:
-            wait_until(lambda: not any(one.missing() for one in seat.alike()), LONG_S, "joint steps are made")
+            wait_until(lambda: not any(one.missing() for one in seat.group()), LONG_S, "joint steps are made")
         yield found
 
 
@@ -248,7 +249,7 @@ def test_memory_that_a_call_never_gave_up_stays(together: Callable[[set[int]], N
         peer = next(peer for peer, client in seat.host._clients.items() if client.place == 1)
         seat.host.lost(peer)
         assert len(seat.host._clients) == 1
-        assert len(seat.host._in_use) == 1, "its memory is kept"
+        assert len(seat.host._never_closed) == 1, "its memory is kept"
         seat.freed.set()  # the call writes to the memory of who is gone
         assert parts[0].result(LONG_S)
         links[1]._control.abort()
@@ -310,7 +311,7 @@ def test_a_member_that_stops_is_waited_for_no_longer(together: Callable[[set[int
         wait_until(lambda: seat.waiting() == 0, LONG_S, "both have begun")
         links[1]._control.abort()
         assert not links[1].finish_step()
-        assert steady.result(LONG_S / 5), "sooner than patience with it ends"
+        assert steady.result(LONG_S / 5), "sooner than its grace period ends"
         assert seat.calls == [3] * LAYERS
 
 
@@ -345,7 +346,7 @@ def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], Non
         assert link.finish_step()
 
 
-def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -> None:
+def test_a_joint_step_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -> None:
     seat = Seat()
     with clients(seat, 2) as links, ThreadPoolExecutor(2) as pool:
         together({0, 1})
@@ -353,11 +354,11 @@ def test_a_team_takes_one_step_at_a_time(together: Callable[[set[int]], None]) -
         parts = [pool.submit(step, link, 3, 1) for link in links]
         assert seat.holding.wait(LONG_S)
         assert seat.calls == [6], "the first layer is computed"
-        (alike,) = seat.alike()
+        (group,) = seat.group()
         step_of = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
         assert not any(
-            joint_step.fits([PendingStep(client, step_of) for client in alike.clients])
-            for joint_step in alike.joint_steps
+            joint_step.fits([PendingStep(client, step_of) for client in group.clients])
+            for joint_step in group.joint_steps
         )
         seat.held.clear()
         seat.freed.set()

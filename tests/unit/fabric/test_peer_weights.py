@@ -1,4 +1,4 @@
-"""Weights that another worker gives are those of the checkpoint, or are not used: the giver is not believed."""
+"""Weights that another worker sends are those of the checkpoint, or are not used: the sender is not trusted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.fabric.donated import digests_of
+from testkit.fabric.peer_weights import digests_of
 from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, seat_of, serve, table_of
 from testkit.models.checkpoints import save_checkpoint
 from testkit.processes.servers import wait_until
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from services.config import Settings
 from services.errors import SeatLost, WeightsMismatch
+from services.experts import serving
 from services.experts.serving import Loader, TcpServing
 from services.experts.verify import Verifier
 from services.experts.weight_sources import given
@@ -32,7 +33,7 @@ from services.model.weights import load_experts
 from services.routing import ShardGroup, even_groups
 
 CPU = torch.device("cpu")
-Spoil = Callable[[dict[int, ExpertWeights]], object]
+Change = Callable[[dict[int, ExpertWeights]], object]
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +42,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Joining:
-    """A worker that joins beside a source which holds the checkpoint's experts, spoiled by ``spoil``."""
+    """A worker that joins next to a source that holds the checkpoint's experts, changed by ``change``."""
 
-    def __init__(self, folder: Path, tmp_path: Path, spoil: Spoil = lambda _held: None) -> None:
+    def __init__(self, folder: Path, tmp_path: Path, change: Change = lambda _held: None) -> None:
         (secret := tmp_path / "secret").write_bytes(SECRET)
         self.spec, self.folder = load_spec(folder), folder
         (self.group,) = even_groups(list(self.spec.moe_layers), self.spec.num_experts, 1)
         self.disk = load_experts(folder, self.spec, dtype=torch.float32, device=CPU)
-        spoil(held := load_experts(folder, self.spec, dtype=torch.float32, device=CPU))
+        change(held := load_experts(folder, self.spec, dtype=torch.float32, device=CPU))
         self.source = serve(
             lane="gloo", weights=given(held), hello=_hello(self.spec), experts=self.group.experts
         )  # fmt: skip
         seats = [seat_of(self.source, 0)]
         table = table_of(*seats, groups=[self.group], experts=self.spec.num_experts)
         settings = Settings(model=folder, fabric_secret_file=secret, dtype="float32")
-        settings = settings.model_copy(update={"fabric_lane": "gloo"})  # as nccl, on a CPU
         self.loader = Loader(
             settings, self.spec, worker="joins", dtype=torch.float32, device=CPU, version="0", tables=lambda: table
         )
@@ -87,11 +87,13 @@ def _hello(spec: ModelSpec) -> Hello:
 
 
 @pytest.fixture
-def joining(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Joining]]:
+def joining(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Joining]]:
+    """Workers that join, with lanes over gloo in place of NCCL."""
+    monkeypatch.setattr(serving, "lanes_for", lambda *_: lanes_of("gloo", required=False))
     made: list[Joining] = []
 
-    def make(spoil: Spoil = lambda _held: None) -> Joining:
-        made.append(Joining(folder, tmp_path, spoil))
+    def make(change: Change = lambda _held: None) -> Joining:
+        made.append(Joining(folder, tmp_path, change))
         return made[-1]
 
     write_digests(folder)
@@ -100,11 +102,11 @@ def joining(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Joining]]:
         one.close()
 
 
-def one_bit(layer: int, name: str, word: int, bit: int) -> Spoil:
-    def spoil(held: dict[int, ExpertWeights]) -> None:
+def one_bit(layer: int, name: str, word: int, bit: int) -> Change:
+    def change(held: dict[int, ExpertWeights]) -> None:
         getattr(held[layer], name).view(-1).view(torch.int32)[word] ^= 1 << bit
 
-    return spoil
+    return change
 
 
 def swapped(held: dict[int, ExpertWeights]) -> None:
@@ -113,7 +115,7 @@ def swapped(held: dict[int, ExpertWeights]) -> None:
     matrices[[0, 1]] = matrices[[1, 0]]
 
 
-def test_an_honest_donors_weights_are_taken(joining: Callable[..., Joining], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_honest_peers_weights_are_taken(joining: Callable[..., Joining], caplog: pytest.LogCaptureFixture) -> None:
     worker = joining()
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
@@ -122,7 +124,7 @@ def test_an_honest_donors_weights_are_taken(joining: Callable[..., Joining], cap
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "change",
     [
         one_bit(0, "w_gate_up_E2FD", 0, 0),
         one_bit(1, "w_gate_up_E2FD", -1, 30),
@@ -131,16 +133,16 @@ def test_an_honest_donors_weights_are_taken(joining: Callable[..., Joining], cap
     ],
     ids=["the first bit", "the last matrix", "in between", "two experts swapped"],
 )
-def test_a_donor_that_changed_one_bit_is_found_and_the_disk_is_read(
-    joining: Callable[..., Joining], caplog: pytest.LogCaptureFixture, spoil: Spoil
+def test_a_peer_that_changed_one_bit_is_found_and_the_disk_is_read(
+    joining: Callable[..., Joining], caplog: pytest.LogCaptureFixture, change: Change
 ) -> None:
     """Its own checksums are right: they are of what it gives."""
-    worker = joining(spoil)
+    worker = joining(change)
     assert worker.holds_the_checkpoint()
     assert worker.loader.faults.totals() == {"weights_mismatch": 1}
-    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "seat 0 (experts-0)" in told.getMessage()
-    assert "is not what the checkpoint holds" in told.getMessage()
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "seat 0 (experts-0)" in logged.getMessage()
+    assert "is not what the checkpoint holds" in logged.getMessage()
 
 
 def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
@@ -155,7 +157,7 @@ def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
     assert worker.loader.faults.totals() == {}
 
 
-def test_a_donor_that_lives_and_gives_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_lives_and_gives_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_weights, "_TENSOR_S", 0.5)
     asked = threading.Event()
 
