@@ -45,9 +45,9 @@ from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
 from services.queue.role_service import run_role_service
 from services.queue.tables import TableReader
-from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
 from services.runtime import AGAIN, CRASHED, in_daemon, incarnation, run_role
+from services.runtime.tasks import end_tasks
 from services.wire import WIRE
 
 T = TypeVar("T")

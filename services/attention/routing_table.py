@@ -14,8 +14,8 @@ from typing import Protocol
 
 from services.queue.backoff import Backoff, until_answered
 from services.queue.tables import TableReader
-from services.queue.tasks import end_tasks
 from services.routing import RoutingTable
+from services.runtime.tasks import first_done
 
 NOTES_PER_LEASE = 8
 BLOCK_MS = 500
@@ -77,14 +77,10 @@ class TableFollower:
         Raises:
             FingerprintMismatch: the namespace went on to another model.
         """
-        tasks: list[asyncio.Task[None]] = []
         try:
             await self._begin()
-            tasks += [asyncio.create_task(self._follow()), asyncio.create_task(self._note())]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
+            await first_done(self._follow(), self._note())
         finally:
-            await end_tasks(tasks)  # a task group cancels but once, and a Redis command may swallow that
             await self._deregister()
 
     async def _begin(self) -> None:

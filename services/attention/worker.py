@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
 from services.attention.in_flight_requests import InFlightRequests
@@ -25,8 +24,8 @@ from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerIn
 from services.queue.backoff import Backoff, until_answered
 from services.queue.clock import RedisClock
 from services.queue.connect import MAX_BLOCK_MS
-from services.queue.tasks import end_tasks
 from services.queue.worker_side import FIRST_ID, WorkerQueue
+from services.runtime.tasks import end_tasks, first_done, unless_stopped
 
 HEARTBEATS_PER_LEASE = 4
 FLUSH_S = 2.0
@@ -149,8 +148,8 @@ class AttentionWorker:
         self._thread.start()
         halt = self._thread.stop
         try:
-            await _unless_failed(self._serve(stop), background)
-            await _unless_failed(self._drain(), background)
+            await first_done(*background, self._serve(stop))
+            await first_done(*background, self._drain())
         except EngineHung:
             halt = self._thread.abandon
             raise
@@ -159,15 +158,8 @@ class AttentionWorker:
             await asyncio.to_thread(halt)
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        registration = asyncio.ensure_future(self._registration.enter(self._clock.sync))
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({registration, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if registration.done():
-                registration.result()
-                await stopped
-        finally:
-            await end_tasks([registration, stopped])
+        await unless_stopped(self._registration.enter(self._clock.sync), stop)
+        await stop.wait()
 
     async def _keep_leases(self) -> None:
         pause_s = self._options.lease_s / HEARTBEATS_PER_LEASE
@@ -288,16 +280,3 @@ class AttentionWorker:
 
 def _given_up(event: TokenEvent) -> bool:
     return event.error is not None and event.error.code == ExpertUnavailable.code
-
-
-async def _unless_failed(work: Coroutine[Any, Any, None], background: Sequence[asyncio.Future[None]]) -> None:
-    """Do ``work``, or raise what ended one of ``background``, whichever comes first."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for future in background:
-            if future.done():
-                future.result()
-        await task
-    finally:
-        await end_tasks([task])

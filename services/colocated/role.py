@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import MutableMapping, Sequence
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
@@ -20,8 +19,8 @@ from services.attention.role import AttentionRole
 from services.config import COLOCATED, Settings, colocated
 from services.experts.role import ExpertsRole
 from services.queue.role_service import RoleService, run_role_service
-from services.queue.tasks import end_tasks
 from services.runtime import run_role
+from services.runtime.tasks import end_tasks, first_done
 
 DEREGISTER_S = 2.0
 """For a seat whose attention has failed: others learn at once that it is gone, not when its lease expires."""
@@ -38,22 +37,19 @@ async def run_both(attention: RoleService, experts: RoleService, metrics_url: st
     leave = asyncio.Event()
     holding = asyncio.ensure_future(experts.run(metrics_url, leave))
     attending = asyncio.ensure_future(attention.run(metrics_url, stop))
-    tasks: list[asyncio.Future[Any]] = [holding, attending]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await first_done(holding, attending)
         if holding.done():
-            holding.result()
             log.info("the seat was given up; attention goes on")
-        try:
-            await attending
-        except Exception:
-            leave.set()
-            await asyncio.wait({holding}, timeout=DEREGISTER_S)
-            raise
+        await attending
         leave.set()
         await holding
+    except Exception:
+        leave.set()
+        await asyncio.wait({holding}, timeout=DEREGISTER_S)
+        raise
     finally:
-        await end_tasks(tasks)
+        await end_tasks([holding, attending])
 
 
 class ColocatedRole:

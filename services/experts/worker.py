@@ -22,9 +22,9 @@ from services.messages import ExpertInfo, SeatLoad, SeatReport, SeatRows, SeatSt
 from services.queue.backoff import Backoff, until_answered
 from services.queue.expert_side import Assignment, ExpertQueue, Orders
 from services.queue.tables import TableReader, unused
-from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup
 from services.runtime import in_daemon
+from services.runtime.tasks import end_tasks, first_done, unless_stopped
 
 HEARTBEATS_PER_LEASE = 8
 FIRST_BEAT_S = 0.05
@@ -139,36 +139,25 @@ class ExpertWorker:
         if not await self._take_seat(stop):
             return
         pulse = asyncio.ensure_future(self._keep_lease())
-        work = asyncio.ensure_future(self._follow_orders())
-        stopped = asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait({pulse, work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (pulse, work):
-                if task.done():
-                    task.result()
-            await end_tasks([work])
+            await first_done(pulse, self._follow_orders(), stop.wait())
             await self._leave(pulse)
         except ServingFailed:
-            await end_tasks([pulse, work])
+            await end_tasks([pulse])
             await self._deregister()
             raise
         finally:
-            await end_tasks([pulse, work, stopped])
+            await end_tasks([pulse])
             if self._serving:
                 await asyncio.to_thread(self._serving.drain, 0.0)
 
     async def _take_seat(self, stop: asyncio.Event) -> bool:
         """False if ``stop`` comes before Redis answers; a seat that it gave all the same ends with its lease."""
         join = partial(self._queue.join, self._info, self._timing.lease)
-        joined = asyncio.ensure_future(until_answered("seat", join, Backoff()))
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({joined, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not joined.done():
-                return False
-            self._seat = joined.result()
-        finally:
-            await end_tasks([joined, stopped])
+        seat = await unless_stopped(until_answered("seat", join, Backoff()), stop)
+        if seat is None:
+            return False
+        self._seat = seat
         log.info("seat %d", self._seat)
         return True
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
-from services.queue.tasks import end_tasks
 from services.runtime import FORCED
+from services.runtime.tasks import first_done
 from services.supervisor.child import Child, Outlook, RoleProcess, Running
 from services.supervisor.policy import RestartPolicy
 
@@ -71,29 +71,13 @@ class Children:
     async def watch(self, stop: asyncio.Event, beside: Coroutine[Any, Any, object]) -> int:
         """Returns 0 after ``stop``, or the exit code of the first child that could not be kept alive. What ``beside``
         raises ends it, too."""
-        kept = asyncio.create_task(self._keep_alive())
-        also = asyncio.create_task(beside)
-        stopped = asyncio.create_task(stop.wait())
-        tasks: list[asyncio.Task[Any]] = [kept, stopped, also]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if also.done():
-                also.result()
-                await asyncio.wait([kept, stopped], return_when=asyncio.FIRST_COMPLETED)
-            return kept.result() if kept.done() and not stop.is_set() else 0
-        finally:
-            await end_tasks(tasks)
 
-    async def _keep_alive(self) -> int:
-        tasks = {asyncio.create_task(child.keep_alive()): child for _, child in self._children}
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            first = done.pop()
-            code = first.result()
-            log.error("%s ended for good with exit code %d; stopping", tasks[first].name, code)
-            return code
-        finally:
-            await end_tasks(tasks)
+        async def both() -> None:
+            await beside
+            await stop.wait()
+
+        ends = await first_done(stop.wait(), both(), *(_kept_alive(child) for _, child in self._children))
+        return 0 if stop.is_set() else next(code for code in ends[2:] if code is not None)
 
     async def stop(self, settings: Settings) -> None:
         """Each role together, in the order of the modules; then what all need."""
@@ -112,6 +96,12 @@ class Children:
         self._forced = True
         for _, child in self._children:
             child.kill()
+
+
+async def _kept_alive(child: Child) -> int:
+    code = await child.keep_alive()
+    log.error("%s ended for good with exit code %d; stopping", child.name, code)
+    return code
 
 
 def _drain_s(role: Role | None, settings: Settings) -> float:

@@ -8,7 +8,7 @@ import logging
 from services.queue.connect import connect
 from services.queue.death_notices import DeathNotices
 from services.queue.keys import Keys
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 PATIENCE_S = 2.0
 

@@ -8,7 +8,7 @@ from typing import Any
 from testkit.processes.roles import OPTIONS
 
 from services.attention.registration import LOOK_S, Registration
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 
 class SlowQueue:
