@@ -15,7 +15,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.attention.role import AttentionRole
+from services.attention.service import AttentionService
 from services.config import COLOCATED, Settings, colocated
 from services.experts.role import ExpertsRole
 from services.queue.role_service import RoleService, run_role_service
@@ -56,7 +56,7 @@ class ColocatedRole:
     """Everything around both. ``registry`` gets the series of both."""
 
     def __init__(self, settings: Settings, redis: Redis, registry: CollectorRegistry) -> None:
-        self._attention = AttentionRole(settings, redis, registry, beside_experts=True)
+        self._attention = AttentionService(settings, redis, registry, colocated=True)
         self._experts = ExpertsRole(settings, redis, registry, beside_attention=True)
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:

@@ -43,13 +43,13 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     the CancelledError only once all ``tasks`` are over, so that none of them lives on.
     """
     pending = set(tasks)
-    pause_s, cancelled = _AGAIN_S, False
+    timeout_s, cancelled = _AGAIN_S, False
     while pending:
         for task in pending:
             task.cancel()  # does nothing to one that is done
         try:
-            await asyncio.wait(pending, timeout=pause_s)
-            pause_s *= 2
+            await asyncio.wait(pending, timeout=timeout_s)
+            timeout_s *= 2
         except asyncio.CancelledError:
             cancelled = True
         done = {task for task in pending if task.done()}
