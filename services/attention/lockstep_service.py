@@ -11,7 +11,7 @@ from typing import Any
 
 from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
 from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
-from services.attention.metrics import LockstepObserver, RefusalObserver
+from services.attention.metrics import LockstepObserver, TotalsObserver
 from services.attention.service import AttentionService
 from services.attention.setup.build import Built, engine_options, load_model, served_model
 from services.attention.step.engine import Engine
@@ -96,7 +96,8 @@ class LockstepService(AttentionService):
     def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
         metrics, rank = self._metrics, built.engine.rank
         lockstep = LockstepObserver(metrics, rank.traffic, lambda: rank.steps.turns)
-        return [*super()._observers(built), lockstep.refresh, RefusalObserver(metrics, rank.faults.totals).refresh]
+        refusals = TotalsObserver(metrics.refused_peers, rank.faults.totals)
+        return [*super()._observers(built), lockstep.refresh, refusals.refresh]
 
 
 async def _close(rank: LockstepRank) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.attention.engine_thread import BUFFER_TOKENS
-from services.attention.metrics import ExpertObserver, RefusalObserver, SharingObserver, StallObserver, StepObserver
+from services.attention.metrics import ExpertObserver, SharingObserver, StepObserver, TotalsObserver
 from services.attention.routing_table import TableFollower
 from services.attention.setup.build import Built, build
 from services.attention.setup.capacity import credit
@@ -166,8 +166,8 @@ class AttentionService:
         metrics, by_layer = self._metrics, self._settings.layer_series
         observers = [ExpertObserver(metrics, built.link.expert_rows, by_layer=by_layer).refresh]
         if built.remote:
-            observers.append(StallObserver(metrics, built.remote.stalled_s).refresh)
-            observers.append(RefusalObserver(metrics, built.remote.faults).refresh)
+            observers.append(TotalsObserver(metrics.shard_stall, built.remote.stalled_s, from_now=True).refresh)
+            observers.append(TotalsObserver(metrics.refused_peers, built.remote.faults).refresh)
         if built.sharing:
             observers.append(SharingObserver(metrics, built.sharing).refresh)
         return observers

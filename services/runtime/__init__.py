@@ -1,4 +1,4 @@
-"""Lifecycle of every process: logs, signals, the death of the parent, start-up errors, metrics over HTTP."""
+"""What every process needs to live: logs, signals, its parent's death, start-up errors, tasks, metrics over HTTP."""
 
 from services.runtime.address import advertised, node_name, scrape_url
 from services.runtime.daemon import in_daemon, left_behind

@@ -1,4 +1,4 @@
-"""Under which address others find this process, which is not always the one that it listens on, and its machine."""
+"""The address at which others find this process, not always the one that it listens on, and its machine's name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def advertised(settings: NetworkSettings) -> str:
 
 
 def node_name(settings: NetworkSettings) -> str:
-    """``--node``; else this machine's name. Containers of one machine have names of their own: they have to be told."""
+    """``--node``; else this machine's name. Containers of one machine each have their own: they need the option."""
     return settings.node or socket.gethostname()
 
 
 def scrape_url(settings: NetworkSettings, port: int) -> str:
-    """Where others scrape this process."""
+    """URL at which others scrape this process."""
     host = advertised(settings)
     return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"

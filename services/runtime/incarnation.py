@@ -1,4 +1,4 @@
-"""The name of one life of a process."""
+"""A name for a process that no other process has, not even the one that replaces it."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import uuid
 
 
 def incarnation() -> str:
-    """A new name: host, process and a draw, so that no process started later has it."""
+    """Draw a new name: host, process number and random digits."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -54,7 +54,7 @@ def configure_logging(
 
 def _context_of(role: str) -> logging.Filter:
     class Context(logging.Filter):
-        """Adds what the formatters print beside the message."""
+        """Adds the fields that the formatters print around the message."""
 
         def filter(self, record: logging.LogRecord) -> bool:
             record.role = role
@@ -65,12 +65,12 @@ def _context_of(role: str) -> logging.Filter:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller passed as ``extra``."""
+    """The fields that the caller passed as ``extra``."""
     return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
 
 
 def _in_json(char: str) -> str:
-    """``char`` of a JSON text; what steers a terminal, or ends a line for some readers, as an escape."""
+    """``char`` of a JSON text, as an escape if it would steer a terminal or end a line for some readers."""
     return char if char.isprintable() else json.dumps(char)[1:-1]
 
 

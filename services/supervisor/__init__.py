@@ -1,5 +1,5 @@
-"""Processes that are started, watched, restarted and stopped together: all of a server's (`expertmesh serve`), or the
-workers of one machine (`expertmesh workers`)."""
+"""Starts, watches, restarts and stops processes together: all of a server (`expertmesh serve`), or the workers of one
+machine (`expertmesh workers`)."""
 
 from services.supervisor.handover import check_port
 from services.supervisor.tree import Supervisor, serve

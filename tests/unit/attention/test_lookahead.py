@@ -206,7 +206,7 @@ def test_a_step_ahead_follows_prompts_that_end_and_no_others(
     ahead = []
     for _ in range(8):
         engine.step()
-        ahead.append(engine._steps.under_way)
+        ahead.append(engine._steps.in_flight)
     assert ahead == [False, False, False, True, True, True, True, True], "old's; 7, 7 and 6 of the prompt; then decodes"
     assert not caplog.records, "none is given up"
 
@@ -216,10 +216,10 @@ def test_prompts_that_want_no_token_or_scores_are_followed_by_no_step(engine_of:
     engine.add(ask("old", [1, 2, 3], max_tokens=9))
     engine.add(ask("echo", [4, 5, 6], max_tokens=0, prompt_logprobs=1))
     engine.step()
-    assert not engine._steps.under_way
+    assert not engine._steps.in_flight
     engine.add(ask("scored", [4, 5, 6], max_tokens=5, prompt_logprobs=1))
     engine.step()
-    assert not engine._steps.under_way, "its scores would wait for what follows"
+    assert not engine._steps.in_flight, "its scores would wait for what follows"
     while engine.has_work:
         engine.step()
 
@@ -404,7 +404,7 @@ def test_a_step_that_was_given_up_leaves_zeros_where_it_wrote(engine_of: MakeEng
     for _ in range(4):  # the fourth launches the fifth, which has written keys and values of its first layer by then
         engine.step()
     (state,) = engine._batch._held.values()
-    assert not engine._steps.under_way
+    assert not engine._steps.in_flight
     kv_2SE = engine._kv._layers[0].flatten(3).flatten(1, 2)
     before, slot = (state.blocks[at // 4] * 4 + at % 4 for at in (state.computed - 1, state.computed))
     assert bool(kv_2SE[:, before].any())

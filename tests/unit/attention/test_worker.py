@@ -16,7 +16,7 @@ from testkit.processes.roles import KEYS, Deployment, RunningWorker, eventually
 from testkit.queue.client import Client, check, finish
 from testkit.queue.redis_server import RedisServer
 
-from services.attention.worker import EngineError, EngineHung
+from services.attention.worker import EngineError, EngineStuck
 from services.errors import FingerprintMismatch
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
@@ -319,7 +319,7 @@ async def test_a_step_that_hangs_ends_the_worker_and_its_requests_go_elsewhere(s
         await asyncio.sleep(1.2)
         assert not worker.task.done()
         worker.engine.gate.clear()
-        with pytest.raises(EngineHung):
+        with pytest.raises(EngineStuck):
             await worker.task
         deployment.worker()
         await finish([stream])
@@ -336,7 +336,7 @@ async def test_a_worker_whose_step_hangs_does_not_hang_in_its_drain(server: Redi
         worker.engine.gate.clear()
         await client.submit([1])
         await eventually(lambda: worker.engine.added)
-        with pytest.raises(EngineHung):
+        with pytest.raises(EngineStuck):
             await worker.stop()
         worker.engine.gate.set()
 
