@@ -127,38 +127,26 @@ class VersionMismatch(StartupError):
 
 
 class UnreadableMessage(ExpertMeshError):
-    """Bytes that another process wrote and that this release cannot read. The reader goes on without them."""
-
     code = "unreadable_message"
 
 
 class StaleLeader(ExpertMeshError):
-    """Another scheduler was elected. The call changed nothing; its caller does not lead any more."""
-
     code = "stale_leader"
 
 
 class StaleTable(ExpertMeshError):
-    """The epoch of a routing table is not above the published one and those in use. The call changed nothing."""
-
     code = "stale_table"
 
 
 class KubernetesUnavailable(ExpertMeshError):
-    """The API server of Kubernetes does not answer, or refuses."""
-
     code = "kubernetes_unavailable"
 
 
 class KubernetesForbidden(KubernetesUnavailable):
-    """The account may not look."""
-
     code = "kubernetes_forbidden"
 
 
 class WatchExpired(KubernetesUnavailable):
-    """The API server no longer has the version from which to watch: list again."""
-
     code = "watch_expired"
 
 
@@ -189,8 +177,6 @@ class SeatLeaving(FabricError):
 
 
 class SeatFull(FabricError):
-    """An expert worker has as many connections as it takes."""
-
     code = "seat_full"
 
 
@@ -203,8 +189,6 @@ class CallFailed(FabricError):
 
 
 class WeightsMismatch(FabricError):
-    """Weights that another worker gave are not those of the checkpoint."""
-
     code = "weights_mismatch"
 
 
@@ -217,8 +201,6 @@ class LockstepBroken(FabricError):
 
 
 class LockstepLeft(FabricError):
-    """Another rank left in order, and this one therefore has to."""
-
     code = "lockstep_left"
 
 
@@ -243,7 +225,7 @@ class RequestError(ExpertMeshError):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        """This error as it travels along the token path."""
+        """The error in the form in which it travels along the token path."""
         return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 

@@ -91,8 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def cost(self) -> int:
-        """Tokens charged to the tenant and to a worker's credit: the prompt, all that may follow it, and a share for
-        the scores that are asked for."""
+        """Tokens charged to the tenant and to a worker's credit: the prompt, the longest answer, a share for scores."""
         return self.max_len + -(-self.sampling.scores(self.prompt_len) // SCORES_PER_TOKEN)
 
     @property
@@ -195,7 +194,7 @@ class Assign(msgspec.Struct, frozen=True, array_like=True, tag="assign"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """To a worker: stop this request if the attempt you hold is at most ``attempt``."""
+    """Gateway or scheduler to worker: stop this request if the attempt that you hold is at most ``attempt``."""
 
     request_id: str
     attempt: int
@@ -205,7 +204,7 @@ InboxMessage = Assign | Cancel
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attention worker reports about itself when it registers. Ids are incarnations, never reused."""
+    """Registration of an attention worker. Ids are incarnations, never reused."""
 
     id: str
     model: str
@@ -221,11 +220,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
-"""What an expert worker does: it has no group, loads one, serves it, or is about to end."""
+"""State of an expert worker: it has no group, loads one, serves it, or is about to end."""
 
 
 class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an expert worker reports about itself when it takes a seat. Ids are incarnations, never reused.
+    """Registration of an expert worker, which asks for a seat. Ids are incarnations, never reused.
 
     It listens on ``host``:``port`` and has room for ``max_experts`` of a layer, if that is limited. ``capacity`` is its
     speed relative to the others, ``group`` the shard group that it would rather hold, ``pod`` its pod's name on
@@ -285,7 +284,7 @@ def latency_bucket(seconds: float, target_s: float) -> int:
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a gateway did since its start: seconds in all and of computing, sequences that came and that ended, and how
+    """Work of a gateway since its start: seconds in all and of computing, sequences that came and that ended, and how
     many latencies fell into each bucket of :data:`LATENCY_EDGES`."""
 
     up_s: float
@@ -298,8 +297,7 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What an expert worker reports with each heartbeat. ``digest`` names the experts of ``group`` that it has
-    loaded."""
+    """Report of an expert worker in each heartbeat. ``digest`` names the experts of ``group`` that are loaded."""
 
     status: SeatStatus
     group: int | None = None

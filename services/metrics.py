@@ -64,7 +64,7 @@ class MachineMetrics:
 
 
 class GatewayMetrics:
-    """What clients see. Written by the gateway."""
+    """Requests as clients see them. Written by the gateway."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         series = _Series(registry)

@@ -18,8 +18,7 @@ from services.wire import read
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """An expert worker, and where others reach it. ``worker`` is its incarnation, ``node`` its machine, ``capacity``
-    its speed relative to the other workers."""
+    """An expert worker's place. ``worker`` is its incarnation, ``node`` its machine, ``capacity`` a relative speed."""
 
     number: int
     worker: str
@@ -90,8 +89,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def even_groups(layers: list[int], num_experts: int, groups: int) -> tuple[ShardGroup, ...]:
-    """``groups`` of consecutive experts, the same in every layer and as even as possible. For a start without known
-    load.
+    """``groups`` of consecutive experts, the same in every layer and as even as possible, before any load is known.
 
     Raises:
         ConfigError: there are more groups than experts.

@@ -17,8 +17,7 @@ NAMED_PROMPTS = 2
 OLDEST_WIRE = 1
 """The oldest version that this release reads, and writes for readers that know no other."""
 NO_PROMPT = "The prompt is empty."
-"""The text with which a worker refuses a request without a prompt. To a worker of version 1, every request that names
-its prompt has none."""
+"""The text with which a worker refuses a request without a prompt. One of version 1 finds no prompt in a named one."""
 
 T = TypeVar("T")
 

@@ -2,9 +2,8 @@
 
 Commands are taken before every step, so that a cancel holds before the next step is planned; an idle thread wakes at
 once. Events wait in a bounded buffer: the publisher sends those of one step while the engine computes the next. If the
-publisher leaves events behind, the engine only cancels until they are taken: new events would wait even longer. If
-Redis goes away the engine pauses when ``buffer_tokens`` events wait, or ``buffer_bytes`` with their log-probabilities.
-It also pauses while it is held.
+publisher leaves events behind, the engine only cancels until they are taken: new events would wait even longer. While
+Redis is away the engine pauses once ``buffer_tokens`` events wait, or ``buffer_bytes`` of them; also while it is held.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-
-from services.messages import TokenEvent
 
 
 class InFlightRequests:
@@ -40,11 +37,6 @@ class InFlightRequests:
             del self._attempts[request_id]
         if not self._attempts:
             self._empty.set()
-
-    def close_ended(self, published: Iterable[TokenEvent]) -> None:
-        for event in published:
-            if event.finish is not None:
-                self.close(event.request_id, event.attempt)
 
     async def emptied(self) -> None:
         """Returns once nothing is held."""

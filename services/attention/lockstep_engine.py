@@ -34,8 +34,7 @@ from services.placement import Placement, place_experts
 from services.runtime import advertised, node_name
 
 MARGIN_S = 5.0
-"""How long this rank stays beyond its own drain timeout: the others begin to drain later, and then publish their last
-tokens."""
+"""How long this rank stays beyond its drain timeout: the others begin to drain later, and publish their last tokens."""
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +189,7 @@ class LockstepEngine:
         return self._active or self._wants_step or steps.untold or self.rank.wake_up.heard(steps.idle_turns)
 
     def leave(self) -> None:
-        """Announce that no more requests come. From any thread; the next step, which needs a nudge, carries it to the
-        other ranks."""
+        """Announce, from any thread, that no more requests come. The next step, which needs a nudge, passes it on."""
         self.rank.steps.leaving = True
 
     def add(self, request: GenerateRequest) -> None:
@@ -241,8 +239,7 @@ class LockstepEngine:
 
 
 class Departure:
-    """Lets a rank end when it is asked to, or when another rank leaves. Create it in the event loop, before the engine
-    steps.
+    """Lets a rank end when it has to or when another rank leaves. Create it in the event loop, before the first step.
 
     Args:
         stop: set when this rank is to end.
@@ -262,8 +259,7 @@ class Departure:
         self.begun.set()
 
     async def end(self) -> None:
-        """Wait, after the last request, for ranks that still drain. Raises LockstepLeft where this rank was not asked
-        to end: it has to start again."""
+        """Wait for ranks that still drain. Raises LockstepLeft if this rank was not stopped: it has to start again."""
         await asyncio.to_thread(self._engine.rank.wait_for_peers)
         if not self._stop.is_set():
             raise LockstepLeft("Another rank has left; this one starts again, to meet those that come.")

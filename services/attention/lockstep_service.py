@@ -11,12 +11,13 @@ from typing import Any
 
 from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
 from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
-from services.attention.metrics import LockstepObserver, TotalsObserver
+from services.attention.metrics import Growth, TotalsObserver
 from services.attention.service import AttentionService
 from services.attention.setup.build import Built, engine_options, load_model, served_model
 from services.attention.step.engine import Engine
 from services.attention.worker import AttentionWorker, EngineError
 from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
+from services.metrics import WorkerMetrics
 from services.model.progress import loading_progress
 from services.runtime import AGAIN, in_daemon
 from services.runtime.tasks import end_tasks
@@ -51,7 +52,7 @@ class LockstepService(AttentionService):
         served = served_model(settings, rank=settings.rank)
         rank = LockstepRank(settings, served.spec, dtype=served.dtype, device=served.device)
         with loading_progress(log) as progress:
-            model = load_model(settings, served, progress)
+            model = load_model(served, progress)
             link = rank.connect(self._id, progress)
         # Neither overlap, nor graphs, nor lookahead: the ranks must cut their steps alike.
         options = engine_options(settings, served.capacity, lookahead="off")
@@ -95,9 +96,22 @@ class LockstepService(AttentionService):
 
     def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
         metrics, rank = self._metrics, built.engine.rank
-        lockstep = LockstepObserver(metrics, rank.traffic, lambda: rank.steps.turns)
         refusals = TotalsObserver(metrics.refused_peers, rank.faults.totals)
-        return [*super()._observers(built), lockstep.refresh, refusals.refresh]
+        return [*super()._observers(built), LockstepObserver(metrics, rank).refresh, refusals.refresh]
+
+
+class LockstepObserver:
+    """Counts the steps of all ranks together, and what goes to the other ranks."""
+
+    def __init__(self, metrics: WorkerMetrics, rank: LockstepRank) -> None:
+        self._metrics, self._rank, self._growth = metrics, rank, Growth()
+
+    def refresh(self) -> None:
+        metrics, traffic = self._metrics, self._rank.traffic
+        self._growth.follow(metrics.lockstep_turns, self._rank.steps.turns)
+        for scope in list(traffic.messages):
+            self._growth.follow(metrics.lockstep_messages.labels(scope), traffic.messages[scope])
+            self._growth.follow(metrics.lockstep_bytes.labels(scope), traffic.bytes[scope])
 
 
 async def _close(rank: LockstepRank) -> None:

@@ -17,7 +17,7 @@ SHARD = "0"
 """Label of all experts of this process: they are one shard."""
 
 
-class _Growth:
+class Growth:
     """Brings counters up to totals that are kept elsewhere."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StepObserver:
     def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineStats]) -> None:
         self._metrics = metrics
         self._read = read
-        self._growth = _Growth()
+        self._growth = Growth()
         self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
         self._totals = {
             "prefix_query_tokens": metrics.prefix_queries,
@@ -129,8 +129,7 @@ class ExpertObserver:
             self._metrics.expert_top_id.labels(layer, rank).set(expert)
 
     def _show_mean(self) -> None:
-        """Show the mean over the layers of the share that the busiest expert took, then the second busiest, and so
-        on."""
+        """Show the share of the busiest expert, the second busiest and so on, as means over the layers."""
         loads = [(sorted(recent, reverse=True), total) for recent in self._recent.values() if (total := sum(recent))]
         for rank in range(min(TOP_EXPERTS, *(len(load) for load, _ in loads)) if loads else 0):
             mean = sum(load[rank] / total for load, total in loads) / len(loads)
@@ -146,7 +145,7 @@ class TotalsObserver:
 
     def __init__(self, counter: Counter, read: Callable[[], Mapping[Any, float]], *, from_now: bool = False) -> None:
         self._counter, self._read = counter, read
-        self._growth = _Growth()
+        self._growth = Growth()
         for label, total in read().items() if from_now else ():
             self._growth.skip(counter.labels(label), total)
 
@@ -166,11 +165,10 @@ class SharingLink(Protocol):
 
 
 class SharingObserver:
-    """Shows how many seats share memory, and counts, from now on, steps that used it and steps that had to run
-    again."""
+    """Shows how many seats share memory; counts steps that used it and steps that ran again, from now on."""
 
     def __init__(self, metrics: WorkerMetrics, link: SharingLink) -> None:
-        self._metrics, self._link, self._growth = metrics, link, _Growth()
+        self._metrics, self._link, self._growth = metrics, link, Growth()
         self._growth.skip(metrics.shared_steps, link.shared_steps)
         self._growth.skip(metrics.repeated_steps, link.repeated_steps)
 
@@ -178,25 +176,3 @@ class SharingObserver:
         self._metrics.shared_seats.set(self._link.shared_seats())
         self._growth.follow(self._metrics.shared_steps, self._link.shared_steps)
         self._growth.follow(self._metrics.repeated_steps, self._link.repeated_steps)
-
-
-class LockstepTraffic(Protocol):
-    """See :class:`services.fabric.lockstep.gloo.Traffic`."""
-
-    @property
-    def messages(self) -> Mapping[str, int]: ...
-    @property
-    def bytes(self) -> Mapping[str, int]: ...
-
-
-class LockstepObserver:
-    """Counts what goes to the other ranks."""
-
-    def __init__(self, metrics: WorkerMetrics, traffic: LockstepTraffic, turns: Callable[[], int]) -> None:
-        self._metrics, self._traffic, self._turns, self._growth = metrics, traffic, turns, _Growth()
-
-    def refresh(self) -> None:
-        self._growth.follow(self._metrics.lockstep_turns, self._turns())
-        for scope in list(self._traffic.messages):
-            self._growth.follow(self._metrics.lockstep_messages.labels(scope), self._traffic.messages[scope])
-            self._growth.follow(self._metrics.lockstep_bytes.labels(scope), self._traffic.bytes[scope])

@@ -23,8 +23,7 @@ from services.queue.backoff import Backoff, until_answered
 MAX_EVENTS = 2048
 """Most events of one call: bounds how long one script keeps Redis busy after an outage."""
 MAX_BYTES = 2 * 1024 * 1024
-"""Roughly the most that the events of one call take together. After each call the publisher looks for gateways that
-lag."""
+"""Roughly the most bytes of one call. After each call the publisher looks for gateways that lag."""
 
 
 class EventSource(Protocol):

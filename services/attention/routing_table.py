@@ -39,7 +39,7 @@ class TableFollower:
         self._news = asyncio.Event()
 
     def missing(self) -> list[str]:
-        """For /ready."""
+        """The shard groups, or the table, that it waits for; for /ready."""
         if not self._epoch:
             return ["a routing table"]
         return [f"experts of group {number}" for number in self._link.missing()]

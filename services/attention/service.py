@@ -76,7 +76,7 @@ class AttentionService:
             await self._with_experts(built, metrics_url, stop)
 
     def missing(self) -> list[str]:
-        """What keeps the worker from serving; for /ready."""
+        """Names of things that the worker waits for before it serves; for /ready."""
         experts = self._experts.missing() if self._experts else []
         awaited = "weights" if self._experts is None else "kernels"
         return experts + (self._worker.missing() if self._worker else [] if experts else [awaited])

@@ -113,19 +113,15 @@ class AttentionWorker:
         return self._thread.unpublished
 
     def has_room(self, tokens: int, nbytes: int) -> bool:
-        """As :meth:`EngineThread.has_room`, for an engine that pauses by itself."""
+        """Whether the engine may step (:meth:`EngineThread.has_room`), if it pauses by itself."""
         return self._thread.has_room(tokens, nbytes)
 
     def nudge(self) -> None:
         """Announce, from any thread, that the engine has work from elsewhere."""
         self._thread.nudge()
 
-    def held(self) -> dict[str, int]:
-        """Request id -> attempt, of requests that have been accepted and not ended in Redis."""
-        return self._in_flight.held()
-
     def missing(self) -> list[str]:
-        """What keeps the worker from taking requests; for /ready."""
+        """Names of things that the worker waits for before it takes requests; for /ready."""
         if not self._registration.registered:
             return ["registration"]
         return ["Redis"] if self._heartbeat_backoff.failing else []
@@ -222,15 +218,16 @@ class AttentionWorker:
         self._on_given_up(len(attempts))
 
     def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
-        self._in_flight.close_ended(event for event in events if not _given_up(event))
+        for event in events:
+            if event.finish is not None and not _given_up(event):
+                self._in_flight.close(event.request_id, event.attempt)
         for request_id, attempt in refused.items():
             self._abandon(request_id, attempt)
         if refused:
             self._on_refused(len(refused))
 
     async def _drain(self) -> None:
-        """Give back requests that have not begun, let the others end in time, hand over those that do not. None of them
-        counts as failed."""
+        """Give back requests that have not begun, let others end in time, hand the rest over. None counts as failed."""
         if not self._registration.registered:
             return
         log.info("draining %d requests", len(self._in_flight))
@@ -257,8 +254,7 @@ class AttentionWorker:
                 self._abandon(request_id, held[request_id])
 
     async def _watch_engine(self) -> None:
-        """Raise EngineStuck for a step that lasts too long. Time is counted in ticks of this loop, so that a pause of
-        the whole process does not count."""
+        """Raise EngineStuck for a step that lasts too long, in ticks of this loop: a paused process does not count."""
         tick_s = min(WATCH_S, self._options.step_timeout_s / 4)
         step, lasted_s = None, 0.0
         while lasted_s < self._options.step_timeout_s:

@@ -41,8 +41,7 @@ class LoadStopped(Exception):
 
 
 class Stoppable:
-    """Passes progress on to ``progress``. Once ``stopped`` is set it ends the loading between two tensors, by raising
-    LoadStopped."""
+    """Passes progress on to ``progress``. Once ``stopped`` is set it raises LoadStopped between two tensors."""
 
     def __init__(self, progress: Progress, stopped: threading.Event) -> None:
         self._progress = progress

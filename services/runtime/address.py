@@ -1,8 +1,10 @@
-"""The address at which others find this process, not always the one that it listens on, and its machine's name."""
+"""The names by which others find this process: its address, its machine, and a name that is only its own."""
 
 from __future__ import annotations
 
+import os
 import socket
+import uuid
 
 from services.config import NetworkSettings
 
@@ -17,6 +19,11 @@ def advertised(settings: NetworkSettings) -> str:
 def node_name(settings: NetworkSettings) -> str:
     """``--node``; else this machine's name. Containers of one machine each have their own: they need the option."""
     return settings.node or socket.gethostname()
+
+
+def incarnation() -> str:
+    """Draw a name that no other process has, not even the one that replaces this one: host, number, random digits."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def scrape_url(settings: NetworkSettings, port: int) -> str:

@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
-from services.runtime.terminal import printable
-
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "role", "request_id", "taskName"),
     "color_message",  # uvicorn repeats its message in colours
 }
 _CHATTY = ("asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3")
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with characters that steer a terminal or turn the writing direction escaped."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Running(Protocol):
-    """What the supervisor needs of a process. ``start`` may be called again after it ended."""
+    """A process as the supervisor sees it. ``start`` may be called again after it ended."""
 
     async def start(self) -> object: ...
 
@@ -98,12 +98,12 @@ class RedisProcess(EmbeddedRedis):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What a supervisor knows of a child.
+    """A supervisor's knowledge of a child.
 
     ``spared``: others go on meanwhile, so the child is not given up for failing too often. ``proven``: its settings
     have worked before, so it is not given up for an exit code of a start-up error. ``lived_s``: seconds for which it
-    has been well in this life; None: since its start. ``on_start`` is called at each start, ``on_end`` with the number
-    of a process that has ended by itself.
+    has been well in this life; None: since its start. ``on_start`` is called at each start, ``on_end`` with a process's
+    number at its end.
     """
 
     spared: Callable[[], bool] = lambda: False
@@ -182,9 +182,8 @@ class Child:
 
 
 def _as_asked(code: int) -> bool:
-    """Whether a child that was stopped ended in order. A rank in lock-step may leave because another rank does, before
-    it is stopped itself (AGAIN); a process that has just begun does not handle SIGTERM yet; the kill of a process that
-    took too long has been logged."""
+    """Whether a child that was stopped ended in order. A rank in lock-step may leave with another rank (AGAIN); a
+    process that has just begun does not handle SIGTERM yet; a kill after the timeout has been logged."""
     return code in (0, AGAIN, -signal.SIGTERM, -signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What a supervisor hands to its children: a private folder with a configuration file for each, and ports."""
+"""Hands to a supervisor's children what they need: a private folder with a configuration file for each, and ports."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class RunFolder:
 
     @staticmethod
     def _sweep(parent: Path) -> None:
-        """Deletes the folders of this user's supervisors that were killed. In a container a supervisor has the process
-        number of the one before it."""
+        """Deletes folders of this user's supervisors that were killed, even of one with the same process number."""
         for folder in parent.glob(f"{_PREFIX}*"):
             owner = folder.name.removeprefix(_PREFIX).split("-")[0]
             with suppress(OSError):
@@ -114,8 +113,7 @@ def check_port(host: str, port: int, *, option: str = "--port") -> int:
 def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
     """``count`` different ports for children to listen on.
 
-    Linux gives them to no other process until ``until`` is closed: a port that is bound, and not listened on, is given
-    only to a process that asks for this port.
+    Linux gives them to no other process until ``until`` is closed: a port that is only bound goes to those who name it.
     """
     with ExitStack() as bound:  # all at once, else the kernel might offer one twice
         ports = [_port_of(bound.enter_context(_bind(host, 0))) for _ in range(count)]

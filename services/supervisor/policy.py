@@ -1,4 +1,4 @@
-"""When a process that ended is started again. Pure: it counts and computes, the caller waits."""
+"""Decides when a process that ended is started again. Pure: it counts and computes, the caller waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RestartPolicy:
 
     A process that lived ``healthy_s``, or served that long where its supervisor counts so, clears the record. After
     ``max_failures`` shorter lives in a row it is given up, unless it is spared because others of its kind do its work.
-    A process that ended because of another one (``AGAIN``) has not failed, but after :data:`MAX_AGAIN` such short lives
-    in a row it is given up, too.
+    One that ended because of another process (``AGAIN``) has not failed; after :data:`MAX_AGAIN` short lives it is
+    given up.
     """
 
     def __init__(

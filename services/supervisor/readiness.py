@@ -13,7 +13,7 @@ import httpx
 POLL_S = 0.5
 TIMEOUT_S = 2.0
 STUCK_S = 60.0
-"""After so much silence a process that answered before counts as stuck, as by the chart's liveness probe."""
+"""Silence after which a process that has answered counts as stuck, as by the chart's liveness probe."""
 _PAGE, _END = "its page", "its end"
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Life:
-    """What is known of a process since its last start. Times are by the monotonic clock."""
+    """Answers of a process since its last start. Times are by the monotonic clock."""
 
     missing: str = _PAGE
     answered_at: float | None = None

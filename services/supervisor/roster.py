@@ -12,8 +12,7 @@ COMPUTING: tuple[Role, ...] = (ATTENTION, COLOCATED, EXPERTS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One worker of a machine. ``fabric_port`` None: it has no seat; 0: any free port. ``expert_group`` None: the
-    scheduler chooses."""
+    """One worker of a machine. ``fabric_port`` None: no seat; 0: any. ``expert_group`` None: the scheduler chooses."""
 
     name: str
     role: Role
@@ -23,7 +22,7 @@ class Place:
     expert_group: int | None = None
 
     def changes(self) -> dict[str, object]:
-        """This worker's settings where they differ from those of all."""
+        """Settings of this worker that differ from those of all."""
         own: dict[str, object] = {"device": self.device, "metrics_port": self.metrics_port}
         if self.fabric_port is not None:
             own |= {"fabric_port": self.fabric_port, "expert_group": self.expert_group}

@@ -44,8 +44,7 @@ def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
 
 
 class Supervisor:
-    """Supervisor of one server. Tests replace the roles with ``modules`` and ``check_model``; ``stop_margin_s`` goes to
-    :class:`Children`."""
+    """Supervisor of one server. ``modules`` and ``check_model`` tie it to the real roles."""
 
     def __init__(
         self,

@@ -45,8 +45,7 @@ def run_workers(settings: Settings) -> int:
 
 
 class Workers:
-    """The workers of one machine. Tests replace the roles with ``modules`` and ``check_model``; ``stop_margin_s`` goes
-    to :class:`Children`, ``stuck_s`` to :class:`Readiness`."""
+    """Supervisor of one machine's workers. ``modules`` and ``check_model`` tie it to the real roles."""
 
     def __init__(
         self,

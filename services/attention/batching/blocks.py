@@ -71,8 +71,7 @@ class BlockPool:
         return new <= self.available - revived
 
     def take(self, matched: Sequence[int], new: int) -> list[int]:
-        """Take ``matched`` (from :meth:`match`) and ``new`` fresh blocks, as one list. They have to fit
-        (:meth:`fits`)."""
+        """Take ``matched`` (from :meth:`match`) and ``new`` fresh blocks, if they :meth:`fits`. Returns all of them."""
         assert self.fits(matched, new)
         for block in matched:
             if not self._references[block]:
@@ -88,8 +87,7 @@ class BlockPool:
     def publish(self, block: int, name: bytes) -> None:
         """Let ``name`` find ``block``, whose KV is computed.
 
-        Of two sequences that computed the same prefix at the same time, the first keeps the name; the other's block
-        becomes empty when its sequence ends.
+        If two sequences computed a prefix at the same time, only the block of the first gets the name.
         """
         assert self._references[block], "only a sequence that holds a block can fill it"
         if name not in self._block_of and block not in self._name_of:
@@ -109,8 +107,7 @@ class BlockPool:
                 self._empty.append(block)
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
-        """Drop the names of those ``blocks`` that no sequence holds, so that none is found again. Returns these
-        blocks."""
+        """Drop the names of those ``blocks`` that no sequence holds: none is found again. Returns these."""
         idle = [block for block in blocks if not self._references[block]]
         for block in idle:
             if block in self._cached:
@@ -166,8 +163,7 @@ class Prefixes:
 def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> bool:
     """Give each of ``decodes`` a block for the token drawn last, or ``ahead`` after it, if its blocks do not hold it.
 
-    They have room for all tokens before it. Returns False, and takes nothing, if there are too few blocks. A second
-    call for the same tokens takes nothing.
+    They have room for all tokens before it. Returns False, without any, if there are too few. A second call takes none.
     """
     size = pool.block_size
     at_edge = [state for state in decodes if not (len(state.token_ids) - 1 + ahead) % size]
@@ -180,8 +176,7 @@ def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> 
 
 
 def reserve(pool: BlockPool, running: Sequence[SequenceState]) -> int:
-    """How many blocks ``running`` need to grow by one each. An admission that took them could cause a preemption at
-    once."""
+    """How many blocks ``running`` need to grow by one each. Without them an admission could preempt at once."""
     return sum(state.limit > len(state.blocks) * pool.block_size for state in running)
 
 
@@ -216,8 +211,7 @@ class HeldBack:
             self._pool.release(state.blocks)
 
     def forget(self, state: SequenceState, blocks: list[int]) -> list[int]:
-        """Forget, as :meth:`BlockPool.forget`, the ``blocks`` that ``state`` held when it failed; later if they are
-        held back."""
+        """Forget the ``blocks`` that ``state`` held when it failed; later, if they are held back."""
         if state in self._blocks:
             self._failed.add(state)
             return []

@@ -137,8 +137,7 @@ class BatchManager:
         self._held_back.completing(plan)
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
-        """Account for what the step computed, except for sequences that ended meanwhile. Returns the blocks to zero:
-        those of pieces that failed."""
+        """Account for the step, except for sequences that ended meanwhile. Returns blocks of failures, to be zeroed."""
         self._held_back.completing(plan)
         decodes = len(plan.decodes)
         to_zero = self._complete_decodes(plan.decodes, outcomes[:decodes])

@@ -13,11 +13,11 @@ from typing import Generic, Protocol, TypeVar
 from services.messages import GenerateRequest
 
 _MAX_COUNTERS = 1024
-"""If there are more counters when a sequence starts, those of tenants without waiting sequences are dropped."""
+"""Most counters. If there are more, those of tenants without waiting sequences are dropped."""
 
 
 class Waiting(Protocol):
-    """What the line reads of a sequence. ``arrival`` is a running number; ``preempted``: it had started before."""
+    """A sequence as the line sees it. ``arrival`` is a running number; ``preempted``: it had started before."""
 
     @property
     def request(self) -> GenerateRequest: ...

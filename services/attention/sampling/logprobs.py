@@ -68,7 +68,7 @@ class ScoreTable:
         return bool(np.isnan(self.logprobs_R).any())
 
     def message(self, start: int) -> PromptScores:
-        """These scores as those of a prompt's tokens from ``start`` on."""
+        """The scores as a message, for a prompt's tokens from ``start`` on."""
         return PromptScores(
             start=start,
             width=self.top_ids_RW.shape[1],

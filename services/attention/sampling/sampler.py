@@ -78,8 +78,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """Draw token ids [S] from logits whose largest is ``best_S``. Returns also which rows' filters are decided;
         None:
-        all. Where ``best_S`` is not finite the token means nothing.
-        """
+        all. Where ``best_S`` is not finite the token means nothing."""
         temperatures = [max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
         temperatures_S1 = upload(np.array(temperatures, dtype=np.float32), logits_SV.device)[:, None]
         # With the largest at 0, a division by a tiny temperature can only underflow to -inf, which is never drawn.
@@ -99,8 +98,7 @@ class Sampler:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """Tokens on their way from the device. ``tokens_R`` stay there, for the next step; ``host_R`` and ``scores`` may be
-    read once the device has computed them. In ``tokens_R`` a broken row has any token, in ``host_R`` a negative one.
-    """
+    read once the device has computed them. In ``tokens_R`` a broken row has any token, in ``host_R`` a negative one."""
 
     rows: Sequence[DrawRow]
     tokens_R: Tensor
@@ -111,7 +109,7 @@ class Drawn:
     open: _Open | None
 
     def redrawn(self) -> Drawn:
-        """This object, or new draws if a filter turned out not to be decided; then ``tokens_R`` here are wrong."""
+        """Draw again if a filter turned out undecided: then ``tokens_R`` here are wrong. Else return ``self``."""
         return self if self.open is None else self.open.redrawn(self)
 
     def outcomes(self) -> list[Outcome]:
@@ -137,8 +135,7 @@ class _Open:
     decided_S: Tensor
 
     def redrawn(self, drawn: Drawn) -> Drawn:
-        """Draw all rows again. Draws are keyed, so decided ones come out the same. The rows' tokens are known by
-        now."""
+        """Draw all rows again. Draws are keyed: decided ones come out the same. The rows know their tokens by now."""
         while (open_ := drawn.open) is not None and not all(decided := open_.decided_S.tolist()):
             for index, is_decided in zip(open_.sampled, decided, strict=True):
                 drawn.rows[index].narrow_heads += not is_decided

@@ -58,20 +58,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """What one step computes, in row order: first ``decodes``, which compute their last token and draw the next one.
-
-    Decodes, hundreds in a step, get a :class:`Piece` only where :attr:`pieces` is read, before the step is completed.
-    """
+    """The work of one step, in row order: first ``decodes``, which compute their last token and draw the next one."""
 
     decodes: tuple[SequenceState, ...] = ()
     prompts: tuple[Piece, ...] = ()
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        decodes = (
-            Piece(state=state, start=state.computed, length=1, draws=True, scored=range(0)) for state in self.decodes
-        )
-        return (*decodes, *self.prompts)
 
     @property
     def drawing(self) -> list[SequenceState]:

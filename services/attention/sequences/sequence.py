@@ -47,8 +47,7 @@ def draw_keys(sequence_keys: Sequence[int], positions: Sequence[int]) -> NDArray
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DrawRow:
-    """What the sampler knows of a sequence. ``token_ids``, all tokens so far, grow; ``stop_ids`` may end the
-    sequence."""
+    """A sequence as the sampler sees it. ``token_ids`` are all tokens so far, and grow; ``stop_ids`` may end it."""
 
     params: SamplingParams
     token_ids: Sequence[int]

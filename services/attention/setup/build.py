@@ -1,10 +1,11 @@
-"""From a checkpoint and settings to an engine that is ready to step, its experts in this process or behind a link."""
+"""Builds an engine from a checkpoint and settings, with its experts in this process or behind a link."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What this worker computes, and where: all that is known before any weights are read."""
+    """The model, and how this worker serves it: all that is known before any weights are read."""
 
+    folder: Path
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
@@ -73,9 +75,9 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocate
     spec, dtype, device = served.spec, served.dtype, served.device
     remote = None
     with loading_progress(log) as progress:
-        model = load_model(settings, served, progress)
+        model = load_model(served, progress)
         if settings.layout == "local":
-            link: CountingLink[Any] = _local_link(settings, served, progress)
+            link: CountingLink[Any] = _local_link(served, progress)
         else:
             link = remote = remote_link(settings, spec, dtype, device, worker, colocated=colocated)
     sharing = remote if isinstance(remote, SharedMemoryLink) else None
@@ -112,18 +114,18 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
     device = torch_device(settings.device, rank=rank)
     log.info("attention is computed on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
-    return ServedModel(spec=spec, device=device, dtype=dtype, capacity=_capacity(settings, spec, dtype))
+    room = _capacity(settings, spec, dtype)
+    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, capacity=room)
 
 
-def load_model(settings: Settings, served: ServedModel, progress: Progress) -> DenseModel:
+def load_model(served: ServedModel, progress: Progress) -> DenseModel:
     """Read everything but the experts."""
-    assert settings.model is not None, "load_settings requires it of this role"
-    weights = load_dense(settings.model, served.spec, dtype=served.dtype, device=served.device, progress=progress)
+    weights = load_dense(served.folder, served.spec, dtype=served.dtype, device=served.device, progress=progress)
     return DenseModel(served.spec, weights)
 
 
 def engine_options(settings: Settings, room: Capacity, *, lookahead: Lookahead) -> EngineOptions:
-    """What ``settings`` ask of an engine that has ``room``."""
+    """Options of an engine with ``room``, as ``settings`` ask for them."""
     return EngineOptions(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -136,10 +138,9 @@ def engine_options(settings: Settings, room: Capacity, *, lookahead: Lookahead) 
     )
 
 
-def _local_link(settings: Settings, served: ServedModel, progress: Progress) -> LocalLink:
-    assert settings.model is not None, "load_settings requires it of this role"
+def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
     spec = served.spec
-    experts = load_experts(settings.model, spec, dtype=served.dtype, device=served.device, progress=progress)
+    experts = load_experts(served.folder, spec, dtype=served.dtype, device=served.device, progress=progress)
     return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)
 
 

@@ -28,8 +28,7 @@ are bound by the bytes that they move, not by how soon the first one leaves."""
 COLOCATED_ROWS = 8192
 """Most rows in a colocated worker, whose own seat takes them on the same GPU: TCP would take them through the host."""
 DEADLINE_S = 0.02
-"""Longest wait for one exchange between GPUs, which takes some 10 microseconds. Between CPUs, where the experts
-themselves may take longer, it is ``--exchange-timeout``."""
+"""Longest wait for one exchange between GPUs, which takes some 10 us; between CPUs it is ``--exchange-timeout``."""
 COLOCATED_DEADLINE_S = 0.25
 """Longest wait for a seat whose GPU computes attention, too: a prompt keeps that busy for hundreds of milliseconds."""
 
@@ -81,8 +80,7 @@ def remote_link(
 
 
 def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, max_rows: int) -> Layout:
-    """Where rows and answers lie in shared memory. Between CPUs answers come unsummed, so that float32 gives the tokens
-    of ``--fabric-shared off``."""
+    """The layout of shared memory. Between CPUs answers come unsummed: float32 gives the same tokens as TCP."""
     return Layout(
         rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), max_rows),
         hidden=spec.hidden_size,

@@ -44,14 +44,12 @@ class Capture(Protocol):
     """Records work so that it can be repeated."""
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run ``work`` at least once. The function that is returned does the same again, on the same tensors, in the
-        order of the current stream."""
+        """Run ``work``, once or twice. Returns a function that repeats it on the same tensors, in stream order."""
         ...
 
 
 class CudaCapture:
-    """Captures on a stream of its own, in memory that all graphs share, since they never run at the same time. ``work``
-    runs twice."""
+    """Captures on a stream of its own, in memory that all graphs share: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -185,8 +183,7 @@ class StepGraphs(Generic[HandleT]):
             log.exception("A step of %d rows cannot be captured; from here on new ones are not.", rows)
 
     def _capture_rows(self, rows: int) -> bool:
-        """Capture a graph of ``rows``, unless there is one. Returns whether there is one now: the link may allow
-        none."""
+        """Capture a graph of ``rows`` if there is none and the link allows one. Returns whether there is one."""
         with torch.inference_mode(), self._link.capture_context(rows) as key:
             if key is None or (rows, key) in self._graphs:
                 return key is not None

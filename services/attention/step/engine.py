@@ -138,8 +138,7 @@ class Engine(Generic[HandleT]):
             self._graphs.prepare()
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Serve dummy requests and forget them, so that no request waits for kernels to be compiled and loaded, or for
-        buffers. The engine must hold no request.
+        """Serve dummy requests and forget them, to have kernels compiled and loaded. The engine must hold no request.
 
         Takes seconds on a GPU. Where the experts cannot be reached the warm-up ends early, and a log line says so. The
         experts count its rows like any others.
@@ -183,8 +182,8 @@ class Engine(Generic[HandleT]):
         self._batch.add(request)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, or when a
-        step in flight with a row of it has ended."""
+        """End the request if the attempt held is at most ``attempt``. A step in flight keeps its blocks till its
+        end."""
         self._batch.cancel(request_id, attempt)
 
     def held(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Keeps a step's inputs at fixed addresses, for CUDA graphs to read.
 
-A graph takes every row, also of a prompt, as a sequence of its own that sees its blocks up to its own position.
+A graph takes every row, also of a prompt, as a sequence that sees its blocks up to the row's position.
 Legend: T rows of the step, M blocks of a sequence, at most.
 """
 
@@ -85,8 +85,7 @@ class FixedInputs:
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Numbers of rows that graphs are made for, up to ``max_rows``: doubling up to 16, then growing by a quarter to
-    half.
+    """Numbers of rows that graphs are made for: doubling up to 16, then growing by a quarter to a half.
 
     >>> row_buckets(40)
     [1, 2, 4, 8, 16, 24, 32, 40]

@@ -35,8 +35,7 @@ class Flattener:
         self._position_B = _array(())
 
     def of(self, plan: StepPlan, after_B: Tensor | None = None) -> StepInputs:
-        """The rows of ``plan``. Logits are wanted of the last row of each sequence that draws, then of the rows that
-        score prompts.
+        """The rows of ``plan``. Logits are wanted of the last rows of sequences that draw, then of rows that score.
 
         Args:
             after_B: tokens on the device that ``plan.decodes`` do not know yet: ``plan`` follows the step that draws

@@ -81,8 +81,7 @@ class InFlightStep:
         return self.last_hidden.outcomes(model)
 
     def tokens_for(self, plan: StepPlan) -> Tensor:
-        """Tokens on the device that this step draws for ``plan``, which has decodes only. All prompts here must
-        draw."""
+        """Tokens on the device that this step, whose prompts all draw, draws for the decodes of ``plan``."""
         assert self.last_hidden is not None
         assert self.last_hidden.drawn is not None
         tokens_B = self.last_hidden.drawn.tokens_R
@@ -149,7 +148,7 @@ class LastHidden:
 
 
 def _scores(x_RD: Tensor, pieces: Sequence[Piece], model: DenseModel) -> Iterator[ScoreTable | None]:
-    """For each of ``pieces`` the log-probabilities of the prompt tokens that it scores. Waits for the device."""
+    """Log-probabilities of the prompt tokens that each of ``pieces`` scores. Waits for the device."""
     for width, alike in groupby(pieces, key=lambda piece: piece.state.request.sampling.prompt_logprobs or 0):
         group = list(alike)
         tokens = [piece.state.token_ids[position] for piece in group for position in piece.scored]

@@ -1,8 +1,8 @@
 """Decides whether a step runs as two micro-batches, so that attention of one hides exchange and experts of the other.
 
 Splitting makes smaller products and twice the calls, so it pays only where the exchange takes long enough. The policy
-measures that, by number of rows: it times both ways, keeps the faster one, and tries the other one again now and then.
-Pure Python.
+measures that, by number of rows: it times both ways, keeps the faster one, and tries the other now and then. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 Mode = Literal["auto", "on", "off"]
 
 SAMPLES = 7
-"""Steps by which a way is judged: their median tolerates three disturbed ones. In a trial the two ways alternate, so
-that a slow moment of the machine slows both."""
+"""Steps by which a way is judged: their median tolerates three disturbed ones. In a trial the ways alternate, so that a
+slow moment hits both."""
 MIN_GAIN = 0.05
 """Share of a step's time that a change must save. Less may be noise, and the policy would swing."""
 FIRST_RETRY, LAST_RETRY = 100, 1600
@@ -111,8 +111,7 @@ class OverlapPolicy:
             rows.left = FIRST_RETRY
 
     def _rows_of(self, sequences: Sequence[tuple[int, int]]) -> _Rows:
-        """The record of steps with as many rows, up to a power of two: within one, dense work and exchange grow
-        alike."""
+        """The record of steps with as many rows, within a power of two: dense work and exchange grow alike there."""
         return self._by_rows.setdefault(sum(rows for rows, _ in sequences).bit_length(), _Rows())
 
 

@@ -1,5 +1,4 @@
-"""The order of steps: each is planned, launched, read and accounted for; with lookahead the next is launched before
-that.
+"""The order of steps: each is planned, launched, read and accounted for.
 
 With lookahead, decode step N+1 is launched while step N runs: its input tokens are on the device already. The host then
 reads step N without stalling the device. Rows of sequences that ended in N are discarded
@@ -84,8 +83,7 @@ class StepPipeline:
         return step
 
     def _launch_next(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the step after ``step``, which is not read yet. Returns None where that step cannot be known yet, or
-        where one of the two fails."""
+        """Launch the step after ``step`` before that is read. Returns None where it cannot be known yet or fails."""
         follows = step.replayed if self._lookahead == "replayed" else self._lookahead == "all"
         if not follows or step.error is not None:
             return None
@@ -128,8 +126,7 @@ class StepPipeline:
         step.computed = self._mark(self._model.device)
 
     def _finish(self, step: InFlightStep) -> None:
-        """Wait until the exchanges of ``step`` have ended; run it again until its result is valid. The link bounds the
-        time."""
+        """Wait for the exchanges of ``step``, and run it again until its result is valid. The link bounds the time."""
         while not step.finished:
             step.finished = self._runner.finish()
             if not step.finished:

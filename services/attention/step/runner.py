@@ -22,8 +22,8 @@ from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
 PROBE_STEPS = 32
-"""While the link cannot be captured (its ``graph_key()`` is None), steps may run as two micro-batches, and a split step
-is never captured. So one step in this many is left whole, to find out whether the link has become capturable."""
+"""One step in this many is left whole while the link cannot be captured (its ``graph_key()`` is None). Such steps may
+run as two micro-batches, which no graph can; a whole one finds out whether the link can be captured by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,7 @@ class StepRunner(Generic[HandleT]):
         return StepOutput(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
 
     def finish(self) -> bool:
-        """Wait until the step's exchanges have ended. Returns whether its result is valid; if not, it has to run
-        again."""
+        """Wait for the step's exchanges. Returns whether the result is valid; if not, the step has to run again."""
         valid = self._link.finish_step()
         if valid and self._graphs:
             self._graphs.capture_missing()

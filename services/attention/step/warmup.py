@@ -16,8 +16,7 @@ NEVER_MS = 1 << 52
 
 
 def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest]]:
-    """Batches of requests that are served together: the longest prompt of a step, then batches of all sizes, greedily
-    and with every kind of sampling.
+    """Batches of requests: the longest prompt of a step, then all sizes, greedily and with every kind of sampling.
 
     >>> bounds = BatchLimits(
     ...     max_num_seqs=3, max_num_batched_tokens=64, max_model_len=32, vocab_size=100, eos_token_ids=()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.fabric.recording_link import RecordingLink
 from testkit.fabric.tcp import hello, linked, seat_of, serve, table_of
-from testkit.fabric.telling_link import TellingLink
 from torch import Tensor
 
 from services.attention.step.engine import Engine
@@ -71,7 +71,7 @@ def test_greedy_equals_the_oracle_in_ping_pong(
     make_engine: MakeEngine, tiny: Any, wanted: dict[str, tuple[list[int], list[int]]]
 ) -> None:
     """Also when blocks run out, prompts are cut, and prefixes are found again."""
-    link = TellingLink(tiny.link())
+    link = RecordingLink(tiny.link())
     engine = make_engine(link=link, overlap=on(), kv_blocks=24, max_num_seqs=6, max_num_batched_tokens=16)
     for name, (prompt, _) in wanted.items():
         engine.add(ask(name, prompt, 12))
@@ -80,12 +80,12 @@ def test_greedy_equals_the_oracle_in_ping_pong(
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0
     assert 0 < stats.overlapped_steps <= stats.steps
-    assert link.most_in_flight == 2
+    assert link.max_in_flight == 2
     assert link.in_flight == 0
 
 
 def test_attention_of_one_half_comes_before_the_wait_for_the_other(make_engine: MakeEngine, tiny: Any) -> None:
-    link = TellingLink(tiny.link())
+    link = RecordingLink(tiny.link())
     engine = make_engine(link=link, overlap=on())
     for number, length in enumerate((3, 2)):
         engine.add(ask(f"r{number}", list(range(1, 1 + length)), max_tokens=1))
@@ -94,25 +94,25 @@ def test_attention_of_one_half_comes_before_the_wait_for_the_other(make_engine: 
     for layer in range(1, LAYERS):
         for rows in (3, 2):
             order += [("combine", layer - 1, rows), ("dispatch", layer, rows)]
-    assert link.told == [*order, ("combine", LAYERS - 1, 3), ("combine", LAYERS - 1, 2)]
+    assert link.calls == [*order, ("combine", LAYERS - 1, 3), ("combine", LAYERS - 1, 2)]
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 6])
 def test_every_handle_is_combined_though_one_fails(make_engine: MakeEngine, tiny: Any, failing: int) -> None:
-    link = TellingLink(tiny.link(), fail=(failing, ExpertUnavailable("Nobody is there.")))
+    link = RecordingLink(tiny.link(), fail=(failing, ExpertUnavailable("Nobody is there.")))
     engine = make_engine(link=link, overlap=on())
     for name in ("a", "b"):
         engine.add(ask(name, [1, 2, 3], max_tokens=2))
     events = engine.step()
     assert [event.error.code for event in events if event.error] == ["expert_unavailable"] * 2
     assert link.in_flight == 0
-    assert sum(what == "dispatch" for what, *_ in link.told) == sum(what == "combine" for what, *_ in link.told)
+    assert sum(what == "dispatch" for what, *_ in link.calls) == sum(what == "combine" for what, *_ in link.calls)
     engine.add(ask("c", [1, 2, 3], max_tokens=2))
     assert len(run(engine)["c"]) == 2
 
 
 @dataclass
-class Patient:
+class WaitingExperts:
     """Experts that answer the first half of a layer only when the other half's rows have arrived too."""
 
     shard: ExpertShard
@@ -140,7 +140,7 @@ def test_over_tcp_both_halves_are_with_the_experts_at_once(make_engine: MakeEngi
     spec = load_spec(tiny.folder)
     cpu = torch.device("cpu")
     weights = load_experts(tiny.folder, spec, dtype=torch.float32, device=cpu, progress=NoProgress())
-    experts = Patient(ExpertShard(weights, num_experts=spec.num_experts), top_k=spec.top_k, rows=5)
+    experts = WaitingExperts(ExpertShard(weights, num_experts=spec.num_experts), top_k=spec.top_k, rows=5)
     groups = even_groups(list(spec.moe_layers), spec.num_experts, 1)
     server = serve(
         experts.compute,

@@ -1,4 +1,4 @@
-"""Links that tell what happened: for what overlaps with the exchange."""
+"""A link that records its calls, to show what overlaps with the exchange."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from services.fabric.link import ExpertLink, SynchronousLink
 
 
 @dataclass
-class TellingLink(SynchronousLink):
-    """Passes on to ``link`` and notes ``(what, layer, rows)``. ``fail``, where set, is raised by that combine."""
+class RecordingLink(SynchronousLink):
+    """Passes calls on to ``link`` and records them as ``(what, layer, rows)``. ``fail``: number of a combine, and its
+    error."""
 
     link: ExpertLink[Any]
-    told: list[tuple[str, int, int]] = field(default_factory=list)
+    calls: list[tuple[str, int, int]] = field(default_factory=list)
     fail: tuple[int, Exception] | None = None
     in_flight: int = 0
-    most_in_flight: int = 0
+    max_in_flight: int = 0
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> tuple[int, int, Any]:
-        self.told.append(("dispatch", layer, len(x_TD)))
+        self.calls.append(("dispatch", layer, len(x_TD)))
         self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         return layer, len(x_TD), self.link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)
 
     def combine(self, handle: tuple[int, int, Any]) -> Tensor:
         layer, rows, inner = handle
-        self.told.append(("combine", layer, rows))
+        self.calls.append(("combine", layer, rows))
         self.in_flight -= 1
         y_TD = self.link.combine(inner)
-        if self.fail is not None and sum(what == "combine" for what, *_ in self.told) == self.fail[0]:
+        if self.fail is not None and sum(what == "combine" for what, *_ in self.calls) == self.fail[0]:
             raise self.fail[1]
         return y_TD
