@@ -2,9 +2,8 @@
 
 There is a graph for each number of rows that steps are rounded up to, and for each key of the link (see
 :meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are data on the device, so the same
-graph serves any sequences and any expert workers. Rows of short prompts are in it with those that decode, each like a
-sequence of its own. Steps that suit no graph (long prompts, two micro-batches, exchanges that need the host) are left
-to the caller.
+graph serves any sequences and any expert workers. Rows of short prompts join those that decode, each like a sequence of
+its own. Steps that suit no graph (long prompts, two micro-batches, exchanges by the host) are left to the caller.
 Legend: T rows of the step, D hidden size.
 """
 

@@ -182,8 +182,7 @@ class Engine(Generic[HandleT]):
         self._batch.add(request)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """End the request if the attempt held is at most ``attempt``. A step in flight keeps its blocks till its
-        end."""
+        """End the request if its attempt is at most ``attempt``. A step in flight keeps its blocks till its end."""
         self._batch.cancel(request_id, attempt)
 
     def held(self) -> dict[str, int]:
