@@ -14,9 +14,9 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |-- UnreadableMessage       bytes from Redis that are no message of a kind and version that this release knows
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
-    |-- KubernetesUnavailable   the API server does not answer, or refuses; what it said last grows stale
+    |-- KubernetesUnavailable   the API server does not answer, or refuses; its last answer grows stale
     |   |-- KubernetesForbidden the account may not look
-    |   `-- WatchExpired        it does not know any more since when it was watched
+    |   `-- WatchExpired        it no longer has the version from which to watch: list again
     |-- FabricError             two workers do not get along; the calls go to another replica
     |   |-- WireError           the peer sent bytes that are no frame, or a frame larger than allowed
     |   |-- ProtocolMismatch    the peer speaks another version, or serves rows of another width or dtype
@@ -24,11 +24,12 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |   |-- SeatLost            the connection broke, or the peer fell silent
     |   |-- SeatLeaving         the expert worker is draining
     |   |-- SeatFull            the expert worker has as many connections as it takes
-    |   |-- LaneFailed          no lane beside a connection could be made; rows go inside it
+    |   |-- LaneFailed          no lane next to a connection could be made; rows go over the connection
     |   |-- CallFailed          the expert worker could not compute a call
     |   |-- WeightsMismatch     weights that another worker gave are not those of the checkpoint
     |   |-- BadAnswer           the answer has another shape, or NaN where another replica has none
-    |   `-- LockstepBroken          a rank of co-located experts died or fell behind: all ranks start again
+    |   |-- LockstepBroken      a rank in lock-step died or fell behind: all ranks start again
+    |   `-- LockstepLeft        another rank left in order, and this one therefore has to
     `-- RequestError            one request fails; nothing else does
         |-- InvalidRequest      400
         |   |-- UnsupportedParameter
@@ -80,7 +81,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ExpertMeshError(Exception):
-    """Root of the tree. ``hint`` tells the reader what to do and is appended to the message."""
+    """Root of the tree. ``hint`` says what to do and is appended to the message."""
 
     code: ClassVar[str] = "error"
 
@@ -126,43 +127,31 @@ class VersionMismatch(StartupError):
 
 
 class UnreadableMessage(ExpertMeshError):
-    """Bytes that another process wrote and this release does not read. Its reader goes on without it."""
-
     code = "unreadable_message"
 
 
 class StaleLeader(ExpertMeshError):
-    """Another scheduler was elected. The call changed nothing; its caller does not lead any more."""
-
     code = "stale_leader"
 
 
 class StaleTable(ExpertMeshError):
-    """The epoch of a routing table is not above the published one and those in use. The call changed nothing."""
-
     code = "stale_table"
 
 
 class KubernetesUnavailable(ExpertMeshError):
-    """The API server of Kubernetes does not answer, or refuses."""
-
     code = "kubernetes_unavailable"
 
 
 class KubernetesForbidden(KubernetesUnavailable):
-    """The account may not look."""
-
     code = "kubernetes_forbidden"
 
 
 class WatchExpired(KubernetesUnavailable):
-    """The API server does not know the version any more from which it is to be watched: list anew."""
-
     code = "watch_expired"
 
 
 class FabricError(ExpertMeshError):
-    """Between two workers, never seen by a client: the link resends the call or raises :class:`ExpertUnavailable`."""
+    """A failure between two workers. No client sees it: the link resends the call or raises ExpertUnavailable."""
 
     code = "fabric_error"
 
@@ -188,8 +177,6 @@ class SeatLeaving(FabricError):
 
 
 class SeatFull(FabricError):
-    """An expert worker has as many connections as it takes."""
-
     code = "seat_full"
 
 
@@ -202,8 +189,6 @@ class CallFailed(FabricError):
 
 
 class WeightsMismatch(FabricError):
-    """Weights that another worker gave are not those of the checkpoint."""
-
     code = "weights_mismatch"
 
 
@@ -216,8 +201,6 @@ class LockstepBroken(FabricError):
 
 
 class LockstepLeft(FabricError):
-    """A rank left in order, and so has this one."""
-
     code = "lockstep_left"
 
 
@@ -242,7 +225,7 @@ class RequestError(ExpertMeshError):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        """This error as it travels along the token path."""
+        """The error in the form in which it travels along the token path."""
         return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 

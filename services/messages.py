@@ -4,18 +4,20 @@ Events, inbox messages and the reports of seats are msgpack arrays: their field 
 go last. Requests and workers are maps. In all of them a new field has a default.
 Ids and lengths are counted in tokens, times in milliseconds by Redis TIME.
 
-Everything is of a version (:data:`services.wire.WIRE`). Members of a deployment tell which versions they read, and what
-is written is of the newest that all of its readers know, so processes of one release and of the next serve together.
+Every message has a version (:data:`services.wire.WIRE`). Members of a deployment announce which versions they read, and
+a message is written in the newest that all of its readers know, so that processes of two releases serve together.
 """
 
 from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from services.errors import ErrorInfo
 from services.wire import OLDEST_WIRE, read
@@ -49,14 +51,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
     def scores(self, prompt_len: int) -> int:
-        """Numbers that log-probabilities of this sequence are at most: one for each token scored and each alternative
-        beside it."""
+        """How many log-probabilities the sequence may get: one for each token scored, and one for each alternative."""
         of_prompt = 0 if self.prompt_logprobs is None else prompt_len * (1 + self.prompt_logprobs)
         return of_prompt + (0 if self.logprobs is None else self.max_tokens * (1 + self.logprobs))
 
 
 SCORES_PER_TOKEN = 32
-"""So many scores are charged like one token: to find, send and print them takes about as long as to compute it."""
+"""How many scores are charged like one token: finding, sending and printing them takes about as long."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,8 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def cost(self) -> int:
-        """Tokens charged to the tenant and to a worker's credit: the prompt, all that may follow it, and a share for
-        the scores that are asked for."""
+        """Tokens charged to the tenant and to a worker's credit: the prompt, the longest answer, a share for scores."""
         return self.max_len + -(-self.sampling.scores(self.prompt_len) // SCORES_PER_TOKEN)
 
     @property
@@ -101,7 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token under the model's own distribution, and the ``top`` (id, logprob) beside it."""
+    """Log-probability of one token under the model's own distribution, and the likeliest ``top`` (id, logprob)."""
 
     logprob: float
     top: list[tuple[int, float]] = []
@@ -129,7 +129,7 @@ class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return len(self.logprobs) + len(self.top_ids) + len(self.top_logprobs)
 
     def each(self) -> Iterator[TokenLogprob]:
-        """Those of one token after the other."""
+        """The log-probabilities token by token."""
         width = self.width
         ids = struct.unpack(f"<{len(self) * width}i", self.top_ids)
         values = struct.unpack(f"<{len(self) * width}f", self.top_logprobs)
@@ -160,7 +160,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
     @property
     def nbytes(self) -> int:
-        """About what the event takes while it waits to be sent."""
+        """Roughly the bytes that the event takes while it waits to be sent."""
         of_token = 0 if self.logprob is None else len(self.logprob.top)
         of_prompt = sum(1 + len(each.top) for each in self.prompt_logprobs or () if each)
         return EVENT_BYTES + SCORE_BYTES * (of_token + of_prompt) + (self.scores.nbytes if self.scores else 0)
@@ -170,7 +170,7 @@ EVENT_BYTES, SCORE_BYTES = 128, 16
 
 
 def event_bytes(events: Sequence[TokenEvent]) -> int:
-    """About what ``events`` take while they wait to be sent. Most are plain, and there are hundreds in a step."""
+    """Roughly the bytes that ``events`` take while they wait to be sent. Most are plain; a step has hundreds."""
     plain = EVENT_BYTES * len(events)
     rich = (event for event in events if event.logprob or event.scores or event.prompt_logprobs)
     return plain + sum(event.nbytes - EVENT_BYTES for event in rich)
@@ -194,7 +194,7 @@ class Assign(msgspec.Struct, frozen=True, array_like=True, tag="assign"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """To a worker: stop this request if the attempt you hold is at most ``attempt``."""
+    """Gateway or scheduler to worker: stop this request if the attempt that you hold is at most ``attempt``."""
 
     request_id: str
     attempt: int
@@ -204,7 +204,7 @@ InboxMessage = Assign | Cancel
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attention worker tells about itself when it registers. Ids are incarnations, never reused."""
+    """Registration of an attention worker. Ids are incarnations, never reused."""
 
     id: str
     model: str
@@ -220,15 +220,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
-"""Of an expert worker: without a group, fetching one, serving it, about to end."""
+"""State of an expert worker: it has no group, loads one, serves it, or is about to end."""
 
 
 class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an expert worker tells about itself when it takes a seat. Ids are incarnations, never reused.
+    """Registration of an expert worker, which asks for a seat. Ids are incarnations, never reused.
 
-    It listens on ``host``:``port`` and has ``memory_bytes`` for experts, and room for ``max_experts`` of a layer, if
-    that is limited. ``capacity`` is its speed against the others; ``group`` the shard group that it would rather hold.
-    ``pod``: its pod's name on Kubernetes. The model has ``num_experts`` in each of ``layers``.
+    It listens on ``host``:``port`` and has room for ``max_experts`` of a layer, if that is limited. ``capacity`` is its
+    speed relative to the others, ``group`` the shard group that it would rather hold, ``pod`` its pod's name on
+    Kubernetes. The model has ``num_experts`` in each of ``layers``. Nobody reads ``memory_bytes`` any more, but an
+    older release requires it.
     """
 
     id: str
@@ -251,7 +252,7 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Seconds since the seat's group was loaded: in all, spent computing, and spent by calls that waited for others.
 
-    Totals, as in all loads: a report may be lost, and whoever reads two of them knows the rates between.
+    These are totals, as in all loads: a report may be lost, and two of them give the rates between.
     """
 
     up_s: float
@@ -260,9 +261,9 @@ class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Seconds of an attention worker: in all, in steps, and in steps but waiting, by the shard group waited for.
+    """Seconds of an attention worker: in all, in steps, and waiting within steps, by the shard group waited for.
 
-    ``lanes``: micro-batches of its last step, so many exchanges it has under way at a time.
+    ``lanes`` counts the micro-batches of its last step: so many exchanges are in flight at a time.
     """
 
     up_s: float
@@ -278,13 +279,13 @@ LATENCY_BUCKETS = len(LATENCY_EDGES) + 1
 
 
 def latency_bucket(seconds: float, target_s: float) -> int:
-    """Number of the bucket into which it falls."""
+    """Number of the bucket into which a latency falls."""
     return bisect_left(LATENCY_EDGES, seconds / target_s)
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of a gateway, since its start: seconds, those of them its process computed, sequences that came and that ended,
-    and how many latencies fell into each bucket of :data:`LATENCY_EDGES`."""
+    """Work of a gateway since its start: seconds in all and of computing, sequences that came and that ended, and how
+    many latencies fell into each bucket of :data:`LATENCY_EDGES`."""
 
     up_s: float
     cpu_s: float
@@ -296,7 +297,7 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What an expert worker says with each heartbeat. ``digest`` tells which experts of ``group`` it has loaded."""
+    """Report of an expert worker in each heartbeat. ``digest`` names the experts of ``group`` that are loaded."""
 
     status: SeatStatus
     group: int | None = None
@@ -308,14 +309,14 @@ class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class SeatRows(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Rows that a seat computed since it loaded the group ``digest``: layer -> one count per expert, ascending.
 
-    Totals, so that a report may be lost or come twice; :meth:`since` is what came between two of them.
+    These are totals, so that a report may be lost or come twice; :meth:`since` counts the rows between two of them.
     """
 
     digest: str
     rows: dict[int, tuple[int, ...]]
 
     def since(self, earlier: SeatRows | None) -> dict[int, tuple[int, ...]]:
-        """Rows after ``earlier``; all where ``earlier`` counted another group."""
+        """Rows computed after ``earlier``; all rows if ``earlier`` counted another group."""
         if earlier is None or earlier.digest != self.digest:
             return self.rows
         return {
@@ -327,15 +328,6 @@ class SeatRows(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
-_results_decoder = msgspec.msgpack.Decoder(list[ResultEvent])
-_inbox_decoder: msgspec.msgpack.Decoder[InboxMessage] = msgspec.msgpack.Decoder(InboxMessage)
-_worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
-_expert_decoder = msgspec.msgpack.Decoder(ExpertInfo)
-_report_decoder = msgspec.msgpack.Decoder(SeatReport)
-_rows_decoder = msgspec.msgpack.Decoder(SeatRows)
-_worker_load_decoder = msgspec.msgpack.Decoder(WorkerLoad)
-_gateway_load_decoder = msgspec.msgpack.Decoder(GatewayLoad)
 
 Message = GenerateRequest | InboxMessage | WorkerInfo | ExpertInfo | SeatReport | SeatRows | WorkerLoad | GatewayLoad
 
@@ -345,40 +337,15 @@ def encode(message: Message | Sequence[ResultEvent]) -> bytes:
     return _encoder.encode(message)
 
 
-# Each raises UnreadableMessage.
-
-
-def decode_request(data: bytes) -> GenerateRequest:
-    return read(_request_decoder, data, "a request")
-
-
-def decode_results(data: bytes) -> list[ResultEvent]:
-    return read(_results_decoder, data, "a list of events")
-
-
-def decode_inbox(data: bytes) -> InboxMessage:
-    return read(_inbox_decoder, data, "a message for an attention worker")
-
-
-def decode_worker(data: bytes) -> WorkerInfo:
-    return read(_worker_decoder, data, "the record of an attention worker")
-
-
-def decode_expert(data: bytes) -> ExpertInfo:
-    return read(_expert_decoder, data, "the record of an expert worker")
-
-
-def decode_seat_report(data: bytes) -> SeatReport:
-    return read(_report_decoder, data, "the report of an expert worker")
-
-
-def decode_seat_rows(data: bytes) -> SeatRows:
-    return read(_rows_decoder, data, "the rows of an expert worker")
-
-
-def decode_worker_load(data: bytes) -> WorkerLoad:
-    return read(_worker_load_decoder, data, "the load of an attention worker")
-
-
-def decode_gateway_load(data: bytes) -> GatewayLoad:
-    return read(_gateway_load_decoder, data, "the load of a gateway")
+# Each takes bytes, and raises UnreadableMessage.
+decode_request = partial(read, Decoder(GenerateRequest), "a request")
+decode_results = partial(read, Decoder(list[ResultEvent]), "a list of events")
+decode_inbox: Callable[[bytes], InboxMessage] = partial(
+    read, Decoder(InboxMessage), "a message for an attention worker"
+)
+decode_worker = partial(read, Decoder(WorkerInfo), "the record of an attention worker")
+decode_expert = partial(read, Decoder(ExpertInfo), "the record of an expert worker")
+decode_seat_report = partial(read, Decoder(SeatReport), "the report of an expert worker")
+decode_seat_rows = partial(read, Decoder(SeatRows), "the rows of an expert worker")
+decode_worker_load = partial(read, Decoder(WorkerLoad), "the load of an attention worker")
+decode_gateway_load = partial(read, Decoder(GatewayLoad), "the load of a gateway")

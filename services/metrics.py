@@ -14,68 +14,61 @@ _LATENCY_BUCKETS_S = (
     *(1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560),
 )
 _TOKEN_TIME_BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    10,
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10),
 )
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _REFUSED_PEERS = "Connections between workers refused, or ended for what the other side is or sent, by reason."
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of pages in the text format."""
+"""Content type of a page in the text format."""
 UPSTREAM_UP = _PREFIX + "metrics_upstream_up"
-"""1 where a sibling answered, 0 where not. Written by whoever merges the siblings' pages."""
+"""Series that is 1 where a sibling's page could be read, else 0. Written by whoever merges the siblings' pages."""
 TOP_EXPERTS = 4
-"""Busiest experts per layer that have a series of their own."""
+"""How many of a layer's busiest experts have a series of their own."""
 ALL_LAYERS = "all"
-"""The label of what is counted over all layers together: series of each take --layer-series."""
+"""Value of the label ``layer`` where all layers are counted together, that is without --layer-series."""
 
 
 def unreadable(registry: CollectorRegistry, role: str = "") -> Counter:
-    """What every role that reads from Redis counts."""
+    """The counter of unreadable messages, which every role has that reads from Redis."""
     text = "Messages and records in Redis that could not be read, by kind; see `expertmesh queue unreadable`."
-    return Counter(f"{_PREFIX}{role}unreadable_messages_total", text, ("kind",), registry=registry)
+    return _Series(registry, role).counter("unreadable_messages_total", text, "kind")
+
+
+class _Series:
+    """Makes series in ``registry`` whose names begin with the project's prefix and that of a role."""
+
+    def __init__(self, registry: CollectorRegistry, role: str = "") -> None:
+        self._registry, self._prefix = registry, _PREFIX + role
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(self._prefix + name, text, labels, registry=self._registry)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(self._prefix + name, text, labels, registry=self._registry)
+
+    def histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(self._prefix + name, text, labels, buckets=buckets, registry=self._registry)
 
 
 class MachineMetrics:
-    """What starts the workers of one machine tells of itself. Written by `expertmesh workers`."""
+    """The workers of one machine. Written by `expertmesh workers`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.starts = Counter(
-            _PREFIX + "worker_starts_total",
+        self.starts = _Series(registry).counter(
+            "worker_starts_total",
             "Times that a worker of this machine was started: once, and again whenever it had ended.",
-            ("worker",),
-            registry=registry,
+            "worker",
         )
 
 
 class GatewayMetrics:
-    """What clients see. Written by the gateway."""
+    """Requests as clients see them. Written by the gateway."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + name, text, labels, registry=registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(_PREFIX + name, text, labels, registry=registry)
-
-        def latency(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S) -> Histogram:
-            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
-
+        series = _Series(registry)
+        gauge, counter, histogram = series.gauge, series.counter, series.histogram
         self.http_requests = counter("http_requests_total", "HTTP responses by route and status.", "route", "status")
         self.requests = counter("requests_total", "Generation requests that ended, by finish reason.", "finish")
         self.errors = counter("request_errors_total", "Generation requests that failed, by error code.", "code")
@@ -83,18 +76,22 @@ class GatewayMetrics:
         self.generation_tokens = counter("generation_tokens_total", "Generated tokens delivered to clients.")
         self.lost_attempts = counter("lost_attempts_total", "Attempts resubmitted, by reason.", "reason")
         self.unreadable = unreadable(registry)
-        self.ttft = latency("time_to_first_token_seconds", "From the request's arrival to its first token.")
-        self.tpot = latency(
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token.", buckets=_LATENCY_BUCKETS_S
+        )
+        self.tpot = histogram(
             "time_per_output_token_seconds",
             "Mean gap between a request's tokens after the first.",
             buckets=_TOKEN_TIME_BUCKETS_S,
         )
-        self.inter_token = latency(
+        self.inter_token = histogram(
             "inter_token_latency_seconds", "Gap between two tokens of a request.", buckets=_TOKEN_TIME_BUCKETS_S
         )
-        self.e2e = latency("request_duration_seconds", "From the request's arrival to its end.")
-        self.prompt_len = latency("request_prompt_tokens", "Prompt length, tokens.", buckets=_TOKEN_COUNT_BUCKETS)
-        self.output_len = latency(
+        self.e2e = histogram(
+            "request_duration_seconds", "From the request's arrival to its end.", buckets=_LATENCY_BUCKETS_S
+        )
+        self.prompt_len = histogram("request_prompt_tokens", "Prompt length, tokens.", buckets=_TOKEN_COUNT_BUCKETS)
+        self.output_len = histogram(
             "request_generation_tokens", "Generated length, tokens.", buckets=_TOKEN_COUNT_BUCKETS
         )
         self.open_streams = gauge("gateway_requests_in_flight", "Sequences this gateway waits for.")
@@ -108,19 +105,22 @@ class GatewayMetrics:
         self.keys_usable = gauge(
             "gateway_keys_usable", "0 while the file of API keys is gone (all are refused) or broken."
         )
-        self.refused = counter("gateway_refused_total", "Connections and requests refused at the door.", "reason")
+        self.refused = counter(
+            "gateway_refused_total", "Connections and requests refused before anything was done for them.", "reason"
+        )
         self.turns_waiting = gauge("gateway_turns_waiting", "Requests that have come and wait for their turn to begin.")
         self.offload_waiting = gauge("gateway_offload_waiting", "Pieces of heavy work that wait for a thread.", "lane")
-        self.offload_wait = latency("gateway_offload_wait_seconds", "For how long pieces of it waited.", "lane")
+        self.offload_wait = histogram(
+            "gateway_offload_wait_seconds", "For how long such pieces waited.", "lane", buckets=_LATENCY_BUCKETS_S
+        )
 
 
 class SchedulerMetrics:
     """The queue and the dispatch. Written by the scheduler; gauges are meaningful on the leader."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(_PREFIX + name, text, labels, registry=registry)
-
+        series = _Series(registry)
+        gauge, histogram = series.gauge, series.histogram
         self.unreadable = unreadable(registry)
         self.leader = gauge("scheduler_leader", "1 on the scheduler that leads.")
         self.queued_requests = gauge("queue_requests", "Requests waiting in the queue.")
@@ -128,32 +128,26 @@ class SchedulerMetrics:
         self.dead_letters = gauge("dead_letters", "Requests in the dead-letter list.")
         self.workers = gauge("workers", "Attention workers under lease.")
         self.outstanding_tokens = gauge("worker_outstanding_tokens", "Tokens assigned and not ended.", "worker")
-        self.queue_time = Histogram(
-            _PREFIX + "request_queue_seconds",
-            "From admission to assignment.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
+        self.queue_time = histogram(
+            "request_queue_seconds", "From admission to assignment.", buckets=_LATENCY_BUCKETS_S
         )
-        self.dispatched = Counter(
-            _PREFIX + "dispatched_requests_total", "Requests assigned, by affinity.", ["affinity"], registry=registry
-        )
+        self.dispatched = series.counter("dispatched_requests_total", "Requests assigned, by affinity.", "affinity")
         self.seats = gauge("expert_seats", "Expert workers in the routing table, by shard group.", "shard")
         self.table_epoch = gauge("routing_table_epoch", "Epoch of the routing table; 0 without one.")
-        self.placement_turn = Histogram(
-            _PREFIX + "placement_turn_seconds",
+        self.placement_turn = histogram(
+            "placement_turn_seconds",
             "One look at the expert workers' seats, and what followed from it.",
             buckets=_STEP_BUCKETS_S,
-            registry=registry,
         )
         self.wanted_replicas = gauge(
             "wanted_replicas", "Replicas that the leader wants; 0: asleep. No series without a leader.", "role", "shard"
         )
-        self.told_replicas = gauge(
-            "told_replicas", "Replicas that Kubernetes was told; no series where that is not known.", "role", "shard"
+        self.spec_replicas = gauge(
+            "told_replicas", "Replicas that Kubernetes is to keep; no series where that is not known.", "role", "shard"
         )
         self.ready_replicas = gauge("ready_replicas", "Replicas that are ready, as Kubernetes has it.", "role", "shard")
         self.needed_replicas = gauge(
-            "needed_replicas", "Need of the moment, before rounding, bounds and patience.", "role", "shard"
+            "needed_replicas", "Need of the moment, before rounding, bounds and delays.", "role", "shard"
         )
         self.boost = gauge("scaling_boost", "How many times the need is what the load asks for.", "role", "shard")
         self.shard_rows = gauge("shard_rows_in_flight", "Rows accepted and not answered, per seat of a group.", "shard")
@@ -167,21 +161,15 @@ class SchedulerMetrics:
             "Nine of ten requests lately had a latency of so many times its target: ttft, tpot.",
             "latency",
         )
-        self.reclaimed = Counter(
-            _PREFIX + "reclaimed_leases_total", "Leases that expired, by what followed.", ["outcome"], registry=registry
-        )
+        self.reclaimed = series.counter("reclaimed_leases_total", "Leases that expired, by what followed.", "outcome")
 
 
 class WorkerMetrics:
     """The engine. Written by an attention worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(_PREFIX + name, text, labels, registry=registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + name, text, labels, registry=registry)
-
+        series = _Series(registry)
+        gauge, counter, histogram = series.gauge, series.counter, series.histogram
         self.unreadable = unreadable(registry)
         self.running = gauge("requests_running", "Sequences in the batch.")
         self.waiting = gauge("requests_waiting", "Sequences accepted by the worker and not in the batch.")
@@ -194,12 +182,8 @@ class WorkerMetrics:
         self.prefill_tokens = counter("prefill_tokens_total", "Prompt tokens computed.")
         self.decode_tokens = counter("decode_tokens_total", "Tokens drawn.")
         self.steps = counter("engine_steps_total", "Iterations of the engine.")
-        self.step_time = Histogram(
-            _PREFIX + "engine_step_seconds", "Duration of one iteration.", buckets=_STEP_BUCKETS_S, registry=registry
-        )
-        self.batch_tokens = Histogram(
-            _PREFIX + "engine_step_tokens", "Tokens in one iteration.", buckets=_TOKEN_COUNT_BUCKETS, registry=registry
-        )
+        self.step_time = histogram("engine_step_seconds", "Duration of one iteration.", buckets=_STEP_BUCKETS_S)
+        self.batch_tokens = histogram("engine_step_tokens", "Tokens in one iteration.", buckets=_TOKEN_COUNT_BUCKETS)
         self.overlapped = gauge("step_overlapped", "1 where the last iteration ran as two micro-batches in ping-pong.")
         self.overlapped_steps = counter("overlapped_steps_total", "Iterations that ran as two micro-batches.")
         self.steps_ahead = counter("steps_ahead_total", "Iterations launched before the one before them was read.")
@@ -237,12 +221,8 @@ class ExpertMetrics:
     """Experts in a process of their own. Written by an expert worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(_PREFIX + "experts_" + name, text, labels, registry=registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + "experts_" + name, text, labels, registry=registry)
-
+        series = _Series(registry, "experts_")
+        gauge, counter = series.gauge, series.counter
         self.unreadable = unreadable(registry, "experts_")
         self.seat = gauge("seat", "Number of the seat; 0 before there is one.")
         self.status = gauge("status", "1 for what the worker is doing.", "status")

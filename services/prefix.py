@@ -1,7 +1,7 @@
 """Names of prefixes, for the prefix cache and for prefix-affine dispatch. Pure.
 
-A name tells which tokens a prefix has and among whom it is shared: tenants that must not learn what others ask begin
-at roots of their own, and whoever sends a ``cache_salt`` shares with those alone that send the same.
+A name stands for the tokens of a prefix and for who shares it. Tenants that must not learn what others ask begin at
+roots of their own; requests with a ``cache_salt`` share prefixes only with requests that have the same salt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 PrefixScope = Literal["tenant", "all"]
-"""Among whom prefixes are shared: the requests of a tenant, or all."""
+"""Which requests share prefixes: those of one tenant, or all."""
 
 _NAME_BYTES = 16
 
@@ -52,5 +52,5 @@ def prefix_chain(token_ids: Sequence[int], block_size: int, root: bytes) -> Iter
 def _packed(token_ids: Sequence[int]) -> array[int]:
     try:
         return array("i", token_ids)
-    except OverflowError:  # no model knows such ids: the worker refuses them, the scheduler must live that long
+    except OverflowError:  # no model has such ids; the worker will refuse them, the scheduler must get that far
         return array("q", (token_id & 0x7FFF_FFFF_FFFF_FFFF for token_id in token_ids))

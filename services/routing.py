@@ -1,4 +1,4 @@
-"""Which seat holds which experts: the versioned table that the scheduler writes and every worker reads. Torch-free.
+"""The routing table: which seat holds which experts. The scheduler writes it, every worker reads it. Torch-free.
 
 An expert worker holds one seat. Seats are numbered once and never renumbered. The experts of the model are split into
 shard groups, layer by layer; every seat of a group holds the whole group, so any of them may take its rows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 from msgspec import structs
@@ -18,10 +18,7 @@ from services.wire import read
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """An expert worker as others reach it. ``worker`` is its incarnation, never reused; ``node`` the machine it is on.
-
-    ``capacity`` is its speed against the others, 1 for all if they are alike.
-    """
+    """An expert worker's place. ``worker`` is its incarnation, ``node`` its machine, ``capacity`` a relative speed."""
 
     number: int
     worker: str
@@ -40,17 +37,17 @@ class ShardGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def size(self) -> int:
-        """Experts of the layer of which it has most."""
+        """How many experts the group has of a layer, at most."""
         return max(map(len, self.experts.values()), default=0)
 
     @cached_property
     def digest(self) -> str:
-        """Names the contents: 16 hexadecimal digits, the same in every process."""
+        """A name of the contents: 16 hexadecimal digits, the same in every process."""
         return hashlib.blake2b(encode_group(self), digest_size=8).hexdigest()
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One version. Tables with a higher ``epoch`` replace those with a lower one.
+    """One version of the table. A table with a higher ``epoch`` replaces one with a lower epoch.
 
     Every expert of every layer is in exactly one group; a group may be without seats.
     """
@@ -83,7 +80,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def seats_of(self) -> Mapping[int, tuple[Seat, ...]]:
-        """Group number -> its seats, by number; () for a group without."""
+        """Group number -> its seats in order of their numbers; () for a group without seats."""
         found: dict[int, list[Seat]] = {group.number: [] for group in self.groups}
         for seat in sorted(self.seats, key=lambda seat: seat.number):
             if seat.group in found:
@@ -92,7 +89,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def even_groups(layers: list[int], num_experts: int, groups: int) -> tuple[ShardGroup, ...]:
-    """``groups`` of consecutive experts, equal in every layer and as even as can be: where no load is known yet.
+    """``groups`` of consecutive experts, the same in every layer and as even as possible, before any load is known.
 
     Raises:
         ConfigError: there are more groups than experts.
@@ -112,19 +109,9 @@ def encode_table(table: RoutingTable) -> bytes:
     return _encoder.encode(table)
 
 
-def decode_table(data: bytes) -> RoutingTable:
-    """Raises UnreadableMessage."""
-    return read(_decoder, data, "a routing table")
-
-
 def encode_group(group: ShardGroup) -> bytes:
-    """Equal groups have equal bytes."""
+    """Encode ``group``; equal groups have equal bytes."""
     return _encoder.encode(structs.replace(group, experts=dict(sorted(group.experts.items()))))
-
-
-def decode_group(data: bytes) -> ShardGroup:
-    """Raises UnreadableMessage."""
-    return read(_group_decoder, data, "a shard group")
 
 
 def _misfit(problem: str) -> ConfigError:
@@ -134,5 +121,6 @@ def _misfit(problem: str) -> ConfigError:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_group_decoder = msgspec.msgpack.Decoder(ShardGroup)
-_decoder = msgspec.msgpack.Decoder(RoutingTable)
+# Each takes bytes, and raises UnreadableMessage.
+decode_table = partial(read, msgspec.msgpack.Decoder(RoutingTable), "a routing table")
+decode_group = partial(read, msgspec.msgpack.Decoder(ShardGroup), "a shard group")

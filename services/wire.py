@@ -1,4 +1,4 @@
-"""Versions of what processes write to one another through Redis, and reading it: whatever the bytes, a typed error."""
+"""The version of messages in Redis, and how to read them: any bytes that are no message give a typed error."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import msgspec
 from services.errors import UnreadableMessage
 
 WIRE = 2
-"""The version of what this release writes where all readers know it. 1: no version is told; a request's record and its
-Assign hold the prompt; the scores of an echoed prompt come with its first token. 2: a prompt is stored once and named,
-its scores come in :class:`PromptScores`."""
-APART = 2
-"""Version from which on a request may name its prompt, and scores of prompts come apart from the first token."""
+"""The version that this release writes where all readers know it. Version 1: a message has no version; a request's
+record and its Assign hold the prompt; the scores of an echoed prompt come with its first token. Version 2: a prompt is
+stored once and requests name it; its scores come in :class:`PromptScores`."""
+NAMED_PROMPTS = 2
+"""The version from which on a request may name its prompt, and scores of prompts come before the first token."""
 OLDEST_WIRE = 1
-"""The oldest version that this release reads, and writes for those who know no other."""
+"""The oldest version that this release reads, and writes for readers that know no other."""
 NO_PROMPT = "The prompt is empty."
-"""How a worker refuses a request without a prompt. To one of version 1 each that names its prompt is such a request."""
+"""The text with which a worker refuses a request without a prompt. One of version 1 finds no prompt in a named one."""
 
 T = TypeVar("T")
 
 
-def read(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    """Raises UnreadableMessage, which calls it ``what``."""
+def read(decoder: msgspec.msgpack.Decoder[T], what: str, data: bytes) -> T:
+    """Decode ``data``. Raises UnreadableMessage, which calls the data ``what``."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -297,7 +297,7 @@ def timed(
     def finish() -> None:
         """No step is under way any more."""
         engine._steps._lookahead = "off"
-        while engine._steps.under_way:
+        while engine._steps.in_flight:
             step()
 
     finish()  # from a clean start: its marks are not ours

@@ -1,10 +1,9 @@
-"""The one thread that runs the engine. Commands go in from the event loop, batches of TokenEvents come back to it.
+"""The thread that runs the engine. Commands come from the event loop, batches of TokenEvents go back to it.
 
-Commands are taken before every step, so a cancel holds before the next is planned, and an idle thread wakes at once.
-Events wait in a bounded buffer for the publisher: while it publishes one step the engine computes the next. Where the
-publisher cannot take all that waits, the engine pauses until it can, cancels excepted: what comes next would only wait
-longer. In an outage of Redis that began while the publisher kept up, the engine pauses when ``buffer_tokens`` are
-waiting, or ``buffer_bytes`` with their log-probabilities. It also pauses while it is held.
+Commands are taken before every step, so that a cancel holds before the next step is planned; an idle thread wakes at
+once. Events wait in a bounded buffer: the publisher sends those of one step while the engine computes the next. If the
+publisher leaves events behind, the engine only cancels until they are taken: new events would wait even longer. While
+Redis is away the engine pauses once ``buffer_tokens`` events wait, or ``buffer_bytes`` of them; also while it is held.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from services.messages import GenerateRequest, TokenEvent, event_bytes
 
 BUFFER_BYTES = 64 * 1024 * 1024
 BUFFER_TOKENS = 65_536
-"""Computed tokens, and their bytes, that are held while Redis is away; then the engine pauses."""
+"""How many computed tokens, and bytes of them, are kept while Redis is away. Then the engine pauses."""
 
 
 class SteppedEngine(Protocol):
-    """What the thread asks of an engine (:class:`services.attention.step.engine.Engine`). Not thread-safe."""
+    """An engine as the thread uses it (:class:`services.attention.step.engine.Engine`). Not thread-safe."""
 
     @property
     def has_work(self) -> bool: ...
@@ -31,7 +30,7 @@ class SteppedEngine(Protocol):
     def add(self, request: GenerateRequest) -> None: ...
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Free what the attempt holds, if it is at most ``attempt``; its end comes out of the next step."""
+        """End the request if its attempt is at most ``attempt``; the next step returns the event of its end."""
 
     def step(self) -> list[TokenEvent]: ...
 
@@ -41,7 +40,7 @@ class SteppedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Start a request; a higher attempt replaces a lower one."""
+    """Start a request. A higher attempt replaces a lower one."""
 
     request: GenerateRequest
 
@@ -61,10 +60,10 @@ class EngineThread:
     """Owns ``engine`` between :meth:`start` and :meth:`stop`.
 
     Args:
-        buffer_tokens: events that may wait for the publisher; one step more than that can be in the buffer. None for an
-            engine that pauses by itself, by :meth:`has_room`: the thread never pauses it.
-        buffer_bytes: about what they may take; without ``buffer_tokens`` it means nothing.
-        on_events: called from the engine's thread when :meth:`take` has something after it had nothing.
+        buffer_tokens: how many events may wait for the publisher, up to those of one more step. None: the thread never
+            pauses the engine, which asks :meth:`has_room` and pauses by itself.
+        buffer_bytes: roughly how many bytes they may take. Not used without ``buffer_tokens``.
+        on_events: called from the engine's thread when there are events to :meth:`take` again.
         on_end: called from the engine's thread when it ends, with the error that ended it, if any.
         after_step: called from the engine's thread when a step is done; for metrics.
     """
@@ -117,9 +116,8 @@ class EngineThread:
             self._ready.notify()
 
     def take(self, limit: int, nbytes: int) -> list[TokenEvent]:
-        """Up to ``limit`` events in order, or as many as take about ``nbytes``, but one at least if there is any. They
-        count as unpublished until :meth:`published`. While some are left the engine makes no more.
-        """
+        """Take events in order: up to ``limit``, up to about ``nbytes``, at least one if there is any. They count as
+        unpublished until :meth:`published`. The engine makes no more while some are left."""
         with self._ready:
             if self._unpublished_bytes > nbytes:
                 limit = min(limit, _fitting(self._events, nbytes))
@@ -134,14 +132,14 @@ class EngineThread:
             return events
 
     def published(self, events: Sequence[TokenEvent]) -> None:
-        """``events``, which were taken, have reached Redis."""
+        """Count ``events``, which were taken, as published."""
         with self._ready:
             self._unpublished -= len(events)
             self._unpublished_bytes -= event_bytes(events)
             self._ready.notify()  # the engine may have paused
 
     def hold(self, held: bool) -> None:
-        """Whether the engine is to make no events, though it has work and room."""
+        """Set whether the engine has to pause although it has work and room."""
         with self._ready:
             self._held = held
             self._ready.notify()
@@ -153,7 +151,7 @@ class EngineThread:
 
     @property
     def step(self) -> int | None:
-        """Number of the step under way; None between steps."""
+        """Number of the step in progress; None between steps."""
         return self._steps if self._in_step else None
 
     @property
@@ -162,9 +160,8 @@ class EngineThread:
         return self._unpublished
 
     def has_room(self, tokens: int, nbytes: int) -> bool:
-        """Whether the events not yet published are fewer than ``tokens`` and take less than about ``nbytes``, the last
-        taking left none, and the engine is not held.
-        """
+        """Whether the engine may make events: those not yet published are fewer than ``tokens`` and take less than
+        about ``nbytes``, the publisher left none behind, and the engine is not held."""
         if self._held or self._left_over:
             return False
         return self._unpublished < tokens and self._unpublished_bytes < nbytes
@@ -179,7 +176,7 @@ class EngineThread:
         self._on_end(failure)
 
     def _turn(self) -> bool:
-        """Take in what was commanded, do one step, hand over its events. False to end."""
+        """Apply the commands, do one step, hand over its events. False to end."""
         commands, may_step = self._next()
         if self._stopping:
             return False
@@ -202,7 +199,7 @@ class EngineThread:
             self._in_step = False
 
     def _next(self) -> tuple[list[Command], bool]:
-        """Wait for something to do: commands, or whether a step may follow."""
+        """Wait for something to do. Returns the commands, and whether a step may follow."""
         with self._ready:
             while not (self._stopping or self._commands or (self._may_step and self._engine.has_work)):
                 self._ready.wait()
@@ -225,9 +222,8 @@ class EngineThread:
                 self._engine.cancel(request_id, attempt)
 
     def _audible(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Without those of silenced attempts. A silence ends with its attempt: what follows may be the same once more,
-        assigned again because it was given back, or because a crash made Redis forget the first time.
-        """
+        """Drop the events of silenced attempts. A silence ends with its attempt: the same attempt may be assigned once
+        more, after it was given back or after Redis lost it in a crash."""
         return [event for event in events if not self._silences(event)] if self._silenced else events
 
     def _silences(self, event: TokenEvent) -> bool:
@@ -252,6 +248,6 @@ class EngineThread:
 
 
 def _fitting(events: Sequence[TokenEvent], nbytes: int) -> int:
-    """How many of ``events`` take about ``nbytes`` together; 1 at least."""
+    """How many of the first ``events`` take about ``nbytes`` together; at least 1."""
     sizes = accumulate(event.nbytes for event in events)
     return max(1, sum(1 for _ in takewhile(lambda size: size <= nbytes, sizes)))

@@ -1,17 +1,14 @@
-"""What a worker answers for: requests it accepted and whose end is not yet in Redis. Event loop only."""
+"""Requests that a worker has accepted and whose end is not yet in Redis. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-
-from services.messages import TokenEvent
 
 
 class InFlightRequests:
-    """Request id -> attempt, from the assignment until the end was published or proved to be nobody's business.
+    """Request id -> attempt, from the assignment until its end is published or Redis turns out not to want it.
 
-    It outlives the engine's own list: leases must be kept while the last events wait for Redis.
+    Requests stay here longer than in the engine: leases must be kept while the last events wait for Redis.
     """
 
     def __init__(self) -> None:
@@ -27,7 +24,7 @@ class InFlightRequests:
         return dict(self._attempts)
 
     def open(self, request_id: str, attempt: int) -> bool:
-        """Answer for ``attempt``; False if it or a later one is already held."""
+        """Hold ``attempt``; False if it or a later one is already held."""
         if self._attempts.get(request_id, 0) >= attempt:
             return False
         self._attempts[request_id] = attempt
@@ -35,16 +32,11 @@ class InFlightRequests:
         return True
 
     def close(self, request_id: str, attempt: int) -> None:
-        """Answer for ``attempt`` and those before it no more."""
+        """Drop ``attempt`` and those before it."""
         if self._attempts.get(request_id, attempt + 1) <= attempt:
             del self._attempts[request_id]
         if not self._attempts:
             self._empty.set()
-
-    def close_ended(self, published: Iterable[TokenEvent]) -> None:
-        for event in published:
-            if event.finish is not None:
-                self.close(event.request_id, event.attempt)
 
     async def emptied(self) -> None:
         """Returns once nothing is held."""

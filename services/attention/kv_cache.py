@@ -15,10 +15,10 @@ from services.model.spec import ModelSpec
 
 
 class KVCache:
-    """Keys and values of ``num_blocks`` blocks, zeroed: unwritten slots are read by padded lanes with a weight of 0.
+    """Keys and values of ``num_blocks`` blocks, zeroed: padded lanes read unwritten slots with a weight of 0.
 
-    One block more is nobody's: rows of no sequence are written there, and it is never read. Beside its keys and values
-    a slot keeps the id of its token, 8 bytes, for :mod:`services.attention.sampling.histories`.
+    One spare block takes the rows of no sequence and is never read. In addition to its keys and values a slot keeps the
+    id of its token, 8 bytes, for :mod:`services.attention.sampling.histories`.
 
     Raises (constructor):
         ConfigError: the device has no room for them.
@@ -36,22 +36,11 @@ class KVCache:
                 f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, which do not fit into the memory of {device}.",
                 hint="Lower --kv-memory-gib.",
             ) from error
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.spare_slot = num_blocks * block_size
+        """The slot where rows of no sequence go."""
         self.token_ids_S = torch.zeros((num_blocks + 1) * block_size, dtype=torch.int64, device=device)
-        """Of each slot. What was never written is token 0."""
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def spare_slot(self) -> int:
-        """Where rows of no sequence go."""
-        return self._num_blocks * self._block_size
+        """Token id of each slot; 0 where none was written."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """``(k_NBKH, v_NBKH)`` of one layer."""
@@ -59,11 +48,11 @@ class KVCache:
         return kv_2NBKH[0], kv_2NBKH[1]
 
     def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
-        """Put a step's tokens into their slots, int64 both."""
+        """Put a step's tokens into their slots. Both tensors are int64."""
         self.token_ids_S.index_copy_(0, slots_T, token_ids_T)
 
     def clear(self, slots_T: Tensor) -> None:
-        """Zero single slots, int64 on the device of the cache."""
+        """Zero the slots ``slots_T``, int64 on the device of the cache."""
         for kv_2NBKH in self._layers:
             kv_2NBKH.flatten(1, 2)[:, slots_T] = 0
 
@@ -74,7 +63,7 @@ class KVCache:
 
 
 def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
+    """Bytes of the keys and values of one block over all layers."""
     return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 

@@ -1,7 +1,7 @@
-"""Layout lockstep: this worker is one rank of several that each hold attention and a share of the experts.
+"""The engine in layout lockstep: this worker is one rank of several, each with attention and a share of the experts.
 
-The engine steps only when all ranks step. In: what the batch manager plans, as anywhere. Out: rows to the other ranks,
-theirs through the experts here.
+The engine steps only when all ranks step. In: steps that the batch manager plans, and the other ranks' rows for the
+experts here. Out: rows for the other ranks' experts.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from services.placement import Placement, place_experts
 from services.runtime import advertised, node_name
 
 MARGIN_S = 5.0
-"""The others hear later that this rank leaves, and have their last tokens to bring to Redis when they have drained."""
+"""How long this rank stays beyond its drain timeout: the others begin to drain later, and publish their last tokens."""
 
 log = logging.getLogger(__name__)
 
 
 class LockstepRank:
-    """One rank among all: its link, its experts, its wake-up signal. ``on_notify`` is set once there is somebody to
-    wake.
+    """One rank: its link to the others, its experts, its wake-up signal.
+
+    ``on_notify`` is called when another rank has work; it does nothing until somebody sets it.
     """
 
     def __init__(self, settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,11 +84,11 @@ class LockstepRank:
         return self.steps
 
     def wait_for_peers(self) -> None:
-        """After the last request: stay for ranks that still drain."""
+        """Stay, after the last request, for ranks that still drain. No other thread may step meanwhile."""
         wait_for_peers(self.steps, self.wake_up, self._settings.drain_timeout + MARGIN_S)
 
     def close(self) -> None:
-        """When no thread steps: end the threads that this rank has inside torch, and wait for them."""
+        """End the threads that this rank has inside torch, and wait for them. No thread may step any more."""
         self.wake_up.close()
         self._control.close()
 
@@ -168,37 +169,29 @@ class LockstepEngine:
     """An engine that steps when any rank has work.
 
     Args:
-        engine: its link is ``lockstep.steps``.
+        engine: its link is ``rank.steps``.
     """
 
-    def __init__(self, engine: Engine[Any], lockstep: LockstepRank) -> None:
-        self._engine, self._lockstep = engine, lockstep
+    def __init__(self, engine: Engine[Any], rank: LockstepRank) -> None:
+        self._engine, self.rank = engine, rank
         self._active = False
-        self.blamed: dict[str, int] = {}
-        """Attempts in the step in which the lock-step broke: one of them may be why."""
+        self.suspects: dict[str, int] = {}
+        """Attempts in the step in which the lock-step broke: one of them may be the cause."""
         self.has_room: Callable[[], bool] = lambda: True
-        """Whether results may be made; while they may not, this rank serves the others' rows only."""
+        """Whether results may be made. While they may not, this rank only serves the other ranks' rows."""
         self.on_leave: Callable[[], object] = lambda: None
-        """Called once, from the engine's thread, when another rank leaves: this one has to leave, too."""
-        lockstep.wake_up.listen(lockstep.steps.idle_turns)
+        """Called once, from the engine's thread, when another rank leaves and this one therefore has to."""
+        rank.wake_up.listen(rank.steps.idle_turns)
 
     @property
     def has_work(self) -> bool:
-        steps = self._lockstep.steps
-        notified = self._lockstep.wake_up.notified(steps.idle_turns)
+        steps = self.rank.steps
+        notified = self.rank.wake_up.notified(steps.idle_turns)
         return self._active or self._wants_step or steps.unannounced or notified
 
-    def on_work(self, wake: Callable[[], None]) -> None:
-        """Call ``wake``, from any thread, when another rank has work."""
-        self._lockstep.on_notify = wake
-
     def leave(self) -> None:
-        """No more requests come. From any thread; the others hear of it with the next step, which needs a nudge."""
-        self._lockstep.steps.leaving = True
-
-    def wait_for_peers(self) -> None:
-        """After the last request, when no thread steps: stay for ranks that still drain."""
-        self._lockstep.wait_for_peers()
+        """Announce, from any thread, that no more requests come. The next step, which needs a nudge, passes it on."""
+        self.rank.steps.leaving = True
 
     def add(self, request: GenerateRequest) -> None:
         self._engine.add(request)
@@ -218,7 +211,7 @@ class LockstepEngine:
         Raises:
             LockstepBroken: a rank is gone; this one cannot go on either.
         """
-        steps, wake_up = self._lockstep.steps, self._lockstep.wake_up
+        steps, wake_up = self.rank.steps, self.rank.wake_up
         if not self._active and (self._wants_step or steps.unannounced):
             wake_up.notify(steps.idle_turns)
         before = steps.turns
@@ -238,7 +231,7 @@ class LockstepEngine:
         try:
             return self._engine.step()
         except LockstepBroken:
-            self.blamed = self._engine.in_step()
+            self.suspects = self._engine.in_step()
             raise
 
     @property
@@ -247,10 +240,10 @@ class LockstepEngine:
 
 
 class Departure:
-    """How one rank ends: it is told to, or another one leaves. To be made in the event loop, before the engine steps.
+    """Lets a rank end when it has to or when another rank leaves. Create it in the event loop, before the first step.
 
     Args:
-        stop: this rank is told to end.
+        stop: set when this rank is to end.
         nudge: wakes the thread in which ``engine`` steps.
     """
 
@@ -260,14 +253,14 @@ class Departure:
         engine.on_leave = partial(asyncio.get_running_loop().call_soon_threadsafe, self.begun.set)
 
     async def follow(self) -> None:
-        """Ends when this rank is told to end, and has told the others."""
+        """Return once this rank is to end and has announced that to the others."""
         await self._stop.wait()
         self._engine.leave()
         self._nudge()
         self.begun.set()
 
     async def end(self) -> None:
-        """After the last request. Raises LockstepLeft where this rank was not told: it has to start again."""
-        await asyncio.to_thread(self._engine.wait_for_peers)
+        """Wait for ranks that still drain. Raises LockstepLeft if this rank was not stopped: it has to start again."""
+        await asyncio.to_thread(self._engine.rank.wait_for_peers)
         if not self._stop.is_set():
             raise LockstepLeft("Another rank has left; this one starts again, to meet those that come.")

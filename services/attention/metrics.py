@@ -1,10 +1,10 @@
-"""Readings of the engine and of the experts, on their way into the worker's series."""
+"""Brings the worker's series up to date from readings of the engine, the experts and the links."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import Counter
 
@@ -12,9 +12,28 @@ from services.attention.step.stats import EngineStats
 from services.metrics import ALL_LAYERS, TOP_EXPERTS, WorkerMetrics
 
 HALF_LIFE_S = 30.0
-"""The busiest experts are those of about the last minute."""
+"""How fast rows of the past lose weight: the busiest experts are those of about the last minute."""
 SHARD = "0"
-"""All experts in one process are one shard."""
+"""Label of all experts of this process: they are one shard."""
+
+
+class Growth:
+    """Brings counters up to totals that are kept elsewhere."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Counter, float] = {}
+
+    def skip(self, counter: Counter, total: float) -> None:
+        """Do not count what has come together by now."""
+        self._seen[counter] = total
+
+    def follow(self, counter: Counter, total: float) -> float:
+        """Add to ``counter`` what has come since the last call, and return it."""
+        new = total - self._seen.get(counter, 0)
+        if new:
+            counter.inc(new)
+            self._seen[counter] = total
+        return new
 
 
 class StepObserver:
@@ -23,43 +42,38 @@ class StepObserver:
     def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineStats]) -> None:
         self._metrics = metrics
         self._read = read
+        self._growth = Growth()
         self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
-        self._totals: list[tuple[Counter, str, float]] = [
-            (metrics.prefix_queries, "prefix_query_tokens", 0),
-            (metrics.prefix_hits, "prefix_hit_tokens", 0),
-            (metrics.preemptions, "preemptions", 0),
-            (metrics.prefill_chunks, "prefill_chunks", 0),
-            (metrics.prefill_tokens, "prefill_tokens", 0),
-            (metrics.decode_tokens, "decode_tokens", 0),
-            (metrics.overlapped_steps, "overlapped_steps", 0),
-            (metrics.steps_ahead, "steps_ahead", 0),
-            (metrics.exchange_wait, "exchange_wait_seconds", 0),
-            (metrics.graph_steps, "graph_steps", 0),
-        ]
-        self._steps = 0
+        self._totals = {
+            "prefix_query_tokens": metrics.prefix_queries,
+            "prefix_hit_tokens": metrics.prefix_hits,
+            "preemptions": metrics.preemptions,
+            "prefill_chunks": metrics.prefill_chunks,
+            "prefill_tokens": metrics.prefill_tokens,
+            "decode_tokens": metrics.decode_tokens,
+            "overlapped_steps": metrics.overlapped_steps,
+            "steps_ahead": metrics.steps_ahead,
+            "exchange_wait_seconds": metrics.exchange_wait,
+            "graph_steps": metrics.graph_steps,
+        }
         self.busy_s = 0.0
-        """In steps, since the start."""
+        """Seconds spent in steps since the start."""
         self.lanes = 1
         """Micro-batches of the last step."""
         self.after_step()
 
     def after_step(self) -> None:
-        reading = self._read()
+        reading, metrics = self._read(), self._metrics
         self._set_levels(reading)
-        if reading.steps == self._steps:
+        if not self._growth.follow(metrics.steps, reading.steps):
             return
-        self._metrics.steps.inc(reading.steps - self._steps)
-        self._steps = reading.steps
         self.busy_s += reading.step_seconds
         self.lanes = 2 if reading.step_overlapped else 1
-        self._metrics.step_time.observe(reading.step_seconds)
-        self._metrics.batch_tokens.observe(reading.step_tokens)
-        self._metrics.overlapped.set(reading.step_overlapped)
-        for index, (counter, name, seen) in enumerate(self._totals):
-            total = getattr(reading, name)
-            if total != seen:
-                counter.inc(total - seen)
-                self._totals[index] = (counter, name, total)
+        metrics.step_time.observe(reading.step_seconds)
+        metrics.batch_tokens.observe(reading.step_tokens)
+        metrics.overlapped.set(reading.step_overlapped)
+        for name, counter in self._totals.items():
+            self._growth.follow(counter, getattr(reading, name))
 
     def _set_levels(self, reading: EngineStats) -> None:
         self._metrics.graphs.set(reading.graphs)
@@ -72,9 +86,9 @@ class StepObserver:
 
 
 class ExpertObserver:
-    """Rows, and the share of the busiest experts: of each layer where ``by_layer``, else of all and the mean share.
+    """Counts rows, and shows the share of the busiest experts: of each layer with ``by_layer``, else the mean share.
 
-    ``read`` gives the totals by layer and expert; those of now are where it begins to count.
+    ``read`` returns totals by layer and expert. Only what is added from now on counts.
     """
 
     def __init__(
@@ -115,41 +129,33 @@ class ExpertObserver:
             self._metrics.expert_top_id.labels(layer, rank).set(expert)
 
     def _show_mean(self) -> None:
-        """Over the layers, of the share that the busiest expert took, the second, and so on: ids say nothing then."""
+        """Show the share of the busiest expert, the second busiest and so on, as means over the layers."""
         loads = [(sorted(recent, reverse=True), total) for recent in self._recent.values() if (total := sum(recent))]
         for rank in range(min(TOP_EXPERTS, *(len(load) for load, _ in loads)) if loads else 0):
             mean = sum(load[rank] / total for load, total in loads) / len(loads)
             self._metrics.expert_top_share.labels(ALL_LAYERS, rank + 1).set(mean)
 
 
-class StallObserver:
-    """Time spent waiting from now on, by the shard group waited for. ``read`` gives the totals in seconds."""
+class TotalsObserver:
+    """Brings ``counter``, which has one label, up to the totals that ``read`` returns by the label's value.
 
-    def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[int, float]]) -> None:
-        self._metrics, self._read = metrics, read
-        self._seen = dict(read())
+    Args:
+        from_now: leave out what has come together by now.
+    """
 
-    def refresh(self) -> None:
-        for group, seconds in self._read().items():
-            self._metrics.shard_stall.labels(group).inc(seconds - self._seen.get(group, 0.0))
-            self._seen[group] = seconds
-
-
-class RefusalObserver:
-    """Other workers that were refused. ``read`` gives the totals by reason."""
-
-    def __init__(self, metrics: WorkerMetrics, read: Callable[[], Mapping[str, int]]) -> None:
-        self._metrics, self._read = metrics, read
-        self._seen: dict[str, int] = {}
+    def __init__(self, counter: Counter, read: Callable[[], Mapping[Any, float]], *, from_now: bool = False) -> None:
+        self._counter, self._read = counter, read
+        self._growth = Growth()
+        for label, total in read().items() if from_now else ():
+            self._growth.skip(counter.labels(label), total)
 
     def refresh(self) -> None:
-        for reason, count in self._read().items():
-            self._metrics.refused_peers.labels(reason).inc(count - self._seen.get(reason, 0))
-            self._seen[reason] = count
+        for label, total in self._read().items():
+            self._growth.follow(self._counter.labels(label), total)
 
 
 class SharingLink(Protocol):
-    """See :class:`services.fabric.shared_memory.link.SharedMemoryLink`."""
+    """The readings of :class:`services.fabric.shared_memory.link.SharedMemoryLink`."""
 
     @property
     def shared_steps(self) -> int: ...
@@ -159,46 +165,14 @@ class SharingLink(Protocol):
 
 
 class SharingObserver:
-    """Seats that share memory, how many steps went through it from now on, and how many had to run again."""
+    """Shows how many seats share memory; counts steps that used it and steps that ran again, from now on."""
 
     def __init__(self, metrics: WorkerMetrics, link: SharingLink) -> None:
-        self._metrics, self._link = metrics, link
-        self._seen = link.shared_steps, link.repeated_steps
+        self._metrics, self._link, self._growth = metrics, link, Growth()
+        self._growth.skip(metrics.shared_steps, link.shared_steps)
+        self._growth.skip(metrics.repeated_steps, link.repeated_steps)
 
     def refresh(self) -> None:
         self._metrics.shared_seats.set(self._link.shared_seats())
-        now = self._link.shared_steps, self._link.repeated_steps
-        for counter, new, old in zip(
-            (self._metrics.shared_steps, self._metrics.repeated_steps), now, self._seen, strict=True
-        ):
-            counter.inc(new - old)
-        self._seen = now
-
-
-class LockstepTraffic(Protocol):
-    """See :class:`services.fabric.lockstep.gloo.Traffic`."""
-
-    @property
-    def messages(self) -> Mapping[str, int]: ...
-    @property
-    def bytes(self) -> Mapping[str, int]: ...
-
-
-class LockstepObserver:
-    """What goes to other ranks that share the experts."""
-
-    def __init__(self, metrics: WorkerMetrics, traffic: LockstepTraffic, turns: Callable[[], int]) -> None:
-        self._metrics, self._traffic, self._turns = metrics, traffic, turns
-        self._seen: dict[str, int] = {}
-
-    def refresh(self) -> None:
-        self._metrics.lockstep_turns.inc(self._new("turns", self._turns()))
-        for scope in list(self._traffic.messages):
-            self._metrics.lockstep_messages.labels(scope).inc(
-                self._new(f"messages {scope}", self._traffic.messages[scope])
-            )
-            self._metrics.lockstep_bytes.labels(scope).inc(self._new(f"bytes {scope}", self._traffic.bytes[scope]))
-
-    def _new(self, name: str, total: int) -> int:
-        before, self._seen[name] = self._seen.get(name, 0), total
-        return total - before
+        self._growth.follow(self._metrics.shared_steps, self._link.shared_steps)
+        self._growth.follow(self._metrics.repeated_steps, self._link.repeated_steps)

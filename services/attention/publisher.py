@@ -1,12 +1,11 @@
-"""TokenEvents from the engine's thread into Redis, in order, one call for whatever has gathered since the last.
+"""Publishes TokenEvents from the engine's thread to Redis, in order; one call takes all that have gathered.
 
 While Redis is away the same call is repeated, whether or not it took effect: the gateway drops doubled tokens by their
-index. Meanwhile events gather in the engine thread's bounded buffer, and the engine pauses when that is full. It also
-pauses while a gateway lags behind what was published (:mod:`services.attention.publisher`).
+index. Meanwhile events gather in the engine thread's bounded buffer, and the engine pauses when that is full.
 
-A worker computes no more than the gateways that its tokens go to can take (:class:`Backpressure`). Without that a
-gateway's stream in Redis would grow until its older half is dropped, other clients' tokens among it. The engine's steps
-become rarer instead: all sequences go on, and none waits for the tokens of another.
+The engine also pauses while a gateway lags behind what was published (:class:`Backpressure`). Otherwise the gateway's
+stream in Redis would grow until its older half is dropped, other clients' tokens among it. With the pauses steps are
+rarer: all sequences go on, and none waits for the tokens of another.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from services.messages import TokenEvent
 from services.queue.backoff import Backoff, until_answered
 
 MAX_EVENTS = 2048
-"""Events per call: bounds how long one script keeps Redis busy after an outage."""
+"""Most events of one call: bounds how long one script keeps Redis busy after an outage."""
 MAX_BYTES = 2 * 1024 * 1024
-"""About what the events of one call may take together. The publisher looks whether gateways lag after each call."""
+"""Roughly the most bytes of one call. After each call the publisher looks for gateways that lag."""
 
 
 class EventSource(Protocol):
-    """Where events come from (:class:`services.attention.engine_thread.EngineThread`)."""
+    """The source of events (:class:`services.attention.engine_thread.EngineThread`)."""
 
     def take(self, limit: int, nbytes: int) -> list[TokenEvent]: ...
 
@@ -61,7 +60,7 @@ class Publisher:
         self._idle.set()
 
     def wake(self) -> None:
-        """There is something to take. Event loop only."""
+        """Announce that the source has events. Event loop only."""
         self._idle.clear()
         self._wake.set()
 
@@ -77,7 +76,7 @@ class Publisher:
                 self._idle.set()
 
     async def flushed(self) -> None:
-        """Returns once everything taken so far, and all there was to take, is in Redis."""
+        """Return once all events that were taken or could be taken are in Redis."""
         await self._idle.wait()
 
     async def _publish(self, events: Sequence[TokenEvent]) -> None:
@@ -95,9 +94,9 @@ LOOK_S = 0.02
 LONGEST_S = 0.3
 """The longest wait after one publishing call. Clients of other gateways get no tokens meanwhile."""
 STALLED_S = 1.0
-"""A gateway that handled nothing for this long is dead or paused: workers do not wait for it."""
+"""A gateway that handled nothing for so long counts as dead or paused: workers do not wait for it."""
 REMEMBERED_S = 60.0
-"""How long a worker remembers where such a gateway stood."""
+"""How long a worker remembers which entry such a gateway handled last."""
 
 
 class LagReport(Protocol):
@@ -126,18 +125,17 @@ class Backpressure:
         self._clock = clock
         self._ended = False
         self._seen: dict[str, tuple[str, float]] = {}
-        """By gateway the last entry that it handled, and when that was first seen."""
+        """Gateway -> the last entry that it handled, and when that was first seen."""
 
     def end(self) -> None:
-        """Wait no more: the engine has ended, and what is left is to be published soon."""
+        """Wait no more: the engine has ended, and its last events are to be published soon."""
         self._ended = True
 
     async def wait(self) -> float:
-        """Returns once no gateway lags that handles entries, or when Redis is away, or after LONGEST_S and the answer
-        of Redis that is awaited then.
+        """Wait until no gateway lags that still handles entries, at most LONGEST_S, and not while Redis is away.
 
         Returns:
-            The seconds it took.
+            The seconds that it took.
         """
         began = self._clock()
         if not self._to_wait_for():

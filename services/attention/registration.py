@@ -1,6 +1,6 @@
-"""What the registry knows of an attention worker: that it is there, and the credit by which the scheduler assigns.
+"""Keeps an attention worker in the registry, with the credit by which the scheduler assigns requests to it.
 
-Out: registrations. While the engine lacks something, such as experts that nobody here can reach, there is no credit.
+Out: registrations. While the engine lacks something, such as experts that cannot be reached, the credit is 0.
 """
 
 from __future__ import annotations
@@ -8,48 +8,42 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from services.messages import WorkerInfo
 from services.queue.backoff import Backoff, until_answered
 from services.queue.worker_side import WorkerQueue
 
 LOOK_S = 0.1
-"""How often it is asked what is lacking."""
+"""Time between two looks at what the engine lacks."""
 
 log = logging.getLogger(__name__)
 
 
-class CreditOptions(Protocol):
-    """Of :class:`services.attention.worker.WorkerOptions`."""
-
-    @property
-    def credit_tokens(self) -> int: ...
-
-    @property
-    def credit_requests(self) -> int: ...
-
-    @property
-    def lease_s(self) -> float: ...
-
-
 class Registration:
-    """``lacks`` names what keeps the engine from computing; it is asked often."""
+    """One worker's registration.
+
+    Args:
+        credit: tokens and requests that the scheduler may assign at a time.
+        lacks: names what keeps the engine from computing; called often.
+    """
 
     def __init__(
-        self, info: WorkerInfo, queue: WorkerQueue, options: CreditOptions, lacks: Callable[[], Sequence[str]]
+        self,
+        info: WorkerInfo,
+        queue: WorkerQueue,
+        *,
+        lease_s: float,
+        credit: tuple[int, int],
+        lacks: Callable[[], Sequence[str]],
     ) -> None:
-        self._info = info
-        self._queue = queue
-        self._options = options
-        self._lacks = lacks
+        self._info, self._queue, self._lease_s, self._credit, self._lacks = info, queue, lease_s, credit, lacks
         self._able = True
         self._withdrawn = False
-        self._telling = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self.registered = False
 
     async def enter(self, prepare: Callable[[], Awaitable[object]]) -> None:
-        """Register, after ``prepare``, as soon as Redis answers. Raises FingerprintMismatch."""
+        """Call ``prepare``, then register, as soon as Redis answers. Raises FingerprintMismatch."""
 
         async def once() -> None:
             await prepare()
@@ -61,8 +55,8 @@ class Registration:
         log.info("worker %s serves %s", self._info.id, self._info.model)
 
     async def keep(self, hand_back: Callable[[], Awaitable[object]]) -> None:
-        """Follow what is lacking until cancelled. ``hand_back`` is called, after the credit went, to give back what
-        has not begun: another worker may have what this one lacks."""
+        """Follow what the engine lacks until cancelled. Whenever the credit has become 0, call ``hand_back`` to return
+        requests that have not begun: another worker may have what this one lacks."""
         while True:
             await asyncio.sleep(LOOK_S)
             lacks = self._lacks()
@@ -78,16 +72,11 @@ class Registration:
                 await until_answered("credit", hand_back, Backoff())
 
     async def withdraw(self) -> None:
-        """No credit any more, for good."""
+        """Set the credit to 0 for good."""
         self._withdrawn = True
         await self._announce()
 
     async def _announce(self) -> None:
-        async with self._telling:  # what is told last must be what holds
-            credit = self._able and not self._withdrawn
-            await self._queue.register(
-                self._info,
-                self._options.lease_s,
-                credit_tokens=self._options.credit_tokens if credit else 0,
-                credit_requests=self._options.credit_requests if credit else 0,
-            )
+        async with self._lock:  # the credit that Redis gets last must be the one that holds
+            tokens, requests = self._credit if self._able and not self._withdrawn else (0, 0)
+            await self._queue.register(self._info, self._lease_s, credit_tokens=tokens, credit_requests=requests)

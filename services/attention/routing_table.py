@@ -1,7 +1,7 @@
-"""Experts in other processes: the routing table is followed, and the link gets every new one.
+"""Follows the routing table for a link to experts in other processes, and hands every new table to the link.
 
-The newest table is in use from the next exchange on. Which older ones are still needed is told to Redis with a lease,
-so that a seat that leaves waits for what it owes this worker, and for no dead worker.
+The link uses the newest table from the next exchange on. Redis keeps, under a lease, which older tables this worker
+still needs: a seat that leaves waits until no living worker needs a table that lists it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
+from services.fabric.link import RemoteLink
 from services.queue.backoff import Backoff, until_answered
 from services.queue.tables import TableReader
-from services.queue.tasks import end_tasks
 from services.routing import RoutingTable
+from services.runtime.tasks import first_done
 
 NOTES_PER_LEASE = 8
 BLOCK_MS = 500
@@ -24,27 +24,11 @@ SOON_S = 0.02
 log = logging.getLogger(__name__)
 
 
-class TabledLink(Protocol):
-    """What a link does with tables."""
-
-    def apply(self, table: RoutingTable) -> None:
-        """From the next dispatch on; connections are made in the background."""
-
-    def oldest_epoch(self) -> int:
-        """Of the tables still needed: the newest, and those that list a seat, gone since, that owes an answer."""
-
-    def missing(self) -> tuple[int, ...]:
-        """Numbers of the shard groups that no seat can be reached for."""
-
-    def wait_ready(self, seconds: float) -> bool:
-        """Whether every shard group could be reached at some moment of that time."""
-
-
 class TableFollower:
-    """Runs beside the engine, on the event loop. ``worker_id`` is the attention worker's incarnation."""
+    """Runs on the event loop, next to the engine's thread. ``worker_id`` is the attention worker's incarnation."""
 
     def __init__(
-        self, link: TabledLink, reader: TableReader, *, worker_id: str, fingerprint: str, lease_s: float
+        self, link: RemoteLink, reader: TableReader, *, worker_id: str, fingerprint: str, lease_s: float
     ) -> None:
         self._link = link
         self._reader = reader
@@ -55,19 +39,19 @@ class TableFollower:
         self._news = asyncio.Event()
 
     def missing(self) -> list[str]:
-        """For /ready."""
+        """The shard groups, or the table, that it waits for; for /ready."""
         if not self._epoch:
             return ["a routing table"]
         return [f"experts of group {number}" for number in self._link.missing()]
 
     async def ready(self) -> None:
         """Returns once every shard group can be reached."""
-        told = ""
+        logged = ""
         while self.missing():
             if not await asyncio.to_thread(self._link.wait_ready, BLOCK_MS / 1000):
-                if told != (awaited := ", ".join(self.missing())):
+                if logged != (awaited := ", ".join(self.missing())):
                     log.info("waiting for %s", awaited)
-                told = awaited
+                logged = awaited
             elif not self._epoch:
                 await self._news.wait()
 
@@ -77,14 +61,10 @@ class TableFollower:
         Raises:
             FingerprintMismatch: the namespace went on to another model.
         """
-        tasks: list[asyncio.Task[None]] = []
         try:
             await self._begin()
-            tasks += [asyncio.create_task(self._follow()), asyncio.create_task(self._note())]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
+            await first_done(self._follow(), self._note())
         finally:
-            await end_tasks(tasks)  # a task group cancels but once, and a Redis command may swallow that
             await self._deregister()
 
     async def _begin(self) -> None:

@@ -1,20 +1,19 @@
 """The attention worker between Redis and its engine. In: Assign and Cancel by inbox. Out: TokenEvents and heartbeats.
 
-The event loop follows the inbox, publishes and keeps the leases; the engine steps on a thread of its own. Assigned
-requests are answered for until their end is in Redis. A Cancel, and whatever Redis calls stale, is dropped without a
-word: its record has already ended or belongs to a later attempt. An attempt that lacks experts is given up, and the
-request goes on elsewhere or later; while experts are missing this worker has no credit.
+The event loop follows the inbox, publishes, and keeps the leases of requests until their end is in Redis; the engine
+steps on a thread of its own. Requests that are cancelled, or that Redis calls stale, are dropped without an event:
+their record has already ended or belongs to a later attempt. An attempt that lacks experts is given up, and the request
+goes on elsewhere or later; while experts are missing this worker has no credit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, SteppedEngine, Stop
 from services.attention.in_flight_requests import InFlightRequests
@@ -25,22 +24,22 @@ from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerIn
 from services.queue.backoff import Backoff, until_answered
 from services.queue.clock import RedisClock
 from services.queue.connect import MAX_BLOCK_MS
-from services.queue.tasks import end_tasks
 from services.queue.worker_side import FIRST_ID, WorkerQueue
+from services.runtime.tasks import end_tasks, first_done, unless_stopped
 
 HEARTBEATS_PER_LEASE = 4
 FLUSH_S = 2.0
-"""At shutdown: how long the last tokens, and then deregistering, may take to reach Redis."""
+"""How long, at shutdown, publishing the last tokens and deregistering may take."""
 WATCH_S = 1.0
-"""How often the step under way is looked at."""
+"""Time between two looks at the step in progress."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
-    """``credit_*`` bound what the scheduler assigns at a time; ``buffer_*`` what waits to be published, None where the
-    engine pauses by itself; times in seconds."""
+    """Bounds of a worker. ``credit_*``: what the scheduler may assign at a time; ``buffer_*``: what may wait to be
+    published, None where the engine pauses by itself. Times are in seconds."""
 
     credit_tokens: int
     credit_requests: int
@@ -52,10 +51,10 @@ class WorkerOptions:
 
 
 class EngineError(RuntimeError):
-    """The engine's thread ended by itself. The process must exit: only its death returns what it holds."""
+    """The engine's thread ended by itself. The process must exit: only then do its requests go to other workers."""
 
 
-class EngineHung(EngineError):
+class EngineStuck(EngineError):
     """A step does not end. Its thread cannot be stopped, so the process must exit without waiting for it."""
 
 
@@ -65,9 +64,9 @@ class AttentionWorker:
     Args:
         after_step: called on the engine's thread after every step; for metrics.
         on_refused: called with the number of results that Redis refused.
-        on_given_up: called with the number of attempts that ended for want of experts.
+        on_given_up: called with the number of attempts that ended because experts could not be reached.
         on_held_back: called with the seconds that the engine paused because a gateway lagged.
-        lacks: what keeps the engine from computing, such as experts that cannot be reached; asked often.
+        lacks: names what keeps the engine from computing, such as experts that cannot be reached; called often.
     """
 
     def __init__(
@@ -105,7 +104,8 @@ class AttentionWorker:
         self._backpressure = Backpressure(queue, self._thread.hold)
         self._publisher = Publisher(self._thread, self._publish, self._note_published, self._hold_back)
         self._heartbeat_backoff = Backoff(max_s=min(1.0, options.lease_s / 8))
-        self._registration = Registration(info, queue, options, lacks)
+        credit = options.credit_tokens, options.credit_requests
+        self._registration = Registration(info, queue, lease_s=options.lease_s, credit=credit, lacks=lacks)
 
     @property
     def unpublished(self) -> int:
@@ -113,19 +113,15 @@ class AttentionWorker:
         return self._thread.unpublished
 
     def has_room(self, tokens: int, nbytes: int) -> bool:
-        """For an engine that pauses by itself: whether a step may follow what is not yet in Redis."""
+        """Whether the engine may step (:meth:`EngineThread.has_room`), if it pauses by itself."""
         return self._thread.has_room(tokens, nbytes)
 
     def nudge(self) -> None:
-        """Something outside gave the engine work. From any thread."""
+        """Announce, from any thread, that the engine has work from elsewhere."""
         self._thread.nudge()
 
-    def held(self) -> dict[str, int]:
-        """Attempts that this worker answers for, by request id."""
-        return self._in_flight.held()
-
     def missing(self) -> list[str]:
-        """What keeps the worker from taking requests; for /ready."""
+        """Names of things that the worker waits for before it takes requests; for /ready."""
         if not self._registration.registered:
             return ["registration"]
         return ["Redis"] if self._heartbeat_backoff.failing else []
@@ -135,8 +131,8 @@ class AttentionWorker:
 
         Raises:
             FingerprintMismatch: the namespace serves another model.
-            EngineError: the engine's thread ended, or hangs in a step (EngineHung); leases are left to expire, so that
-                this counts as a failure.
+            EngineError: the engine's thread ended, or is stuck in a step (EngineStuck). Leases are left to expire, so
+                that the requests count this attempt as failed.
         """
         background = [
             asyncio.ensure_future(self._publisher.run()),
@@ -149,9 +145,9 @@ class AttentionWorker:
         self._thread.start()
         halt = self._thread.stop
         try:
-            await _unless_failed(self._serve(stop), background)
-            await _unless_failed(self._drain(), background)
-        except EngineHung:
+            await first_done(*background, self._serve(stop))
+            await first_done(*background, self._drain())
+        except EngineStuck:
             halt = self._thread.abandon
             raise
         finally:
@@ -159,15 +155,8 @@ class AttentionWorker:
             await asyncio.to_thread(halt)
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        registration = asyncio.ensure_future(self._registration.enter(self._clock.sync))
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({registration, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if registration.done():
-                registration.result()
-                await stopped
-        finally:
-            await end_tasks([registration, stopped])
+        await unless_stopped(self._registration.enter(self._clock.sync), stop)
+        await stop.wait()
 
     async def _keep_leases(self) -> None:
         pause_s = self._options.lease_s / HEARTBEATS_PER_LEASE
@@ -205,13 +194,13 @@ class AttentionWorker:
                 self._abandon(request_id, attempt)
 
     def _abandon(self, request_id: str, attempt: int) -> None:
-        """Redis has already moved on from this attempt: stop it, and tell nobody."""
+        """Stop an attempt that Redis has already moved on from, without an event."""
         self._in_flight.close(request_id, attempt)
         self._thread.send(Stop(request_id, attempt))
 
     async def _publish(self, events: Sequence[TokenEvent]) -> set[str]:
-        told = [event for event in events if not _given_up(event)]
-        refused = await self._queue.publish(self._info.id, told) if told else set()
+        kept = [event for event in events if not _given_up(event)]
+        refused = await self._queue.publish(self._info.id, kept) if kept else set()
         given_up = {event.request_id: event.attempt for event in events if _given_up(event)}
         if error := next((event.error for event in events if _given_up(event)), None):
             await self._give_up(given_up, error)
@@ -229,17 +218,16 @@ class AttentionWorker:
         self._on_given_up(len(attempts))
 
     def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
-        self._in_flight.close_ended(event for event in events if not _given_up(event))
+        for event in events:
+            if event.finish is not None and not _given_up(event):
+                self._in_flight.close(event.request_id, event.attempt)
         for request_id, attempt in refused.items():
             self._abandon(request_id, attempt)
         if refused:
             self._on_refused(len(refused))
 
     async def _drain(self) -> None:
-        """Take nothing new, give back what has not begun, let the rest end in time, hand over what does not.
-
-        None of it counts as failed.
-        """
+        """Give back requests that have not begun, let others end in time, hand the rest over. None counts as failed."""
         if not self._registration.registered:
             return
         log.info("draining %d requests", len(self._in_flight))
@@ -266,14 +254,14 @@ class AttentionWorker:
                 self._abandon(request_id, held[request_id])
 
     async def _watch_engine(self) -> None:
-        """Counts the ticks of this loop that fall into one step: while the process stood still there were none."""
+        """Raise EngineStuck for a step that lasts too long, in ticks of this loop: a paused process does not count."""
         tick_s = min(WATCH_S, self._options.step_timeout_s / 4)
         step, lasted_s = None, 0.0
         while lasted_s < self._options.step_timeout_s:
             await asyncio.sleep(tick_s)
             before, step = step, self._thread.step
             lasted_s = lasted_s + tick_s if step is not None and step == before else 0.0
-        raise EngineHung(f"A step has lasted for {lasted_s:.0f} s; what this worker holds goes to others.")
+        raise EngineStuck(f"A step has lasted for {lasted_s:.0f} s; what this worker holds goes to others.")
 
     def _note_end(self, failure: BaseException | None) -> None:
         if failure is not None and not self._engine_ended.done():
@@ -282,22 +270,9 @@ class AttentionWorker:
             self._engine_ended.set_exception(died)
 
     def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(callback, *args)
 
 
 def _given_up(event: TokenEvent) -> bool:
     return event.error is not None and event.error.code == ExpertUnavailable.code
-
-
-async def _unless_failed(work: Coroutine[Any, Any, None], background: Sequence[asyncio.Future[None]]) -> None:
-    """Do ``work``, or raise what ended one of ``background``, whichever comes first."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for future in background:
-            if future.done():
-                future.result()
-        await task
-    finally:
-        await end_tasks([task])

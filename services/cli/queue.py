@@ -22,8 +22,8 @@ from services.queue.gateway_side import FIRST_ID, GatewayQueue, Unreadable
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Kept, quarantined
-from services.queue.tasks import end_tasks
 from services.runtime import printable
+from services.runtime.tasks import end_tasks
 
 _ACTIONS = ("list", "show", "retry", "drop", "unreadable")
 _WITHOUT_ID = ("list", "unreadable")

@@ -1,4 +1,4 @@
-"""``python -m services.colocated`` runs attention with a seat of its own: see :mod:`services.colocated.role`."""
+"""``python -m services.colocated`` runs a colocated worker: see :mod:`services.colocated.role`."""
 
 import sys
 

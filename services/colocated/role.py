@@ -1,7 +1,7 @@
-"""The colocated role: an attention worker with a seat of its own, on one device. Needs Redis and a model.
+"""The colocated role: an attention worker and an expert worker in one process, on one device. Needs Redis and a model.
 
-The seat is one as others: it holds what the scheduler gives it, answers every attention worker, and other seats answer
-this one. So workers of this kind come, go and die one by one, beside each other and beside expert workers.
+The expert worker's seat is like any other: the scheduler chooses its group, it answers every attention worker, and this
+attention worker uses all seats. So colocated workers come, go and die one by one, together with expert workers or not.
 """
 
 from __future__ import annotations
@@ -11,56 +11,51 @@ import logging
 import os
 from collections.abc import MutableMapping, Sequence
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.attention.role import AttentionRole
+from services.attention.service import AttentionService
 from services.config import COLOCATED, Settings, colocated
 from services.experts.role import ExpertsRole
 from services.queue.role_service import RoleService, run_role_service
-from services.queue.tasks import end_tasks
 from services.runtime import run_role
+from services.runtime.tasks import end_tasks, first_done
 
 DEREGISTER_S = 2.0
-"""For a seat whose attention has failed: others learn at once that it is gone, not when its lease expires."""
+"""How long a seat whose attention has failed may take to deregister, before its lease has to expire."""
 
 log = logging.getLogger(__name__)
 
 
 async def run_both(attention: RoleService, experts: RoleService, metrics_url: str, stop: asyncio.Event) -> None:
-    """Both until ``stop``. The seat leaves last: what attention has to end needs it, and the others may, too.
+    """Run both until ``stop``. The seat leaves last: requests that attention still has to end need it.
 
-    What ends one of them by an error ends both; the seat still deregisters. One that the scheduler wants gone leaves
-    attention here.
+    An error of one ends both; the seat still deregisters. If the scheduler ends the seat, attention stays.
     """
     leave = asyncio.Event()
     holding = asyncio.ensure_future(experts.run(metrics_url, leave))
     attending = asyncio.ensure_future(attention.run(metrics_url, stop))
-    tasks: list[asyncio.Future[Any]] = [holding, attending]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await first_done(holding, attending)
         if holding.done():
-            holding.result()
             log.info("the seat was given up; attention goes on")
-        try:
-            await attending
-        except Exception:
-            leave.set()
-            await asyncio.wait({holding}, timeout=DEREGISTER_S)
-            raise
+        await attending
         leave.set()
         await holding
+    except Exception:
+        leave.set()
+        await asyncio.wait({holding}, timeout=DEREGISTER_S)
+        raise
     finally:
-        await end_tasks(tasks)
+        await end_tasks([holding, attending])
 
 
 class ColocatedRole:
-    """Everything around both. ``registry`` gets the series of both."""
+    """An attention worker and an expert worker. ``registry`` gets the series of both."""
 
     def __init__(self, settings: Settings, redis: Redis, registry: CollectorRegistry) -> None:
-        self._attention = AttentionRole(settings, redis, registry, beside_experts=True)
+        self._attention = AttentionService(settings, redis, registry, colocated=True)
         self._experts = ExpertsRole(settings, redis, registry, colocated=True)
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
@@ -68,13 +63,13 @@ class ColocatedRole:
         await run_both(self._attention, self._experts, metrics_url, stop)
 
     def missing(self) -> list[str]:
-        """What keeps it from serving; for /ready."""
+        """Names of things that either worker waits for; for /ready."""
         return list(dict.fromkeys([*self._experts.missing(), *self._attention.missing()]))
 
 
 def load_kernels_early(environment: MutableMapping[str, str]) -> None:
-    """All kernels of torch with CUDA's context, and not each at its first use, unless ``environment`` says otherwise:
-    loading one waits for kernels under way, and these here for rows that are to be launched behind it."""
+    """Let torch load all kernels at the start, not each at its first use, unless ``environment`` says otherwise:
+    loading waits for running kernels, and these may wait for rows that are launched after it."""
     environment.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 

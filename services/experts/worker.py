@@ -22,9 +22,9 @@ from services.messages import ExpertInfo, SeatLoad, SeatReport, SeatRows, SeatSt
 from services.queue.backoff import Backoff, until_answered
 from services.queue.expert_side import Assignment, ExpertQueue, Orders
 from services.queue.tables import TableReader, unused
-from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup
 from services.runtime import in_daemon
+from services.runtime.tasks import end_tasks, first_done, unless_stopped
 
 HEARTBEATS_PER_LEASE = 8
 FIRST_BEAT_S = 0.05
@@ -126,36 +126,25 @@ class ExpertWorker:
         if not await self._take_seat(stop):
             return
         heartbeats = asyncio.ensure_future(self._keep_lease())
-        work = asyncio.ensure_future(self._follow_orders())
-        stopped = asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait({heartbeats, work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (heartbeats, work):
-                if task.done():
-                    task.result()
-            await end_tasks([work])
+            await first_done(heartbeats, self._follow_orders(), stop.wait())
             await self._leave(heartbeats)
         except ServingFailed:
-            await end_tasks([heartbeats, work])
+            await end_tasks([heartbeats])
             await self._deregister()
             raise
         finally:
-            await end_tasks([heartbeats, work, stopped])
+            await end_tasks([heartbeats])
             if self.serving:
                 await asyncio.to_thread(self.serving.drain, 0.0)
 
     async def _take_seat(self, stop: asyncio.Event) -> bool:
         """Return False if ``stop`` is set before Redis answers; a seat given meanwhile ends with its lease."""
         join = partial(self._queue.join, self._info, self._timing.lease)
-        joined = asyncio.ensure_future(until_answered("seat", join, Backoff()))
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({joined, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not joined.done():
-                return False
-            self.seat = joined.result()
-        finally:
-            await end_tasks([joined, stopped])
+        seat = await unless_stopped(until_answered("seat", join, Backoff()), stop)
+        if seat is None:
+            return False
+        self.seat = seat
         log.info("seat %d", self.seat)
         return True
 

@@ -12,6 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from services.routing import RoutingTable
+
 HandleT = TypeVar("HandleT")
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(x_TD, expert_ids_TK, weights_TK) -> y_TD``: all experts of one layer held here; -1 in the ids is skipped."""
@@ -100,6 +102,40 @@ class CountingLink(ExpertLink[HandleT], Protocol[HandleT]):
 
     def expert_rows(self) -> dict[int, list[int]]:
         """Return layer -> rows by expert, since the link was made."""
+        ...
+
+
+class RemoteLink(Protocol):
+    """What a link to experts in other processes offers besides :class:`ExpertLink`: it follows routing tables, and
+    reports how its peers fare. Thread-safe."""
+
+    def apply(self, table: RoutingTable) -> None:
+        """Use ``table`` from the next dispatch on; connections are made in the background."""
+        ...
+
+    def oldest_epoch(self) -> int:
+        """Epoch of the oldest table that is still needed: the newest, or one that lists a seat, gone since, that owes
+        an answer."""
+        ...
+
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of the shard groups that no seat can be reached for."""
+        ...
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Whether every shard group could be reached at some moment of that time."""
+        ...
+
+    def stalled_s(self) -> dict[int, float]:
+        """Seconds that ``combine`` has waited since the start, by shard group."""
+        ...
+
+    def faults(self) -> dict[str, int]:
+        """Connections that were refused or ended because of the peer, by reason."""
+        ...
+
+    def close(self) -> None:
+        """End all connections; a ``combine`` that waits raises ExpertUnavailable."""
         ...
 
 

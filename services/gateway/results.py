@@ -19,7 +19,7 @@ from services.gateway.table import Followups, JobTable
 from services.messages import WorkerInfo
 from services.metrics import GatewayMetrics
 from services.queue.gateway_side import FIRST_ID, RequestState
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks, first_done
 
 log = logging.getLogger(__name__)
 
@@ -82,17 +82,10 @@ class ResultFollower:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises FingerprintMismatch where the namespace serves another model."""
-        parts = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._beat())]
         try:
-            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            for part in parts:
-                if part.done():
-                    part.result()
+            await first_done(self._follow(), self._beat())
         finally:
-            try:
-                await end_tasks(parts)  # a TaskGroup cancels once, which a command may swallow
-            finally:
-                await end_tasks(list(self._tasks))  # a part that swallowed it may have begun more tasks
+            await end_tasks(list(self._tasks))  # the two may have begun some while they were ended
 
     async def greet(self) -> None:
         """Sends the first heartbeat, so that a mismatch of the model is a start-up error. Redis may still be away."""

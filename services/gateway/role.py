@@ -52,8 +52,8 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
-from services.queue.tasks import end_tasks
 from services.runtime import incarnation, run_role
+from services.runtime.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint folder, checked against the spec before the first byte of weights is read.
+"""Reads a checkpoint folder, after checking its tensors against the spec.
 
-(Sharded) safetensors on disk come in; memory-mapped tensors go out, one at a time, to ``weights.py``. Only the
-headers are read at first, so that a damaged or foreign checkpoint is refused at once and as a whole.
+(Sharded) safetensors come in from disk; memory-mapped tensors go out, one at a time, to ``weights.py``. The headers are
+read first, so that a damaged or foreign checkpoint is refused at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.model.load_spec import INDEX, read_index, unreadable
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
 from services.model.spec import ModelSpec
 
-if TYPE_CHECKING:  # whoever looks at files alone needs no torch
+if TYPE_CHECKING:  # digests are made without torch
     from torch import Tensor
 
 _SINGLE = "model.safetensors"
@@ -70,14 +70,8 @@ class Checkpoint:
         return self._entries[name]
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """Size of these tensors on disk."""
+        """Bytes that the tensors ``names`` take on disk."""
         return sum(self._entries[name].nbytes for name in names)
-
-    def file_of(self, name: str) -> Path:
-        return self._entries[name].file
-
-    def shape_of(self, name: str) -> Shape:
-        return self._entries[name].shape
 
     def _check(self, spec: ModelSpec) -> None:
         expected = dense_shapes(spec) | expert_shapes(spec)
@@ -110,7 +104,7 @@ class Checkpoint:
 
 
 def _read_entries(model_dir: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder's weight files; with an index, those that it lists."""
+    """Every tensor of the folder's weight files, or, if there is an index, every tensor in it."""
     index = model_dir / INDEX
     if not index.is_file():
         return _merge_headers(_weight_files(model_dir))

@@ -1,4 +1,4 @@
-"""``config.json`` and its neighbours, read with types: a wrong value is a CheckpointError that names file and key."""
+"""Reads ``config.json`` and its neighbours with types: a wrong value raises a CheckpointError with file and key."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _MAX_COUNT = 2**31 - 1
 class ConfigFile:
     """Typed access to the keys of one JSON object.
 
-    Where a getter takes several ``keys``, they are names of the same thing in different versions of the format: the
-    first one present counts. A key that is present and null counts as absent. Without a ``default``, absence is an
-    error.
+    Where a getter takes several ``keys``, these are names of one thing in different versions of the format: the first
+    that is present counts. Null counts as absent. Absence is an error unless there is a ``default``.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -58,17 +57,17 @@ class ConfigFile:
     def optional_number(self, key: str) -> float | None:
         return None if self.values.get(key) is None else self.number(key)
 
-    def count(self, *keys: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
-        """A whole number above 0. ``most`` keeps a damaged one from sizing a list or a loop that never ends."""
+    def count(self, *keys: str, default: int | None = None, maximum: int = _MAX_COUNT) -> int:
+        """A whole number above 0. ``maximum`` keeps a damaged number from sizing a list or a loop without end."""
         value = self._find(keys, default)
         if not _is_int(value) or value <= 0:
             raise self.wrong(keys[0], "a whole number above 0", value)
-        if value > most:
-            raise self.wrong(keys[0], f"at most {most}", value)
+        if value > maximum:
+            raise self.wrong(keys[0], f"at most {maximum}", value)
         return int(value)
 
     def optional_count(self, key: str, default: int | None = None) -> int | None:
-        """As :meth:`count`; null and 0 are None, and absence is ``default``."""
+        """Like :meth:`count`, but null and 0 give None, and absence gives ``default``."""
         return None if self.values.get(key, default) in (None, 0) else self.count(key, default=default)
 
     def token_id(self, key: str) -> int | None:
@@ -78,7 +77,7 @@ class ConfigFile:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them; null and absence are ()."""
+        """A whole number or a list of them, as a tuple; null and absence give ()."""
         value = self.values.get(key)
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(_is_int(item) and item >= 0 for item in found):

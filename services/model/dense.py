@@ -46,7 +46,7 @@ class DenseModel:
         self._frequency_I = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
 
     def plan(self, inputs: StepInputs, block_size: int) -> AttentionPlan:
-        """What all layers of this step's attention share. ``block_size`` is the KV cache's."""
+        """Plan this step's attention, once for all layers. ``block_size`` is the KV cache's."""
         planner = WindowPlanner(
             block_size=block_size,
             kv_size=self.spec.kv_size,
@@ -63,11 +63,11 @@ class DenseModel:
         )
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """``x_TD``, the rows that run through the layers."""
+        """The rows ``x_TD`` that run through the layers."""
         return F.embedding(token_ids_T, self._weights.embed_VD)
 
     def attention(self, layer: int, x_TD: Tensor, plan: AttentionPlan, kv: PagedKV) -> Tensor:
-        """``x_TD`` plus what its rows gathered. Writes the step's keys and values of this layer into ``kv``."""
+        """Add the attention of layer ``layer`` to ``x_TD``. Writes the step's keys and values of it into ``kv``."""
         weights = self._weights.layers[layer]
         h_TD = self._norm(x_TD, weights.attention_norm_D)
         q_TNH, k_TJH, v_TJH = self._project(layer, h_TD, plan)
@@ -77,7 +77,7 @@ class DenseModel:
         return x_TD + F.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
 
     def ffn_input(self, layer: int, x_TD: Tensor) -> Tensor:
-        """``h_TD``: the normalised rows that router, experts and dense networks read."""
+        """The normalised rows ``h_TD``, which router, experts and dense networks read."""
         return self._norm(x_TD, self._weights.layers[layer].ffn_norm_D)
 
     def route(self, layer: int, h_TD: Tensor, keep_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -100,13 +100,13 @@ class DenseModel:
         )
 
     def dense_ffn(self, layer: int, h_TD: Tensor) -> Tensor:
-        """``y_TD`` of a layer without experts, to be added to the rows."""
+        """Output ``y_TD`` of a layer without experts, to be added to the rows."""
         ffn = self._weights.layers[layer].ffn
         assert ffn is not None, f"layer {layer} has no dense network"
         return _ffn(ffn, h_TD)
 
     def shared_expert(self, layer: int, h_TD: Tensor) -> Tensor | None:
-        """``y_TD`` of the expert that every row passes, gated; None in a model without one."""
+        """Gated output ``y_TD`` of the expert that every row passes; None in a model without a shared expert."""
         weights = self._weights.layers[layer]
         if weights.ffn is None:
             return None
@@ -114,7 +114,7 @@ class DenseModel:
         return torch.sigmoid(F.linear(h_TD, weights.shared_gate_1D)) * _ffn(weights.ffn, h_TD)
 
     def logits(self, x_RD: Tensor) -> Tensor:
-        """``logits_RV`` float32 of the rows after the last layer."""
+        """Logits ``logits_RV``, float32, of rows after the last layer."""
         return F.linear(self._norm(x_RD, self._weights.norm_D), self._weights.lm_head_VD).float()
 
     def _norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:

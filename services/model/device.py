@@ -1,4 +1,4 @@
-"""Where a part of a model is computed, and in which type."""
+"""Chooses the device and the dtype of a part of a model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 
 def torch_device(name: str, *, rank: int | None = None) -> torch.device:
-    """The device called ``name``; ``auto`` is a GPU if there is one, ``auto:2`` the one with that number, and one past
-    the last GPU shares one with another worker.
+    """The device called ``name``. ``auto`` is a GPU if there is one, ``auto:2`` the GPU with that number; one past the
+    last GPU is shared.
 
     Args:
-        rank: number among ranks, of this and other hosts, of which ``auto`` and ``cuda`` take a GPU each.
+        rank: number of this worker among ranks, on this and other hosts: with ``auto`` and ``cuda`` each takes a GPU.
 
     Raises:
         ConfigError: there is no such device.
     """
-    # Each queue holds up what comes behind a kernel that waits for a peer: one for each stream, not 8 for all of them.
+    # Work behind a kernel that waits for a peer is held up in its queue: each stream needs its own, 8 are too few.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     kind, _, number = name.partition(":")
     if name == "cuda" or (kind == "auto" and (not number or number.isdigit())):
@@ -48,6 +48,6 @@ def _shared(number: int) -> int:
 
 
 def serving_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """The type called ``name``; ``auto`` is the checkpoint's own."""
+    """The dtype called ``name``; ``auto`` is that of the checkpoint."""
     dtype: torch.dtype = getattr(torch, spec.dtype if name == "auto" else name)
     return dtype

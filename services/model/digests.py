@@ -1,7 +1,7 @@
-"""SHA-256 digests of a checkpoint's experts, in a file beside it: others' weights are held against them.
+"""SHA-256 digests of a checkpoint's experts, in a file next to it, to check weights from other workers.
 
-Written by whoever fills the folder, read by workers that join. Torch-free. A digest is of the bytes of an expert's
-matrix as they are stored: of ``gate_up``, the gate's rows and then those of the up projection, and of ``down``.
+`expertmesh digests` writes the file; workers that join read it. Torch-free. A digest covers the bytes of an expert's
+matrix as they are stored: ``gate_up`` (the gate's rows, then those of the up projection) or ``down``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHUNK = 4 << 20
 _MAX_THREADS = 16
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _HOLDS = {"float32": ("float32", "bfloat16", "float16")}
-"""Types that a wider one holds every value of: what is served in it can be told from the digest of what is stored."""
+"""Serving dtype -> stored dtypes of which it holds every value, so that digests of the stored bytes can check it."""
 _HOW = "Workers that join read the disk and take no weights from others; `expertmesh digests FOLDER` writes it."
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 
 class LayerDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """By expert."""
+    """Digests of one layer, in order of the experts."""
 
     gate_up: tuple[Digest, ...]
     down: tuple[Digest, ...]
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True):
-    """``fingerprint``: the checkpoint's; ``dtype``: in which its experts are stored."""
+    """The file's contents. ``fingerprint`` is that of the checkpoint, ``dtype`` that of its stored experts."""
 
     format: int
     fingerprint: str
@@ -54,13 +54,13 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True):
     layers: dict[int, LayerDigests]
 
     def of(self, layer: int, name: str, expert: int) -> bytes:
-        """``name``: ``gate_up`` or ``down``."""
+        """Digest of the matrix ``name``: ``gate_up`` or ``down``."""
         digests: tuple[bytes, ...] = getattr(self.layers[layer], name)
         return digests[expert]
 
 
 def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None:
-    """Those of the experts of ``spec``, served in ``dtype``; None, and a word in the log, where there are none."""
+    """Digests of the experts of ``spec`` for serving in ``dtype``; None, and a log line, where there are none."""
     file = model_dir / FILE
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Digests)
@@ -77,7 +77,7 @@ def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None
 
 
 def write_digests(model_dir: Path) -> None:
-    """Reads all experts' weights.
+    """Read all experts' weights, and write their digests into the folder.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, has no experts, or stores them in several types.
@@ -93,7 +93,7 @@ def write_digests(model_dir: Path) -> None:
 
 
 def hashing_threads() -> int:
-    """As many as there are cores, up to what a disk or a lane has bytes for: hashing releases Python's lock."""
+    """One thread per core, up to what a disk or a lane has bytes for: hashing releases Python's lock."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
@@ -114,22 +114,22 @@ def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
         raise CheckpointError(f"The checkpoint {stored}: there are no digests of that.")
     with ThreadPoolExecutor(hashing_threads()) as pool:
         hashing = {layer: pool.map(_digest, chain.from_iterable(pairs)) for layer, pairs in matrices.items()}
-        layers = {layer: _of_layer(list(digests)) for layer, digests in hashing.items()}
+        layers = {layer: _by_matrix(list(digests)) for layer, digests in hashing.items()}
     return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=_DTYPES[types.pop()], layers=layers)
 
 
 def _matrices(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int
 ) -> Iterator[tuple[list[TensorEntry], list[TensorEntry]]]:
-    """By expert, where the parts of ``gate_up`` and ``down`` are."""
+    """Places of the parts of ``gate_up`` and of ``down``, expert by expert."""
     names = TensorNames(spec.family)
     for expert in range(spec.num_experts):
         ffn = names.expert(layer, expert)
         yield [checkpoint.entry(ffn.gate), checkpoint.entry(ffn.up)], [checkpoint.entry(ffn.down)]
 
 
-def _of_layer(digests: list[bytes]) -> LayerDigests:
-    """``gate_up`` and ``down`` alternately."""
+def _by_matrix(digests: list[bytes]) -> LayerDigests:
+    """Sort ``digests``, which are of ``gate_up`` and ``down`` alternately."""
     return LayerDigests(gate_up=tuple(digests[::2]), down=tuple(digests[1::2]))
 
 

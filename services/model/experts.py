@@ -1,4 +1,4 @@
-"""The expert part: the weights of some experts of each layer, and the rows that pass through them.
+"""The expert part of the model: weights of some experts of each layer, and the rows that pass through them.
 
 Legend: T rows, D hidden size, K experts chosen per row, E experts held, F expert width.
 """
@@ -26,7 +26,7 @@ class ExpertWeights:
 
 
 def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
-    """Slice ``index`` of ``count`` of each expert's inner width, copied: outputs of all slices add up to the expert's.
+    """Copy slice ``index`` of ``count`` of each expert's inner width. The outputs of all slices add up.
 
     Raises:
         ConfigError: the width does not divide.
@@ -34,7 +34,10 @@ def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
     if count == 1:
         return whole
     width = whole.w_down_EDF.shape[2]
-    check_slices(width, count)
+    if width % count:
+        raise ConfigError(
+            f"Experts of width {width} cannot be split into {count} slices.", hint="Choose a divisor of the width."
+        )
     part = slice(index * width // count, (index + 1) * width // count)
     gate_EFD, up_EFD = whole.w_gate_up_E2FD.split_with_sizes((width, width), dim=1)
     return ExpertWeights(
@@ -44,19 +47,11 @@ def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
     )
 
 
-def check_slices(width: int, count: int) -> None:
-    """Raises ConfigError where an expert of inner width ``width`` has no ``count`` equal slices."""
-    if width % count:
-        raise ConfigError(
-            f"Experts of width {width} cannot be split into {count} slices.", hint="Choose a divisor of the width."
-        )
-
-
 class ExpertShard:
-    """Some or all experts of the MoE layers of a model. Ids are the model's; those held elsewhere are skipped.
+    """Some or all experts of the MoE layers of a model. Expert ids are the model's; others than those here are skipped.
 
     Args:
-        layers: layer index -> the experts of that layer held here.
+        layers: layer index -> the experts of that layer that are here.
         num_experts: experts per layer in the whole model.
     """
 
@@ -65,14 +60,14 @@ class ExpertShard:
         self._slots = {layer: _slot_of_expert(held, num_experts) for layer, held in layers.items()}
 
     def by_layer(self) -> dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """:meth:`forward` of each layer that has experts here, as an in-process link calls it."""
+        """:meth:`forward` of each layer with experts here, as :class:`services.fabric.local.LocalLink` calls it."""
         return {layer: partial(self.forward, layer) for layer in self._layers}
 
     def expert_ids(self, layer: int) -> tuple[int, ...]:
         return self._layers[layer].expert_ids
 
     def forward(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """``y_TD``: sum over the slots whose expert is held here of weight x expert(row), in slot order.
+        """Sum ``y_TD`` of weight x expert(row) over the slots whose expert is here, in slot order.
 
         Args:
             x_TD: rows in the weights' dtype.
@@ -85,7 +80,7 @@ class ExpertShard:
 
 
 def _slot_of_expert(held: ExpertWeights, num_experts: int) -> Tensor | None:
-    """Index into the held weights by the model's expert id, -1 where absent; None if they are the same."""
+    """Expert id of the model -> index into the weights here, -1 if absent; None if all ids equal their indices."""
     if held.expert_ids == tuple(range(num_experts)):
         return None
     slots_E = torch.full((num_experts,), -1, dtype=torch.int32, device=held.w_down_EDF.device)

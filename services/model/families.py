@@ -1,4 +1,4 @@
-"""Each family's reading of ``config.json``: its keys, its defaults, and what it can switch on that is not supported.
+"""Reads ``config.json`` for each family: its keys, its defaults, and options of it that are not supported.
 
 The defaults are those of transformers' config classes, because a checkpoint may leave a key out that equals them.
 """
@@ -19,11 +19,11 @@ DEFAULT_WINDOW = 4096
 
 MAX_LAYERS = 1 << 14
 MAX_EXPERTS = 1 << 18
-"""Over all layers. Each is a handful of names to look for, so a damaged number must not reach the loader."""
+"""Most experts over all layers. The loader looks for several names for each, so a damaged number must not reach it."""
 
 
 def spec_from_config(model_dir: Path) -> ModelSpec:
-    """The spec in ``model_dir``, checked, without a fingerprint."""
+    """The spec of the checkpoint in ``model_dir``, checked, without its fingerprint."""
     config = read_config(model_dir)
     families: dict[str, Callable[[ConfigFile, tuple[int, ...]], ModelSpec]] = {
         "qwen3_moe": _qwen3_moe,
@@ -127,7 +127,7 @@ def _build(
     rms_eps: float = 1e-6,
     theta: float = DEFAULT_THETA,
 ) -> ModelSpec:
-    """What the families share; ``top_k``, ``rms_eps`` and ``theta`` are defaults for keys the config leaves out."""
+    """Read the keys that all families share. ``top_k``, ``rms_eps`` and ``theta`` are defaults of missing keys."""
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     vocab_size = config.count("vocab_size")
     head_dim = config.optional_count("head_dim") or hidden_size // num_heads
@@ -162,7 +162,7 @@ def _build(
 
 
 def _layer_count(config: ConfigFile) -> int:
-    return config.count("num_hidden_layers", most=MAX_LAYERS)
+    return config.count("num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def _sparse_layers(config: ConfigFile, windows: list[int | None]) -> list[LayerSpec]:
@@ -213,7 +213,7 @@ def _refuse_unsupported(config: ConfigFile) -> None:
 
 
 def _check(spec: ModelSpec, config: ConfigFile) -> None:
-    """Numbers that are fine each by itself and contradict one another."""
+    """Raise CheckpointError for numbers that are fine each by itself and contradict one another."""
 
     def demand(fits: bool, problem: str) -> None:
         if not fits:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors are in it and where, with every promise checked against its size."""
+"""Reads the header of a safetensors file, which lists its tensors and their places, and checks it against the size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.model.names import Shape
 
 DOWNLOAD_AGAIN = "Download the file again."
 MAX_BYTES = 100_000_000
-"""Of a header, as in the library itself: a file's first bytes must not make anybody read what else it has."""
+"""Most bytes of a header, as in the library itself: a file's first bytes must not decide how much of it is read."""
 _LENGTH_BYTES = 8
 """The file starts with its header's length, in this many bytes, little-endian."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -87,7 +87,7 @@ def _read(file: Path) -> tuple[bytes, int]:
 
 
 def _end(file: Path, infos: Iterable[tuple[str, _Info]]) -> int:
-    """Where the last tensor ends, in bytes from the end of the header; each begins where the one before it ends."""
+    """End of the last tensor, in bytes from the header's end. Each must begin where the previous one ends."""
     end = 0
     for (begin, after), name in sorted((info.data_offsets, name) for name, info in infos):
         if not begin == end <= after:

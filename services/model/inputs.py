@@ -1,4 +1,4 @@
-"""One engine step as the model sees it: the batch manager's plan on its way to the dense part.
+"""The inputs of one step, in the form in which the model takes them from the engine.
 
 Prompt pieces and decode rows of all sequences lie in one flat row dimension without padding (ExpertFlow 4.2).
 Legend: T rows of the step, R rows whose logits are wanted, N KV blocks, B tokens per block, K key/value heads,
@@ -30,7 +30,7 @@ class PagedKV(Protocol):
     def block_size(self) -> int: ...
 
     def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
-        """Keep which token each slot is of."""
+        """Keep the id of each slot's token."""
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -54,10 +54,9 @@ class SequenceRows(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRows:
-    """Sequences with one row each, all together: the first B rows of the step.
+    """Sequences with one row each, as arrays: the first B rows of the step.
 
-    ``kv_len_B`` is as in :class:`SequenceRows`; ``blocks_BM`` their blocks, each sequence's followed by repeats of its
-    last one.
+    ``kv_len_B`` is as in :class:`SequenceRows`. ``blocks_BM`` has each sequence's blocks, filled up with its last one.
     """
 
     kv_len_B: NDArray[np.int64]
@@ -69,18 +68,15 @@ class DecodeRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedRows:
-    """Sequences with one row each, which no host needs to know: int32 tensors on the model's device that may change
-    between two runs of a CUDA graph.
-
-    ``kv_len_B`` 0: the row is nobody's. What follows a sequence's last block in ``blocks_BM`` may be anything.
-    """
+    """Sequences with one row each, as int32 tensors on the model's device, which may change between two runs of a CUDA
+    graph. ``kv_len_B`` 0: a row of no sequence. Only a sequence's own blocks in ``blocks_BM`` are read."""
 
     kv_len_B: Tensor
     blocks_BM: Tensor
 
     @property
     def live(self) -> Tensor:
-        """Bool ``[B]``: which rows are a sequence's."""
+        """Which rows are of a sequence: bool ``[B]``."""
         return self.kv_len_B > 0
 
 
@@ -88,7 +84,7 @@ class PagedRows:
 class StepInputs:
     """One step. All tensors are int64 on the model's device; rows are in the order of ``decodes`` and ``sequences``.
 
-    With ``paged`` there is neither of them: it says of every row of the step what ``decodes`` says.
+    With ``paged`` there are neither ``decodes`` nor ``sequences``: it describes every row of the step.
     """
 
     token_ids_T: Tensor

@@ -1,4 +1,4 @@
-"""From a model's folder to its :class:`~services.model.spec.ModelSpec` and the fingerprint of its files. Torch-free."""
+"""Reads the spec and the fingerprint of a model's folder. Torch-free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unreadable(model_dir: Path, error: OSError) -> CheckpointError:
 
 
 def read_index(path: Path) -> bytes:
-    """The index of the checkpoint's files. Raises CheckpointError where it has more bytes than any can have."""
+    """Bytes of the index at ``path``. Raises CheckpointError where they are more than any index can have."""
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise CheckpointError(f"{path} has more than {_MAX_INDEX_BYTES:,} bytes.", hint="Download it again.")
     return path.read_bytes()

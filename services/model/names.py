@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps each weight: tensor names and shapes on disk, in the hub's layout."""
+"""Names and shapes of a checkpoint's tensors on disk, in the hub's layout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class FfnNames:
 
 
 class TensorNames:
-    """Names by family. Mixtral has names of its own for the experts; the others agree."""
+    """Tensor names of a family. Mixtral has its own for the experts; the others agree."""
 
     def __init__(self, family: str) -> None:
         mixtral = family == "mixtral"
         self._moe = "block_sparse_moe" if mixtral else "mlp"
-        self._lock, self._up, self._down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        self._gate, self._up, self._down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
 
     def layer(self, layer: int, part: str) -> str:
         """``part`` (such as ``self_attn.q_proj.weight``) of a layer."""
@@ -39,7 +39,7 @@ class TensorNames:
         return self.layer(layer, "mlp.shared_expert_gate.weight")
 
     def expert(self, layer: int, expert: int) -> FfnNames:
-        return self._ffn(layer, f"{self._moe}.experts.{expert}", self._lock, self._up, self._down)
+        return self._ffn(layer, f"{self._moe}.experts.{expert}", self._gate, self._up, self._down)
 
     def shared_expert(self, layer: int) -> FfnNames:
         return self._ffn(layer, "mlp.shared_expert", "gate_proj", "up_proj", "down_proj")
@@ -56,7 +56,7 @@ class TensorNames:
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Every tensor that is not an expert's, by name."""
+    """Shape of every tensor that is not an expert's, by name."""
     width = spec.hidden_size
     shapes: dict[str, Shape] = {EMBED: (spec.vocab_size, width), FINAL_NORM: (width,)}
     if not spec.tie_embeddings:
@@ -67,7 +67,7 @@ def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Every expert's tensors, by name."""
+    """Shapes of every expert's tensors, by name."""
     names = TensorNames(spec.family)
     shapes: dict[str, Shape] = {}
     for layer in spec.moe_layers:
@@ -77,7 +77,7 @@ def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def is_harmless(name: str) -> bool:
-    """Tensors that some exports carry and that nothing reads: rotary tables, and an output head that is tied."""
+    """Whether a tensor that no spec lists may be ignored: rotary tables, and an output head that is tied."""
     return name.endswith("rotary_emb.inv_freq") or name == LM_HEAD
 
 

@@ -1,15 +1,15 @@
-"""Attention over the paged KV cache: a step's sequences become index tensors and masks, once for all layers; then one
-layer's queries, keys and values come in, and what each row gathered goes out.
+"""Attention over the paged KV cache. A step's sequences become index tensors and masks, once for all layers; then each
+layer's queries, keys and values come in, and the attention output of each row goes out.
 
-Decode rows (one new token) of sequences of similar length share one call; a group is padded to its longest, with
-reads of each sequence's own blocks. A prompt piece is a call of its own.
+Decode rows (one new token) of sequences of similar length share one call: a group is padded to its longest sequence by
+reading blocks of each sequence again. A prompt piece is a call of its own.
 Legend: T rows of the step, N query heads, K key/value heads, G = N / K queries per key head, H head dimension,
 S cache slots, B sequences of a decode group, M blocks per sequence, L positions read, W rows of a prompt piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,12 +23,12 @@ from services.model.inputs import DecodeRows, PagedRows, SequenceRows, StepInput
 from services.model.transfer import upload
 
 _CALL_COST_ELEMENTS = 65_536
-"""What one more attention call costs, in key elements read instead: about 60 us on a CPU core at 1 ns each."""
+"""Cost of one more attention call, in key elements read: about 60 us on a CPU core at 1 ns each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeGroup:
-    """Sequences with one row each. ``rows_B`` None: they are all rows of the step, in order.
+    """Sequences with one row each. ``rows_B`` None: all rows of the step, in order.
 
     ``mask_B11L`` is 0 where a sequence may look and -inf elsewhere.
     """
@@ -53,7 +53,7 @@ class PromptPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPlan:
-    """The calls of a layer with one window size. With ``paged`` there is but one, of all rows."""
+    """The attention calls of a layer with one window size. With ``paged`` there is one call, of all rows."""
 
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptPiece, ...]
@@ -63,7 +63,7 @@ class WindowPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """What every layer needs to know about a step: where keys go, how rows turn, and by window who sees whom."""
+    """Plan of a step for all layers: where keys go, how rows are rotated, and for each window who sees whom."""
 
     slots_T: Tensor
     cos_T1H: Tensor
@@ -72,10 +72,10 @@ class AttentionPlan:
 
 
 class WindowPlanner:
-    """Builds :class:`WindowPlan`; masks come in the dtype that attention is computed in.
+    """Builds :class:`WindowPlan`, with masks in the dtype of attention.
 
     Args:
-        kv_size: key elements per position and layer; decides when padding is dearer than another call.
+        kv_size: key elements per position and layer. They decide when padding costs more than another call.
     """
 
     def __init__(self, *, block_size: int, kv_size: int, mask_dtype: torch.dtype, device: torch.device) -> None:
@@ -89,22 +89,29 @@ class WindowPlanner:
             return WindowPlan(decode=(), prompts=(), paged=inputs.paged, window=window)
         few = [rows for rows in inputs.sequences if rows.length == 1]
         prompts = [rows for rows in inputs.sequences if rows.length > 1]
-        decodes = [*self._decode_groups(inputs.decodes, window)] if inputs.decodes is not None else []
-        visible = [self._visible_blocks(rows, window) for rows in few]
-        decodes += [
-            self._group([few[i] for i in group], [visible[i] for i in group], window)
-            for group in group_by_length([len(blocks) for blocks in visible], self._call_cost_blocks)
-        ]
+        decodes: list[DecodeGroup] = []
+        if inputs.decodes is not None:
+            decodes += self._decode_groups(inputs.decodes, np.arange(len(inputs.decodes)), window)
+        if few:
+            decodes += self._decode_groups(self._as_arrays(few), np.array([rows.start for rows in few]), window)
         if len(decodes) == 1 and not prompts:
             decodes = [replace(decodes[0], rows_B=None)]
         return WindowPlan(decode=tuple(decodes), prompts=tuple(self._piece(rows, window) for rows in prompts))
 
-    def _decode_groups(self, rows: DecodeRows, window: int | None) -> Iterator[DecodeGroup]:
-        """Of rows that come as arrays."""
+    def _as_arrays(self, sequences: list[SequenceRows]) -> DecodeRows:
+        held = [rows.blocks[: -(-rows.kv_len // self._block_size)] for rows in sequences]
+        width = max(map(len, held))
+        return DecodeRows(
+            kv_len_B=np.array([rows.kv_len for rows in sequences]),
+            blocks_BM=np.array([[*blocks, *(blocks[-1] for _ in range(width - len(blocks)))] for blocks in held]),
+        )
+
+    def _decode_groups(self, rows: DecodeRows, row_B: NDArray[np.int64], window: int | None) -> Iterator[DecodeGroup]:
+        """Groups of ``rows``, whose numbers in the step are ``row_B``."""
         size, kv_len_B = self._block_size, rows.kv_len_B
         first_B = np.zeros_like(kv_len_B) if window is None else np.maximum(0, kv_len_B - window) // size
         length_B = -(-kv_len_B // size) - first_B
-        for group_G in _groups(length_B, self._call_cost_blocks):
+        for group_G in group_by_length(length_B, self._call_cost_blocks):
             column_L = np.arange(length_B[group_G].max())
             if window is None:
                 blocks_GL = rows.blocks_BM[group_G, : len(column_L)]
@@ -113,46 +120,28 @@ class WindowPlanner:
                 blocks_GL = rows.blocks_BM[group_G[:, None], np.minimum(first_B[group_G, None] + column_L, last_B)]
             last_G = upload((kv_len_B - 1 - first_B * size)[group_G], self._device)
             yield DecodeGroup(
-                rows_B=upload(group_G, self._device),
+                rows_B=upload(row_B[group_G], self._device),
                 blocks_BM=upload(blocks_GL, self._device),
                 mask_B11L=self._mask(last_G, len(column_L) * size, window)[:, None, None],
             )
 
-    def _visible_blocks(self, rows: SequenceRows, window: int | None) -> Sequence[int]:
-        """The blocks that hold what any of the rows may see."""
-        return rows.blocks[self._first_block(rows, window) : -(-rows.kv_len // self._block_size)]
-
-    def _first_block(self, rows: SequenceRows, window: int | None) -> int:
-        oldest = 0 if window is None else max(0, rows.kv_len - rows.length - window + 1)
-        return oldest // self._block_size
-
-    def _group(self, sequences: list[SequenceRows], visible: list[Sequence[int]], window: int | None) -> DecodeGroup:
-        widest = max(len(blocks) for blocks in visible)
-        padded = [[*blocks, *(blocks[0] for _ in range(widest - len(blocks)))] for blocks in visible]
-        skipped = [self._first_block(rows, window) * self._block_size for rows in sequences]
-        last = [rows.kv_len - 1 - skip for rows, skip in zip(sequences, skipped, strict=True)]
-        return DecodeGroup(
-            rows_B=self._indices([rows.start for rows in sequences]),
-            blocks_BM=self._indices(padded),
-            mask_B11L=self._mask(self._indices(last), widest * self._block_size, window)[:, None, None],
-        )
-
     def _piece(self, rows: SequenceRows, window: int | None) -> PromptPiece:
         from_scratch = rows.kv_len == rows.length
         masked = not from_scratch or (window is not None and window < rows.kv_len)
-        first = 0 if from_scratch else self._first_block(rows, window)
-        blocks = None if from_scratch else self._visible_blocks(rows, window)
+        oldest = 0 if window is None or from_scratch else max(0, rows.kv_len - rows.length - window + 1)
+        first = oldest // self._block_size
+        blocks = None if from_scratch else rows.blocks[first : -(-rows.kv_len // self._block_size)]
         width = rows.kv_len if blocks is None else len(blocks) * self._block_size
         position_W = torch.arange(rows.kv_len - rows.length, rows.kv_len, device=self._device)
         return PromptPiece(
             start=rows.start,
             length=rows.length,
-            blocks_M=None if blocks is None else self._indices(list(blocks)),
+            blocks_M=None if blocks is None else upload(np.array(blocks, dtype=np.int64), self._device),
             mask_WL=self._mask(position_W - first * self._block_size, width, window) if masked else None,
         )
 
     def _mask(self, position_R: Tensor, width: int, window: int | None) -> Tensor:
-        """``[R, width]``: a row at position p sees the columns up to p, the last ``window`` of them if there is one."""
+        """A mask ``[R, width]``: a row at position p sees the columns up to p, with a window only the last ones."""
         column_L = torch.arange(width, device=self._device)
         hidden_RL = column_L > position_R.unsqueeze(1)
         if window is not None:
@@ -160,24 +149,16 @@ class WindowPlanner:
         mask_RL = torch.zeros(hidden_RL.shape, dtype=self._mask_dtype, device=self._device)
         return mask_RL.masked_fill_(hidden_RL, -torch.inf)
 
-    def _indices(self, values: list[int] | list[list[int]]) -> Tensor:
-        return upload(np.array(values, dtype=np.int64), self._device)
 
+def group_by_length(length_B: NDArray[np.int64], call_cost: float) -> Iterator[NDArray[np.int64]]:
+    """Indices of ``length_B``, split into groups so that padding each to its longest costs little.
 
-def group_by_length(lengths: Sequence[int], call_cost: float) -> list[list[int]]:
-    """Indices of ``lengths``, split into groups so that padding each to its longest costs little.
+    A cut saves the padding of everything below it and costs ``call_cost``. The best cut is made first, then both sides
+    are looked at again. The longest group comes first; indices within a group ascend.
 
-    A cut saves the padding of everything below it and costs ``call_cost``; the best cut is made first, then the two
-    sides are looked at again. Longest group first; indices within a group ascend.
-
-    >>> group_by_length([1, 90, 2, 100], call_cost=20)
+    >>> [group_G.tolist() for group_G in group_by_length(np.array([1, 90, 2, 100]), call_cost=20)]
     [[1, 3], [0, 2]]
     """
-    return [group_G.tolist() for group_G in _groups(np.array(lengths, dtype=np.int64), call_cost)]
-
-
-def _groups(length_B: NDArray[np.int64], call_cost: float) -> Iterator[NDArray[np.int64]]:
-    """As :func:`group_by_length`."""
     pending = [np.argsort(-length_B, kind="stable")] if len(length_B) else []
     while pending:
         order = pending.pop()
@@ -191,7 +172,7 @@ def _groups(length_B: NDArray[np.int64], call_cost: float) -> Iterator[NDArray[n
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What attention is computed in. On a CPU float32: its half-precision kernels are several times slower."""
+    """The dtype of attention: on a CPU float32, because its half-precision kernels are several times slower."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
@@ -203,10 +184,10 @@ def write_kv(cache: tuple[Tensor, Tensor], slots_T: Tensor, k_TKH: Tensor, v_TKH
 
 
 def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """``out_TE`` with E = N x H, in ``q``'s dtype.
+    """Attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
 
     Args:
-        k_TKH, v_TKH: the step's own, also in ``cache`` by now.
+        k_TKH, v_TKH: the step's own keys and values, which are already in ``cache``, too.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
     """
     if plan.paged is not None:
@@ -225,7 +206,7 @@ def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache:
 
 
 def _decode(group: DecodeGroup, q_BNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """One new row per sequence. The queries that share a key head form the rows of one product."""
+    """Attention of one new row per sequence. Queries that share a key head form the rows of one product."""
     count, heads, head_dim = q_BNH.shape
     k_BKLH, v_BKLH = (_gather(part, group.blocks_BM, q_BNH.dtype) for part in cache)
     kv_heads = k_BKLH.shape[1]
@@ -235,7 +216,7 @@ def _decode(group: DecodeGroup, q_BNH: Tensor, cache: tuple[Tensor, Tensor]) -> 
 
 
 def _prompt(piece: PromptPiece, q_WNH: Tensor, k_WKH: Tensor, v_WKH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows of one sequence over its prefix, or over each other where there is none."""
+    """Attention of one sequence's rows over its prefix, or over each other where there is none."""
     if piece.blocks_M is None:
         k_1KLH, v_1KLH = k_WKH.transpose(0, 1).unsqueeze(0), v_WKH.transpose(0, 1).unsqueeze(0)
     else:

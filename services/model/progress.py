@@ -1,4 +1,4 @@
-"""How far loading has come, on its way to the terminal as a bar, or to the log as lines."""
+"""Shows how far loading has come: as a bar on a terminal, elsewhere as log lines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -19,19 +19,15 @@ _LOG_EVERY_S = 5.0
 
 
 class Progress(Protocol):
-    """Told what is loaded. Phases follow one another; bytes are those of the files."""
+    """Gets word of what is loaded. Phases follow one another; bytes are those of the files."""
 
     def begin(self, what: str, total_bytes: int) -> None: ...
 
     def advance(self, nbytes: int) -> None: ...
 
 
-class ProgressReporter(Progress, AbstractContextManager["ProgressReporter"], Protocol):
-    """A :class:`Progress` that shows something, from when it is entered until it is left."""
-
-
 class NoProgress:
-    """Tells nobody."""
+    """Shows nothing."""
 
     def begin(self, what: str, total_bytes: int) -> None:
         del what, total_bytes
@@ -41,11 +37,11 @@ class NoProgress:
 
 
 class LoadStopped(Exception):
-    """Nobody wants any more what is being loaded."""
+    """Loading was stopped because its result is no longer wanted."""
 
 
 class Stoppable:
-    """``progress`` that ends the loading, between two tensors, once ``stopped`` is set: it raises LoadStopped."""
+    """Passes progress on to ``progress``. Once ``stopped`` is set it raises LoadStopped between two tensors."""
 
     def __init__(self, progress: Progress, stopped: threading.Event) -> None:
         self._progress = progress
@@ -61,21 +57,11 @@ class Stoppable:
 
 
 class BarProgress:
-    """A bar per phase, with speed and time left, on a terminal."""
+    """A bar for each phase, with speed and time left."""
 
-    def __init__(self, stream: TextIO) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._bars = RichProgress(*columns, TimeRemainingColumn(), console=Console(file=stream))
-        self._task = self._bars.add_task("", total=None, visible=False)
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+    def __init__(self, bars: RichProgress) -> None:
+        self._bars = bars
+        self._task = bars.add_task("", total=None, visible=False)
 
     def begin(self, what: str, total_bytes: int) -> None:
         self._task = self._bars.add_task(what, total=total_bytes)
@@ -91,14 +77,6 @@ class LogProgress:
         self._logger = logger
         self._what, self._total, self._done, self._last_s = "", 0, 0, 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
     def begin(self, what: str, total_bytes: int) -> None:
         self._what, self._total, self._done, self._last_s = what, total_bytes, 0, time.monotonic()
         self._logger.info("loading %s: %.0f MiB", what, total_bytes / _MIB)
@@ -113,6 +91,12 @@ class LogProgress:
             self._logger.info("loading %s: %d %%", self._what, 100 * self._done // self._total)
 
 
-def loading_progress(logger: logging.Logger, stream: TextIO = sys.stderr) -> ProgressReporter:
-    """A bar where ``stream`` is a terminal, log lines elsewhere. Use it in a ``with``."""
-    return BarProgress(stream) if stream.isatty() else LogProgress(logger)
+@contextmanager
+def loading_progress(logger: logging.Logger, stream: TextIO = sys.stderr) -> Iterator[Progress]:
+    """Show what is loaded inside: as bars where ``stream`` is a terminal, as log lines elsewhere."""
+    if not stream.isatty():
+        yield LogProgress(logger)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with RichProgress(*columns, TimeRemainingColumn(), console=Console(file=stream)) as bars:
+        yield BarProgress(bars)

@@ -26,16 +26,15 @@ from services.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """``router_margin_T``: over the layers with experts, the smallest gap between the probability of the last expert
-    chosen and of the first one not; infinite where all are chosen. A small one means another rounding may choose
-    other experts."""
+    """Logits, and ``router_margin_T``: the smallest gap, over the layers, between the probabilities of the last expert
+    chosen and the first one not; infinite if all are chosen. At a small gap another rounding may choose others."""
 
     logits_TV: Tensor
     router_margin_T: Tensor
 
 
 class ReferenceModel:
-    """Computes what a checkpoint means. ``tensors`` hold every tensor of the model by its name on disk."""
+    """Computes a checkpoint's logits by definition. ``tensors`` has every tensor of the model by its name on disk."""
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         self.spec = spec
@@ -105,7 +104,7 @@ class ReferenceModel:
         return x_NTH.repeat_interleave(spec.num_heads // x_NTH.shape[0], dim=0)
 
     def _rotated(self, x_NTH: Tensor) -> Tensor:
-        """Dimensions i and i + H/2 as a complex number, turned by position x frequency."""
+        """Take dimensions i and i + H/2 as a complex number, and turn it by position x frequency."""
         rope = self.spec.rope
         angle_TI = torch.outer(torch.arange(x_NTH.shape[1]).float(), inverse_frequencies(rope, self.spec.head_dim))
         turn_TI = torch.polar(torch.full_like(angle_TI, rope.attention_factor), angle_TI)
@@ -114,7 +113,7 @@ class ReferenceModel:
         return torch.cat((turned_NTI.real, turned_NTI.imag), dim=-1)
 
     def _experts(self, layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What the chosen experts, and the shared one, add to each token; and how clear the choice was."""
+        """Output of the chosen experts and the shared one for each token, and the margin of the choice."""
         probability_TE = torch.softmax(h_TD @ self._tensors[self._names.router(layer)].T, dim=-1)
         ranked_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         top_k = self.spec.top_k

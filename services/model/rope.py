@@ -1,4 +1,4 @@
-"""Rotary position embedding: positions in, cos and sin out; queries and keys in, rotated ones out.
+"""Rotary position embedding: makes cos and sin of positions, and rotates queries and keys by them.
 
 Legend: T rows, N heads, H head dimension, I = H / 2 frequencies.
 """
@@ -27,14 +27,14 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def cos_sin(positions_T: Tensor, frequency_I: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``."""
+    """Tensors ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``."""
     angle_TI = positions_T.unsqueeze(1).float() * frequency_I
     cos_TI, sin_TI = angle_TI.cos() * attention_factor, angle_TI.sin() * attention_factor
     return torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1), torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Each pair (i, i + H/2) of ``x`` turned by its angle (Su et al. 2021, eq. 34, pairs split in halves)."""
+    """Turn each pair (i, i + H/2) of ``x`` by its angle (Su et al. 2021, eq. 34, pairs split in halves)."""
     swapped_TNH = x_TNH.roll(x_TNH.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_TNH * cos_T1H, swapped_TNH, sin_T1H)
 

@@ -10,7 +10,7 @@ from services.model.spec import RopeSpec
 
 
 def rope_spec(config: ConfigFile, *, max_position: int, default_theta: float) -> RopeSpec:
-    """How positions are rotated.
+    """The rotary spec in ``config``.
 
     Raises:
         UnsupportedModel: the kind of scaling is not implemented.

@@ -1,4 +1,4 @@
-"""What a checkpoint is, in numbers: ``config.json`` on its way to every role. Torch-free, so the gateway reads it too.
+"""The numbers that describe a checkpoint, from its ``config.json``. Torch-free: the gateway reads them, too.
 
 :class:`ModelSpec` is flag-driven: the layers ask what a model has (``qk_norm``, ``shared_ffn``), never which family
 it is. Only ``families.py`` and ``names.py`` know families by name.
@@ -16,7 +16,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding. Fields beyond ``theta`` matter to the kinds that name them.
+    """Rotary embedding. Each field beyond ``theta`` is used by some kinds only.
 
     ``attention_factor`` multiplies cos and sin (yarn); ``original_max_position`` is the length before scaling.
     """
@@ -55,8 +55,9 @@ class LayerSpec:
 class ModelSpec:
     """A supported checkpoint. Widths in elements; 0 where the model has no such part.
 
-    ``eos_token_ids`` end a sequence unless the request says otherwise. ``fingerprint`` names config and weight files
-    together: equal fingerprints may serve one request one after the other.
+    ``eos_token_ids`` end a sequence unless the request says otherwise. ``fingerprint`` names config and weight files:
+    workers with equal fingerprints may serve one request one after the other. It is a hash of all other fields, so one
+    that nobody reads (``bos_token_id``) has to stay, or workers of two releases would refuse one another.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""Checkpoint -> the dense part's weights, or those of some experts. Each role reads only its own part.
+"""Loads the dense part of a checkpoint, or some of its experts. Each role reads only its own part.
 
 Tensors are copied one at a time from the mapped files into their final place, fused and in the serving dtype, so
 the peak is the weights themselves. Legend: V vocabulary, D hidden size, O rows of the fused projection, F width of a
@@ -24,7 +24,7 @@ from services.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnWeights:
-    """``down(silu(gate x) * (up x))``, gate rows above up rows."""
+    """Weights of ``down(silu(gate x) * (up x))``, with the gate's rows above the up projection's."""
 
     gate_up_2FD: Tensor
     down_DF: Tensor
@@ -52,7 +52,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseWeights:
-    """Everything but the experts. With tied embeddings ``lm_head_VD`` is ``embed_VD``."""
+    """All weights but the experts'. With tied embeddings ``lm_head_VD`` is ``embed_VD``."""
 
     embed_VD: Tensor
     layers: tuple[LayerWeights, ...]
@@ -92,7 +92,7 @@ def load_experts(
     """Experts by layer, on ``device`` in ``dtype``.
 
     Args:
-        experts: layer -> the ids wanted of it, in the order they are to be stacked; None is all of every layer.
+        experts: layer -> ids of the experts to load, in the order in which they are stacked; None: all experts.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
@@ -108,7 +108,7 @@ def load_experts(
 
 
 class _Reader:
-    """Copies tensors to where they are served from, and counts the bytes."""
+    """Copies tensors to their final place, and reports the bytes to ``progress``."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.progress = progress
@@ -120,23 +120,23 @@ class _Reader:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def tensor(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        shape = self._checkpoint.shape_of(name)
+        shape = self._checkpoint.entry(name).shape
         return self.into(torch.empty(shape, dtype=dtype or self._dtype, device=self._device), name)
 
     def into(self, target: Tensor, name: str) -> Tensor:
-        """``target``, filled with the tensor called ``name``."""
+        """Fill ``target`` with the tensor called ``name``, and return it."""
         source = self._checkpoint.read(name)
         target.copy_(source)
         if target.dtype == torch.float16 and source.dtype != torch.float16 and not target.isfinite().all():
             raise CheckpointError(
-                f'{self._checkpoint.file_of(name)}: "{name}" has values beyond float16\'s range.',
+                f'{self._checkpoint.entry(name).file}: "{name}" has values beyond float16\'s range.',
                 hint="Serve it with --dtype bfloat16 or float32.",
             )
         self.progress.advance(self._checkpoint.nbytes([name]))
         return target
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """Tensors of ``rows`` rows each, one below the other."""
+        """Read tensors of ``rows`` rows each into one, one below the other."""
         fused = self.empty(sum(rows), *columns)
         for name, part in zip(names, fused.split_with_sizes(list(rows)), strict=True):
             self.into(part, name)

@@ -25,7 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from services.config.redis_url import SCHEMES, SENTINEL_SCHEMES, SentinelUrl, scheme_of
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.sentinel import connect_primary
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import unless_stopped
 
 SOCKET_TIMEOUT_S = 5.0
 """A server that is silent for this long counts as away."""
@@ -102,15 +102,10 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
 async def check_access(redis: Redis, stop: asyncio.Event) -> None:
     """Raises ConfigError where the server is older than 6.2 or refuses the password. Returns where the server is away
     or does not answer until ``stop``: the caller waits for it."""
-    asked, stopped = asyncio.ensure_future(_checked_info(redis)), asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            asked.result()
+        await unless_stopped(_checked_info(redis), stop)
     except QueueUnavailable as error:
         _log.warning("%s", error.message)
-    finally:
-        await end_tasks([asked, stopped])
 
 
 async def check_server(redis: Redis) -> None:

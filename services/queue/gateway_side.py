@@ -28,7 +28,7 @@ from services.queue.prompts import PromptStore
 from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, items, milliseconds, parts, pieces
 from services.queue.streams import FIRST_ID, StreamReader
-from services.wire import APART, OLDEST_WIRE
+from services.wire import NAMED_PROMPTS, OLDEST_WIRE
 
 __all__ = ["FIRST_ID", "GatewayQueue", "IdempotencyKey", "KeyBound", "QueueLimits", "RequestState", "TenantLimits"]
 
@@ -273,8 +273,8 @@ class GatewayQueue:
             except UnreadableMessage as error:
                 await self._quarantine.put("worker", worker_id.decode(errors="replace"), error, info)
                 versions.append(OLDEST_WIRE)
-        self._by_name = min(versions) >= APART
-        self._old_readers = any(0 < version < APART for version in versions)
+        self._by_name = min(versions) >= NAMED_PROMPTS
+        self._old_readers = any(0 < version < NAMED_PROMPTS for version in versions)
         return workers
 
     async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int:

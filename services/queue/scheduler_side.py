@@ -24,7 +24,7 @@ from services.queue.limits import QueueLimits
 from services.queue.prompts import HEAD_TOKENS, PromptReader, unpack_ids
 from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds, parts
-from services.wire import APART
+from services.wire import NAMED_PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +200,7 @@ class SchedulerQueue:
         self, request: GenerateRequest, worker_id: str, prompts: PromptReader
     ) -> tuple[Argument, ...]:
         """Arguments for one pair. A worker refuses a request whose prompt is nowhere; its gateway sends it again."""
-        if self._reads.get(worker_id, APART) < APART:
+        if self._reads.get(worker_id, NAMED_PROMPTS) < NAMED_PROMPTS:
             with suppress(UnreadableMessage):
                 request = await prompts.whole(request)
         return request.id, request.attempt, worker_id, encode(Assign(request))

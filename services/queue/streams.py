@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from services.errors import QueueUnavailable
 from services.queue.connect import MAX_BLOCK_MS, command
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 FIRST_ID = "0-0"
 """The id before every entry."""

@@ -1,8 +1,10 @@
-"""Under which address others find this process, which is not always the one that it listens on, and its machine."""
+"""The names by which others find this process: its address, its machine, and a name that is only its own."""
 
 from __future__ import annotations
 
+import os
 import socket
+import uuid
 
 from services.config import NetworkSettings
 
@@ -15,11 +17,16 @@ def advertised(settings: NetworkSettings) -> str:
 
 
 def node_name(settings: NetworkSettings) -> str:
-    """``--node``; else this machine's name. Containers of one machine have names of their own: they have to be told."""
+    """``--node``; else this machine's name. Containers of one machine each have their own: they need the option."""
     return settings.node or socket.gethostname()
 
 
+def incarnation() -> str:
+    """Draw a name that no other process has, not even the one that replaces this one: host, number, random digits."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
 def scrape_url(settings: NetworkSettings, port: int) -> str:
-    """Where others scrape this process."""
+    """URL at which others scrape this process."""
     host = advertised(settings)
     return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"

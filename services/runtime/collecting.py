@@ -1,4 +1,4 @@
-"""Python's collector of cycles, kept from running where what it frees must not be freed."""
+"""Keeps Python's collector of cycles from running while it could free what must stay."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_gate = threading.Lock()
+_lock = threading.Lock()
 _holders = 0
 _enabled = False
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No cycles are collected meanwhile, in any thread. While one captures a CUDA graph, pinned memory of something
-    else that its collector happens to free would end the process: torch records an event for that."""
+    """Collect no cycles inside, in any thread. While a CUDA graph is captured, the collector might free pinned memory:
+    torch records an event for that, which a capture does not allow, and the process ends."""
     global _holders, _enabled
-    with _gate:
+    with _lock:
         if _holders == 0:
             _enabled = gc.isenabled()
             gc.disable()
@@ -25,7 +25,7 @@ def no_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        with _gate:
+        with _lock:
             _holders -= 1
             if _holders == 0 and _enabled:
                 gc.enable()

@@ -1,7 +1,7 @@
-"""Work that blocks, on a thread that keeps no process alive.
+"""Blocking work on a daemon thread, which does not keep the process alive.
 
-A process that leaves such work behind must not let its interpreter end: that stops each thread where it next asks for
-the GIL, by an unwinding that torch's C++ does not let through, and so aborts the process.
+A process that leaves such work behind has to end by ``os._exit``: when the interpreter ends it unwinds each thread that
+asks for the GIL, and torch's C++ frames turn that into an abort.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class _Work(threading.Thread):
-    """Tells such threads from others."""
+    """Marks these threads among all others."""
 
 
 async def in_daemon(name: str, work: Callable[[], T]) -> T:
-    """``work()`` on a daemon thread. Cancelling it leaves the thread behind: neither the loop nor the process waits."""
+    """Run ``work()`` on a daemon thread. Cancelling leaves the thread behind: neither loop nor process waits for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -34,7 +34,7 @@ async def in_daemon(name: str, work: Callable[[], T]) -> T:
             result = work()
         except BaseException as error:  # noqa: BLE001  raised again where the work is awaited
             failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(finish, result, failure)
 
     _Work(target=run, name=name, daemon=True).start()
@@ -42,5 +42,5 @@ async def in_daemon(name: str, work: Callable[[], T]) -> T:
 
 
 def left_behind() -> bool:
-    """Whether work goes on that nobody waits for: leave with ``os._exit``."""
+    """Whether work goes on that nobody waits for, so that the process has to end by ``os._exit``."""
     return any(isinstance(thread, _Work) for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""From ``argv`` to an exit code: what `python -m services.<role>` and `expertmesh <role>` have in common."""
+"""Runs a process from ``argv`` to its exit code, as `python -m services.<role>` and `expertmesh <role>` both do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CRASHED = 70
 """Exit code of a role that failed unexpectedly (sysexits' EX_SOFTWARE). A supervisor restarts it; a start-up error
 (codes 1 to 5, see ``services.errors``) would only repeat."""
 AGAIN = 75
-"""Exit code of a role that cannot go on for a reason that lies elsewhere (sysexits' EX_TEMPFAIL): start it again."""
+"""Exit code of a role that another process keeps from going on (sysexits' EX_TEMPFAIL): start it again."""
 FORCED = 130
 """Exit code after a second Ctrl-C."""
 
@@ -74,7 +74,7 @@ def run_process(main: ProcessMain, *, force: Callable[[], None] | None = None) -
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where there is one: the roles share their cores with the engine, and it halves a Redis round trip."""
+    """A uvloop where there is one: roles share their cores with the engine, and uvloop halves a Redis round trip."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop  # has no build for Windows

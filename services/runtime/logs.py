@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
-from services.runtime.terminal import printable
-
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "role", "request_id", "taskName"),
     "color_message",  # uvicorn repeats its message in colours
 }
 _CHATTY = ("asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3")
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with characters that steer a terminal or turn the writing direction escaped."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @contextmanager
@@ -54,7 +57,7 @@ def configure_logging(
 
 def _context_of(role: str) -> logging.Filter:
     class Context(logging.Filter):
-        """Adds what the formatters print beside the message."""
+        """Adds the fields that the formatters print around the message."""
 
         def filter(self, record: logging.LogRecord) -> bool:
             record.role = role
@@ -65,12 +68,12 @@ def _context_of(role: str) -> logging.Filter:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller passed as ``extra``."""
+    """The fields that the caller passed as ``extra``."""
     return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
 
 
 def _in_json(char: str) -> str:
-    """``char`` of a JSON text; what steers a terminal, or ends a line for some readers, as an escape."""
+    """``char`` of a JSON text, as an escape if it would steer a terminal or end a line for some readers."""
     return char if char.isprintable() else json.dumps(char)[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""/metrics, /health and /ready over plain HTTP for the roles without a web app. Reads one registry, writes nothing."""
+"""Serves /metrics, /health and /ready over plain HTTP for roles without a web app. Reads one registry."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """Serves ``registry``. ``missing`` names what the role still waits for; while it does, /ready answers 503.
-    ``joined`` adds other processes' series to a page in the text format."""
+    """Serves ``registry``. While ``missing`` names anything that the role waits for, /ready answers 503. ``joined``
+    adds series of other processes to a page in the text format."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request per connection: scrapes are seconds apart."""
+        """Answer one request, then close the connection: scrapes come seconds after one another."""
         with suppress(ConnectionError, TimeoutError):  # the client's affair
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 status, kind, body = await self._answer(await _read_head(reader))

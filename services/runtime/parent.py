@@ -1,4 +1,4 @@
-"""A child never outlives its parent, not even one killed with -9: the kernel's signal on Linux, a watch elsewhere."""
+"""Lets no child outlive its parent, even if that is killed with -9: by the kernel on Linux, by a watch elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL_S = 0.5
 def die_with_parent() -> Callable[[], None] | None:
     """A ``preexec_fn`` after which the kernel kills the child as soon as the calling thread's process is gone.
 
-    Survives exec, so it also serves programs that know nothing of us. None where the kernel has no such thing.
+    It survives exec, so it also holds for other programs. None where the kernel offers no such signal.
     """
     if sys.platform != "linux":
         return None

@@ -21,7 +21,7 @@ from services.errors import ContextLengthExceeded, QueueUnavailable, StaleLeader
 from services.messages import GenerateRequest
 from services.queue.backoff import Backoff
 from services.queue.scheduler_side import SchedulerQueue, WorkerState
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.observer import Observer
 from services.scheduler.policy import Choice, DispatchPolicy

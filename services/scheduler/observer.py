@@ -48,7 +48,7 @@ class Observer:
         """Without values where nobody decides: whoever scales by them holds what it has."""
         metrics = self._metrics
         return (
-            *(metrics.told_replicas, metrics.ready_replicas),
+            *(metrics.spec_replicas, metrics.ready_replicas),
             *(metrics.wanted_replicas, metrics.needed_replicas, metrics.boost, metrics.latency_over_target),
             *(metrics.shard_rows, metrics.shard_busy, metrics.shard_waiting, metrics.shard_stall),
         )
@@ -97,7 +97,7 @@ class Observer:
             self._counted(self._replicas.counts() or {})
 
     def _counted(self, counts: Mapping[Target, Replicas]) -> None:
-        told, ready = self._metrics.told_replicas, self._metrics.ready_replicas
+        told, ready = self._metrics.spec_replicas, self._metrics.ready_replicas
         told.clear()
         ready.clear()
         for target, replicas in counts.items():

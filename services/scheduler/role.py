@@ -21,8 +21,8 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.script_keeper import ScriptKeeper
 from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
-from services.queue.tasks import end_tasks
 from services.runtime import MetricsServer, incarnation, run_role
+from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
 from services.scheduler.loop import Scheduler

@@ -1,5 +1,4 @@
-"""Processes that are started, watched, restarted and stopped together: all of a server's (`expertmesh serve`), or the
-workers of one machine (`expertmesh workers`)."""
+"""Keeps processes running: all of a server (`expertmesh serve`), or one machine's workers (`expertmesh workers`)."""
 
 from services.supervisor.handover import check_port
 from services.supervisor.tree import Supervisor, serve

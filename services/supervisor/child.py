@@ -20,21 +20,21 @@ log = logging.getLogger(__name__)
 
 
 class Running(Protocol):
-    """What the supervisor needs of a process. ``start`` may be called again after it ended."""
+    """A process as the supervisor sees it. ``start`` may be called again after it ended."""
 
     async def start(self) -> object: ...
 
     async def wait(self) -> int: ...
 
-    async def stop(self, patience_s: float) -> int | None:
-        """Its exit code, as of :meth:`wait`; None if it had ended before, or has none."""
+    async def stop(self, timeout_s: float) -> int | None:
+        """Return the exit code, as :meth:`wait` does; None if the process had ended before, or has none."""
 
     def kill(self) -> None: ...
 
 
 class RoleProcess:
-    """A role as a child process. Its own session keeps the terminal's Ctrl-C away; it never outlives its parent.
-    ``on_end`` hears its number once it has ended."""
+    """A role as a child process. A session of its own keeps the terminal's Ctrl-C away; it never outlives its parent.
+    ``on_end`` is called with the process's number once it has ended."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], on_end: Callable[[int], None] = lambda _: None
@@ -51,7 +51,7 @@ class RoleProcess:
         return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> None:
-        """Starts the process; everything it logs goes where this process's output goes."""
+        """Starts the process. Its output goes where this process's output goes."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -61,23 +61,23 @@ class RoleProcess:
         )
 
     async def wait(self) -> int:
-        """Returns the exit code once the process ends; minus the signal's number if one ended it."""
+        """Returns the exit code once the process ends, or minus the number of the signal that ended it."""
         assert self._process is not None, "not started"
         code = await self._process.wait()
         self._on_end(self._process.pid)
         return code
 
-    async def stop(self, patience_s: float) -> int | None:
-        """Asks the process to stop, and ends it if it has not after ``patience_s`` seconds."""
+    async def stop(self, timeout_s: float) -> int | None:
+        """Asks the process to stop, and kills it if it has not ended after ``timeout_s`` seconds."""
         if self._process is None or self.pid is None:
             return None
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
-            log.warning("process %d did not stop in %.0f s; killing it", self._process.pid, patience_s)
+            log.warning("process %d did not stop in %.0f s; killing it", self._process.pid, timeout_s)
             self.kill()
             await self._process.wait()
         return self._process.returncode
@@ -88,31 +88,23 @@ class RoleProcess:
             self._process.kill()
 
 
-class RedisProcess:
-    """The embedded Redis, seen as a supervised process."""
+class RedisProcess(EmbeddedRedis):
+    """The embedded Redis as a supervised process. It has a bound of its own on the time that stopping takes."""
 
-    def __init__(self, redis: EmbeddedRedis) -> None:
-        self._redis = redis
-
-    async def start(self) -> None:
-        await self._redis.start()
-
-    async def wait(self) -> int:
-        return await self._redis.wait()
-
-    async def stop(self, patience_s: float) -> None:  # noqa: ARG002  it answers within a bound of its own
-        await self._redis.stop()
-
-    def kill(self) -> None:
-        self._redis.kill()
+    async def stop(self, timeout_s: float = 0.0) -> None:
+        del timeout_s
+        await super().stop()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What a supervisor says of a child. One that is ``spared``, because others go on meanwhile, is not given up for
-    failing too often, one whose settings are ``proven`` not for a code that would come again. ``lived_s``: how long it
-    has been well in this life; since its start where that is None. ``on_start`` hears of each start, ``on_end`` the
-    number of a process that has ended by itself."""
+    """A supervisor's knowledge of a child.
+
+    ``spared``: others go on meanwhile, so the child is not given up for failing too often. ``proven``: its settings
+    have worked before, so it is not given up for an exit code of a start-up error. ``lived_s``: seconds for which it
+    has been well in this life; None: since its start. ``on_start`` is called at each start, ``on_end`` with a process's
+    number at its end.
+    """
 
     spared: Callable[[], bool] = lambda: False
     proven: Callable[[], bool] = lambda: False
@@ -122,7 +114,7 @@ class Outlook:
 
 
 class Child:
-    """A process and its policy. ``keep_alive`` keeps it so until it is stopped or given up."""
+    """A process and its restart policy. ``keep_alive`` restarts it until it is stopped or given up."""
 
     def __init__(
         self,
@@ -143,7 +135,7 @@ class Child:
 
     @property
     def well(self) -> bool:
-        """Whether it did not fail too often of late."""
+        """Whether the process did not fail too often of late."""
         return not self._policy.exhausted or self._lived_s() >= self._policy.healthy_s
 
     async def start(self) -> None:
@@ -153,7 +145,7 @@ class Child:
         await self._process.start()
 
     async def keep_alive(self) -> int:
-        """Restarts the process whenever it ends, and returns the exit code (1 to 255) of the end that was the last."""
+        """Restarts the process whenever it ends. Returns the exit code (1 to 255) after which it is given up."""
         while True:
             code = await self._process.wait()
             if self._stopping:
@@ -169,17 +161,17 @@ class Child:
             await self.start()
 
     def restart(self) -> None:
-        """Ends the process at once; another one has its place then."""
+        """Kills the process, so that :meth:`keep_alive` starts it again."""
         self._process.kill()
 
     def _lived_s(self) -> float:
         lived_s = self._outlook.lived_s
         return lived_s() if lived_s else time.monotonic() - self._began
 
-    async def stop(self, patience_s: float) -> None:
+    async def stop(self, timeout_s: float) -> None:
         """Stops the process for good."""
         self._stopping = True
-        code = await self._process.stop(patience_s)
+        code = await self._process.stop(timeout_s)
         if code is not None and not _as_asked(code):
             log.warning("%s was stopped, but %s", self.name, _describe(code))
 
@@ -190,8 +182,8 @@ class Child:
 
 
 def _as_asked(code: int) -> bool:
-    """Whether a child that was stopped ended so. A rank in lock-step may leave because another one does, before it is
-    told itself; one that has just begun knows no SIGTERM yet; one that takes too long is killed, which was told."""
+    """Whether a child that was stopped ended in order. A rank in lock-step may leave with another rank (AGAIN); a
+    process that has just begun does not handle SIGTERM yet; a kill after the timeout has been logged."""
     return code in (0, AGAIN, -signal.SIGTERM, -signal.SIGKILL)
 
 
@@ -202,5 +194,5 @@ def _describe(code: int) -> str:
 
 
 def _exit_code(code: int) -> int:
-    """As a shell reports it; a process that ends with 0 although nobody stopped it has crashed all the same."""
+    """Exit code as a shell reports it. A process that ends with 0 although nobody stopped it has crashed."""
     return 128 - code if code < 0 else code or CRASHED

@@ -1,4 +1,4 @@
-"""The processes of one supervisor: started, kept alive, watched, stopped role by role."""
+"""Starts the processes of one supervisor, keeps them alive, watches them, and stops them role by role."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, Role, Settings
-from services.queue.tasks import end_tasks
 from services.runtime import FORCED
+from services.runtime.tasks import first_done
 from services.supervisor.child import Child, Outlook, RoleProcess, Running
 from services.supervisor.policy import RestartPolicy
 
@@ -23,14 +23,18 @@ MODULES: Mapping[Role, str] = {
     COLOCATED: "services.colocated",
     EXPERTS: "services.experts",
 }
-"""What runs each role, in the order in which they are stopped: the gateway drains while the others still work."""
+"""The module that runs each role, in the order in which roles are stopped: the gateway drains while others work."""
 
 log = logging.getLogger(__name__)
 
 
 class Children:
-    """``modules`` ties them to the real roles. A child that has not ended ``stop_margin_s`` seconds after it should
-    have is killed."""
+    """The children of one supervisor.
+
+    Args:
+        modules: role -> the module that runs it, in the order of stopping; tests bring others than the real ones.
+        stop_margin_s: a child that has not ended so many seconds after it should have is killed.
+    """
 
     def __init__(
         self,
@@ -48,63 +52,50 @@ class Children:
     async def start(
         self, name: str, process: Running, role: Role | None = None, *, outlook: Outlook | None = None
     ) -> None:
-        """``role`` None: stopped last, for all others need it."""
+        """Start ``process`` and watch it. With ``role`` None it is stopped last, because all others need it."""
         child = Child(name, process, self._new_policy(), outlook=outlook)
         self._children.append((role, child))
         await child.start()
 
     async def start_role(self, name: str, role: Role, config: Path, *, outlook: Outlook) -> None:
-        """-P keeps a folder named services in the working directory from being imported instead of ours."""
+        """Start a process for ``role`` with the settings in ``config``, and watch it."""
+        # -P: a folder named services in the working directory must not be imported instead of ours.
         command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
         await self.start(name, RoleProcess(command, os.environ, outlook.on_end), role, outlook=outlook)
 
-    def well_beside(self, name: str, *roles: Role) -> int:
-        """How many others of ``roles`` did not fail too often of late."""
+    def well_others(self, name: str, *roles: Role) -> int:
+        """How many children of ``roles`` other than ``name`` did not fail too often of late."""
         return sum(child.well for role, child in self._children if role in roles and child.name != name)
 
     def restart(self, name: str) -> None:
-        """End the one called ``name`` at once; it is started again."""
+        """Kill the child called ``name``; it is started again."""
         for _, child in self._children:
             if child.name == name:
                 child.restart()
 
-    async def watch(self, stop: asyncio.Event, beside: Coroutine[Any, Any, object]) -> int:
-        """Returns 0 after ``stop``, or the exit code of the first child that could not be kept alive. What ``beside``
-        raises ends it, too."""
-        kept = asyncio.create_task(self._keep_alive())
-        also = asyncio.create_task(beside)
-        stopped = asyncio.create_task(stop.wait())
-        tasks: list[asyncio.Task[Any]] = [kept, stopped, also]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if also.done():
-                also.result()
-                await asyncio.wait([kept, stopped], return_when=asyncio.FIRST_COMPLETED)
-            return kept.result() if kept.done() and not stop.is_set() else 0
-        finally:
-            await end_tasks(tasks)
+    async def watch(self, stop: asyncio.Event, side_work: Coroutine[Any, Any, object]) -> int:
+        """Return 0 after ``stop``, or the exit code of the first child that could not be kept alive.
 
-    async def _keep_alive(self) -> int:
-        tasks = {asyncio.create_task(child.keep_alive()): child for _, child in self._children}
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            first = done.pop()
-            code = first.result()
-            log.error("%s ended for good with exit code %d; stopping", tasks[first].name, code)
-            return code
-        finally:
-            await end_tasks(tasks)
+        ``side_work`` runs meanwhile; an error that it raises ends the watch, too.
+        """
+
+        async def side() -> None:
+            await side_work
+            await stop.wait()
+
+        ends = await first_done(stop.wait(), side(), *(_kept_alive(child) for _, child in self._children))
+        return 0 if stop.is_set() else next(code for code in ends[2:] if code is not None)
 
     async def stop(self, settings: Settings) -> None:
-        """Each role together, in the order of the modules; then what all need."""
+        """Stop the children role by role, in the order of the modules; last those that all others need."""
         order: Iterable[Role | None] = (*self._modules, None)
         for role in order:
-            patience_s = _drain_s(role, settings) + self._stop_margin_s
+            timeout_s = _drain_s(role, settings) + self._stop_margin_s
             of_role = [child for its, child in self._children if its == role]
-            await asyncio.gather(*(child.stop(patience_s) for child in of_role))
+            await asyncio.gather(*(child.stop(timeout_s) for child in of_role))
 
     def exit_code(self, code: int) -> int:
-        """``code``, or that of a supervisor whose children were killed."""
+        """``code``, or FORCED where the children were killed."""
         return FORCED if self._forced else code
 
     def kill(self) -> None:
@@ -114,8 +105,14 @@ class Children:
             child.kill()
 
 
+async def _kept_alive(child: Child) -> int:
+    code = await child.keep_alive()
+    log.error("%s ended for good with exit code %d; stopping", child.name, code)
+    return code
+
+
 def _drain_s(role: Role | None, settings: Settings) -> float:
-    """How long what has to end may take: seats wait until no table lists them, then until their calls are answered."""
+    """How long a role may take to end. Seats wait until no table lists them, then until their calls are answered."""
     if role is None or role == SCHEDULER:
         return 0.0
     drains = {COLOCATED: 3, EXPERTS: 2}.get(role, 1)

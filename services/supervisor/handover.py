@@ -1,4 +1,4 @@
-"""What passes from the supervisor to its children: a private folder with one configuration file per role, and ports."""
+"""Hands to a supervisor's children what they need: a private folder with a configuration file for each, and ports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunFolder:
     def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
         """Writes ``settings`` with ``changes`` for the process ``name`` and returns the file."""
         values = settings.model_dump(mode="json") | dict(changes)
-        if settings.redis_url_file is not None:  # which the process reads itself, at each start
+        if settings.redis_url_file is not None:  # the process reads the file itself, at each start
             values["redis_url"] = None
         return self._new_file(f"{name}.yaml", yaml.safe_dump(values, allow_unicode=True))
 
@@ -40,7 +40,7 @@ class RunFolder:
         return self._new_file(f"{name}.secret", secrets.token_urlsafe(32))
 
     def _new_file(self, name: str, content: str) -> Path:
-        """Readable by its owner alone."""
+        """Create a file that only its owner can read."""
         file = self.path / name
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
@@ -51,16 +51,11 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Deletes the folder with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @staticmethod
     def _sweep(parent: Path) -> None:
-        """Deletes what supervisors of this user that were killed left behind. In a container each has the number of the
-        one before it."""
+        """Deletes folders of this user's supervisors that were killed, even of one with the same process number."""
         for folder in parent.glob(f"{_PREFIX}*"):
             owner = folder.name.removeprefix(_PREFIX).split("-")[0]
             with suppress(OSError):
@@ -69,7 +64,7 @@ class RunFolder:
 
 
 def _life(pid: int) -> str:
-    """The process's number, and on Linux when it began, in ticks since the machine did."""
+    """The process's number, on Linux followed by its start time in ticks since the machine started."""
     with suppress(OSError):
         return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return str(pid)
@@ -93,7 +88,7 @@ def _alive(pid: int) -> bool:
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> int:
-    """``port`` if nobody listens there on ``host``; a free one for 0. ``option``: what chose it.
+    """``port`` if nobody listens there on ``host``; a free one for 0. ``option`` is the one that chose the port.
 
     Raises:
         PortInUse: another process listens there.
@@ -118,8 +113,7 @@ def check_port(host: str, port: int, *, option: str = "--port") -> int:
 def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
     """``count`` different ports for children to listen on.
 
-    Until ``until`` is closed Linux gives them to nobody else, as it might while a child starts: a port that is bound,
-    and not listened on, goes to those alone who ask for it.
+    Linux gives them to no other process until ``until`` is closed: a port that is only bound goes to those who name it.
     """
     with ExitStack() as bound:  # all at once, else the kernel might offer one twice
         ports = [_port_of(bound.enter_context(_bind(host, 0))) for _ in range(count)]
@@ -129,7 +123,7 @@ def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
 
 
 def held(host: str, ports: Sequence[int], until: ExitStack, *, option: str) -> Sequence[int]:
-    """``ports``, likewise; a child's stays its own between its death and its next start.
+    """``ports``, held as by :func:`held_ports`: a child's port stays its own between its death and its next start.
 
     Raises:
         PortInUse: another process has one of them.

@@ -1,4 +1,4 @@
-"""Tells Redis that a child has ended, beside everything else: as soon as it is known, or not at all."""
+"""Reports to Redis that a child has ended, in the background: as soon as it is known, or not at all."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import logging
 from services.queue.connect import connect
 from services.queue.death_notices import DeathNotices
 from services.queue.keys import Keys
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
 class Notices:
-    """For one deployment. Where Redis does not answer the lease of the dead ends it."""
+    """Notices of one deployment. Where Redis does not answer, the lease of the dead process has to expire instead."""
 
     def __init__(self, redis_url: str, namespace: str) -> None:
         self._redis = connect(redis_url)
@@ -24,8 +24,8 @@ class Notices:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def ended(self, pid: int, metrics_port: int) -> None:
-        """Returns at once."""
-        task = asyncio.create_task(self._tell(pid, metrics_port))
+        """Report the end of process ``pid``. Returns at once."""
+        task = asyncio.create_task(self._send(pid, metrics_port))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
@@ -33,10 +33,10 @@ class Notices:
         await end_tasks(self._under_way)
         await self._redis.aclose()
 
-    async def _tell(self, pid: int, metrics_port: int) -> None:
+    async def _send(self, pid: int, metrics_port: int) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 if await self._death_notices.send(pid, metrics_port):
                     log.info("process %d has ended; its requests and experts go on elsewhere", pid)
         except Exception as error:  # noqa: BLE001  the lease ends it otherwise
-            log.debug("no word of the end of process %d: %r", pid, error)
+            log.debug("the end of process %d could not be reported: %r", pid, error)

@@ -1,4 +1,4 @@
-"""When a process that ended is started again. Pure: it counts and computes, the caller waits."""
+"""Decides when a process that ended is started again. Pure: it counts and computes, the caller waits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_AGAIN = 20
 class RestartPolicy:
     """Exponential back-off, in seconds, for one process.
 
-    A process that lived ``healthy_s``, or served for so long where its supervisor counts that, clears the record;
-    ``max_failures`` shorter lives in a row end it, unless it is spared because others of its kind do its work. One that
-    ended because of another process (``AGAIN``) has not failed,
-    but after :data:`MAX_AGAIN` short lives of that kind it ends too.
+    A process that lived ``healthy_s``, or served that long where its supervisor counts so, clears the record. After
+    ``max_failures`` shorter lives in a row it is given up, unless it is spared because others of its kind do its work.
+    One that ended because of another process (``AGAIN``) has not failed; after :data:`MAX_AGAIN` short lives it is
+    given up.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class RestartPolicy:
     def delay(self, code: int, lived_s: float, *, spared: bool = False, proven: bool = False) -> float | None:
         """Seconds to wait before the next start of a process that ended with ``code``; None to give up.
 
-        ``proven``: what it is started with has worked before, so that no code is for good.
+        ``proven``: it has worked with these settings before, so no exit code rules out another try.
         """
         if code in self._fatal and not proven:
             return None
         if code == AGAIN:
             self._again = 1 if lived_s >= self.healthy_s else self._again + 1
-            if self._again > MAX_AGAIN:  # what makes them all end does not pass
+            if self._again > MAX_AGAIN:  # the cause does not pass
                 return None
             return min(self._first_delay_s * 2.0 ** (self._again - 1), self._max_delay_s)
         self._failures = 1 if lived_s >= self.healthy_s else self._failures + 1

@@ -1,4 +1,4 @@
-"""How several processes fare, asked of their /ready pages again and again."""
+"""Keeps asking the /ready pages of several processes how they fare."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import httpx
 
 POLL_S = 0.5
-PATIENCE_S = 2.0
-HUNG_S = 60.0
-"""Of silence, after an answer: as long as Kubernetes waits for one by the chart's liveness probe."""
+TIMEOUT_S = 2.0
+STUCK_S = 60.0
+"""Silence after which a process that has answered counts as stuck, as by the chart's liveness probe."""
 _PAGE, _END = "its page", "its end"
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Life:
-    """Of a process, from a start on. Times by the monotonic clock."""
+    """Answers of a process since its last start. Times are by the monotonic clock."""
 
     missing: str = _PAGE
     answered_at: float | None = None
@@ -29,46 +29,50 @@ class _Life:
 
 
 class Readiness:
-    """``urls``: where each process has its pages, by name. ``on_hung`` hears the name of one that answered, and then
-    nothing for ``hung_s``."""
+    """Follows processes by name.
+
+    Args:
+        urls: name of each process -> base URL of its pages.
+        on_stuck: called with the name of a process that has answered, and then did not for ``stuck_s``.
+    """
 
     def __init__(
-        self, urls: Mapping[str, str], *, on_hung: Callable[[str], None] = lambda _: None, hung_s: float = HUNG_S
+        self, urls: Mapping[str, str], *, on_stuck: Callable[[str], None] = lambda _: None, stuck_s: float = STUCK_S
     ) -> None:
         self.urls = urls
-        self._on_hung, self._hung_s = on_hung, hung_s
+        self._on_stuck, self._stuck_s = on_stuck, stuck_s
         self._lives = {name: _Life() for name in urls}
         self._ending = False
         self.ever = False
         """Whether any of them was ready at any time."""
 
     def missing(self) -> list[str]:
-        """What each that is not ready waits for; for /ready."""
+        """Which processes are not ready, and what each waits for; for /ready."""
         return [f"{name} ({life.missing})" for name, life in self._lives.items() if life.missing]
 
     def started(self, name: str) -> None:
-        """What was known of it was of a life before."""
+        """Forget what was known of ``name``: it has been started again."""
         self._lives[name] = _Life(missing=_END if self._ending else _PAGE)
 
     def served_s(self, name: str) -> float:
-        """Since it was ready first, in this life."""
+        """Seconds since ``name`` was first ready after its last start."""
         ready_at = self._lives[name].ready_at
         return 0.0 if ready_at is None else time.monotonic() - ready_at
 
     def end(self) -> None:
-        """None is ready from here on."""
+        """Count no process as ready from here on."""
         self._ending = True
         for life in self._lives.values():
             life.missing = _END
 
     async def follow(self) -> None:
         """Ask until cancelled."""
-        began, told = time.monotonic(), False
-        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
+        began, announced = time.monotonic(), False
+        async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
             while True:
                 await asyncio.gather(*(self._ask(client, name, url) for name, url in self.urls.items()))
-                if not told and not self.missing():
-                    told = True
+                if not announced and not self.missing():
+                    announced = True
                     log.info("all %d workers are ready after %.1f s", len(self.urls), time.monotonic() - began)
                 await asyncio.sleep(POLL_S)
 
@@ -89,6 +93,6 @@ class Readiness:
 
     def _heard_nothing(self, name: str, life: _Life) -> None:
         life.missing = _PAGE
-        if life.answered_at is not None and time.monotonic() - life.answered_at > self._hung_s:
+        if life.answered_at is not None and time.monotonic() - life.answered_at > self._stuck_s:
             life.answered_at = None
-            self._on_hung(name)
+            self._on_stuck(name)

@@ -1,4 +1,4 @@
-"""Which workers settings ask for, and what each of a machine has to itself. Pure."""
+"""Which workers the settings ask for, and the device, ports and group of each on one machine. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMPUTING: tuple[Role, ...] = (ATTENTION, COLOCATED, EXPERTS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """``fabric_port`` None: it has no seat; 0: any. ``expert_group`` None: the scheduler says which."""
+    """One worker of a machine. ``fabric_port`` None: no seat; 0: any. ``expert_group`` None: the scheduler chooses."""
 
     name: str
     role: Role
@@ -22,24 +22,24 @@ class Place:
     expert_group: int | None = None
 
     def changes(self) -> dict[str, object]:
-        """To the settings of all, for this one."""
+        """Settings of this worker that differ from those of all."""
         own: dict[str, object] = {"device": self.device, "metrics_port": self.metrics_port}
         if self.fabric_port is not None:
             own |= {"fabric_port": self.fabric_port, "expert_group": self.expert_group}
         return own
 
     def __str__(self) -> str:
-        told = f"{self.name}: device {self.device}, page on port {self.metrics_port}"
+        text = f"{self.name}: device {self.device}, page on port {self.metrics_port}"
         if self.fabric_port is None:
-            return told
+            return text
         group = (
             "of a group that the scheduler chooses" if self.expert_group is None else f"of group {self.expert_group}"
         )
-        return f"{told}, seat {group} on {f'port {self.fabric_port}' if self.fabric_port else 'any port'}"
+        return f"{text}, seat {group} on {f'port {self.fabric_port}' if self.fabric_port else 'any port'}"
 
 
 def computing(settings: Settings) -> dict[Role, list[str]]:
-    """Names of the workers of each role. One attention worker that is no rank has no number."""
+    """Names of the workers of each role. A single attention worker that is no rank has no number."""
     workers, layout = settings.workers, settings.layout
     alone = workers == 1 and layout != "lockstep"
     return {
@@ -50,13 +50,13 @@ def computing(settings: Settings) -> dict[Role, list[str]]:
 
 
 def device_of(settings: Settings, index: int) -> str:
-    """What worker ``index`` of a machine computes on: where a GPU may be chosen, the one with that number."""
+    """Device of worker ``index`` of a machine: the GPU with that number, unless the settings name a device."""
     return f"{settings.device}:{index}" if settings.device in ("auto", "cuda") else settings.device
 
 
 def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
-    """Of all workers of one machine, in order: the i-th has the i-th GPU, the i-th seat has the i-th port from
-    --fabric-port on and group i modulo the number of groups, where the machine has seats for all of them.
+    """All workers of one machine, in order. The i-th has the i-th GPU; the i-th seat has the i-th port from
+    --fabric-port on, and group i modulo the number of groups if the machine has seats for all groups.
 
     Args:
         pages: a port for each worker's page.

@@ -1,7 +1,6 @@
 """Brings up Redis, gateway, scheduler and workers as one process tree, and takes it down in order.
 
-What crosses to the children: a configuration file each, and SIGTERM. What comes back: exit codes, and the gateway's
-/ready.
+Out to the children: a configuration file each, and SIGTERM. Back: exit codes, and the gateway's /ready.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import httpx
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
 from services.errors import ConfigError
 from services.model.load_spec import load_spec
-from services.queue.embedded import EmbeddedRedis
 from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
@@ -46,8 +44,7 @@ def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
 
 
 class Supervisor:
-    """One server. ``modules`` and ``check_model`` tie it to the real roles; ``stop_margin_s`` is as :class:`Children`
-    says."""
+    """Supervisor of one server. ``modules`` and ``check_model`` tie it to the real roles."""
 
     def __init__(
         self,
@@ -90,7 +87,7 @@ class Supervisor:
         self._children.kill()
 
     def _check(self) -> int:
-        """Finds what would make the roles fail, before anything is loaded. Returns the port of the REST API."""
+        """Checks, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
         model = self._settings.model
         if model is None:
             raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
@@ -127,19 +124,19 @@ class Supervisor:
         return {name: role for role in self._modules for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
-        """Whether the server serves without the process ``name``, which keeps failing."""
+        """Whether the server goes on without the process ``name``, which keeps failing."""
         settings = self._settings
         needed: dict[Role, int] = dict.fromkeys((EXPERTS, COLOCATED), settings.expert_groups or settings.seats)
-        if not self._ranks():  # of ranks in lock-step all are needed
+        if not self._ranks():  # ranks in lock-step need one another
             needed[ATTENTION] = 1
-        return role in needed and self._children.well_beside(name, role) >= needed[role]
+        return role in needed and self._children.well_others(name, role) >= needed[role]
 
     def _ranks(self) -> list[str]:
         """Names of the attention workers that share the experts in lock-step."""
         return computing(self._settings)[ATTENTION] if self._settings.layout == "lockstep" else []
 
     def _fabric(self, folder: RunFolder, ports: ExitStack) -> dict[str, object]:
-        """What attention and expert workers need of one another, where they are several."""
+        """Settings by which several attention and expert workers reach one another."""
         settings = self._settings
         if settings.layout == "local":
             return {}
@@ -153,8 +150,8 @@ class Supervisor:
         return secret | {"lockstep_address": f"{_LOOPBACK}:{port}"}
 
     async def _start_redis(self, folder: RunFolder) -> str:
-        redis = EmbeddedRedis(folder.path / "redis")
-        await self._children.start(_REDIS, RedisProcess(redis))
+        redis = RedisProcess(folder.path / "redis")
+        await self._children.start(_REDIS, redis)
         log.info("private Redis at %s", redis.url)
         return redis.url
 
@@ -165,7 +162,7 @@ class Supervisor:
             await self._on_ready(url)
 
     async def _ready(self, url: str) -> None:
-        """Returns once the gateway has everything it needs; says now and then what is missing."""
+        """Returns once the gateway is ready; logs now and then what is missing."""
         clock = asyncio.get_running_loop().time
         noted = clock()
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:

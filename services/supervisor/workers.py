@@ -1,8 +1,8 @@
-"""`expertmesh workers`: the workers of one machine, a process and a GPU each, started, watched and stopped together.
+"""`expertmesh workers`: starts, watches and stops the workers of one machine, a process and a GPU each.
 
-In a container that sees all GPUs of its node they share memory, which workers in containers of their own do not. Each
-is a worker like any other to the rest of the deployment: it registers, dies and comes again alone. What crosses to
-them: a configuration file each, and SIGTERM. What comes back: exit codes, and their pages, which are shown as one.
+In a container that sees all GPUs of its node they share memory, which workers in containers of their own cannot. To the
+rest of the deployment each is a worker like any other: it registers, dies and is restarted by itself. Out to the
+workers: a configuration file each, and SIGTERM. Back: exit codes, and their metrics pages, which are served as one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
-from services.supervisor.readiness import HUNG_S, Readiness
+from services.supervisor.readiness import STUCK_S, Readiness
 from services.supervisor.roster import COMPUTING, Place, computing, places
 
 PAGES_S = 5.0
-"""How long a scrape waits for the workers' pages: they load kernels and weights meanwhile."""
+"""How long a scrape waits for the workers' pages: workers that load kernels or weights answer late."""
 
 log = logging.getLogger(__name__)
 
 
 def run_workers(settings: Settings) -> int:
-    """Runs them until Ctrl-C or SIGTERM; returns the exit code."""
+    """Runs the workers until Ctrl-C or SIGTERM; returns the exit code."""
     configure_logging(WORKERS, settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as in every role
     workers = Workers(settings)
@@ -45,8 +45,7 @@ def run_workers(settings: Settings) -> int:
 
 
 class Workers:
-    """Those of one machine. ``modules`` and ``check_model`` tie them to the real roles; ``stop_margin_s`` is as
-    :class:`Children` says, ``hung_s`` as :class:`Readiness`."""
+    """Supervisor of one machine's workers. ``modules`` and ``check_model`` tie it to the real roles."""
 
     def __init__(
         self,
@@ -56,11 +55,11 @@ class Workers:
         check_model: Callable[[Path], object] = load_spec,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
-        hung_s: float = HUNG_S,
+        stuck_s: float = STUCK_S,
     ) -> None:
         self._settings = settings
         self._check_model = check_model
-        self._hung_s = hung_s
+        self._stuck_s = stuck_s
         self._registry = CollectorRegistry()
         self._starts = MachineMetrics(self._registry).starts
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
@@ -80,7 +79,7 @@ class Workers:
             seats = [place.fabric_port for place in found if place.fabric_port]
             held(settings.host, seats, ports, option="--fabric-port")
             pages = {place.name: base_url(settings.host, place.metrics_port) for place in found}
-            readiness = Readiness(pages, on_hung=self._hung, hung_s=self._hung_s)
+            readiness = Readiness(pages, on_stuck=self._stuck, stuck_s=self._stuck_s)
             notices = Notices(settings.redis_url, settings.namespace)
             async with aclosing(notices), self._page(readiness):
                 code = await self._run(found, folder, readiness, notices, stop)
@@ -110,7 +109,7 @@ class Workers:
             await self._children.stop(self._settings)
 
     def _pages(self, until: ExitStack) -> Sequence[int]:
-        """Ports of the workers' own pages: those after the port of the common one, where that was asked for."""
+        """Ports of the workers' own pages: those after ``--metrics-port``, or any where that is 0."""
         settings, count = self._settings, sum(map(len, computing(self._settings).values()))
         if not settings.metrics_port:
             return held_ports(settings.host, count, until)
@@ -134,13 +133,13 @@ class Workers:
         readiness.started(name)
         self._starts.labels(worker=name).inc()
 
-    def _hung(self, name: str) -> None:
-        log.error("%s has not answered for %.0f s; killing it", name, self._hung_s)
+    def _stuck(self, name: str) -> None:
+        log.error("%s has not answered for %.0f s; killing it", name, self._stuck_s)
         self._children.restart(name)
 
     def _spared(self, name: str) -> bool:
-        """Whether a worker that keeps failing is tried on and on: for the others' sake, and theirs who use them."""
-        return self._children.well_beside(name, *COMPUTING) > 0
+        """Whether a worker that keeps failing is restarted on and on: as long as others on this machine are well."""
+        return self._children.well_others(name, *COMPUTING) > 0
 
     @asynccontextmanager
     async def _page(self, readiness: Readiness) -> AsyncIterator[None]:

@@ -31,7 +31,7 @@ from testkit.processes.servers import bench
 from abuse.kit.child import share_paths
 from abuse.table import as_markdown, setting, write
 from loadgen.client import StreamResult, stream_completion
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 SECONDS = (3.0, 8.0, 30.0)

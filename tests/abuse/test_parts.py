@@ -104,7 +104,7 @@ def test_penalties_of_a_long_context_do_not_hold_up_the_batch(tmp_path: Path, no
     config |= {"max_position_embeddings": 40_960, "use_sliding_window": True, "sliding_window": 64}
     (folder / "config.json").write_text(json.dumps(config | {"max_window_layers": 0}))
     settings = Settings(model=folder, dtype="float32", device="cpu", threads=1, kv_blocks=4096)
-    engine = build(settings, lambda: 0, worker="worker", beside_experts=False).engine
+    engine = build(settings, lambda: 0, worker="worker").engine
     engine.add(_ask("warm", _LONG, _LONG, max_tokens=1))
     while engine.has_work:
         engine.step()

@@ -26,7 +26,7 @@ from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.picture import timeline
 from chaos.plan import KINDS, NEED_CABLES, planned
 from chaos.report import report, summary
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 PROGRESS_S = 10.0
 

@@ -13,7 +13,7 @@ from testkit.processes.cluster import READY_S, Cluster
 from chaos.faults import Faults
 from chaos.load import Job, Load, Outcome
 from chaos.plan import Event
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 AWAY_S = 4.0
 """The dead come back only when what their death did has been seen: starting a process takes a core for seconds."""

@@ -19,8 +19,8 @@ from services.experts.worker import ExpertWorker, ServingFailed, Timing
 from services.placement import Hysteresis
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
-from services.queue.tasks import end_tasks
 from services.routing import RoutingTable, ShardGroup, even_groups
+from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 
 LEASE_S = 0.8

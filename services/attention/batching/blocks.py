@@ -1,11 +1,11 @@
-"""Who owns which KV block: reference counts, and the automatic prefix cache. Pure Python, no tensors.
+"""Owners of KV blocks: reference counts, and the automatic prefix cache. Pure Python, no tensors.
 
-The batch manager asks for blocks and gives them back; :mod:`services.prefix` names what a full block holds. Sequences
-with an equal prefix share the blocks of it (:class:`Prefixes`). A block is in exactly one of three states:
+The batch manager takes blocks and releases them; :mod:`services.prefix` names the contents of a full block. Sequences
+with an equal prefix share its blocks (:class:`Prefixes`). A block is in exactly one of three states:
 
-* used: a sequence refers to it (several may);
-* cached: nobody refers to it, but it has a name and will be found by the next sequence with that prefix;
-* empty: neither. Cached and empty blocks are both ``available``: a cached one is evicted, least recently used first.
+* used: one or several sequences refer to it;
+* cached: no sequence refers to it, but the next one with its prefix will find it by its name;
+* empty: neither. Empty and cached blocks are ``available``; cached ones are evicted, least recently used first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class BlockPool:
         self.block_size = block_size
         self.query_tokens = 0
         self.hit_tokens = 0
-        self.evictions = 0
         self._references = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -57,7 +56,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def match(self, chain: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix in ``chain`` that is in the pool. They are not taken yet."""
+        """Blocks of the longest prefix in ``chain`` that is in the pool, without taking them."""
         found = []
         for name in chain:
             block = self._block_of.get(name)
@@ -72,7 +71,7 @@ class BlockPool:
         return new <= self.available - revived
 
     def take(self, matched: Sequence[int], new: int) -> list[int]:
-        """A block table: ``matched`` (from :meth:`match`), then ``new`` fresh blocks. Only if it :meth:`fits`."""
+        """Take ``matched`` (from :meth:`match`) and ``new`` fresh blocks, if they :meth:`fits`. Returns all of them."""
         assert self.fits(matched, new)
         for block in matched:
             if not self._references[block]:
@@ -81,15 +80,14 @@ class BlockPool:
         return [*matched, *(self._fresh() for _ in range(new))]
 
     def count_lookup(self, queried_tokens: int, matched: Sequence[int]) -> None:
-        """Account for one lookup that led to an admission; a sequence that keeps waiting is not counted each step."""
+        """Count a lookup that led to an admission. Lookups of a sequence that goes on waiting are not counted."""
         self.query_tokens += queried_tokens
         self.hit_tokens += len(matched) * self.block_size
 
     def publish(self, block: int, name: bytes) -> None:
-        """The KV of ``block`` is computed: from now on ``name`` finds it.
+        """Let ``name`` find ``block``, whose KV is computed.
 
-        Where two sequences computed the same prefix side by side, the first keeps the name and the other's block
-        returns to the empty ones with its sequence.
+        If two sequences computed a prefix at the same time, only the block of the first gets the name.
         """
         assert self._references[block], "only a sequence that holds a block can fill it"
         if name not in self._block_of and block not in self._name_of:
@@ -97,7 +95,7 @@ class BlockPool:
             self._name_of[block] = name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give a block table back. The tail ages first: a shorter prefix serves more sequences."""
+        """Give ``blocks`` back. The last ones age first: a shorter prefix serves more sequences."""
         for block in reversed(blocks):
             assert self._references[block], "a block was released twice"
             self._references[block] -= 1
@@ -109,7 +107,7 @@ class BlockPool:
                 self._empty.append(block)
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
-        """Lose the names of those ``blocks`` that nobody holds, so that none is found again; returns these blocks."""
+        """Drop the names of those ``blocks`` that no sequence holds: none is found again. Returns these."""
         idle = [block for block in blocks if not self._references[block]]
         for block in idle:
             if block in self._cached:
@@ -127,13 +125,12 @@ class BlockPool:
         else:
             block, _ = self._cached.popitem(last=False)
             self._unname(block)
-            self.evictions += 1
         self._references[block] = 1
         return block
 
 
 class Prefixes:
-    """Over a :class:`BlockPool`, which knows blocks by name; does nothing unless ``enabled``. ``scope``: who shares."""
+    """Finds and publishes prefixes in ``pool``, unless it is not ``enabled``. ``scope``: who shares them."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool, scope: PrefixScope) -> None:
         self._pool = pool
@@ -164,9 +161,9 @@ class Prefixes:
 
 
 def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> bool:
-    """Give each of ``decodes`` a block for the token drawn last, or ``ahead`` after it, where it is the first in one.
+    """Give each of ``decodes`` a block for the token drawn last, or ``ahead`` after it, if its blocks do not hold it.
 
-    They have room for all before it. False, and no blocks, if there are too few. Asking twice takes nothing more.
+    They have room for all tokens before it. Returns False, without any, if there are too few. A second call takes none.
     """
     size = pool.block_size
     at_edge = [state for state in decodes if not (len(state.token_ids) - 1 + ahead) % size]
@@ -179,17 +176,16 @@ def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> 
 
 
 def reserve(pool: BlockPool, running: Sequence[SequenceState]) -> int:
-    """Blocks kept for ``running`` to grow by one each; without them an admission could preempt at once."""
+    """How many blocks ``running`` need to grow by one each. Without them an admission could preempt at once."""
     return sum(state.limit > len(state.blocks) * pool.block_size for state in running)
 
 
 class HeldBack:
-    """Keeps blocks of sequences that ended while a step launched ahead computes one more row of theirs.
+    """Keeps the blocks of ended sequences while a step that was launched ahead still computes a row of each.
 
-    Such a row writes the KV of its token into a block that the sequence held alone, as all blocks that are not full
-    are. The block goes back to ``pool`` only when that step is completed: so nobody else gets it while it may still be
-    written to, nobody finds it by its name with such a row in it, and what the step left behind is known when it goes.
-    At most one step is ahead at a time.
+    Such a row writes the KV of its token into a block that the sequence held alone, as it did every block that is not
+    full. The blocks go back to ``pool`` only when that step is completed: until then no other sequence may get them or
+    find them by name, and a failure of the step still has to zero them. At most one step is ahead at a time.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -199,30 +195,30 @@ class HeldBack:
         self._failed: set[SequenceState] = set()
 
     def launched(self, plan: StepPlan) -> None:
-        """``plan`` computes rows before it is known that their sequences go on."""
+        """Note that ``plan`` was launched before it is known which of its sequences go on."""
         self._ahead = plan
 
     def completing(self, plan: StepPlan) -> None:
-        """``plan`` is done, or given up; sequences that end from now on are not in it."""
+        """Note that ``plan`` is completed or abandoned: sequences that end from now on are not in it."""
         if plan is self._ahead:
             self._ahead = StepPlan()
 
     def release(self, state: SequenceState) -> None:
-        """``state`` has ended. Its blocks are free now, or when the step ahead with its row is done."""
+        """Release the blocks of ``state``, which has ended: now, or when the step ahead with its row is done."""
         if state in self._ahead.decodes:
             self._blocks[state] = state.blocks
         else:
             self._pool.release(state.blocks)
 
     def forget(self, state: SequenceState, blocks: list[int]) -> list[int]:
-        """As :meth:`BlockPool.forget` for what ``state`` held when it failed; later, if that is held back."""
+        """Forget the ``blocks`` that ``state`` held when it failed; later, if they are held back."""
         if state in self._blocks:
             self._failed.add(state)
             return []
         return self._pool.forget(blocks)
 
     def free(self, state: SequenceState, *, failed: bool) -> list[int]:
-        """The step with the row of ``state``, which had ended before, is done. Returns the blocks to zero.
+        """Release what was held back for ``state``: the step with its row is done. Returns the blocks to zero.
 
         Args:
             failed: whether that row was broken.

@@ -1,14 +1,13 @@
 """The batch manager: decides, before every iteration, which tokens of which sequences are computed. Pure Python.
 
-Requests come in through :meth:`BatchManager.add`; ``plan`` says what the next step computes, and ``plan_ahead`` what
-the one after it does, before it is known what the first draws; ``complete`` takes that; :class:`TokenEvent`\\ s come
-out of :meth:`BatchManager.drain`. Every request that was accepted ends with exactly one event that has a ``finish``.
+Requests come in through :meth:`BatchManager.add`. ``plan`` decides what the next step computes, ``plan_ahead`` what the
+step after it computes before the first one's tokens are known, and ``complete`` takes the outcomes. Events come out of
+:meth:`BatchManager.drain`; every request that was accepted ends with exactly one event that has a ``finish``.
 
-Batching is per iteration with prompt and generated tokens flattened into one row dimension, without padding
-(ExpertFlow 4.2). Decoding sequences go first, one token each; what is left of the token budget goes to prompts, in
-chunks, and a :class:`WaitingLine` says who starts next. A sequence that is admitted gets blocks for all its known
-tokens at once, so only decoding can run out of blocks; then the sequence that was admitted last gives up its blocks
-and is recomputed later.
+Batching is per iteration, with prompt and generated tokens in one row dimension without padding (ExpertFlow 4.2).
+Decoding sequences go first, one token each; the rest of the token budget goes to prompts, in chunks, in the order of a
+:class:`WaitingLine`. An admitted sequence gets blocks for all its known tokens at once, so only decoding can run out of
+blocks; then the sequence that was admitted last gives up its blocks and is recomputed later.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class BatchManager:
         self._waiting: WaitingLine[SequenceState] = WaitingLine()
         self._running: list[SequenceState] = []
         self._decodes: tuple[SequenceState, ...] = ()
-        """Of the last plan, as long as no sequence came or went."""
+        """Decodes of the last plan; () once a sequence has come or gone since."""
         self._events: list[TokenEvent] = []
         self._next_deadline_ms = math.inf
-        """No held request ends before it."""
+        """No held request has an earlier deadline."""
         self._arrivals = 0
         self._admissions = 0
 
@@ -65,11 +64,11 @@ class BatchManager:
         return {request_id: state.request.attempt for request_id, state in self._held.items()}
 
     def in_step(self) -> dict[str, int]:
-        """Attempt of every request that steps compute now; the others wait."""
+        """Attempt of every request that steps compute now, without those that wait."""
         return {state.request.id: state.request.attempt for state in self._running}
 
     def add(self, request: GenerateRequest) -> None:
-        """Take ``request`` in. A higher attempt replaces the held one, without an event; other repeats are ignored."""
+        """Accept ``request``. A higher attempt replaces the held one without an event; other repeats are ignored."""
         held = self._held.get(request.id)
         if held is not None:
             if held.request.attempt >= request.attempt:
@@ -93,14 +92,14 @@ class BatchManager:
             self._waiting.add(state)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, but for
-        those of a row in a step launched ahead: then when that is completed."""
+        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, or, if a
+        step launched ahead has a row of it, when that step is completed."""
         state = self._held.get(request_id)
         if state is not None and state.request.attempt <= attempt:
             self._end(state, "cancelled")
 
     def plan(self) -> StepPlan:
-        """What to compute next. Empty only if nothing is held."""
+        """Plan the next step. The plan is empty only if no request is held."""
         self._expire()
         if self._repeats():
             return StepPlan(decodes=self._decodes)
@@ -113,11 +112,11 @@ class BatchManager:
         return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step after ``plan``, which is under way: each sequence one token on, whatever ``plan`` draws for it.
+        """Plan the step after ``plan``, which is in flight: each sequence one token further, whatever ``plan`` draws.
 
-        Without those that ``max_tokens`` ends in ``plan``. None where there may be more to do: the rest of a prompt,
-        its scores, an admission, a deadline, a preemption. Next comes :meth:`complete` of ``plan``, then that of this
-        step, or :meth:`abandon`.
+        Sequences that ``max_tokens`` ends in ``plan`` are left out. Returns None where more may have to be done: the
+        rest of a prompt, its scores, an admission, a deadline, a preemption. The caller then completes ``plan`` and
+        after it the step that is returned here, or gives that to :meth:`abandon`.
         """
         read_first = any(piece.scored or not piece.draws for piece in plan.prompts)
         if read_first or self._clock() >= self._next_deadline_ms:
@@ -133,13 +132,12 @@ class BatchManager:
         return ahead
 
     def abandon(self, plan: StepPlan) -> None:
-        """``plan``, launched ahead, counts for nothing and left nothing behind. No sequence ended since."""
+        """Drop ``plan``, which was launched ahead and has left nothing behind. No sequence may have ended since."""
         assert all(state.blocks for state in plan.decodes)
         self._held_back.completing(plan)
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
-        """Take in what the step computed, but for sequences that ended meanwhile. Returns the blocks to zero: those of
-        pieces that failed."""
+        """Account for the step, except for sequences that ended meanwhile. Returns blocks of failures, to be zeroed."""
         self._held_back.completing(plan)
         decodes = len(plan.decodes)
         to_zero = self._complete_decodes(plan.decodes, outcomes[:decodes])
@@ -165,9 +163,9 @@ class BatchManager:
         self._next_deadline_ms = min((state.request.deadline_ms for state in self._held.values()), default=math.inf)
 
     def _repeats(self) -> bool:
-        """Whether the step is as the one before, each sequence one token on; then they have room for it.
+        """Whether the step is like the one before, each sequence one token further. Makes room for these tokens.
 
-        Only where every running sequence decodes and none can come in; nothing needs to be given up for room.
+        True only where every running sequence decodes, none can be admitted and none has to be preempted.
         """
         decodes = self._decodes
         may_admit = self._waiting and self.running < self._limits.max_num_seqs
@@ -184,7 +182,7 @@ class BatchManager:
         return decodes
 
     def _grow(self, state: SequenceState) -> bool:
-        """Make room for the token to compute; False if ``state`` itself had to give way."""
+        """Make room for the next token of ``state``; False if ``state`` itself had to be preempted."""
         pool = self.pool
         if len(state.token_ids) <= len(state.blocks) * pool.block_size:
             return True
@@ -215,7 +213,7 @@ class BatchManager:
             matched = self._prefixes.match(state)
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
             if not self.pool.fits(matched, new + reserve(self.pool, self._running)):
-                break  # nothing passes by being small, or long prompts would starve
+                break  # a small prompt must not overtake, or long ones would wait for ever
             self._start(state, matched, new)
             pieces.append(Piece.of(state, budget))
             budget -= pieces[-1].length
@@ -235,7 +233,7 @@ class BatchManager:
         insort(self._running, state, key=SequenceState.running_key)
 
     def _complete_decodes(self, decodes: Sequence[SequenceState], outcomes: Sequence[Outcome]) -> list[int]:
-        """As :meth:`complete`. In one loop, since there are hundreds and the device waits."""
+        """Do :meth:`complete` for decodes, in one loop: there are hundreds and the device waits."""
         to_zero: list[int] = []
         block_size, events = self.pool.block_size, self._events
         self.counters.decode_tokens += len(decodes)
@@ -274,8 +272,7 @@ class BatchManager:
             self._end(state, "length")
 
     def _fail(self, state: SequenceState, error: RequestError | None) -> list[int]:
-        """End ``state``, unless it has ended already, and forget what it computed; returns the blocks that nobody else
-        holds."""
+        """End ``state``, unless it has ended, and forget what it computed. Returns its blocks that no other holds."""
         if not (blocks := state.blocks):
             return self._held_back.free(state, failed=error is not None)
         self._end(state, "error", error)
@@ -286,7 +283,7 @@ class BatchManager:
         self._events.append(state.event(state.generated, finish=finish, error=error))
 
     def _drop(self, state: SequenceState) -> None:
-        """Take ``state`` out of everything and free its blocks."""
+        """Remove ``state`` from all lists and free its blocks."""
         del self._held[state.request.id]
         self._decodes = ()
         if state.blocks:

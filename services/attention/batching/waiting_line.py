@@ -1,9 +1,8 @@
-"""Who of the waiting sequences starts next: tenants in turn, by the tokens they were given. Pure Python.
+"""The order in which waiting sequences start: tenants take turns by the tokens they were given. Pure Python.
 
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): of the tenants that wait,
-the one that was given the fewest tokens is next, and one that comes back is lifted to what the others have, so that
-nobody saves turns up. A request is charged as it starts, with what the queue charges for it: its prompt and all that
-may follow.
+This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024). Of the tenants
+that wait, the one that was given the least tokens is next. The counter of a tenant that comes back is raised to that of
+the others, so that no tenant saves turns up. A request is charged when it starts, with its cost in the queue.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from typing import Generic, Protocol, TypeVar
 from services.messages import GenerateRequest
 
 _MAX_COUNTERS = 1024
-"""Where there are more once a sequence starts, those of tenants of whom nothing waits are dropped."""
+"""Most counters. If there are more, those of tenants without waiting sequences are dropped."""
 
 
 class Waiting(Protocol):
-    """A sequence, as far as it is known here. ``arrival`` is a running number; what was ``preempted`` had started
-    before."""
+    """A sequence as the line sees it. ``arrival`` is a running number; ``preempted``: it had started before."""
 
     @property
     def request(self) -> GenerateRequest: ...
@@ -35,14 +33,14 @@ State = TypeVar("State", bound=Waiting)
 
 
 class WaitingLine(Generic[State]):
-    """Sequences by priority, then those that were preempted, then tenants in turn; within each by arrival."""
+    """Orders sequences by priority; then preempted ones come first, then tenants take turns; then by arrival."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, bool, str], list[State]] = {}
         self._given: dict[tuple[int, str], int] = {}
-        """Cost of requests started, by priority and tenant."""
+        """(priority, tenant) -> cost of the requests that started."""
         self._floor: dict[int, int] = {}
-        """By priority, what the tenant that started last had been given before."""
+        """Priority -> counter of the tenant that started last, before that start."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -50,7 +48,7 @@ class WaitingLine(Generic[State]):
 
     @property
     def first(self) -> State:
-        """The sequence that starts next. There must be one."""
+        """The sequence that starts next. The line must not be empty."""
         return self._lines[min(self._lines, key=self._order)][0]
 
     def add(self, state: State) -> None:
@@ -63,7 +61,7 @@ class WaitingLine(Generic[State]):
         self._size += 1
 
     def start(self, state: State) -> None:
-        """Takes ``state``, the first, out; its tenant is charged for a request that was not started before."""
+        """Remove ``state``, the first, and charge its tenant unless the request had started before."""
         self.remove(state)
         if state.preempted:
             return
@@ -75,7 +73,7 @@ class WaitingLine(Generic[State]):
             self._forget()
 
     def remove(self, state: State) -> None:
-        """Takes ``state`` out, wherever it stands. Nothing happens where it does not wait."""
+        """Remove ``state`` if it waits."""
         name = _line_of(state)
         line = self._lines.get(name, [])
         if state not in line:
@@ -90,7 +88,7 @@ class WaitingLine(Generic[State]):
         return priority, fresh, self._given[priority, tenant] if fresh else 0, self._lines[name][0].arrival
 
     def _forget(self) -> None:
-        """Drops the counters of tenants of whom nothing waits: they come back as newcomers."""
+        """Drop the counters of tenants without waiting sequences: they come back as new tenants."""
         waiting = {(priority, tenant) for priority, fresh, tenant in self._lines if fresh}
         self._given = {name: given for name, given in self._given.items() if name in waiting}
 

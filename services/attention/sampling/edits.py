@@ -1,8 +1,7 @@
-"""What changes rows' logits before the temperature: penalties, logit_bias, the ban of end tokens.
+"""Changes rows' logits before the temperature: penalties, logit_bias, the ban of end tokens.
 
-All rows of a step at once, with as much work on the host as there are rows:
-:mod:`services.attention.sampling.penalties` looks up on the device what came before; biases and bans stay there as long
-as the same rows ask for them.
+All rows of a step are changed at once, with little work on the host for each row. Penalties look up earlier tokens on
+the device (:mod:`services.attention.sampling.penalties`); biases and bans stay there while the same rows need them.
 Legend: R rows of the step, V vocabulary, L tokens whose logits change, of all rows together.
 """
 
@@ -22,18 +21,18 @@ from services.model.transfer import upload
 
 
 class Edits:
-    """Over a vocabulary of ``vocab_size`` on ``device``."""
+    """Edits logits over a vocabulary of ``vocab_size`` on ``device``."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._biases = _Registered(vocab_size, device, _biases)
         self._bans = _Registered(vocab_size, device, lambda row: _bans(row, vocab_size))
 
     def of(self, logits_RV: Tensor, rows: Sequence[DrawRow], history: History | None, ahead: int) -> Tensor:
-        """``logits_RV`` as ``rows`` edit them; the tensor itself where none does.
+        """Return ``logits_RV`` as ``rows`` edit them, or the tensor itself if no row edits.
 
         Args:
-            history: of the rows that look back, in their order; may be None where none does.
-            ahead: how many tokens more it has than ``rows`` know of.
+            history: earlier tokens of the rows that look back, in their order; None if no row does.
+            ahead: how many tokens ``history`` has beyond those that ``rows`` know.
         """
         asking = [(number, row) for number, row in enumerate(rows) if row.may_edit]
         back = [each for each in asking if each[1].looks_back]
@@ -56,10 +55,10 @@ class Edits:
 
 
 class _Registered:
-    """Values for tokens of some rows, made and uploaded when other rows come to ask.
+    """Values for some tokens of some rows, made and uploaded again when other rows need them.
 
     Args:
-        of_row: ids of tokens, no id twice, and their values.
+        of_row: returns token ids of a row, no id twice, and their values.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class _Registered:
         self._flat: tuple[Tensor, Tensor] | None = None
 
     def of(self, asking: Sequence[Numbered]) -> tuple[Tensor, Tensor] | None:
-        """``(at_L, value_L)`` where ``at_L`` counts through the logits of all rows; None for nobody."""
+        """``(at_L, value_L)``, with ``at_L`` counted through the logits of all rows; None without rows."""
         if asking != self._asking:
             self._made = {row: self._made.get(row) or self._of_row(row) for _, row in asking}
             self._flat = self._uploaded(asking) if asking else None

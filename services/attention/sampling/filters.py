@@ -1,8 +1,8 @@
-"""top_k, top_p and min_p as one number per row: the lowest scaled logit that may be drawn.
+"""Turns top_k, top_p and min_p into one number per row: the lowest scaled logit that may be drawn.
 
-Most rows are decided by their largest logits, the head of the sorted vocabulary, which cost far less to find than a
-sort of all. Whether a head was wide enough for a top_p is known only once the device has come so far; who reads that
-tries again with a wider one. All widths that decide a row give the same number, so no row depends on its neighbours.
+Most rows are decided by their largest logits, the head of the sorted vocabulary, which costs far less to find than a
+sort of all. Whether a head was wide enough for a top_p is known only when the device has computed it; the reader then
+tries again with a wider head. All widths that decide a row give the same number, so no row depends on its neighbours.
 Legend: S rows, V vocabulary, K head of the sorted vocabulary.
 """
 
@@ -21,12 +21,12 @@ HEADS = (256, 4096, 32_768)
 
 
 def heads(vocab_size: int) -> tuple[int, ...]:
-    """Widths to try, ascending; the last is the vocabulary, which decides every row."""
+    """Widths of heads to try, ascending. The last is the vocabulary, which decides every row."""
     return (*(head for head in HEADS if head * 4 <= vocab_size), vocab_size)
 
 
 def width(params: SamplingParams, widths: Sequence[int]) -> int:
-    """The first of ``widths`` that can decide a row; 0 where there is nothing to find in a head."""
+    """The first of ``widths`` that can decide a row; 0 if a row without top_k and top_p needs no head."""
     if params.top_k <= 0 and params.top_p >= 1:
         return 0
     return next((width for width in widths if params.top_k <= width), widths[-1])
@@ -35,13 +35,13 @@ def width(params: SamplingParams, widths: Sequence[int]) -> int:
 def thresholds(
     scaled_SV: Tensor, params: Sequence[SamplingParams], widths: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Lowest logit kept, [S] float32, of rows whose largest logit is 0, and which rows are decided: None for all.
+    """Lowest logit kept of rows whose largest logit is 0, [S] float32, and which rows are decided; None: all.
 
-    top_k keeps the k largest; top_p the smallest set of the largest among these that holds ``top_p`` of their mass;
-    min_p what is at least ``min_p`` times as likely as the likeliest. Does not wait for the device.
+    top_k keeps the k largest. top_p keeps the smallest set of the largest among these that holds ``top_p`` of their
+    mass. min_p keeps tokens at least ``min_p`` times as likely as the likeliest. Does not wait for the device.
 
     Args:
-        widths: of each row's head, from :func:`width`.
+        widths: width of each row's head, from :func:`width`.
     """
     device, vocab_size = scaled_SV.device, scaled_SV.shape[1]
     floor_of = {min_p: _min_p_floor(min_p) for min_p in {row.min_p for row in params}}
@@ -65,7 +65,7 @@ def _min_p_floor(min_p: float) -> float:
 
 
 def _rank_floor(scaled_SV: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
-    """Thresholds from the ``width`` largest logits (-inf where these do not decide), and whether they decide."""
+    """Thresholds from the ``width`` largest logits, and whether these decide; -inf where they do not."""
     vocab_size, device = scaled_SV.shape[1], scaled_SV.device
     whole = width == vocab_size
     head_SK, ids_SK = scaled_SV.sort(dim=-1, descending=True) if whole else scaled_SV.topk(width, dim=-1)

@@ -1,10 +1,10 @@
-"""The tokens that came before a draw, on the device: read from the slots where their keys and values lie.
+"""Reads the tokens before a draw on the device, from the slots that also hold their keys and values.
 
-A step writes its tokens into their slots before it draws (:mod:`services.attention.step.forward`), so all that come
-before a draw are there, also one that the host does not know yet. The host says where to look: a row's blocks, once,
-and how far, each step. Nothing is counted from one step to the next, so there is nothing to undo where a step runs
-again or is given up, and nothing to restore where a sequence is computed anew or takes its prefix from another.
-Legend: E rows that look back, P some of these, M blocks of a sequence, S slots, N blocks looked at, of all P together,
+A step writes its tokens into their slots before it draws (:mod:`services.attention.step.forward`), so all tokens before
+a draw are there, even one that the host does not know yet. The host only uploads each row's blocks, once, and the range
+of positions, each step. Nothing is counted from step to step, so nothing has to be undone when a step runs again or is
+discarded, or restored when a sequence is recomputed or takes its prefix from another one.
+Legend: E rows that look back, P some of these, M blocks of a sequence, S slots, N blocks that all P read together,
 B slots of a block, F blocks at the edges: the first and the last of each row.
 """
 
@@ -24,27 +24,27 @@ from services.attention.sequences.plan import StepPlan
 from services.model.transfer import upload
 
 _SLACK = 16
-"""Columns more than are needed, so that the tensor grows seldom."""
+"""Spare columns, so that the tensor seldom has to grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of some rows, in whole blocks. A slot that was not asked for has a token of its row once more."""
+    """Tokens of some rows, in whole blocks. Slots outside the range that was asked for repeat a token of their row."""
 
     row_N: Tensor
-    """Whose block, counted among these rows."""
+    """The row of each block, counted among these rows."""
     token_NB: Tensor
     edge_F: Tensor
-    """Blocks that may have such slots."""
+    """Blocks that may have slots outside the range."""
     asked_FB: Tensor
-    """Which of their slots are not."""
+    """Which slots of these blocks are inside the range."""
 
     def of_row(self, values_P: Tensor) -> Tensor:
-        """``[N, 1]``: each block has the value of its row."""
+        """Each block gets the value of its row, ``[N, 1]``."""
         return values_P.index_select(0, self.row_N)[:, None]
 
     def times(self) -> Tensor:
-        """How often each token counts, ``[N, B]`` int32: once, or not at all."""
+        """How often each token counts, ``[N, B]`` int32: once, or not at all outside the range."""
         times_NB = torch.ones_like(self.token_NB, dtype=torch.int32)
         times_NB[self.edge_F] = self.asked_FB.int()
         return times_NB
@@ -52,14 +52,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Of E rows. ``blocks_EM`` may name more blocks than there were when it was made, never others."""
+    """The earlier tokens of E rows. ``blocks_EM`` may get more blocks later; those that it names stay."""
 
     token_ids_S: Tensor
     block_size: int
     blocks_EM: Tensor
 
     def look(self, row_P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64]) -> Tokens:
-        """The tokens of rows ``row_P`` at the positions ``first_P .. end_P``, at least one of each."""
+        """Tokens of rows ``row_P`` at the positions ``first_P .. end_P``, at least one for each row."""
         size, device = self.block_size, self.blocks_EM.device
         column_P = first_P // size
         count_P = -(-end_P // size) - column_P
@@ -84,26 +84,26 @@ class History:
 def _between(
     begin_2P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64], size: int
 ) -> NDArray[np.bool_]:
-    """``[2 P, size]``: which of the positions from ``begin_2P`` on lie in ``first_P .. end_P``."""
+    """Which of the ``size`` positions from ``begin_2P`` on lie in ``first_P .. end_P``, ``[2 P, size]``."""
     position_2PB = begin_2P[..., None] + np.arange(size)
     return ((position_2PB >= first_P[:, None]) & (position_2PB < end_P[:, None])).reshape(-1, size)
 
 
 class Histories:
-    """Of the sequences of one engine, over the slots of ``kv``."""
+    """Histories of one engine's sequences, read from the slots of ``kv``."""
 
     def __init__(self, kv: KVCache) -> None:
         self._token_ids_S, self._block_size = kv.token_ids_S, kv.block_size
         self._blocks = _BlockRows(kv.token_ids_S.device)
 
     def of(self, plan: StepPlan) -> History | None:
-        """Of the rows of ``plan`` that look back, in their order; None where there are none."""
+        """History of the rows of ``plan`` that look back, in their order; None without such rows."""
         blocks_EM = self._blocks.of([state.blocks for state in plan.drawing if state.row.looks_back])
         return History(self._token_ids_S, self._block_size, blocks_EM) if len(blocks_EM) else None
 
 
 class _BlockRows:
-    """Lists of blocks as a tensor, kept from step to step: what is there is not uploaded again.
+    """Lists of blocks as a tensor that is kept from step to step, so that a block is uploaded once.
 
     A sequence's list only grows from its admission to its end; when it is admitted again it has another list.
     """
@@ -111,11 +111,11 @@ class _BlockRows:
     def __init__(self, device: torch.device) -> None:
         self._lists: Sequence[Sequence[int]] = ()
         self._known: list[int] = []
-        """How much of each is in the tensor."""
+        """How many blocks of each list are in the tensor."""
         self._blocks_EM = torch.zeros((0, _SLACK), dtype=torch.int64, device=device)
 
     def of(self, lists: Sequence[Sequence[int]]) -> Tensor:
-        """``blocks_EM``; a list is known by its identity. Tensors returned before hold what they held."""
+        """``blocks_EM``. A list is known by its identity. Tensors returned earlier keep their contents."""
         if len(lists) != len(self._lists) or any(
             one is not other for one, other in zip(lists, self._lists, strict=True)
         ):
@@ -126,11 +126,11 @@ class _BlockRows:
         return self._blocks_EM
 
     def _adopt(self, lists: Sequence[Sequence[int]]) -> None:
-        """Rows of lists that stayed move, on the device; of the others nothing is known."""
+        """Move the rows of lists that stayed, on the device. Nothing is known of the other rows."""
         before = {id(blocks): row for row, blocks in enumerate(self._lists)}
         moved = [(row, before[id(blocks)]) for row, blocks in enumerate(lists) if id(blocks) in before]
         known_before, old_EM = self._known, self._blocks_EM
-        width = max((len(blocks) for blocks in lists), default=0) + _SLACK  # back, when a long one has gone
+        width = max((len(blocks) for blocks in lists), default=0) + _SLACK  # narrower again, when a long one has gone
         self._lists, self._known = tuple(lists), [0] * len(lists)
         self._blocks_EM = old_EM.new_zeros((len(lists), width))
         if moved:
@@ -141,9 +141,9 @@ class _BlockRows:
             self._known[row] = known_before[old]
 
     def _extend(self, grown: Sequence[int]) -> None:
-        most = max(len(self._lists[row]) for row in grown)
-        if most > self._blocks_EM.shape[1]:
-            self._blocks_EM = torch.nn.functional.pad(self._blocks_EM, (0, most + _SLACK - self._blocks_EM.shape[1]))
+        longest, width = max(len(self._lists[row]) for row in grown), self._blocks_EM.shape[1]
+        if longest > width:
+            self._blocks_EM = torch.nn.functional.pad(self._blocks_EM, (0, longest + _SLACK - width))
         parts = []
         for row in grown:
             blocks, known = self._lists[row], self._known[row]

@@ -21,7 +21,7 @@ class TokenScores:
 
     Args:
         tokens_R: int64, on the device of the logits.
-        alternatives: how many of the likeliest tokens each row lists beside its own.
+        alternatives: how many of the likeliest tokens each row lists in addition to its own.
     """
 
     def __init__(self, logits_RV: Tensor, tokens_R: Tensor, alternatives: Sequence[int]) -> None:
@@ -35,17 +35,17 @@ class TokenScores:
         ]
 
     def wait(self) -> TokenScores:
-        """Until they are there."""
+        """Wait until the scores are on the host."""
         Mark(self._device).wait()
         return self
 
     def table(self) -> ScoreTable:
-        """All rows, which asked for equally many alternatives. Only once the device has come past all this."""
+        """Scores of all rows, which must ask for equally many alternatives. Only once they are on the host."""
         likeliest = self._tops[0].sorted() if self._tops else None
         return ScoreTable(self._chosen_R.numpy().astype("<f4"), *(likeliest or _no_alternatives(len(self._chosen_R))))
 
     def read(self) -> list[TokenLogprob]:
-        """Likeliest alternatives first. Only once the device has come past all this."""
+        """Scores row by row, likeliest alternatives first. Only once they are on the host."""
         tops: dict[int, list[tuple[int, float]]] = {}
         for of_width in self._tops:
             tops |= of_width.read()
@@ -54,7 +54,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True)
 class ScoreTable:
-    """Scores of R tokens as arrays of the host, each with W alternatives, likeliest first and of equals lower ids."""
+    """Scores of R tokens on the host, each with W alternatives: likeliest first, of equals the lower id first."""
 
     logprobs_R: NDArray[np.float32]
     top_ids_RW: NDArray[np.int32]
@@ -68,7 +68,7 @@ class ScoreTable:
         return bool(np.isnan(self.logprobs_R).any())
 
     def message(self, start: int) -> PromptScores:
-        """As scores of the prompt's tokens from ``start`` on."""
+        """The scores as a message, for a prompt's tokens from ``start`` on."""
         return PromptScores(
             start=start,
             width=self.top_ids_RW.shape[1],
@@ -79,7 +79,7 @@ class ScoreTable:
 
 
 def joined(tables: Sequence[ScoreTable]) -> ScoreTable:
-    """One behind the other. They are of one width."""
+    """Concatenate ``tables``, which have one width."""
     return ScoreTable(
         np.concatenate([table.logprobs_R for table in tables]),
         np.concatenate([table.top_ids_RW for table in tables]),

@@ -35,7 +35,7 @@ from torch import Tensor
 from services.model.transfer import upload
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Rows are processed in pieces of about this many words, so that all passes over a piece stay in a core's cache."""
+"""Words in one piece of rows on a CPU, so that all passes over a piece stay in a core's cache."""
 
 
 class GumbelNoise:
@@ -59,7 +59,7 @@ class GumbelNoise:
 
 
 def _words(tokens_V: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
-    """``word(v)`` as int32 bit patterns: products and sums wrap, and only shifts tell signed from unsigned."""
+    """``word(v)`` as int32 bit patterns: products and sums wrap, and only shifts differ between signed and unsigned."""
     x_RV = torch.bitwise_xor(tokens_V, low_R1)
     shifted_RV = torch.empty_like(x_RV)
     _xor_shift(x_RV, 16, shifted_RV).mul_(0x7FEB352D).add_(high_R1)

@@ -1,8 +1,8 @@
-"""Penalties of many rows at once: for what they have seen (repetition), and for what they generated, by how often.
+"""Applies penalties to many rows at once: for tokens seen (repetition) and for tokens generated (presence, frequency).
 
-What a row has seen is looked up on the device (:mod:`services.attention.sampling.histories`), so the host's work is a
-few numbers for each row, however long it is. Only tokens that occur are touched, once for each time they do: each time
-with the same result.
+A row's earlier tokens are read on the device (:mod:`services.attention.sampling.histories`), so that the host handles a
+few numbers per row, however long it is. Only logits of tokens that occur are written, once for each occurrence, each
+time with the same result.
 Legend: R rows of the step, V vocabulary, E rows with penalties, P some of these, N blocks of B tokens, L = N x B.
 """
 
@@ -24,17 +24,17 @@ Numbered: TypeAlias = tuple[int, DrawRow]
 """A row and its number in the step."""
 MAX_TOKENS = 1 << 21
 MAX_COUNTS = 1 << 24
-"""Tokens looked back at, and counts (rows times vocabulary), at a time: some 150 MB. One row may need more."""
+"""Most tokens, and most counts (rows times vocabulary), at a time: some 150 MB. A single row may need more."""
 MAX_TOKENS_OF_CPU = 1 << 15
-"""So that what is done with them stays in a core's cache."""
+"""Most tokens at a time on a CPU, so that the work on them stays in a core's cache."""
 
 
 class Penalties:
-    """Of the rows ``back`` in ``logits_RV``, float32 and contiguous, which they change in place.
+    """Penalties of the rows ``back`` of ``logits_RV``, float32 and contiguous, which they change in place.
 
     Args:
-        history: of the rows ``back``.
-        ahead: how many tokens more it has than they know of.
+        history: earlier tokens of the rows ``back``.
+        ahead: how many tokens ``history`` has beyond those that the rows know.
     """
 
     def __init__(self, logits_RV: Tensor, back: Sequence[Numbered], history: History, ahead: int) -> None:
@@ -48,7 +48,7 @@ class Penalties:
         self._frequency_E = np.array([params.frequency_penalty for params in asked])
 
     def apply(self) -> None:
-        """Of each row all that it has seen, then what it generated."""
+        """Penalise in each row first the tokens that it has seen, then those that it generated."""
         first_E = np.zeros_like(self._end_E)
         for part_P in self._parts(self._repetition_E != 1, first_E):
             self._repeated(part_P, self._history.look(part_P, first_E[part_P], self._end_E[part_P]))
@@ -57,13 +57,13 @@ class Penalties:
             self._generated(part_P, self._history.look(part_P, first_E[part_P], self._end_E[part_P]))
 
     def _parts(self, asking_E: NDArray[np.bool_], first_E: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Rows that ask and have tokens from ``first_E`` on, as many as are handled at a time."""
+        """Rows that ask and have tokens from ``first_E`` on, in parts that are handled at a time."""
         count_E = self._end_E - first_E
         row_P = np.flatnonzero(asking_E & (count_E > 0))
-        most_tokens = MAX_TOKENS if self._flat.is_cuda else MAX_TOKENS_OF_CPU
+        max_tokens = MAX_TOKENS if self._flat.is_cuda else MAX_TOKENS_OF_CPU
         begin = tokens = 0
         for at, count in enumerate(count_E[row_P].tolist()):
-            if at > begin and (tokens + count > most_tokens or (at - begin + 1) * self._vocab_size > MAX_COUNTS):
+            if at > begin and (tokens + count > max_tokens or (at - begin + 1) * self._vocab_size > MAX_COUNTS):
                 yield row_P[begin:at]
                 begin, tokens = at, 0
             tokens += count
@@ -88,12 +88,12 @@ class Penalties:
         flat.scatter_(0, at_L, flat.index_select(0, at_L).sub_(less_NB.view(-1)))
 
     def _times(self, rows: int, tokens: Tokens) -> Tensor:
-        """How often each token is among those of its row, float64. No count is touched but of these."""
+        """How often each token occurs in its row, float64. Counts of other tokens are not written."""
         at_L = self._places(np.arange(rows) * self._vocab_size, tokens)
         counts = torch.empty(rows * self._vocab_size, dtype=torch.int32, device=at_L.device)
         counts.index_fill_(0, at_L, 0).scatter_add_(0, at_L, tokens.times().view(-1))
         return counts.index_select(0, at_L).view_as(tokens.token_NB).double()
 
     def _places(self, begin_P: NDArray[np.int64], tokens: Tokens) -> Tensor:
-        """``at_L``: where each token is, if the vocabulary of its row begins at ``begin_P``."""
+        """Places ``at_L`` of the tokens, where the vocabulary of each row begins at ``begin_P``."""
         return (tokens.of_row(upload(begin_P, self._flat.device)) + tokens.token_NB).view(-1)

@@ -1,12 +1,12 @@
 """The sampler: logits of one step in, one drawn token per row out.
 
 A row's logits pass, in this order: repetition penalty (over prompt and generated tokens), frequency and presence
-penalty (generated tokens), logit_bias, the ban of end tokens before ``min_tokens``, temperature, top_k, top_p (of
-what top_k left, renormalised), min_p; then the Gumbel-max draw of :mod:`services.attention.sampling.noise`. Every
-filter is a threshold on the logit, so tokens that tie with the last one kept are kept too, and the result does not
-depend on a sort. Log-probabilities are those of the model's own distribution, before any of this.
+penalty (generated tokens), logit_bias, the ban of end tokens before ``min_tokens``, temperature, top_k, top_p (of the
+tokens that top_k keeps, renormalised), min_p; then the Gumbel-max draw of :mod:`services.attention.sampling.noise`.
+Every filter is a threshold on the logit, so tokens that tie with the last one kept are kept too, and the result does
+not depend on a sort. Log-probabilities are those of the model's own distribution, before any of this.
 
-Each row is computed by operations that treat rows alike and apart: a draw never depends on the batch.
+Every operation treats each row alike and by itself: a draw never depends on the batch.
 Legend: R rows, V vocabulary, S rows that are drawn with a temperature, K head of the sorted vocabulary.
 """
 
@@ -30,9 +30,9 @@ from services.errors import InternalError, RequestError
 from services.model.transfer import Mark, download, upload
 
 MIN_TEMPERATURE = 1e-6
-"""Lower temperatures above 0 count as this one: differences of logits then still fit float32."""
+"""The lowest temperature above 0. Lower ones count as this one, so that differences of logits still fit float32."""
 _BROKEN = -1
-"""In place of a token."""
+"""Stands for the token of a row without finite logits."""
 
 
 class Sampler:
@@ -41,18 +41,18 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._noise, self._edits = GumbelNoise(vocab_size, device), Edits(vocab_size, device)
         widths = heads(vocab_size)
-        # To draw again is cheap where nothing was launched meanwhile; else a wide head at once costs less.
+        # Drawing again is cheap only where nothing was launched meanwhile; elsewhere a wide head at once costs less.
         starts_wide = device.type != "cpu" and len(widths) > 2
         self._widths, self._every_width = widths[1:] if starts_wide else widths, widths
 
     def draw(
         self, logits_RV: Tensor, rows: Sequence[DrawRow], history: History | None = None, *, ahead: int = 0
     ) -> Drawn:
-        """One token per row of ``logits_RV`` (float32, left as it is); ties go to the lowest id. Does not wait.
+        """Draw one token per row of ``logits_RV`` (float32, not changed); ties go to the lowest id. Does not wait.
 
         Args:
-            history: what came before, of the rows that look back, in their order; None will do where none does.
-            ahead: how many tokens follow those that ``rows`` know: in ``history`` they are.
+            history: earlier tokens of the rows that look back, in their order; None if no row does.
+            ahead: how many tokens ``history`` has beyond those that ``rows`` know.
         """
         edited_RV = self._edits.of(logits_RV, rows, history, ahead)
         best_R, tokens_R = edited_RV.max(dim=-1)  # NaN counts as the largest, and the first of equals wins
@@ -67,7 +67,7 @@ class Sampler:
         return Drawn(
             rows=rows,
             tokens_R=tokens_R,
-            told_R=download(torch.where(best_R.isfinite(), tokens_R, _BROKEN)),
+            host_R=download(torch.where(best_R.isfinite(), tokens_R, _BROKEN)),
             asked=asked,
             scores=TokenScores(_pick(logits_RV, asked), _pick(tokens_R, asked), alternatives) if asked else None,
             open=None if decided_S is None else _Open(self, logits_RV, history, sampled, download(decided_S)),
@@ -76,10 +76,9 @@ class Sampler:
     def _sample(
         self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow], ahead: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Token ids [S] drawn from logits whose largest is ``best_S``, and whose filters are decided: None for all.
-
-        What is drawn where ``best_S`` is not finite means nothing.
-        """
+        """Draw token ids [S] from logits whose largest is ``best_S``. Returns also which rows' filters are decided;
+        None:
+        all. Where ``best_S`` is not finite the token means nothing."""
         temperatures = [max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
         temperatures_S1 = upload(np.array(temperatures, dtype=np.float32), logits_SV.device)[:, None]
         # With the largest at 0, a division by a tiny temperature can only underflow to -inf, which is never drawn.
@@ -92,32 +91,30 @@ class Sampler:
         return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1), decided_S
 
     def _widths_of(self, row: DrawRow) -> Sequence[int]:
-        """Heads to try for ``row``. With a top_k the first one that holds it decides."""
+        """Widths of heads to try for ``row``. With a top_k the first one that holds it decides."""
         return self._every_width if row.params.top_k > 0 else self._widths[row.narrow_heads :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Tokens on their way from the device. ``told_R`` and ``scores`` may be read once it has come past them.
-
-    ``tokens_R`` are on the device, for the next step; broken rows have any token.
-    """
+    """Tokens on their way from the device. ``tokens_R`` stay there, for the next step; ``host_R`` and ``scores`` may be
+    read once the device has computed them. In ``tokens_R`` a broken row has any token, in ``host_R`` a negative one."""
 
     rows: Sequence[DrawRow]
     tokens_R: Tensor
-    told_R: Tensor
+    host_R: Tensor
     asked: Sequence[int]
-    """Rows whose log-probability is wanted, as in ``scores``."""
+    """Rows whose log-probability is wanted, in the order of ``scores``."""
     scores: TokenScores | None
     open: _Open | None
 
     def redrawn(self) -> Drawn:
-        """These, or others where a filter turned out not to be decided; ``tokens_R`` are then of no use."""
+        """Draw again if a filter turned out undecided: then ``tokens_R`` here are wrong. Else return ``self``."""
         return self if self.open is None else self.open.redrawn(self)
 
     def outcomes(self) -> list[Outcome]:
-        """A row without a largest finite logit fails with :class:`InternalError`; the others are not affected."""
-        tokens = self.told_R.tolist()
+        """One outcome per row. A row whose largest logit is not finite fails with InternalError, by itself."""
+        tokens = self.host_R.tolist()
         outcomes = [Outcome(token_id=token) if token >= 0 else Outcome(error=broken_logits()) for token in tokens]
         if self.scores is not None:
             for index, score in zip(self.asked, self.scores.read(), strict=True):
@@ -128,17 +125,17 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What it takes to draw once more, where a head of the vocabulary may be too narrow."""
+    """Draws again where a head of the vocabulary turns out to be too narrow for a row's filters."""
 
     sampler: Sampler
     logits_RV: Tensor
-    """Must not change until then, though the next step is under way."""
+    """Logits of the first draw, which must not change while the next step is in flight."""
     history: History | None
     sampled: Sequence[int]
     decided_S: Tensor
 
     def redrawn(self, drawn: Drawn) -> Drawn:
-        """All draws are keyed, so those that were decided come out the same. The rows' tokens are known by now."""
+        """Draw all rows again. Draws are keyed: decided ones come out the same. The rows know their tokens by now."""
         while (open_ := drawn.open) is not None and not all(decided := open_.decided_S.tolist()):
             for index, is_decided in zip(open_.sampled, decided, strict=True):
                 drawn.rows[index].narrow_heads += not is_decided
@@ -148,7 +145,7 @@ class _Open:
 
 
 def broken_logits() -> RequestError:
-    """For a sequence whose hidden states or logits are not finite."""
+    """Error of a sequence whose hidden states or logits are not finite."""
     return InternalError(
         "The model produced numbers that are not finite for this request.",
         hint="If it repeats, serve the checkpoint with --dtype float32 or bfloat16 and check its files.",
@@ -156,7 +153,7 @@ def broken_logits() -> RequestError:
 
 
 def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Rows of ``values``; the tensor itself where that is all of them."""
+    """The rows ``rows`` of ``values``; the tensor itself if these are all."""
     return values if len(rows) == values.shape[0] else values[upload(np.array(rows), values.device)]
 
 

@@ -1,4 +1,4 @@
-"""What passes between the batch manager and the engine: the plan of a step, and what became of it. Pure Python."""
+"""Messages between the batch manager and the engine: the plan of a step, and its outcomes. Pure Python."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BatchLimits:
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens ``start .. start + length`` of a sequence, computed in one step.
 
-    ``draws``: the next token is drawn from the last row. ``scored`` are the prompt positions whose log-probability
-    is wanted; position ``p`` is scored by the row of token ``p - 1``.
+    ``draws``: the next token is drawn from the last row. ``scored``: prompt positions whose log-probability is wanted;
+    the row of token ``p - 1`` scores position ``p``.
     """
 
     state: SequenceState
@@ -58,25 +58,14 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """What one step computes, in row order: first ``decodes``, which compute their last token and draw the next one.
-
-    Steps hold hundreds of decodes, so they have no pieces made for them but where :attr:`pieces` is asked for, before
-    the step is completed.
-    """
+    """The work of one step, in row order: first ``decodes``, which compute their last token and draw the next one."""
 
     decodes: tuple[SequenceState, ...] = ()
     prompts: tuple[Piece, ...] = ()
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        decodes = (
-            Piece(state=state, start=state.computed, length=1, draws=True, scored=range(0)) for state in self.decodes
-        )
-        return (*decodes, *self.prompts)
-
-    @property
     def drawing(self) -> list[SequenceState]:
-        """Whose logits are drawn from, in their order."""
+        """The sequences that draw a token, in the order of their rows."""
         return [*self.decodes, *(piece.state for piece in self.prompts if piece.draws)]
 
     @property
@@ -88,13 +77,13 @@ class StepPlan:
         return len(self.decodes) + sum(piece.length for piece in self.prompts)
 
     def one_by_one(self) -> Iterator[StepPlan]:
-        """Each sequence by itself, in order."""
+        """A plan for each sequence by itself, in order."""
         yield from (StepPlan(decodes=(state,)) for state in self.decodes)
         yield from (StepPlan(prompts=(piece,)) for piece in self.prompts)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step made of a piece: the drawn token if it draws, scores of ``Piece.scored``; or what went wrong."""
+    """Result of a piece: the drawn token, if it draws, and scores of ``Piece.scored``; or the error."""
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None

@@ -1,9 +1,9 @@
-"""One held request on its way through the engine: what is known, what is computed, and when it ends. Pure Python.
+"""A request's state in the engine: which tokens are known, which are computed, and when it ends. Pure Python.
 
-A sequence is the prompt followed by all generated tokens. ``computed`` counts the leading tokens whose KV lies in
-the blocks; the token drawn last is always known but not computed, so a decoding sequence has exactly one to go.
-Its :class:`DrawRow` is what the sampler knows of it, with the keys of its draws: 64-bit words that name seed, choice
-and position, as :mod:`services.attention.sampling.noise` defines them.
+A sequence is the prompt followed by all generated tokens. ``computed`` counts the leading tokens whose KV is in the
+blocks. The token that was drawn last is known but not computed, so a decoding sequence has exactly one to compute. Its
+:class:`DrawRow` holds what the sampler needs, with the key of its draws: a 64-bit word made of seed and choice, with
+which each draw mixes its position (:mod:`services.attention.sampling.noise`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from services.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from services.messages import FinishReason, GenerateRequest, PromptScores, SamplingParams, TokenEvent, TokenLogprob
 from services.prefix import PrefixScope, prefix_chain, prefix_root
-from services.wire import APART, NO_PROMPT
+from services.wire import NAMED_PROMPTS, NO_PROMPT
 
 _MASK64 = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix64(z: int) -> int:
-    """SplitMix64's step: a bijection of 64-bit words without visible structure."""
+    """One step of SplitMix64: a bijection of 64-bit words without visible structure."""
     z = (z + _STEP) & _MASK64
     z = ((z ^ z >> 30) * _FIRST) & _MASK64
     z = ((z ^ z >> 27) * _SECOND) & _MASK64
@@ -32,17 +32,12 @@ def mix64(z: int) -> int:
 
 
 def sequence_key(seed: int, choice: int) -> int:
-    """What the keys of all draws of a sequence begin with. Any integers; they count modulo 2^64."""
+    """Common part of the keys of a sequence's draws. Takes any integers, modulo 2^64."""
     return mix64(mix64(seed & _MASK64) ^ choice & _MASK64)
 
 
-def draw_key(seed: int, choice: int, position: int) -> int:
-    """Key of one draw. Any integers; they count modulo 2^64."""
-    return mix64(sequence_key(seed, choice) ^ position & _MASK64)
-
-
 def draw_keys(sequence_keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """Of each sequence at its position: ``mix64(sequence_key ^ position)``."""
+    """Key of a draw for each sequence at its position: ``mix64(sequence_key ^ position)``."""
     z = np.array(sequence_keys, dtype=np.uint64) ^ np.array(positions, dtype=np.uint64)
     z += np.uint64(_STEP)  # wraps, as unsigned arrays do
     z = (z ^ z >> np.uint64(30)) * np.uint64(_FIRST)
@@ -52,24 +47,24 @@ def draw_keys(sequence_keys: Sequence[int], positions: Sequence[int]) -> NDArray
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DrawRow:
-    """``token_ids`` are all tokens so far and grow with the sequence; ``stop_ids`` the tokens that may end it."""
+    """A sequence as the sampler sees it. ``token_ids`` are all tokens so far, and grow; ``stop_ids`` may end it."""
 
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_len: int
     stop_ids: frozenset[int] = frozenset()
     may_edit: bool = field(init=False)
-    """Whether logits change before the temperature in any step."""
+    """Whether penalties, biases or bans change the logits in any step."""
     looks_back: bool = field(init=False)
-    """Whether they change by the tokens that came before."""
+    """Whether the tokens before a draw change its logits (penalties)."""
     samples: bool = field(init=False)
-    """Whether it is drawn with a temperature."""
+    """Whether tokens are drawn with a temperature."""
     filters: bool = field(init=False)
-    """Whether that leaves tokens out."""
+    """Whether top_k, top_p or min_p leave tokens out."""
     key: int = field(init=False)
     """See :func:`sequence_key`."""
     narrow_heads: int = field(init=False, default=0)
-    """Heads of the vocabulary that were too narrow for its filters; see :mod:`services.attention.sampling.filters`."""
+    """How many widths were too narrow for its filters; see :mod:`services.attention.sampling.filters`."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -82,7 +77,7 @@ class DrawRow:
         self.may_edit = self.looks_back or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.stop_ids))
 
     def generated(self, ahead: int) -> int:
-        """Tokens generated once ``ahead`` more are known than ``token_ids`` has."""
+        """How many tokens are generated when ``ahead`` more are known than ``token_ids`` has."""
         return len(self.token_ids) + ahead - self.prompt_len
 
     def bans_stop(self, ahead: int) -> bool:
@@ -91,10 +86,10 @@ class DrawRow:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SequenceState:
-    """Mutable; owned by the batch manager. ``arrival`` and ``admission`` are running numbers.
+    """State of a sequence, owned and changed by the batch manager. ``arrival`` and ``admission`` are running numbers.
 
     ``scored`` counts the leading prompt tokens whose scores are known, the first of which has none; None: the request
-    asks for none, or has them. It survives a preemption, so no position is scored twice.
+    asks for none, or has all. It survives a preemption, so that no position is scored twice.
     """
 
     request: GenerateRequest
@@ -114,11 +109,11 @@ class SequenceState:
     chain: list[bytes] = field(default_factory=list)
     published: int = 0
     kept_scores: list[PromptScores] = field(default_factory=list)
-    """For a gateway that reads them with the first token only."""
+    """Scores kept for a gateway that reads them only with the first token."""
 
     @property
     def generated(self) -> int:
-        """Generated tokens, those of earlier attempts included; also the index of the next one."""
+        """Generated tokens, including those of earlier attempts; also the index of the next one."""
         return len(self.token_ids) - self.request.prompt_len
 
     @property
@@ -126,11 +121,11 @@ class SequenceState:
         return len(self.token_ids) < self.limit
 
     def running_key(self) -> tuple[int, int]:
-        """Order in the batch. The last in it is preempted first."""
+        """Sort key of the batch. The last sequence in this order is preempted first."""
         return self.request.priority, self.admission
 
     def extend_chain(self, block_size: int, blocks: int, scope: PrefixScope) -> list[bytes]:
-        """Names of the first ``blocks`` full blocks, hashing only those that are new."""
+        """Names of the first ``blocks`` full blocks. Only new ones are hashed."""
         chain, request = self.chain, self.request
         new = self.token_ids[len(chain) * block_size : blocks * block_size]
         if new:
@@ -139,12 +134,12 @@ class SequenceState:
         return chain[:blocks]
 
     def score(self, scores: PromptScores) -> list[TokenEvent]:
-        """Take scores of prompt tokens in, the next in order; the events that bring them."""
+        """Add the scores of the next prompt tokens. Returns the events that carry them."""
         assert self.scored == scores.start
         self.scored += len(scores)
         if self.scored == self.request.prompt_len:
             self.scored = None
-        if self.request.wire < APART:
+        if self.request.wire < NAMED_PROMPTS:
             self.kept_scores.append(scores)
             return []
         return [
@@ -152,7 +147,7 @@ class SequenceState:
         ]
 
     def take(self, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
-        """Append a token that was drawn; its event, with a ``finish`` if it ends the sequence."""
+        """Append a drawn token. Returns its event, with a ``finish`` if it ends the sequence."""
         token_ids, request = self.token_ids, self.request
         index = len(token_ids) - request.prompt_len
         token_ids.append(token_id)
@@ -178,7 +173,7 @@ class SequenceState:
         logprob: TokenLogprob | None = None,
         error: RequestError | None = None,
     ) -> TokenEvent:
-        """The event to send; the first of an attempt takes along what was kept for it."""
+        """Make an event; the first of an attempt carries what was kept for it."""
         request = self.request
         kept, cached_tokens = self.kept_scores, self.cached_tokens
         self.kept_scores, self.cached_tokens = [], 0

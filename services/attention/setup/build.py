@@ -1,87 +1,147 @@
-"""From a checkpoint and settings to an engine that is ready to step, its experts in this process or behind a link."""
+"""Builds an engine from a checkpoint and settings, with its experts in this process or behind a link."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from services.attention.engine_thread import SteppedEngine
 from services.attention.kv_cache import blocks_within
-from services.attention.lockstep_engine import LockstepEngine, LockstepRank
 from services.attention.setup.capacity import Capacity, capacity
 from services.attention.setup.remote_link import remote_link
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions
 from services.attention.step.overlap import OverlapPolicy
+from services.attention.step.pipeline import Lookahead
 from services.config import Settings
-from services.fabric.link import CountingLink
+from services.fabric.link import CountingLink, RemoteLink
 from services.fabric.local import LocalLink
 from services.fabric.shared_memory.link import SharedMemoryLink
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
 from services.model.load_spec import load_spec
-from services.model.progress import loading_progress
+from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
+
+EngineT = TypeVar("EngineT", bound=SteppedEngine)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """An engine with what others need to know about it."""
+class ServedModel:
+    """The model, and how this worker serves it: all that is known before any weights are read."""
 
+    folder: Path
     spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
     capacity: Capacity
-    engine: Engine[Any] | LockstepEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built(Generic[EngineT]):
+    """An engine, and what its worker needs to know of it."""
+
+    served: ServedModel
+    engine: EngineT
     link: CountingLink[Any]
-    lockstep: LockstepRank | None = None
-    """The other ranks, where they share the experts."""
+    remote: RemoteLink | None = None
+    """``link`` again, if it leads to experts in other processes."""
+    sharing: SharedMemoryLink | None = None
+    """``link`` again, if it shares memory with experts in other processes."""
 
 
-def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_experts: bool = False) -> Built:
-    """Load the checkpoint and build its engine. Takes as long as reading the weights; ``worker`` is the incarnation,
-    ``beside_experts`` as :func:`services.attention.setup.remote_link.remote_link` says.
+def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocated: bool = False) -> Built[Engine[Any]]:
+    """Load the checkpoint and build its engine. Takes as long as reading the weights.
+
+    Args:
+        clock: returns the time of Redis in milliseconds.
+        worker: the worker's incarnation.
+        colocated: an expert worker runs in this process, on the same device.
 
     Raises:
         ConfigError: options contradict each other, the model or the machine.
         CheckpointError: the checkpoint is damaged or not supported.
-        LockstepBroken: the ranks that share the experts have to start again.
+    """
+    served = served_model(settings)
+    spec, dtype, device = served.spec, served.dtype, served.device
+    remote = None
+    with loading_progress(log) as progress:
+        model = load_model(served, progress)
+        if settings.layout == "local":
+            link: CountingLink[Any] = _local_link(served, progress)
+        else:
+            link = remote = remote_link(settings, spec, dtype, device, worker, colocated=colocated)
+    sharing = remote if isinstance(remote, SharedMemoryLink) else None
+    overlap = OverlapPolicy(
+        settings.overlap if remote else "off",  # experts in this process leave nothing to hide
+        tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
+        waits_seen=sharing is None,  # with shared memory the device waits, not the host
+    )
+    engine = Engine(
+        model=model,
+        link=link,
+        options=engine_options(settings, served.capacity, lookahead="off" if settings.enforce_eager else "replayed"),
+        clock=clock,
+        overlap=overlap,
+        capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
+    )
+    return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing)
+
+
+def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
+    """Decide what is computed here, and where. Reads no weights.
+
+    Args:
+        rank: number among attention workers that each take one GPU, see :func:`services.model.device.torch_device`.
+
+    Raises:
+        ConfigError: options contradict each other, the model or the machine.
+        CheckpointError: the checkpoint is damaged or not supported.
     """
     assert settings.model is not None, "load_settings requires it of this role"
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     spec = load_spec(settings.model)
-    ranks = settings.layout == "lockstep"
-    device = torch_device(settings.device, rank=settings.rank if ranks else None)
+    device = torch_device(settings.device, rank=rank)
     log.info("attention is computed on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
-    lockstep = LockstepRank(settings, spec, dtype=dtype, device=device) if ranks else None
-    with loading_progress(log) as progress:
-        dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
-        link: CountingLink[Any]
-        if settings.apart:
-            link = remote_link(settings, spec, dtype, device, worker, beside_experts=beside_experts)
-        elif lockstep is not None:
-            link = lockstep.connect(worker, progress)
-        else:
-            experts = load_experts(settings.model, spec, dtype=dtype, device=device, progress=progress)
-            shard = ExpertShard(experts, num_experts=spec.num_experts)
-            link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
-    model, options = DenseModel(spec, dense), _engine_options(settings, room)
-    if lockstep is not None:  # ranks in lock-step must cut their steps alike: no overlap, and no lookahead
-        engine: Engine[Any] = Engine(model=model, link=link, options=options, clock=clock)
-        return Built(spec=spec, capacity=room, engine=LockstepEngine(engine, lockstep), link=link, lockstep=lockstep)
-    capture = CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None
-    engine = Engine(
-        model=model, link=link, options=options, clock=clock, overlap=_overlap(settings, spec, link), capture=capture
+    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, capacity=room)
+
+
+def load_model(served: ServedModel, progress: Progress) -> DenseModel:
+    """Read everything but the experts."""
+    weights = load_dense(served.folder, served.spec, dtype=served.dtype, device=served.device, progress=progress)
+    return DenseModel(served.spec, weights)
+
+
+def engine_options(settings: Settings, room: Capacity, *, lookahead: Lookahead) -> EngineOptions:
+    """Options of an engine with ``room``, as ``settings`` ask for them."""
+    return EngineOptions(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=room.max_model_len,
+        kv_blocks=room.kv_blocks,
+        block_size=settings.block_size,
+        prefix_cache=settings.prefix_cache,
+        prefix_cache_scope=settings.prefix_cache_scope,
+        lookahead=lookahead,
     )
-    return Built(spec=spec, capacity=room, engine=engine, link=link)
+
+
+def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
+    spec = served.spec
+    experts = load_experts(served.folder, spec, dtype=served.dtype, device=served.device, progress=progress)
+    return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)
 
 
 def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capacity:
@@ -100,26 +160,3 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
             spec.max_position,
         )
     return room
-
-
-def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> OverlapPolicy:
-    """Experts in this process leave nothing to hide."""
-    return OverlapPolicy(
-        settings.overlap if settings.apart else "off",
-        tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
-        waits_seen=not isinstance(link, SharedMemoryLink),  # there the device waits, not the host
-    )
-
-
-def _engine_options(settings: Settings, room: Capacity) -> EngineOptions:
-    each_step_alone = settings.enforce_eager or settings.layout == "lockstep"
-    return EngineOptions(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=room.max_model_len,
-        kv_blocks=room.kv_blocks,
-        block_size=settings.block_size,
-        prefix_cache=settings.prefix_cache,
-        prefix_cache_scope=settings.prefix_cache_scope,
-        lookahead="off" if each_step_alone else "replayed",
-    )

@@ -1,4 +1,4 @@
-"""What a worker can hold: KV blocks, the longest sequence, and the credit it gives the scheduler. Pure."""
+"""Capacity of a worker: KV blocks, the longest sequence, and the credit that it gives the scheduler. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
 def credit(*, kv_tokens: int, max_num_seqs: int) -> tuple[int, int]:
     """Tokens and requests that a worker may be assigned at a time.
 
-    Tokens beyond what the KV blocks hold, since most requests end before ``max_tokens``; requests a few beyond the
-    batch, so that a place in it is filled again without a round trip to the scheduler.
+    The tokens exceed those that the KV blocks hold, since most requests end before ``max_tokens``. The requests exceed
+    the batch by a few, so that a free place in it is filled without a round trip to the scheduler.
     """
     return max(1, int(kv_tokens * OVERCOMMIT)), max_num_seqs + max(1, max_num_seqs // 8)

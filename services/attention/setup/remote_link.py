@@ -1,4 +1,4 @@
-"""The link to experts in processes of their own, as the settings ask for it."""
+"""The link to experts in other processes, as the settings ask for it: over TCP, with NCCL or shared memory on top."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from services.model.spec import ModelSpec
 from services.routing import RoutingTable, even_groups
 from services.runtime import node_name
 
-MAX_SHARED_ROWS = 512
-"""Of a micro-batch. Longer steps, prefill that is, are bound by their bytes and not by how soon these set out."""
-MAX_ROWS_BESIDE = 8192
-"""The same where this process has a seat, too: long steps would go through the connection to it."""
+SHARED_ROWS = 512
+"""Most rows of a micro-batch that go through shared memory. Larger steps, which hold prompts, go over TCP or NCCL: they
+are bound by the bytes that they move, not by how soon the first one leaves."""
+COLOCATED_ROWS = 8192
+"""Most rows in a colocated worker, whose own seat takes them on the same GPU: TCP would take them through the host."""
 DEADLINE_S = 0.02
-"""For an exchange between GPUs, which takes some 10 microseconds; on CPUs the experts themselves may take longer."""
-DEADLINE_BESIDE_S = 0.25
-"""The same of seats on GPUs that compute attention, too, and prompts of hundreds of milliseconds."""
+"""Longest wait for one exchange between GPUs, which takes some 10 us; between CPUs it is ``--exchange-timeout``."""
+COLOCATED_DEADLINE_S = 0.25
+"""Longest wait for a seat whose GPU computes attention, too: a prompt keeps that busy for hundreds of milliseconds."""
 
 
 def remote_link(
@@ -40,9 +41,13 @@ def remote_link(
     device: torch.device,
     worker: str,
     *,
-    beside_experts: bool = False,
+    colocated: bool = False,
 ) -> TcpLink | SharedMemoryLink:
-    """Without seats: they come with the first routing table. ``beside_experts``: one of them is in this process.
+    """A link that has no seats yet: they come with the first routing table.
+
+    Args:
+        worker: this attention worker's incarnation.
+        colocated: one of the seats is in this process, on the same device.
 
     Raises:
         ConfigError: the device cannot do what the settings ask for.
@@ -53,33 +58,32 @@ def remote_link(
         num_experts=spec.num_experts,
         groups=even_groups(list(spec.moe_layers), spec.num_experts, 1),
     )
-    memory = memory_for(settings.fabric_shared, device, colocated=beside_experts)
+    memory = memory_for(settings.fabric_shared, device, colocated=colocated)
     if memory is None:
         return _tcp_link(settings, spec, table, dtype, device, worker)
     host = memory.kind == "host"
+    shared_gpu = colocated and not host
     return SharedMemoryLink(
         lambda extension: _tcp_link(settings, spec, table, dtype, device, worker, extension),
         table,
         memory=memory,
         device=device,
         layers=list(spec.moe_layers),
-        layout=_layout(
-            settings, spec, dtype, memory, MAX_ROWS_BESIDE if beside_experts and not host else MAX_SHARED_ROWS
-        ),
+        layout=_layout(settings, spec, dtype, memory, COLOCATED_ROWS if shared_gpu else SHARED_ROWS),
         node=node_name(settings),
         options=SharedMemoryOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S,
-            colocated_s=DEADLINE_BESIDE_S,
+            colocated_s=COLOCATED_DEADLINE_S,
             unavailable_s=settings.experts_timeout,
-            shared_gpu=beside_experts and not host,
+            shared_gpu=shared_gpu,
         ),
     )
 
 
-def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, most: int) -> Layout:
-    """Between CPUs answers come unsummed, so that tokens in float32 are those of ``--fabric-shared off``."""
+def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, max_rows: int) -> Layout:
+    """The layout of shared memory. Between CPUs answers come unsummed: float32 gives the same tokens as TCP."""
     return Layout(
-        rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), most),
+        rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), max_rows),
         hidden=spec.hidden_size,
         slots=spec.top_k,
         dtype=dtype,

@@ -1,10 +1,9 @@
-"""Steps as CUDA graphs: the whole forward pass of a step, from embedding to the last layer, in one launch.
+"""Runs steps as CUDA graphs: the whole forward pass, from embedding to the last layer, in one launch.
 
 There is a graph for each number of rows that steps are rounded up to, and for each key of the link (see
-:meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are words on the device, so the
-same graph serves whichever sequences have the rows and whichever workers have the experts. Rows of short prompts are in
-it beside those that decode, each as if it were a sequence of its own. What is not for a graph (long prompts,
-micro-batches in ping-pong, exchanges that need the host) is left to the caller.
+:meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are data on the device, so the same
+graph serves any sequences and any expert workers. Rows of short prompts join those that decode, each like a sequence of
+its own. Steps that suit no graph (long prompts, two micro-batches, exchanges by the host) are left to the caller.
 Legend: T rows of the step, D hidden size.
 """
 
@@ -32,27 +31,24 @@ from services.runtime.collecting import no_collection
 
 HandleT = TypeVar("HandleT")
 MAX_ROWS = 512
-"""Larger steps are bound by the GPU anyway."""
+"""Most rows of a graph. The GPU is the bottleneck of larger steps anyway."""
 MAX_READ_BYTES = 4 << 30
-"""Of keys and values in a layer, on average, by the rows of a step's prompts: in a graph each row reads all that it
-sees, else all rows of a prompt read it once. On an H200 that costs more than launching kernels one by one from
-somewhere above this on."""
+"""Most bytes of keys and values that a step's prompts may read in a layer, on average. In a graph each row reads all
+that it sees; without one all rows of a prompt read it once. Above this limit an H200 loses more than a graph saves."""
 
 log = logging.getLogger(__name__)
 
 
 class Capture(Protocol):
-    """Makes a piece of work repeatable."""
+    """Records work so that it can be repeated."""
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """``work`` runs here at least once. What is returned does the same again, on the same tensors, in the order
-        of the current stream."""
+        """Run ``work``, once or twice. Returns a function that repeats it on the same tensors, in stream order."""
         ...
 
 
 class CudaCapture:
-    """Captures on a stream of its own, in memory that all graphs share: they never run at the same time. ``work`` has
-    run twice by then."""
+    """Captures on a stream of its own, in memory that all graphs share: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,7 +59,7 @@ class CudaCapture:
         caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(caller)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            work()  # compiles and loads what a capture may not
+            work()  # compiles and loads kernels, which a capture may not
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with no_collection():
@@ -76,7 +72,7 @@ class CudaCapture:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-            graph.replay()  # uploads it, which a seat beside this worker that waits for rows would hold up
+            graph.replay()  # uploads it: later, a colocated seat that waits for rows would delay that
             self._stream.synchronize()
         caller.wait_stream(self._stream)
         self._pool = graph.pool()
@@ -84,11 +80,11 @@ class CudaCapture:
 
 
 class StepGraphs(Generic[HandleT]):
-    """For one engine, used by one thread at a time. A step is :meth:`replayed`, then :meth:`capture_missing` is called.
+    """The graphs of one engine, for one thread at a time: :meth:`replayed` in a step, :meth:`capture_missing` after it.
 
     Args:
-        max_rows: of a step, at most; larger ones suit no graph.
-        max_len: positions of a sequence, at most.
+        max_rows: most rows of a step.
+        max_len: most positions of a sequence.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class StepGraphs(Generic[HandleT]):
     ) -> None:
         self._model, self._link, self._kv, self._capture = model, link, kv, capture
         self._buckets = row_buckets(min(max_rows, MAX_ROWS))
-        blocks = min(kv.num_blocks, max_len // kv.block_size + 1)  # a step ahead may be one position further
+        blocks = min(kv.num_blocks, max_len // kv.block_size + 1)  # a step launched ahead is one position further
         self._inputs = FixedInputs(
             self._buckets[-1], blocks, block_size=kv.block_size, spare_slot=kv.spare_slot, device=model.device
         )
@@ -117,10 +113,10 @@ class StepGraphs(Generic[HandleT]):
         self._broken = False
         self.captures = 0
         self.steps = 0
-        """Replayed since the start, again where one was run again."""
+        """Steps replayed since the start; a step that ran again counts again."""
 
     def prepare(self) -> None:
-        """Capture all that steps may ask for now, so that none of them waits for it.
+        """Capture all graphs that steps may need with the link as it is now, so that no step waits for that.
 
         Raises:
             ConfigError: this device, or its memory, does not allow it.
@@ -141,7 +137,7 @@ class StepGraphs(Generic[HandleT]):
         log.info("%d graphs captured for %d sizes of steps", self.captures, len(self._buckets))
 
     def suit(self, inputs: StepInputs) -> bool:
-        """Whether a graph is right for ``inputs``, if the link lets there be one."""
+        """Whether a graph is the right way for ``inputs``, if the link allows one."""
         if len(inputs.token_ids_T) > self._buckets[-1]:
             return False
         pieces = [(rows.kv_len - rows.length, rows.kv_len) for rows in inputs.sequences]
@@ -153,10 +149,10 @@ class StepGraphs(Generic[HandleT]):
         return read * self._position_bytes <= MAX_READ_BYTES * self._model.spec.num_layers
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
-        """``x_TD`` of the step that the link has begun, the caller's to keep; None if no graph can compute it.
+        """Run the step that the link has begun, by its graph. Returns ``x_TD``, a copy; None if there is no such graph.
 
         Args:
-            micro_batches: of a step that suits one; of two there are none.
+            micro_batches: inputs of a step that suits a graph. There are no graphs of two micro-batches.
         """
         inputs, *others = micro_batches
         if others:
@@ -175,7 +171,7 @@ class StepGraphs(Generic[HandleT]):
         return self._x_TD[:count].clone()
 
     def capture_missing(self) -> None:
-        """Capture the graph that the last step lacked, for the next one. Called after a step has ended."""
+        """Capture the graph that the last step lacked, for later steps. Call it between steps."""
         rows, self._missed = self._missed, 0
         if not rows or self._broken:
             return
@@ -186,7 +182,7 @@ class StepGraphs(Generic[HandleT]):
             log.exception("A step of %d rows cannot be captured; from here on new ones are not.", rows)
 
     def _capture_rows(self, rows: int) -> bool:
-        """Whether there is a graph for the link's key now."""
+        """Capture a graph of ``rows`` if there is none and the link allows one. Returns whether there is one."""
         with torch.inference_mode(), self._link.capture_context(rows) as key:
             if key is None or (rows, key) in self._graphs:
                 return key is not None
@@ -200,7 +196,7 @@ class StepGraphs(Generic[HandleT]):
 
 
 def _positions_read(start: int, end: int, window: int | None) -> int:
-    """By the rows at the positions ``start .. end`` of a sequence, of a layer with that window.
+    """How many positions the rows at ``start .. end`` of a sequence read in a layer with that window.
 
     >>> _positions_read(0, 4, None), _positions_read(0, 4, 2), _positions_read(5, 7, 2)
     (10, 7, 4)

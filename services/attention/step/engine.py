@@ -1,7 +1,7 @@
 """The engine of an attention worker: requests go in, every :meth:`Engine.step` computes one iteration, events come out.
 
-The engine is single-threaded and knows neither Redis nor asyncio. One step is: plan (batch manager), flatten, forward
-through the dense part and the experts (runner), draw, account. :mod:`services.attention.step.pipeline` orders them.
+The engine is single-threaded and knows neither Redis nor asyncio. A step is planned (batch manager), flattened, run
+through the layers (runner), sampled and accounted for, in the order of :mod:`services.attention.step.pipeline`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from services.attention.step.pipeline import Lookahead, StepPipeline
 from services.attention.step.runner import StepRunner
 from services.attention.step.stats import EngineStats
 from services.attention.step.warmup import dummy_batches
-from services.errors import ConfigError, InternalError
+from services.errors import InternalError
 from services.fabric.link import ExpertLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
@@ -34,7 +34,7 @@ from services.prefix import PrefixScope
 
 HandleT = TypeVar("HandleT")
 WARMUP_S = 120.0
-"""The longest warm-up. Kernels that were not met by then are loaded when a request first needs them."""
+"""The longest warm-up. Kernels that it has not reached by then are loaded when a request first needs them."""
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Engine(Generic[HandleT]):
     Args:
         link: takes rows to their experts and back.
         clock: returns the time of Redis in milliseconds; deadlines of requests are given in it.
-        overlap: whether steps are split into micro-batches; without it none is.
-        capture: how steps are captured as CUDA graphs; without it none is.
+        overlap: decides which steps run as two micro-batches; None: no step does.
+        capture: captures steps as CUDA graphs; None: no step is captured.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class Engine(Generic[HandleT]):
         blocks = options.kv_blocks or blocks_within(
             options.kv_memory_gib, spec, block_size=options.block_size, dtype=model.dtype
         )
-        self.max_model_len = _max_model_len(options.max_model_len, spec.max_position)
-        self.kv_tokens = blocks * options.block_size
+        max_model_len = options.max_model_len or spec.max_position
         self._kv = KVCache(
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
         )
@@ -94,13 +93,13 @@ class Engine(Generic[HandleT]):
                 self._kv,
                 capture=capture,
                 max_rows=options.max_num_batched_tokens,
-                max_len=self.max_model_len,
+                max_len=max_model_len,
             )
         self._inputs = Flattener(options.block_size, model.device)
         self._limits = BatchLimits(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             prefix_cache=options.prefix_cache,
@@ -121,42 +120,41 @@ class Engine(Generic[HandleT]):
     def _drop_all(self) -> None:
         for request_id, attempt in self.held().items():
             self.cancel(request_id, attempt)
-        while self.has_work:  # a step launched ahead is under way
+        while self.has_work:  # a step launched ahead may be in flight
             self.step()
 
     @property
     def on_gpu(self) -> bool:
-        """Whether kernels have to be loaded before they run."""
+        """Whether the model runs on a GPU, whose kernels have to be loaded before they run."""
         return self._device.type == "cuda"
 
     def prepare(self) -> None:
-        """Capture the graphs of steps, if there are to be any. Takes seconds; before the first step.
+        """Capture CUDA graphs, if the engine uses them. Takes seconds. Call it before the first step.
 
         Raises:
-            ConfigError: they cannot be captured.
+            ConfigError: a graph cannot be captured.
         """
         if self._graphs:
             self._graphs.prepare()
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Serve dummy requests and forget them, so that kernels are compiled and loaded, and buffers made, before a
-        request waits for them. The engine must hold no request.
+        """Serve dummy requests and forget them, to have kernels compiled and loaded. The engine must hold no request.
 
-        Takes seconds on a GPU, most of them on its first run. The experts have to be reachable: where they are not, the
-        warm-up ends early and a log line says so. Experts count its rows like any others.
+        Takes seconds on a GPU. Where the experts cannot be reached the warm-up ends early, and a log line says so. The
+        experts count its rows like any others.
 
         Args:
             stopped: asked before each step; the warm-up ends when it returns True.
 
         Raises:
-            InternalError: a step failed that should not.
+            InternalError: a step failed.
         """
         assert not self.has_work
         began, overlap = time.monotonic(), self._overlap
         self._overlap = OverlapPolicy("off")  # dummy steps must not teach it anything
         self._reset()
         try:
-            for requests in dummy_batches(self._limits, self.kv_tokens):
+            for requests in dummy_batches(self._limits, self._kv.num_blocks * self._kv.block_size):
                 for request in requests:
                     self.add(request)
                 while self.has_work:
@@ -177,15 +175,14 @@ class Engine(Generic[HandleT]):
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to compute or to report."""
-        return self._batch.has_work or self._steps.under_way
+        return self._batch.has_work or self._steps.in_flight
 
     def add(self, request: GenerateRequest) -> None:
-        """Take ``request`` in; what cannot run ends with an error event in the next step."""
+        """Accept ``request``. One that cannot run ends with an error event in the next step."""
         self._batch.add(request)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """End the request if the attempt held is at most ``attempt``. Its blocks are free when this returns, or when
-        the step that is under way with a row of it has ended."""
+        """End the request if its attempt is at most ``attempt``. A step in flight keeps its blocks till its end."""
         self._batch.cancel(request_id, attempt)
 
     def held(self) -> dict[str, int]:
@@ -193,13 +190,13 @@ class Engine(Generic[HandleT]):
         return self._batch.held()
 
     def in_step(self) -> dict[str, int]:
-        """Attempt of every request that steps compute now; the others wait."""
+        """Attempt of every request that steps compute now, without those that wait."""
         return self._batch.in_step()
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Compute one iteration. Events in order; also those of requests that ended since the last step. With
-        ``lookahead`` the iteration after it may be under way when this returns.
+        """Compute one iteration. Returns events in order, also those of requests that ended since the last step. With
+        ``lookahead`` the next iteration may be in flight when this returns.
 
         A step that raises ends the requests that caused it, and no others; the engine lives on.
         """
@@ -231,12 +228,3 @@ class Engine(Generic[HandleT]):
             graph_steps=self._graphs.steps if self._graphs else 0,
             graphs=self._graphs.captures if self._graphs else 0,
         )
-
-
-def _max_model_len(asked: int | None, max_position: int) -> int:
-    if asked is not None and asked > max_position:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the {max_position} positions that the checkpoint was made for.",
-            hint="Lower it or leave it out.",
-        )
-    return asked or max_position

@@ -1,8 +1,7 @@
-"""A step's inputs at addresses that do not change: arrays and tensors of a step in, what CUDA graphs read out.
+"""Keeps a step's inputs at fixed addresses, for CUDA graphs to read.
 
-To a graph every row is a sequence of its own, a row of a prompt too: it sees what lies in its sequence's blocks up to
-its own position.
-Legend: T rows of the step, M most blocks of a sequence.
+A graph takes every row, also of a prompt, as a sequence that sees its blocks up to the row's position.
+Legend: T rows of the step, M blocks of a sequence, at most.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from services.model.transfer import upload
 
 
 class FixedInputs:
-    """Room for ``rows``, of sequences of up to ``blocks`` blocks. Nothing here waits for the device.
+    """Tensors for up to ``rows`` rows of sequences of up to ``blocks`` blocks. No method waits for the device.
 
     Args:
-        spare_slot: of the KV cache, for rows of no sequence.
+        spare_slot: slot of the KV cache for rows of no sequence.
     """
 
     def __init__(self, rows: int, blocks: int, *, block_size: int, spare_slot: int, device: torch.device) -> None:
@@ -33,7 +32,7 @@ class FixedInputs:
         self.clear(0, rows)
 
     def of(self, rows: int) -> StepInputs:
-        """Views of the first ``rows``."""
+        """The first ``rows`` rows, as views."""
         return StepInputs(
             token_ids_T=self._token_ids_T[:rows],
             positions_T=self._positions_T[:rows],
@@ -44,7 +43,7 @@ class FixedInputs:
         )
 
     def fill(self, inputs: StepInputs, rows: int) -> None:
-        """The rows of ``inputs``, and after them nobody's up to ``rows``."""
+        """Copy the rows of ``inputs``, and clear those after them up to ``rows``."""
         count = len(inputs.token_ids_T)
         for fixed_T, step_T in (
             (self._token_ids_T, inputs.token_ids_T),
@@ -59,7 +58,7 @@ class FixedInputs:
             self.clear(count, rows)
 
     def _block_rows(self, inputs: StepInputs) -> Tensor:
-        """The blocks of each row, as far as any needs them; where all rows are decodes', on the host."""
+        """The blocks of each row, as many as any row needs; on the host where all rows are decodes."""
         decodes, pieces = inputs.decodes, inputs.sequences
         lengths = [rows.kv_len for rows in pieces]
         if decodes is not None:
@@ -79,19 +78,19 @@ class FixedInputs:
         return staged_SM.to(self._device, non_blocking=True)[upload(of_row_T, self._device)]
 
     def clear(self, first: int, rows: int) -> None:
-        """The rows ``first .. rows`` are nobody's: they see nothing, and nobody reads what they write."""
+        """Make ``first .. rows`` rows of no sequence: they see nothing, and nobody reads what they write."""
         self._kv_len_T[first:rows].zero_()
         self._token_ids_T[first:rows].zero_()
         self._slots_T[first:rows].fill_(self._spare_slot)
 
 
-def row_buckets(most: int) -> list[int]:
-    """Rows that graphs are made for, up to ``most``: 1, 2, then in steps of a quarter to a half.
+def row_buckets(max_rows: int) -> list[int]:
+    """Numbers of rows that graphs are made for: doubling up to 16, then growing by a quarter to a half.
 
     >>> row_buckets(40)
     [1, 2, 4, 8, 16, 24, 32, 40]
     """
     sizes = [1, 2, 4, 8]
-    while sizes[-1] < most:
+    while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 2)) if sizes[-1] >= 16 else 2 * sizes[-1])
-    return [size for size in sizes if size < most] + [most]
+    return [size for size in sizes if size < max_rows] + [max_rows]

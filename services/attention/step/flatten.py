@@ -1,8 +1,8 @@
-"""A step plan becomes tensors: all pieces in one flat row dimension, without padding (ExpertFlow 4.2).
+"""Turns a step plan into tensors: all pieces in one flat row dimension, without padding (ExpertFlow 4.2).
 
-Decoding sequences, hundreds in a step, are handled together as arrays; pieces of prompts one by one. Their KV blocks
-stand in a :class:`BlockTable`, which is kept from step to step: a step changes few of its rows. Where a step runs as
-two micro-batches, :func:`split` cuts its tensors between two sequences.
+Decoding sequences, hundreds in a step, are handled together as arrays; pieces of prompts one by one. The KV blocks of
+decodes are in a :class:`BlockTable`, which is kept from step to step: a step changes few of its rows. For a step that
+runs as two micro-batches, :func:`split` cuts the tensors between two sequences.
 Legend: T rows of the step, R rows whose logits are wanted, B decoding sequences, M blocks per sequence.
 """
 
@@ -24,7 +24,7 @@ from services.model.transfer import upload
 
 
 class Flattener:
-    """One per engine: it keeps the decoding sequences' blocks from step to step."""
+    """Flattens the plans of one engine, and keeps the decoding sequences' blocks from step to step."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
@@ -35,11 +35,11 @@ class Flattener:
         self._position_B = _array(())
 
     def of(self, plan: StepPlan, after_B: Tensor | None = None) -> StepInputs:
-        """The rows of ``plan``. Wanted logits: of what draws its last row each, then the rows that score prompts.
+        """The rows of ``plan``. Logits are wanted of the last rows of sequences that draw, then of rows that score.
 
         Args:
-            after_B: tokens on the device that ``plan.decodes`` do not know yet. Then the step is the one after that
-                which draws them, asked for last, and each sequence is one token further than it says.
+            after_B: tokens on the device that ``plan.decodes`` do not know yet: ``plan`` follows the step that draws
+                them, which was flattened last. Each sequence is then one token longer than it says.
         """
         states, size = plan.decodes, self._block_size
         token_ids = [] if after_B is not None else [state.token_ids[-1] for state in states]
@@ -76,7 +76,7 @@ class Flattener:
         )
 
     def _first_rows(self, count: int) -> Tensor:
-        """``0 .. count``, made once."""
+        """The row numbers ``0 .. count``, from a tensor that is kept."""
         if count > len(self._every_row):
             self._every_row = torch.arange(2 * count, dtype=torch.int64, device=self._device)
         return self._every_row[:count]
@@ -89,12 +89,12 @@ class Flattener:
         return self._position_B
 
     def _tensors(self, *rows: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """Arrays of one length, in one copy."""
+        """Upload arrays of one length, in one copy."""
         return upload(np.stack(rows), self._device).unbind()
 
 
 def _array(values: Sequence[int]) -> NDArray[np.int64]:
-    """By way of an array: numpy and torch take several times longer for a list."""
+    """Make an array by way of :mod:`array`: numpy and torch take several times longer for a list."""
     return np.frombuffer(array("q", values), dtype=np.int64) if values else np.empty(0, dtype=np.int64)
 
 
@@ -109,11 +109,11 @@ def _slots(piece: Piece, block_size: int) -> Iterator[int]:
 
 
 _SLACK = 16
-"""Columns more than are needed, so that the array grows seldom."""
+"""Spare columns, so that the array seldom has to grow."""
 
 
 class BlockTable:
-    """Rows in the order of the sequences asked for last."""
+    """KV blocks of the sequences that were asked for last, one row each."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -121,11 +121,11 @@ class BlockTable:
         self._blocks_BM: NDArray[np.int64] = np.zeros((0, _SLACK), dtype=np.int64)
 
     def rows(self, states: Sequence[SequenceState], position_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``blocks_BM`` of ``states``, each followed by repeats of its last block; valid until the next call.
+        """``blocks_BM`` of ``states``, each filled up with repeats of its last block; valid until the next call.
 
         Args:
-            position_B: of the token that each computes now. A sequence asked for in the step before has taken a block
-                since only if this is the first in one. Asking twice for a step changes nothing.
+            position_B: position of the token that each computes now. A sequence that was in the step before has taken
+                a block since only if this position is the first in a block. A second call for a step changes nothing.
         """
         if states is not self._states:
             self._adopt(states)
@@ -134,11 +134,11 @@ class BlockTable:
         return self._blocks_BM
 
     def _adopt(self, states: Sequence[SequenceState]) -> None:
-        """Rows of sequences that stayed move; the others' are written."""
+        """Move the rows of sequences that stayed, and write those of the others."""
         row_of = {state: row for row, state in enumerate(self._states)}
         before = [row_of.get(state, -1) for state in states]
-        most = max((len(state.blocks) for state in states), default=0)
-        width = min(self._blocks_BM.shape[1], most + _SLACK)  # back, when a long one has gone
+        longest = max((len(state.blocks) for state in states), default=0)
+        width = min(self._blocks_BM.shape[1], longest + _SLACK)  # narrower again, when a long one has gone
         blocks_BM = np.zeros((len(states), width), dtype=np.int64)
         if row_of:
             blocks_BM[:] = self._blocks_BM[before, :width]
@@ -148,7 +148,7 @@ class BlockTable:
                 self._write(row, states[row].blocks, 0)
 
     def _write(self, row: int, blocks: Sequence[int], first: int) -> None:
-        """``blocks`` from ``first`` on."""
+        """Write ``blocks`` from ``first`` on into ``row``."""
         count, width = len(blocks), self._blocks_BM.shape[1]
         if count > width:
             self._blocks_BM = np.pad(self._blocks_BM, ((0, 0), (0, count + _SLACK - width)), mode="edge")
@@ -158,9 +158,9 @@ class BlockTable:
 
 
 def split(inputs: StepInputs, at: int | None) -> tuple[StepInputs, ...]:
-    """Before the sequence ``at`` of ``inputs.sizes``, in two; ``inputs`` itself for None.
+    """Cut ``inputs`` in two before the sequence ``at`` of ``inputs.sizes``; None: do not cut.
 
-    Row numbers count within each. Neither wants logits: these are of the rows of all, joined again.
+    Row numbers count within each part. The parts want no logits: those are taken from all rows, joined again.
     """
     if at is None:
         return (inputs,)

@@ -1,4 +1,4 @@
-"""The one loop over layers: rows of a step pass the dense part here and the experts behind the link.
+"""The loop over layers: rows of a step pass the dense part here and the experts behind the link.
 
 Micro-batches alternate (ping-pong): while the rows of one are with the experts, the other one computes attention.
 Legend: T rows of the step, D hidden size, K experts per row.
@@ -20,14 +20,14 @@ from services.model.inputs import PagedKV, StepInputs
 
 HandleT = TypeVar("HandleT")
 Layers = Generator[None, None, Tensor]
-"""Yields wherever its rows are with the experts; returns them after the last layer."""
+"""A pass through all layers. It yields while its rows are with the experts, and returns the rows of the last layer."""
 
 
 def forward(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, micro_batches: Sequence[StepInputs]) -> Tensor:
-    """``x_TD`` after the last layer, before the final norm, of all ``micro_batches`` in order. Writes the rows' keys
-    and values to ``kv``, and which tokens they are.
+    """Run all layers. Returns ``x_TD`` after the last one, before the final norm, of all ``micro_batches`` in order.
 
-    A sequence lies in one micro-batch whole. As many handles are in flight as there are micro-batches.
+    Writes the rows' keys, values and token ids to ``kv``. Each sequence must lie in one micro-batch. As many handles
+    are in flight as there are micro-batches.
 
     Raises:
         ExpertUnavailable: the link found no replica of an expert. ``kv`` may then be partly written; running the
@@ -58,9 +58,9 @@ def _layers(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: S
         expert_ids_TK, weights_TK = model.route(layer, h_TD, **kept)
         handle = link.dispatch(layer, h_TD, expert_ids_TK, weights_TK)
         try:
-            shared_TD = model.shared_expert(layer, h_TD)  # while the rows are away
+            shared_TD = model.shared_expert(layer, h_TD)  # while the experts compute
             yield
-        except BaseException:  # the other micro-batch failed, or this one; every handle is combined once
+        except BaseException:  # one of the micro-batches failed, but every handle has to be combined once
             with suppress(ExpertMeshError):
                 link.combine(handle)
             raise
@@ -70,7 +70,7 @@ def _layers(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: S
 
 
 def _advance(layers: Layers) -> Tensor | None:
-    """Run to the next exchange, or to the end: then the rows. All micro-batches of a step have as many exchanges."""
+    """Run to the next exchange, or to the end, which returns the rows. All micro-batches have as many exchanges."""
     try:
         next(layers)
     except StopIteration as end:

@@ -1,6 +1,6 @@
 """A step in flight: launched on the device and not yet read by the host. Its plan goes in, its outcomes come out.
 
-While a step is in flight the engine may launch the one after it; :mod:`services.attention.step.pipeline` says when.
+While a step is in flight the engine may launch the next one (:mod:`services.attention.step.pipeline`).
 Legend: T rows of a step, B decoding sequences, R rows whose logits are wanted, D hidden size, V vocabulary.
 """
 
@@ -25,11 +25,11 @@ from services.model.inputs import StepInputs
 from services.model.transfer import download, upload
 
 SCORED_ROWS = 64
-"""Prompt rows scored at a time, so that echoed log-probabilities do not need [prompt, vocabulary] floats at once."""
+"""Most prompt rows scored at a time: echoed log-probabilities need [rows, vocabulary] floats at once."""
 
 
 class Awaited(Protocol):
-    """See :class:`services.model.transfer.Mark`."""
+    """A point in the device's work (:class:`services.model.transfer.Mark`)."""
 
     def wait(self) -> None: ...
 
@@ -44,21 +44,21 @@ class InFlightStep:
     inputs: StepInputs | None = None
     history: History | None = None
     sizes: Sequence[tuple[int, int]] = ()
-    """(rows, length) of its sequences, where the overlap policy learns from it."""
+    """(rows, length) of the step's sequences, if the overlap policy learns from it."""
     split: bool = False
     replayed: bool = False
     waited_s: float = 0.0
     last_hidden: LastHidden | None = None
-    """None until it is launched."""
+    """None until the step is launched."""
     computed: Awaited | None = None
-    """When the device has computed it."""
+    """The point at which the device has computed the step."""
     finished: bool = False
-    """Whether the exchanges of the step have ended, well or in ``error``."""
+    """Whether the step's exchanges have ended, with a valid result or in ``error``."""
     error: Exception | None = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """An error inside this context is kept, and raised where the step is read."""
+        """Keep an error that is raised inside, until the step is read."""
         try:
             yield
         except LockstepBroken:
@@ -68,11 +68,11 @@ class InFlightStep:
 
     @property
     def redrawn(self) -> bool:
-        """Whether reading it changed its draws, on which a step that was launched after it relies."""
+        """Whether reading the step changed its draws. A step that was launched after it then has wrong tokens."""
         return self.last_hidden is not None and self.last_hidden.redrawn
 
     def outcomes(self, model: DenseModel) -> list[Outcome]:
-        """One per sequence of the plan. Waits for the device. Raises what was noted."""
+        """One outcome per sequence of the plan. Waits for the device. Raises the error that was kept, if any."""
         if self.error is not None:
             raise self.error
         assert self.last_hidden is not None
@@ -81,7 +81,7 @@ class InFlightStep:
         return self.last_hidden.outcomes(model)
 
     def tokens_for(self, plan: StepPlan) -> Tensor:
-        """On the device: what this step draws for the rows of ``plan``, which has no others. All its prompts draw."""
+        """Tokens on the device that this step, whose prompts all draw, draws for the decodes of ``plan``."""
         assert self.last_hidden is not None
         assert self.last_hidden.drawn is not None
         tokens_B = self.last_hidden.drawn.tokens_R
@@ -93,7 +93,7 @@ class InFlightStep:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LastHidden:
-    """The rows after the last layer, and what is drawn and scored from them."""
+    """The rows after the last layer, with the tokens drawn and the prompts scored from them."""
 
     plan: StepPlan
     inputs: StepInputs
@@ -102,7 +102,7 @@ class LastHidden:
     """Rows that score prompts."""
     finite_T: Tensor
     redrawn: bool = field(init=False, default=False)
-    """Whether :meth:`outcomes` had to draw once more."""
+    """Whether :meth:`outcomes` had to draw again."""
 
     @classmethod
     def of(
@@ -115,7 +115,7 @@ class LastHidden:
         history: History | None,
         ahead: int,
     ) -> LastHidden:
-        """Draw, without waiting for anything. ``history`` and ``ahead`` as :meth:`Sampler.draw` takes them."""
+        """Draw without waiting for the device. ``history`` and ``ahead`` are those of :meth:`Sampler.draw`."""
         rows = [state.row for state in plan.drawing]
         x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD
         drawn = sampler.draw(model.logits(x_RD[: len(rows)]), rows, history, ahead=ahead) if rows else None
@@ -123,7 +123,7 @@ class LastHidden:
         return cls(plan=plan, inputs=inputs, drawn=drawn, scored_RD=x_RD[len(rows) :], finite_T=finite_T)
 
     def outcomes(self, model: DenseModel) -> list[Outcome]:
-        """One per sequence of the plan, once the device has come so far."""
+        """One outcome per sequence of the plan. Only once the device has computed the step."""
         outcomes: list[Outcome] = []
         if self.drawn is not None:
             drawn = self.drawn.redrawn()
@@ -137,7 +137,7 @@ class LastHidden:
         return [o if fine else _broken() for o, fine in zip(outcomes, healthy, strict=True)]
 
     def _with_prompts(self, drawn: Sequence[Outcome], model: DenseModel) -> list[Outcome]:
-        """One outcome per sequence of ``drawn``, one per draw, and of the rows that score prompts."""
+        """One outcome per sequence, made of ``drawn``, one per draw, and of the rows that score prompts."""
         decodes = len(self.plan.decodes)
         draws, scores = iter(drawn[decodes:]), _scores(self.scored_RD, self.plan.prompts, model)
         outcomes = list(drawn[:decodes])

@@ -1,8 +1,8 @@
-"""Whether a step runs as two micro-batches, so that attention of one hides exchange and experts of the other.
+"""Decides whether a step runs as two micro-batches, so that attention of one hides exchange and experts of the other.
 
-Splitting makes smaller products and twice the calls, so it pays only where the exchange takes long enough. What it
-brings is measured, by number of rows: both ways are timed, the faster one is kept, and the other is tried again now
-and then. Pure Python.
+Splitting makes smaller products and twice the calls, so it pays only where the exchange takes long enough. The policy
+measures that, by number of rows: it times both ways, keeps the faster one, and tries the other now and then. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Literal
 Mode = Literal["auto", "on", "off"]
 
 SAMPLES = 7
-"""Steps by which a way is judged: their median forgives three that something else disturbed. In a trial both ways take
-turns, so that what slows the machine down for a while slows both."""
+"""Steps by which a way is judged: their median tolerates three disturbed ones. In a trial the ways alternate, so that a
+slow moment hits both."""
 MIN_GAIN = 0.05
-"""Share of a step's time that a change must save. Less is noise, and would make it swing."""
+"""Share of a step's time that a change must save. Less may be noise, and the policy would swing."""
 FIRST_RETRY, LAST_RETRY = 100, 1600
-"""Steps after which the slower way is tried again: at first, and after it has kept losing."""
+"""Steps after which the slower way is tried again: at first, and at most, after it has kept losing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """One step: seconds in all, and those of them in which nothing but the exchange was waited for."""
+    """Seconds of one step, and those of them in which the host only waited for the exchange."""
 
     seconds: float
     waited_s: float
@@ -35,7 +35,7 @@ class StepTime:
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """Steps of about as many rows. Timings by whether they were split."""
+    """Timings of steps with about as many rows, by whether they were split."""
 
     times: dict[bool, deque[StepTime]] = field(
         default_factory=lambda: {way: deque(maxlen=SAMPLES) for way in (False, True)}
@@ -54,18 +54,18 @@ class _Rows:
         return median(time.seconds for time in self.times[split])
 
     def may_pay(self) -> bool:
-        """Whether a split could save enough: at best it hides all that is waited for."""
+        """Whether a split could save enough: at best it hides all the waiting."""
         waited = median(time.waited_s for time in self.times[False])
         return waited > MIN_GAIN * self.median(split=False)
 
 
 class OverlapPolicy:
-    """One per engine.
+    """The policy of one engine.
 
     Args:
-        mode: ``auto`` measures; ``on`` splits every step that can be.
+        mode: ``auto`` measures; ``on`` splits every step that can be split; ``off`` none.
         tokens_per_row: attended tokens that cost as much as the dense work of one row.
-        waits_seen: whether the host's clock sees what the link waits for. Else trials alone decide.
+        waits_seen: whether the host's clock sees the link's waiting. Otherwise trials alone decide.
     """
 
     def __init__(self, mode: Mode, *, tokens_per_row: float = 0.0, waits_seen: bool = True) -> None:
@@ -76,16 +76,16 @@ class OverlapPolicy:
 
     @property
     def active(self) -> bool:
-        """Whether any step may be split; else :meth:`cut` and :meth:`note` look at nothing."""
+        """Whether any step may be split. Otherwise :meth:`cut` and :meth:`note` do nothing."""
         return self._mode != "off"
 
     @property
     def insists(self) -> bool:
-        """Whether every step that can be is split, whatever would be faster."""
+        """Whether every step that can be split is split, even if that is slower."""
         return self._mode == "on"
 
     def cut(self, sequences: Sequence[tuple[int, int]]) -> int | None:
-        """How many of the ``(rows, kv_len)``, in order, are to be the first micro-batch; None for all in one."""
+        """How many of ``sequences``, ``(rows, kv_len)`` each, make the first micro-batch; None: do not split."""
         if self._mode == "off" or len(sequences) < 2:
             return None
         if self._mode == "auto" and not self._rows_of(sequences).now:
@@ -93,7 +93,7 @@ class OverlapPolicy:
         return balanced_cut([rows * (self._tokens_per_row + kv_len) for rows, kv_len in sequences])
 
     def note(self, sequences: Sequence[tuple[int, int]], time: StepTime, *, split: bool) -> None:
-        """Learn from a step that ran as :meth:`cut` said, ``split`` or not; another may have been cut since."""
+        """Learn from a step that :meth:`cut` decided on. Other steps may have been cut since."""
         if self._mode == "auto" and len(sequences) > 1:
             rows = self._rows_of(sequences)
             rows.times[split].append(time)
@@ -102,7 +102,7 @@ class OverlapPolicy:
                 self._turn(rows)
 
     def _turn(self, rows: _Rows) -> None:
-        """End a trial with its verdict, or begin one where it may pay."""
+        """End a trial and judge it, or begin one where a split may pay."""
         if rows.trial:
             _judge(rows)
         elif rows.split or not self._waits_seen or rows.may_pay():
@@ -111,7 +111,7 @@ class OverlapPolicy:
             rows.left = FIRST_RETRY
 
     def _rows_of(self, sequences: Sequence[tuple[int, int]]) -> _Rows:
-        """Powers of two: dense work and exchange grow alike within one."""
+        """The record of steps with as many rows, within a power of two: dense work and exchange grow alike there."""
         return self._by_rows.setdefault(sum(rows for rows, _ in sequences).bit_length(), _Rows())
 
 
@@ -125,7 +125,7 @@ def _judge(rows: _Rows) -> None:
 
 
 def balanced_cut(costs: Sequence[float]) -> int:
-    """How many of the first ``costs`` make the two parts' sums most alike; at least one, and not all.
+    """How many of the first ``costs`` to take so that both parts' sums differ least; at least one, and not all.
 
     >>> balanced_cut([1, 1, 1, 5, 2])
     3

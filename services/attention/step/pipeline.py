@@ -1,9 +1,9 @@
-"""Steps one after the other: planned, launched, read, accounted for; and, with lookahead, the next one launched before.
+"""The order of steps: each is planned, launched, read and accounted for.
 
-A decode step N+1 is launched while step N runs: its input tokens are on the device already. The host then reads step N
-without stalling the device. Rows of sequences that ended in N are discarded
-(:mod:`services.attention.batching.blocks` says why they harm nobody). If N failed or had to draw again, N+1 is
-discarded and planned again. At most one step is launched ahead, and two are in flight only within
+With lookahead, decode step N+1 is launched while step N runs: its input tokens are on the device already. The host then
+reads step N without stalling the device. Rows of sequences that ended in N are discarded
+(:class:`services.attention.batching.blocks.HeldBack` keeps them harmless). If N failed or had to draw again, N+1 is
+discarded and planned again. At most one step is launched ahead; two are in flight only within
 :meth:`StepPipeline.step`.
 Legend: B decoding sequences.
 """
@@ -38,7 +38,7 @@ class StepPipeline:
 
     Args:
         batch: plans steps and accounts for their outcomes.
-        inputs: lays a plan out as tensors.
+        inputs: turns a plan into tensors.
         runner: runs the layers.
         lookahead: after which steps the next one is launched before they are read: none (``off``), those that ran as
             CUDA graphs (``replayed``), or ``all``. Where the host takes part in every layer, launching ahead delays the
@@ -57,15 +57,15 @@ class StepPipeline:
         self.steps, self.overlapped_steps, self.launched_ahead = 0, 0, 0
         """Totals since the start. A step that is launched ahead counts when it is read, for it may be discarded."""
         self.step_tokens, self.step_seconds, self.step_overlapped = 0, 0.0, False
-        """Of the last step. The seconds of a step that was launched ahead begin where the step before it was read."""
+        """Figures of the last step. The seconds of a step launched ahead begin where the step before it was read."""
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a step was launched and is not read yet."""
         return self._ahead is not None
 
     def step(self) -> None:
-        """Read one step: the one in flight, or one launched now. Does nothing where there is nothing to compute."""
+        """Read the step in flight, or launch one and read that. Does nothing where there is nothing to compute."""
         step, self._ahead = self._ahead, None
         self.launched_ahead += step is not None
         if step is None and (plan := self._batch.plan()).sequences:
@@ -75,7 +75,7 @@ class StepPipeline:
             self._read(step)
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
-        """Launch ``plan`` on the device. An error is kept in the step."""
+        """Launch ``plan`` on the device. An error is kept in the step that is returned."""
         step = self._new(plan)
         with step.noting():
             step.inputs, step.history = self._inputs.of(plan), self._histories.of(plan)
@@ -83,7 +83,7 @@ class StepPipeline:
         return step
 
     def _launch_next(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the step after ``step`` before that is read; None where it cannot be known yet, or where one fails."""
+        """Launch the step after ``step`` before that is read. Returns None where it cannot be known yet or fails."""
         follows = step.replayed if self._lookahead == "replayed" else self._lookahead == "all"
         if not follows or step.error is not None:
             return None
@@ -94,22 +94,22 @@ class StepPipeline:
         with ahead.noting():
             tokens_B = step.tokens_for(plan)
             ahead.inputs, ahead.history = self._inputs.of(plan, tokens_B), self._histories.of(plan)
-            with step.noting():  # its exchanges have to end before others begin
+            with step.noting():  # the exchanges of ``step`` have to end before others begin
                 self._finish(step)
             if step.error is None and step.last_hidden is last_hidden:
                 self._run(ahead, ahead=1)
         if ahead.last_hidden is None or ahead.error is not None:
             if ahead.error is not None and not isinstance(ahead.error, RequestError):
                 logger.warning("A step launched ahead failed, and is planned again.", exc_info=ahead.error)
-            self._discard(ahead)  # where it fails again, its requests get the error
+            self._discard(ahead)  # if the step fails again, its requests get the error
             return None
         return ahead
 
     def _run(self, step: InFlightStep, *, ahead: int = 0) -> None:
-        """Launch all layers and the draws. Doing it again is safe: KV slots are overwritten, draws have keys.
+        """Launch all layers and the draws. Running a step again is safe: KV slots are overwritten, draws are keyed.
 
         Args:
-            ahead: how many tokens the inputs have that the sequences do not know yet.
+            ahead: how many tokens of the inputs the sequences do not know yet.
         """
         assert step.inputs is not None
         waited_s = self._runner.waited_s
@@ -126,8 +126,7 @@ class StepPipeline:
         step.computed = self._mark(self._model.device)
 
     def _finish(self, step: InFlightStep) -> None:
-        """Wait until the exchanges of ``step`` have ended, and run it again until its result is valid. The link bounds
-        the time."""
+        """Wait for the exchanges of ``step``, and run it again until its result is valid. The link bounds the time."""
         while not step.finished:
             step.finished = self._runner.finish()
             if not step.finished:
@@ -157,7 +156,7 @@ class StepPipeline:
         except RequestError as error:
             return [Outcome(error=error)] * plan.sequences
         except LockstepBroken:
-            raise  # no step can follow: this worker ends, and what it holds goes on elsewhere
+            raise  # no step can follow: this worker ends, and its requests go on elsewhere
         except Exception:
             logger.exception("A step of %d sequences failed; each is tried by itself.", plan.sequences)
         self._discard_ahead()
@@ -170,13 +169,13 @@ class StepPipeline:
         return [Outcome(error=_step_failed())] if ended else self._outcomes(self._launch(plan))
 
     def _discard_ahead(self) -> None:
-        """Discard the step that was launched after the one that is being read: its inputs are wrong."""
+        """Discard the step that was launched after the one being read, because its inputs are wrong."""
         step, self._ahead = self._ahead, None
         if step is not None:
             self._discard(step)
 
     def _discard(self, step: InFlightStep) -> None:
-        """Undo a launch. The keys and values that it wrote become zeros, so that no NaN stays behind."""
+        """Undo the launch of ``step``. Keys and values that it wrote are zeroed, so that no NaN stays behind."""
         if step.last_hidden is not None and not step.finished:
             with suppress(RequestError):
                 self._runner.finish()

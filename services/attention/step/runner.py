@@ -1,4 +1,4 @@
-"""One step's forward pass: chooses between a CUDA graph, two micro-batches and plain launches, and confirms the result.
+"""Runs one step's layers: as a CUDA graph, as two micro-batches or as plain launches. Then checks the result.
 
 Legend: T rows of a step, D hidden size.
 """
@@ -22,16 +22,16 @@ from services.model.inputs import StepInputs
 
 HandleT = TypeVar("HandleT")
 PROBE_STEPS = 32
-"""While the link cannot be captured (its ``graph_key()`` is None), steps may run as two micro-batches, and a split step
-is never captured. So one step in this many is left whole, to find out whether the link has become capturable."""
+"""One step in this many is left whole while the link cannot be captured (its ``graph_key()`` is None). Such steps may
+run as two micro-batches, which no graph can; a whole one finds out whether the link can be captured by now."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a forward pass returns.
+    """Result of a forward pass.
 
-    ``x_TD``: the rows after the last layer. ``split``: whether they ran as two micro-batches. ``replayed``: whether
-    they ran as one CUDA graph. ``sizes``: (rows, length) of each sequence, where the overlap policy learns from it.
+    ``x_TD``: the rows after the last layer. ``split``: the step ran as two micro-batches. ``replayed``: it ran as one
+    CUDA graph. ``sizes``: (rows, length) of each sequence, if the overlap policy learns from the step.
     """
 
     x_TD: Tensor
@@ -41,7 +41,7 @@ class StepOutput:
 
 
 class StepRunner(Generic[HandleT]):
-    """Runs the layers of steps, one step at a time: :meth:`run`, then :meth:`finish`, again where that says False.
+    """Runs the layers of one step at a time: :meth:`run`, then :meth:`finish`; both again where that returns False.
 
     Args:
         graphs: None where no step is captured.
@@ -59,7 +59,7 @@ class StepRunner(Generic[HandleT]):
         self.model, self.kv, self.overlap = model, kv, overlap
         self._link, self._graphs = TimedLink(link), graphs
         self._eager_steps = 0
-        """Steps in a row that a graph could have run and none did."""
+        """Steps in a row that suited a graph and ran without one."""
 
     @property
     def waited_s(self) -> float:
@@ -69,8 +69,8 @@ class StepRunner(Generic[HandleT]):
     def run(self, inputs: StepInputs, number: int) -> StepOutput:
         """Run all layers for one step. The result is valid only once :meth:`finish` returns True.
 
-        A step that a CUDA graph can run is not split into micro-batches, unless the policy is ``on``: launching every
-        kernel of a layer costs more than the overlap hides. Running the same inputs again is safe.
+        A step that suits a CUDA graph is not split into micro-batches, unless the policy is ``on``: launching kernels
+        one by one costs more than the overlap hides. Running the same inputs again is safe.
 
         Args:
             number: names the step to the experts.
@@ -96,7 +96,7 @@ class StepRunner(Generic[HandleT]):
         return StepOutput(x_TD, split=len(micro_batches) > 1, replayed=replayed, sizes=() if replayed else sizes)
 
     def finish(self) -> bool:
-        """Wait until the step's exchanges have ended. Returns whether its result is valid; else it has to run again."""
+        """Wait for the step's exchanges. Returns whether the result is valid; if not, the step has to run again."""
         valid = self._link.finish_step()
         if valid and self._graphs:
             self._graphs.capture_missing()

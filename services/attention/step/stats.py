@@ -1,4 +1,4 @@
-"""What an engine says of itself. Pure Python."""
+"""Figures of an engine, for metrics. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """A reading of the engine: first levels, then totals since the start, then the last step's figures."""
+    """A reading of the engine: current levels, totals since the start, figures of the last step, more totals."""
 
     running: int
     waiting: int
@@ -29,11 +29,11 @@ class EngineStats:
     step_overlapped: bool
 
     overlapped_steps: int
-    """Steps that ran as two micro-batches. A total, like the fields below."""
+    """Steps that ran as two micro-batches. This and the fields below are totals."""
     exchange_wait_seconds: float
     steps_ahead: int
-    """Steps that were launched before the one before them was read."""
+    """Steps that were launched before the previous step was read."""
     graph_steps: int
     """Steps that ran as a CUDA graph; a step that ran again counts again."""
     graphs: int
-    """CUDA graphs captured by now."""
+    """CUDA graphs that were captured."""

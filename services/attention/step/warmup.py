@@ -1,4 +1,4 @@
-"""Dummy requests with which an engine warms up. Pure Python."""
+"""Makes the dummy requests with which an engine warms up. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.attention.sequences.plan import BatchLimits
 from services.messages import GenerateRequest, SamplingParams
 
 MAX_AT_ONCE = 512
-"""Larger batches take kernels of the same shapes."""
+"""Most requests in a batch. Larger batches take kernels of the same shapes."""
 DRAWN, SHORT = 3, 5
+"""Tokens that a request draws, and tokens of a short prompt."""
 NEVER_MS = 1 << 52
 
 
 def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest]]:
-    """Batches of requests, each to be served at once: the longest prompt of a step, then batches of all sizes, each
-    sampled greedily and in every other way.
+    """Batches of requests: the longest prompt of a step, then all sizes, greedily and with every kind of sampling.
 
     >>> bounds = BatchLimits(
     ...     max_num_seqs=3, max_num_batched_tokens=64, max_model_len=32, vocab_size=100, eos_token_ids=()
@@ -38,9 +38,9 @@ def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[Generate
             yield [_request(limits, at, length, kinds[at % len(kinds)]) for at in range(size)]
 
 
-def _sizes(most: int) -> list[int]:
-    """Powers of two, and ``most``."""
-    return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+def _sizes(max_size: int) -> list[int]:
+    """Powers of two up to ``max_size``, and ``max_size``."""
+    return sorted({min(1 << power, max_size) for power in range(max_size.bit_length() + 1)})
 
 
 def _plain(drawn: int) -> SamplingParams:
@@ -48,7 +48,7 @@ def _plain(drawn: int) -> SamplingParams:
 
 
 def _kinds(drawn: int) -> list[SamplingParams]:
-    """Ways to draw that take kernels of their own."""
+    """Kinds of sampling that take kernels of their own."""
     common: dict[str, Any] = {"max_tokens": drawn, "ignore_eos": True}
     return [
         SamplingParams(**common, logprobs=2, prompt_logprobs=1),
@@ -60,7 +60,7 @@ def _kinds(drawn: int) -> list[SamplingParams]:
 
 
 def _request(limits: BatchLimits, number: int, length: int, sampling: SamplingParams) -> GenerateRequest:
-    """Of tokens from all over the vocabulary, so that no expert is favoured."""
+    """A request whose tokens come from all over the vocabulary, so that no expert is favoured."""
     tokens = [(7919 * number + 104_729 * at) % limits.vocab_size for at in range(length)]
     return GenerateRequest(
         id=f"warm-up-{number}", attempt=1, token_ids=tokens, prompt_len=length, sampling=sampling,

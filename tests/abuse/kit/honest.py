@@ -21,7 +21,7 @@ import msgspec
 
 from abuse.kit.child import OwnLag, obey
 from abuse.kit.tokens import Answers
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 
 SHORT_TOKENS = 50
 PROMPT_TOKENS = 40

@@ -39,6 +39,15 @@ class NoLink:
     def wait_ready(self, _seconds: float) -> bool:
         return True
 
+    def stalled_s(self) -> dict[int, float]:
+        return {}
+
+    def faults(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
 
 class Front:
     """All of them in one process, or each kind in one of its own: decoding tables must not hold up who measures."""

@@ -19,8 +19,8 @@ from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
-from services.queue.tasks import end_tasks
 from services.queue.worker_side import WorkerQueue
+from services.runtime.tasks import end_tasks
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy

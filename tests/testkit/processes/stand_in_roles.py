@@ -33,7 +33,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def killed_and_told(redis_url: str, namespace: str, note: dict[str, Any]) -> None:
+async def killed_and_reported(redis_url: str, namespace: str, note: dict[str, Any]) -> None:
     """Returns once Redis knows no more of the process that left ``note``, which is killed here: its lease is long."""
     redis, keys = connect(redis_url), Keys(namespace)
     page = f"http://127.0.0.1:{note['settings']['metrics_port']}/metrics"

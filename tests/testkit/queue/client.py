@@ -16,7 +16,7 @@ from services.messages import AttemptLost, GenerateRequest, ResultEvent, Samplin
 from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 from testkit.models.stepping import continuation
 
 

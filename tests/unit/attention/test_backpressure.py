@@ -83,7 +83,7 @@ async def test_one_that_stands_still_is_waited_for_once(monkeypatch: pytest.Monk
     assert await rig.wait({"g": "2-0"}) > 0
 
 
-async def test_beside_one_that_stands_still_another_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_stands_still_does_not_end_the_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     still = {"dead": "1-0"}
     rig = Rig(report := Report(), monkeypatch)
     while await rig.wait(still):

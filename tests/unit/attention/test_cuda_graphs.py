@@ -84,7 +84,7 @@ def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngi
 
 
 @pytest.mark.parametrize("budget", [1, 4, 7])
-def test_chunks_of_prompts_beside_decodes(budget: int, tiny: Any, make_engine: MakeEngine) -> None:
+def test_chunks_of_prompts_together_with_decodes(budget: int, tiny: Any, make_engine: MakeEngine) -> None:
     """And from the prefix cache, the second time."""
     engine = make_engine(capture=call_again, max_num_seqs=3, max_num_batched_tokens=budget)
     engine.prepare()
@@ -270,7 +270,7 @@ def test_what_a_replay_returned_is_kept(make_engine: MakeEngine) -> None:
     assert all(torch.equal(now, then) for now, then in seen)
 
 
-def test_no_memory_for_graphs_is_told_at_the_start(make_engine: MakeEngine) -> None:
+def test_no_memory_for_graphs_is_an_error_at_the_start(make_engine: MakeEngine) -> None:
     def full(_work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("CUDA out of memory\nand so on")
 

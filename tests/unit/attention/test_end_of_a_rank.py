@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from testkit.processes.servers import wait_until
 
-from services.attention import role as attention
-from services.attention.role import AttentionRole
+from services.attention import lockstep_service
+from services.attention.lockstep_service import LockstepService
 from services.config import Settings
 from services.runtime import left_behind
 
@@ -29,12 +29,12 @@ async def crashes() -> None:
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, close: Callable[[], object], serve: Serve) -> Awaitable[None]:
-    """Its whole life, as far as it goes beyond ``serve``."""
-    built: Any = SimpleNamespace(lockstep=SimpleNamespace(close=close))
-    monkeypatch.setattr(AttentionRole, "_build", lambda _: built)
-    monkeypatch.setattr(AttentionRole, "_with_experts", lambda *_: serve())
+    """A rank's whole life, with ``serve`` in place of serving."""
+    built: Any = SimpleNamespace(engine=SimpleNamespace(rank=SimpleNamespace(close=close)), remote=None)
+    monkeypatch.setattr(LockstepService, "_build", lambda _: built)
+    monkeypatch.setattr(LockstepService, "_serve", lambda *_: serve())
     redis: Any = None
-    return AttentionRole(Settings(model="m"), redis, CollectorRegistry()).run("page", asyncio.Event())
+    return LockstepService(Settings(model="m"), redis, CollectorRegistry()).run("page", asyncio.Event())
 
 
 @pytest.mark.parametrize("serve", [ends, crashes])
@@ -52,7 +52,7 @@ async def test_the_lock_step_ends_with_its_rank(monkeypatch: pytest.MonkeyPatch,
 async def test_a_lock_step_that_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "LOCKSTEP_END_S", 0.1)
+    monkeypatch.setattr(lockstep_service, "END_S", 0.1)
     go = threading.Event()
     await rank(monkeypatch, lambda: go.wait(20), ends)
     assert left_behind()

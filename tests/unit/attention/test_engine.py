@@ -127,23 +127,23 @@ def test_a_full_prefix_hit_recomputes_the_last_token_and_changes_nothing(make_en
 
 
 def _cached(engine: Engine[LocalHandle], name: str, prompt: list[int], *, tenant: str, salt: str = "") -> int:
-    """Tokens that the client is told were cached, of a request of ``tenant``."""
+    """Number of cached tokens that a request of ``tenant`` reports."""
     engine.add(msgspec.structs.replace(ask(name, prompt), tenant=tenant, cache_salt=salt))
     return max(event.cached_tokens for event in run(engine)[name])
 
 
 def test_nobody_learns_what_another_tenant_asked(make_engine: MakeEngine, tiny: Any) -> None:
-    """The oracle of the review: 4 tokens are known, the next 4 are guessed, and usage tells how far the cache went."""
+    """An attack: 4 tokens are known, the next 4 are guessed, and usage reports how far the cache went."""
     known, secret, wrong, end = SHARED[:4], SHARED[4:8], [50, 51, 52, 53], [8, 9]
     everybody = make_engine(prefix_cache_scope="all")
     _cached(everybody, "alice", known + secret + end, tenant="alice")
-    told = [_cached(everybody, str(guess), known + guess + end, tenant="bob") for guess in (wrong, secret)]
-    assert told == [4, 8], "or this test shows nothing"
+    cached = [_cached(everybody, str(guess), known + guess + end, tenant="bob") for guess in (wrong, secret)]
+    assert cached == [4, 8], "or this test shows nothing"
     engine = make_engine()
     _cached(engine, "alice", known + secret + end, tenant="alice")
     for tenant, guesses in (("bob", (wrong, secret)), ("eve", (secret, wrong))):
-        told = [_cached(engine, f"{tenant}-{guess}", known + guess + end, tenant=tenant) for guess in guesses]
-        assert told == [0, 4], "of what the tenant asked before, and right or wrong alike"
+        cached = [_cached(engine, f"{tenant}-{guess}", known + guess + end, tenant=tenant) for guess in guesses]
+        assert cached == [0, 4], "of what the tenant asked before, and right or wrong alike"
     assert _cached(engine, "again", known + secret + end, tenant="alice") == 8
     assert tokens(_answer(engine, "last", known + secret + end)) == tiny.greedy(known + secret + end, 8)
 
@@ -156,8 +156,8 @@ def _answer(engine: Engine[LocalHandle], name: str, prompt: list[int]) -> list[T
 @pytest.mark.parametrize("scope", ["tenant", "all"])
 def test_a_salt_shares_with_its_like_alone(make_engine: MakeEngine, scope: str) -> None:
     engine = make_engine(prefix_cache_scope=scope)
-    told = [_cached(engine, str(n), SHARED, tenant="t", salt=salt) for n, salt in enumerate(["", "a", "b", "a", ""])]
-    assert told == [0, 0, 0, 8, 8]
+    cached = [_cached(engine, str(n), SHARED, tenant="t", salt=salt) for n, salt in enumerate(["", "a", "b", "a", ""])]
+    assert cached == [0, 0, 0, 8, 8]
 
 
 SAMPLED: dict[str, Any] = {"temperature": 1.3, "top_p": 0.95, "seed": 77, "max_tokens": 24, "ignore_eos": True}
@@ -242,7 +242,7 @@ def test_cancelling_frees_blocks_at_once_or_with_the_step_under_way(make_engine:
     assert engine.held() == {"r": 1}
     engine.cancel("r", 1)
     ahead = engine._steps._lookahead == "all"
-    assert (engine.stats().kv_used > 0, engine._steps.under_way) == (ahead, ahead)
+    assert (engine.stats().kv_used > 0, engine._steps.in_flight) == (ahead, ahead)
     assert [event.finish for event in engine.step()] == ["cancelled"]
     assert engine.stats().kv_used == 0
     assert not engine.has_work
@@ -360,16 +360,14 @@ def test_a_typed_error_of_the_link_reaches_the_requests(make_engine: MakeEngine)
 def test_sizes_come_from_memory_or_from_blocks(make_engine: MakeEngine) -> None:
     bytes_per_block = 2 * 3 * 4 * 2 * 8 * 4
     engine = make_engine(kv_blocks=None, kv_memory_gib=10.5 * bytes_per_block / 2**30)
-    assert (engine.stats().kv_blocks, engine.kv_tokens, engine.max_model_len) == (10, 40, 256)
+    assert engine.stats().kv_blocks == 10
     with pytest.raises(ConfigError, match="kv-memory-gib"):
         make_engine(kv_blocks=None, kv_memory_gib=bytes_per_block / 2**31)
-    with pytest.raises(ConfigError, match="max-model-len"):
-        make_engine(max_model_len=257)
     with pytest.raises(ConfigError, match=r"GiB.*Lower --kv-memory-gib"):
         make_engine(kv_blocks=10**12)
 
 
-def test_stats_tell_the_last_step_and_the_totals(make_engine: MakeEngine) -> None:
+def test_stats_have_the_last_step_and_the_totals(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=1)
     engine.add(ask("a", SHARED, max_tokens=2, ignore_eos=True))
     engine.add(ask("b", SHARED, max_tokens=2, ignore_eos=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from testkit.models.pieces import pieces
 
 from services.attention.sequences.plan import Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence
@@ -42,13 +43,13 @@ def advance(state: SequenceState, block_size: int, draw: random.Random) -> None:
 
 
 def assert_rows(inputs: StepInputs, plan: StepPlan, block_size: int) -> None:
-    wanted = [(piece, position) for piece in plan.pieces for position in range(piece.start, piece.end)]
+    wanted = [(piece, position) for piece in pieces(plan) for position in range(piece.start, piece.end)]
     assert inputs.token_ids_T.tolist() == [piece.state.token_ids[at] for piece, at in wanted]
     assert inputs.positions_T.tolist() == [at for _, at in wanted]
     assert inputs.slots_T.tolist() == [
         piece.state.blocks[at // block_size] * block_size + at % block_size for piece, at in wanted
     ]
-    assert inputs.sizes == [(piece.length, piece.end) for piece in plan.pieces]
+    assert inputs.sizes == [(piece.length, piece.end) for piece in pieces(plan)]
     rows = enumerate(wanted)
     assert inputs.logits_rows_R.tolist() == [row for row, (piece, at) in rows if piece.draws and at == piece.end - 1]
     for row, state in enumerate(plan.decodes):

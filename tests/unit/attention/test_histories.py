@@ -214,7 +214,7 @@ class Counted(TorchDispatchMode):
 
 
 def decoding(rows: int, context: int, **asked: Any) -> tuple[KVCache, list[SequenceState]]:
-    """Past their first step, in which their blocks are told."""
+    """Run their first step, in which their blocks are uploaded."""
     draw, most = np.random.default_rng(rows + context), context // 16 + 2
     kv, blocks_RM = cache(rows * most, 16), draw.permutation(rows * most).reshape(rows, most)
     states = []
@@ -256,7 +256,7 @@ def test_the_host_does_the_same_for_two_rows_and_for_many_however_long(monkeypat
     assert found[2, 64][1] < 150, "mostly which slots of its first and last block are the row's"
 
 
-def test_a_block_more_is_told_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_block_is_uploaded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     kv, states = decoding(8, 4096, **EVERYTHING)
     tables, plan = Histories(kv), StepPlan(decodes=tuple(states))
     tables.of(plan)

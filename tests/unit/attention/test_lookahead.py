@@ -28,8 +28,8 @@ from services.messages import GenerateRequest, SamplingParams, TokenEvent
 from services.model.dense import DenseModel
 
 MakeEngine = Callable[..., Engine[Any]]
-Told = tuple[int, int, int | None, str | None, str | None, list[int] | None]
-Story = dict[str, list[Told]]
+Sent = tuple[int, int, int | None, str | None, str | None, list[int] | None]
+Story = dict[str, list[Sent]]
 NAN, FATAL, VOCAB = 96, 95, 97
 """Tokens: one whose embedding is not a number, one with which a step raises."""
 
@@ -80,7 +80,7 @@ def engine_of(tiny: Any, touchy: TouchyModel) -> MakeEngine:
     return make
 
 
-def told(event: TokenEvent) -> Told:
+def sent(event: TokenEvent) -> Sent:
     """All but what depends on when it was admitted, and the low bits of scores, on how large the batch was."""
     top = None if event.logprob is None else [token for token, _ in event.logprob.top]
     error = event.error.code if event.error else None
@@ -107,7 +107,7 @@ KINDS: list[dict[str, Any]] = [
 class Plot:
     """Requests that come, get cancelled after a token of theirs or replaced by a later attempt, stop, break and raise.
 
-    What happens to a request hangs on its own events, so it is the same whenever these come.
+    What happens to a request depends on its own events, so it is the same whenever these come.
     """
 
     def __init__(self, seed: int, kinds: Sequence[dict[str, Any]] = KINDS) -> None:
@@ -141,7 +141,7 @@ class Plot:
                 break
             for event in engine.step():
                 mine = story.setdefault(event.request_id, [])
-                mine.append(told(event))
+                mine.append(sent(event))
                 if event.finish is None:
                     self._turn(engine, event.request_id, mine)
         assert not engine.has_work
@@ -150,7 +150,7 @@ class Plot:
         assert all(of_one[-1][3] is not None for of_one in story.values())
         return story
 
-    def _turn(self, engine: Engine[Any], name: str, mine: list[Told]) -> None:
+    def _turn(self, engine: Engine[Any], name: str, mine: list[Sent]) -> None:
         turn = self._turns.get((name, len(mine)))
         if turn == "cancel":
             engine.cancel(name, mine[-1][0])
@@ -169,7 +169,7 @@ class Plot:
     budget=st.sampled_from([4, 64]),
     cache=st.booleans(),
 )
-def test_every_request_is_told_the_same(
+def test_every_request_gets_the_same_events(
     engine_of: MakeEngine, seed: int, blocks: int, block_size: int, seqs: int, budget: int, cache: bool
 ) -> None:
     options = {
@@ -180,9 +180,9 @@ def test_every_request_is_told_the_same(
         "prefix_cache": cache,
     }
     plot = Plot(seed)
-    told = plot.play(engine_of(False, **options))
-    assert plot.play(engine_of(True, **options)) == told
-    assert plot.play(engine_of(True, capture=call_again, **options)) == told
+    expected = plot.play(engine_of(False, **options))
+    assert plot.play(engine_of(True, **options)) == expected
+    assert plot.play(engine_of(True, capture=call_again, **options)) == expected
 
 
 def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: MakeEngine) -> None:
@@ -206,7 +206,7 @@ def test_a_step_ahead_follows_prompts_that_end_and_no_others(
     ahead = []
     for _ in range(8):
         engine.step()
-        ahead.append(engine._steps.under_way)
+        ahead.append(engine._steps.in_flight)
     assert ahead == [False, False, False, True, True, True, True, True], "old's; 7, 7 and 6 of the prompt; then decodes"
     assert not caplog.records, "none is given up"
 
@@ -216,10 +216,10 @@ def test_prompts_that_want_no_token_or_scores_are_followed_by_no_step(engine_of:
     engine.add(ask("old", [1, 2, 3], max_tokens=9))
     engine.add(ask("echo", [4, 5, 6], max_tokens=0, prompt_logprobs=1))
     engine.step()
-    assert not engine._steps.under_way
+    assert not engine._steps.in_flight
     engine.add(ask("scored", [4, 5, 6], max_tokens=5, prompt_logprobs=1))
     engine.step()
-    assert not engine._steps.under_way, "its scores would wait for what follows"
+    assert not engine._steps.in_flight, "its scores would wait for what follows"
     while engine.has_work:
         engine.step()
 
@@ -352,10 +352,10 @@ def test_logits_are_edited_by_all_tokens_before_the_draw(
         "block_size": block_size,
         "max_num_batched_tokens": budget,
     }
-    told = witnesses.play(plot, engine_of(False, **options))
+    expected = witnesses.play(plot, engine_of(False, **options))
     link = Unsure(tiny.link(), seed) if unsure else tiny.link()
-    assert witnesses.play(plot, engine_of(True, link=link, **options)) == told
-    assert witnesses.play(plot, engine_of(True, capture=call_again, **options)) == told
+    assert witnesses.play(plot, engine_of(True, link=link, **options)) == expected
+    assert witnesses.play(plot, engine_of(True, capture=call_again, **options)) == expected
 
 
 def test_edits_were_watched_in_all_that_may_happen(
@@ -404,7 +404,7 @@ def test_a_step_that_was_given_up_leaves_zeros_where_it_wrote(engine_of: MakeEng
     for _ in range(4):  # the fourth launches the fifth, which has written keys and values of its first layer by then
         engine.step()
     (state,) = engine._batch._held.values()
-    assert not engine._steps.under_way
+    assert not engine._steps.in_flight
     kv_2SE = engine._kv._layers[0].flatten(3).flatten(1, 2)
     before, slot = (state.blocks[at // 4] * 4 + at % 4 for at in (state.computed - 1, state.computed))
     assert bool(kv_2SE[:, before].any())
@@ -420,7 +420,7 @@ def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
     ended = [of_one[-1][4] for of_one in story.values()]
     if method == "finish_step":
         assert "expert_unavailable" in ended
-    else:  # the step launched ahead failed; planned anew, it did not
+    else:  # the step launched ahead failed; planned again, it did not
         assert story == Plot(3).play(engine_of(False))
 
 
@@ -464,4 +464,6 @@ def test_a_deadline_waits_for_no_step_but_that_under_way(tiny: Any, lookahead: b
         events += engine.step()
         now_ms[0] = next(now)
     assert events[-1].error is not None
-    assert (len(events), events[-1].error.code) == (12 + lookahead, "deadline_exceeded"), "what is under way is told"
+    assert (len(events), events[-1].error.code) == (12 + lookahead, "deadline_exceeded"), (
+        "tokens of the step in flight are sent"
+    )

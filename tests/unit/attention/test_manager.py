@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.models.pieces import pieces
 from testkit.queue.scores import packed, prompt_scores
 
 from services.attention.batching.blocks import BlockPool
@@ -92,12 +93,12 @@ class Harness:
 
     def step(self, outcome: Callable[[Piece], Outcome] | None = None) -> StepPlan:
         plan = self.batch.plan()
-        for piece in plan.pieces:
+        for piece in pieces(plan):
             self._write(piece)
-        for piece in plan.pieces:
+        for piece in pieces(plan):
             self._read(piece)
         self._check_budget(plan)
-        self.zeroed = self.batch.complete(plan, [(outcome or self.outcome)(piece) for piece in plan.pieces])
+        self.zeroed = self.batch.complete(plan, [(outcome or self.outcome)(piece) for piece in pieces(plan)])
         self.plans.append(plan)
         self.events += self.batch.drain()
         return plan
@@ -128,7 +129,7 @@ class Harness:
             assert self.slots[self._slot(piece, position)] == tuple(piece.state.token_ids[: position + 1])
 
     def _check_budget(self, plan: StepPlan) -> None:
-        names = [piece.state.request.id for piece in plan.pieces]
+        names = [piece.state.request.id for piece in pieces(plan)]
         assert len(names) == len(set(names)) <= self.seqs
         assert plan.tokens <= self.budget
 
@@ -254,7 +255,7 @@ def test_preemption_takes_the_last_admitted_and_resumes_at_the_same_position() -
     run.run()
     assert run.batch.counters.preemptions > 0
     assert [run.tokens(item.id) for item in asked] == [expected(item) for item in asked]
-    restarts = {p.state.request.id for plan in run.plans[1:] for p in plan.pieces if p.start == 0}
+    restarts = {p.state.request.id for plan in run.plans[1:] for p in pieces(plan) if p.start == 0}
     assert restarts == {"b"}
 
 
@@ -316,7 +317,7 @@ def test_a_prompt_preempted_between_two_chunks_keeps_what_was_computed_and_no_mo
     run.step()
     run.batch._preempt(run.batch._running[0])
     assert (run.pool.used, run.pool.cached) == (0, 2)
-    piece = run.step().pieces[0]
+    piece = pieces(run.step())[0]
     assert (piece.start, piece.length) == (4, 4)
     run.run()
     assert run.tokens("r") == expected(request("r", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=2, ignore_eos=True))
@@ -380,7 +381,7 @@ def test_decodes_come_first_and_a_long_prompt_is_cut_into_chunks() -> None:
     run.batch.add(request("long", [1] * 10, max_tokens=1))
     shapes = []
     while run.batch.has_work:
-        shapes.append([(p.state.request.id, p.length) for p in run.step().pieces])
+        shapes.append([(p.state.request.id, p.length) for p in pieces(run.step())])
     assert shapes[:4] == [[("decoding", 1), ("long", 3)]] * 3 + [[("decoding", 1), ("long", 1)]]
     assert run.batch.counters.prefill_chunks == 3
 
@@ -390,7 +391,7 @@ def test_prefix_hits_leave_at_least_the_last_token_to_compute() -> None:
     for name in "ab":
         run.batch.add(request(name, [1, 2, 3, 1], max_tokens=1))
         run.run()
-    first, second = run.plans[0].pieces[0], run.plans[1].pieces[0]
+    first, second = pieces(run.plans[0])[0], pieces(run.plans[1])[0]
     assert (first.start, first.length) == (0, 4)
     assert (second.start, second.length) == (2, 2)
     assert [e.cached_tokens for e in run.events] == [0, 2]
@@ -403,7 +404,7 @@ def test_the_prefix_cache_is_bypassed_when_off_or_when_the_prompt_is_scored(cach
     for name in "ab":
         run.batch.add(request(name, [1, 2, 3, 1], max_tokens=1, prompt_logprobs=scored))
         run.run()
-    assert [plan.pieces[0].length for plan in run.plans] == [4, 4]
+    assert [pieces(plan)[0].length for plan in run.plans] == [4, 4]
     assert run.pool.query_tokens == 0
 
 
@@ -582,9 +583,9 @@ def test_a_request_that_comes_while_others_only_decode_starts_with_the_next_step
     for _ in range(3):
         run.step()
     run.batch.add(request("c", [3, 4], max_tokens=2, ignore_eos=True))
-    assert [piece.state.request.id for piece in run.step().pieces] == ["a", "b", "c"]
-    assert [piece.state.request.id for piece in run.step().pieces] == ["a", "b", "c"]
+    assert [piece.state.request.id for piece in pieces(run.step())] == ["a", "b", "c"]
+    assert [piece.state.request.id for piece in pieces(run.step())] == ["a", "b", "c"]
     run.batch.cancel("a", 1)
-    assert [piece.state.request.id for piece in run.step().pieces] == ["b"]
+    assert [piece.state.request.id for piece in pieces(run.step())] == ["b"]
     run.run()
     assert run.tokens("b") == expected(request("b", [1, 2], max_tokens=12, ignore_eos=True))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.attention.sampling.noise import GumbelNoise
-from services.attention.sequences.sequence import draw_key, draw_keys, sequence_key
+from services.attention.sequences.sequence import draw_keys, mix64, sequence_key
 
 CPU = torch.device("cpu")
 M32 = 2**32 - 1
@@ -18,6 +18,11 @@ SEEDS = st.integers(-(2**63), 2**64)
 # 99.99 % points: a right generator fails one of these tests once in some thousand choices of the constants below,
 # which are fixed.
 Z_LIMIT = 3.9
+
+
+def draw_key(seed: int, choice: int, position: int) -> int:
+    """Key of one draw, in Python integers."""
+    return mix64(sequence_key(seed, choice) ^ position & 2**64 - 1)
 
 
 def defined_noise(key: int, token: int) -> float:

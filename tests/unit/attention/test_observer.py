@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.attention.metrics import ExpertObserver, RefusalObserver, SharingObserver, StepObserver
+from services.attention.metrics import ExpertObserver, SharingObserver, StepObserver, TotalsObserver
+from services.attention.step.stats import EngineStats
 from services.errors import ProtocolMismatch, SeatLost, WireError
 from services.experts.observer import ExpertsObserver
 from services.fabric.faults import Faults
 from services.metrics import TOP_EXPERTS, ExpertMetrics, WorkerMetrics
 
-
-@dataclass(frozen=True)
-class Reading:
-    running: int = 0
-    waiting: int = 0
-    kv_blocks: int = 10
-    kv_used: int = 0
-    kv_cached: int = 0
-    kv_empty: int = 10
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-    prefill_chunks: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    steps: int = 0
-    step_tokens: int = 0
-    step_seconds: float = 0.0
-    step_overlapped: bool = False
-    overlapped_steps: int = 0
-    steps_ahead: int = 0
-    exchange_wait_seconds: float = 0.0
-    graph_steps: int = 0
-    graphs: int = 0
+IDLE = EngineStats(
+    **dict.fromkeys([field.name for field in fields(EngineStats)], 0) | {"kv_blocks": 10, "kv_empty": 10}
+)
 
 
 @pytest.fixture
@@ -45,11 +25,12 @@ def registry() -> CollectorRegistry:
 
 
 def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
-    readings = [Reading()]
+    readings = [IDLE]
     observer = StepObserver(WorkerMetrics(registry), lambda: readings[-1])
     for step in (1, 2):
         readings.append(
-            Reading(
+            replace(
+                IDLE,
                 running=3,
                 kv_used=4,
                 kv_cached=5,
@@ -154,7 +135,7 @@ class Idle:
 def test_refused_peers_are_counted_by_reason_on_either_side(registry: CollectorRegistry) -> None:
     at_attention, at_experts = Faults(), Faults()
     watched = [
-        RefusalObserver(WorkerMetrics(registry), at_attention.totals),
+        TotalsObserver(WorkerMetrics(registry).refused_peers, at_attention.totals),
         ExpertsObserver(ExpertMetrics(registry), Idle(), at_experts),  # type: ignore[arg-type]
     ]
 
@@ -172,3 +153,16 @@ def test_refused_peers_are_counted_by_reason_on_either_side(registry: CollectorR
     assert (counted("experts_", "wire_error"), counted("experts_", "error")) == (2, 2)
     assert (counted("experts_", "wire_error"), counted("", "protocol_mismatch")) == (2, 1), "once each"
     assert counted("experts_", "seat_lost") is None, "connections end so every day"
+
+
+@pytest.mark.parametrize(("from_now", "counted"), [(False, 5), (True, 3)])
+def test_totals_by_label_count_from_the_start_or_from_now(
+    registry: CollectorRegistry, from_now: bool, counted: float
+) -> None:
+    totals = {0: 2.0}
+    observer = TotalsObserver(WorkerMetrics(registry).shard_stall, lambda: totals, from_now=from_now)
+    totals[0], totals[1] = 5.0, 1.0
+    for _ in range(2):
+        observer.refresh()
+    seconds = [registry.get_sample_value("expertmesh_shard_stall_seconds_total", {"shard": str(n)}) for n in (0, 1)]
+    assert seconds == [counted, 1]

@@ -69,7 +69,7 @@ def test_a_difference_within_the_noise_changes_nothing() -> None:
     assert 0 < sum(split) <= 10 * SAMPLES
 
 
-def test_rows_are_judged_apart() -> None:
+def test_numbers_of_rows_are_judged_separately() -> None:
     policy = OverlapPolicy("auto")
     many = [(64, 64)] * 4
     for _ in range(4 * SAMPLES):

@@ -112,7 +112,7 @@ def test_every_handle_is_combined_though_one_fails(make_engine: MakeEngine, tiny
 
 
 @dataclass
-class Patient:
+class WaitingExperts:
     """Experts that answer the first half of a layer only when the other half's rows have arrived too."""
 
     shard: ExpertShard
@@ -140,7 +140,7 @@ def test_over_tcp_both_halves_are_with_the_experts_at_once(make_engine: MakeEngi
     spec = load_spec(tiny.folder)
     cpu = torch.device("cpu")
     weights = load_experts(tiny.folder, spec, dtype=torch.float32, device=cpu, progress=NoProgress())
-    experts = Patient(ExpertShard(weights, num_experts=spec.num_experts), top_k=spec.top_k, rows=5)
+    experts = WaitingExperts(ExpertShard(weights, num_experts=spec.num_experts), top_k=spec.top_k, rows=5)
     groups = even_groups(list(spec.moe_layers), spec.num_experts, 1)
     server = serve(
         experts.compute,

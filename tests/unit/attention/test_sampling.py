@@ -17,7 +17,7 @@ from services.attention.sampling.logprobs import TokenScores
 from services.attention.sampling.noise import GumbelNoise
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome
-from services.attention.sequences.sequence import DrawRow, draw_key
+from services.attention.sequences.sequence import DrawRow, draw_keys, sequence_key
 from services.messages import SamplingParams
 
 CPU = torch.device("cpu")
@@ -81,7 +81,8 @@ def draw_by_definition(logits: list[float], asked: DrawRow) -> int:
     if params.temperature == 0:
         return max(range(len(edited)), key=lambda token: (edited[token], -token))
     scaled = [value / params.temperature for value in edited]
-    noise = GumbelNoise(len(logits), CPU).rows([draw_key(params.seed, params.choice, len(asked.token_ids))])[0]
+    keys = draw_keys([sequence_key(params.seed, params.choice)], [len(asked.token_ids)])
+    noise = GumbelNoise(len(logits), CPU).rows(keys)[0]
     return max(kept_by_definition(scaled, params), key=lambda token: scaled[token] + float(noise[token]))
 
 

@@ -18,7 +18,7 @@ from services.messages import GenerateRequest, SamplingParams, TokenEvent
 
 
 class Counted(SynchronousLink):
-    """A link that counts exchanges, and fails from ``fails_at`` on until told otherwise."""
+    """A link that counts exchanges, and fails from ``fails_at`` on, until that is changed."""
 
     def __init__(self, link: Any, fails_at: int | None = None) -> None:
         self.link, self.fails_at, self.exchanges = link, fails_at, 0
@@ -98,7 +98,7 @@ def test_a_worker_that_is_to_end_warms_up_no_further(
     engine.warm_up(lambda: link.exchanges > 20)
     assert not engine.has_work
     assert link.exchanges < 60
-    assert link.begun == 0, "a step launched ahead is settled, too"
+    assert link.begun == 0, "the exchanges of a step launched ahead are finished, too"
 
 
 def test_a_step_that_should_not_fail_ends_the_worker(

@@ -12,7 +12,7 @@ from services.colocated.role import load_kernels_early, run_both
 
 
 class Role:
-    """Runs until it is told to stop, or ``until`` returns; notes what happened."""
+    """Runs until ``stop`` is set, or ``until`` returns; notes what happened."""
 
     def __init__(self, name: str, notes: list[str], until: Callable[[], Any] | None = None) -> None:
         self._name, self._notes, self._until = name, notes, until
@@ -93,7 +93,7 @@ async def test_an_error_while_draining_does_not_leave_the_seat_behind() -> None:
     assert notes[-1] == "experts ended"
 
 
-async def test_a_seat_that_fails_as_it_leaves_is_told() -> None:
+async def test_the_error_of_a_seat_that_fails_as_it_leaves_is_raised() -> None:
     stop = asyncio.Event()
     stop.set()
 

@@ -83,7 +83,7 @@ class Listener:
 
 async def test_answers_are_notified_a_few_at_a_time_that_their_clients_have_gone() -> None:
     """Thousands that end in one turn of the event loop would hold up every probe."""
-    places, notified, turns = House().places, list[int](), [0]
+    places, notified, turns = Listener().places, list[int](), [0]
     for number in range(300):
         places.notify_soon(partial(notified.append, number))
     while len(notified) < 300:

@@ -17,7 +17,7 @@ NOTHING = torch.zeros(0, dtype=torch.int64)
 
 @given(st.lists(st.integers(1, 200), max_size=40), st.floats(0, 500))
 def test_groups_hold_every_index_once_and_waste_little(lengths: list[int], call_cost: float) -> None:
-    groups = group_by_length(lengths, call_cost)
+    groups = [group_G.tolist() for group_G in group_by_length(np.array(lengths, dtype=np.int64), call_cost)]
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
         longest = max(lengths[index] for index in group)
@@ -27,7 +27,8 @@ def test_groups_hold_every_index_once_and_waste_little(lengths: list[int], call_
 
 
 def test_equal_lengths_stay_together() -> None:
-    assert group_by_length([7] * 50, 0) == [list(range(50))]
+    (group_G,) = group_by_length(np.full(50, 7), 0)
+    assert group_G.tolist() == list(range(50))
 
 
 @st.composite

@@ -16,7 +16,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_each_worker_has_the_gpu_of_its_number_and_sharing_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_worker_has_the_gpu_of_its_number_and_sharing_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     name = "auto"
     assert [torch_device(f"{name}:{gpu}") for gpu in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert torch_device(name) == torch.device("cuda:0")

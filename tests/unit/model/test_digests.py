@@ -1,4 +1,4 @@
-"""Digests beside a checkpoint: of what is served, of this checkpoint alone, written without torch."""
+"""Digests next to a checkpoint: they fit the served experts and this checkpoint only, and are written without torch."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         torch.testing.assert_close(logits_TV, model(torch.tensor([PROMPTS[3]])).logits[0], atol=EXACT, rtol=EXACT)
 
 
-def test_router_margin_tells_how_clear_the_choice_was(checkpoint: tuple[Path, Any]) -> None:
+def test_router_margin_shows_how_clear_the_choice_was(checkpoint: tuple[Path, Any]) -> None:
     folder, _ = checkpoint
     reference = ReferenceModel.load(folder)
     margin_T = reference.run(PROMPTS[-1]).router_margin_T

@@ -1,4 +1,4 @@
-"""Blocking work beside the loop: results, errors, and being left behind."""
+"""Blocking work on a thread next to the loop: results, errors, and being left behind."""
 
 from __future__ import annotations
 

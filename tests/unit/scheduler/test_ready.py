@@ -12,7 +12,7 @@ from testkit.queue.redis_server import RedisServer
 from services.metrics import SchedulerMetrics
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy

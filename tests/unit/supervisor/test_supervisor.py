@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.processes.stand_in_roles import Notes, killed_and_told, notes_in, until
+from testkit.processes.stand_in_roles import Notes, killed_and_reported, notes_in, until
 
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
@@ -188,17 +188,17 @@ def _answers(path: Path) -> bool:
 
 async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path) -> None:
     (home / "attention.fail").write_text("3 0")
-    (home / "attention.fails-after").write_text("3")  # one that is told to end before it knows how to says nothing
+    (home / "attention.fails-after").write_text("3")  # one stopped before it handles SIGTERM writes nothing
     assert await _run(_nothing_ever) == 3
     assert [note["role"] for note in notes_in(home)].count("attention") == 1, "start-up errors are not retried"
     assert {note["role"] for note in notes_in(home, "stopped")} == {"gateway", "scheduler"}
 
 
-async def test_one_that_fails_as_it_ends_is_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_at_the_end_is_logged(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     (home / "attention.last").write_text("70")
     assert await _run(_until_started(home, 3)) == 0
-    told = [line for line in caplog.messages if "stopped, but" in line]
-    assert told == ["attention was stopped, but ended with exit code 70"]
+    logged = [line for line in caplog.messages if "stopped, but" in line]
+    assert logged == ["attention was stopped, but ended with exit code 70"]
 
 
 @pytest.mark.parametrize(("codes", "code"), [("70 70 70 70", 70), ("kill kill kill kill", 137), ("0 0 0 0", 70)])
@@ -388,11 +388,11 @@ async def test_the_file_with_its_url_is_handed_on_and_not_what_is_in_it(home: Pa
         assert (note["settings"]["redis_url"], note["settings"]["redis_url_file"]) == (redis_url, str(file))
 
 
-async def test_redis_is_told_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
+async def test_redis_learns_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
     async def during(_: str) -> None:
         await until(lambda: len(notes_in(home)) == 3)
         attention = next(note for note in notes_in(home) if note["role"] == "attention")
-        await killed_and_told(redis_url, "of-a-server", attention)
+        await killed_and_reported(redis_url, "of-a-server", attention)
 
     assert await _run(during, redis_url=redis_url, namespace="of-a-server") == 0
 
@@ -461,14 +461,14 @@ def _sweep_in(temporary: Path) -> None:
     before = temporary / f"expertmesh-serve-{os.getpid()}.1-abc"
     for each in (left, living, before):
         each.mkdir()
-    folder, other = RunFolder(), RunFolder()
-    assert not left.exists()
-    assert living.exists()
-    assert before.exists() is (sys.platform != "linux"), "of a life before under the same number, as in a container"
-    assert folder.path.exists()
-    other.remove()
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    folder.remove()
+    with RunFolder() as folder:
+        assert not left.exists()
+        assert living.exists()
+        assert before.exists() is (sys.platform != "linux"), "of a life before under the same number, as in a container"
+        assert folder.path.exists()
+        with RunFolder():
+            pass
+        assert folder.path.stat().st_mode & 0o777 == 0o700
     assert not folder.path.exists()
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from testkit.processes.servers import free_ports
-from testkit.processes.stand_in_roles import killed_and_told, notes_in, until
+from testkit.processes.stand_in_roles import killed_and_reported, notes_in, until
 
 from services.config import Settings
 from services.errors import PortInUse
@@ -44,7 +44,7 @@ def _policy() -> RestartPolicy:
 
 
 def _workers(
-    home: Path, *, hung_s: float = 60.0, new_policy: Callable[[], RestartPolicy] = _policy, **values: object
+    home: Path, *, stuck_s: float = 60.0, new_policy: Callable[[], RestartPolicy] = _policy, **values: object
 ) -> Workers:
     common = {"model": "m", "redis_url": "redis://h", "fabric_secret_file": home / "secret", "drain_timeout": 5.0}
     return Workers(
@@ -52,12 +52,12 @@ def _workers(
         modules=_MODULES,  # type: ignore[arg-type]
         check_model=lambda _: None,
         new_policy=new_policy,
-        hung_s=hung_s,
+        stuck_s=stuck_s,
     )
 
 
 async def _run(home: Path, during: During | None = None, **values: object) -> int:
-    """Exit code of workers that are told to end when ``during`` has; without it they end by themselves."""
+    """Exit code of workers that are stopped when ``during`` has; without it they end by themselves."""
     stop = asyncio.Event()
     running = asyncio.create_task(_workers(home, **values).run(stop))
     async with asyncio.timeout(30):
@@ -179,7 +179,7 @@ async def test_one_that_answers_no_more_is_killed_and_comes_again(home: Path, ca
     (home / "pages").touch()
     port, stop = free_ports(3), asyncio.Event()
     running = asyncio.create_task(
-        _workers(home, hung_s=1.0, layout="colocated", workers=2, metrics_port=port).run(stop)
+        _workers(home, stuck_s=1.0, layout="colocated", workers=2, metrics_port=port).run(stop)
     )
     await _until_ready(port)
     victim = next(note for note in notes_in(home) if note["role"] == "colocated-1")
@@ -195,7 +195,7 @@ async def test_one_that_answers_no_more_is_killed_and_comes_again(home: Path, ca
 async def test_one_that_loads_for_long_is_not_killed(home: Path) -> None:
     """It has not answered yet: no page is there."""
     stop = asyncio.Event()
-    running = asyncio.create_task(_workers(home, hung_s=0.1, layout="colocated", workers=1).run(stop))
+    running = asyncio.create_task(_workers(home, stuck_s=0.1, layout="colocated", workers=1).run(stop))
     await _until_started(home, 1)()
     await asyncio.sleep(1.5)
     stop.set()
@@ -242,10 +242,10 @@ async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) ->
     assert lives[0] == lives[1]
 
 
-async def test_redis_is_told_of_one_that_ended(home: Path, redis_url: str) -> None:
+async def test_redis_learns_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
     async def during() -> None:
         await _until_started(home, 2)()
-        await killed_and_told(redis_url, "of-a-machine", notes_in(home)[0])
+        await killed_and_reported(redis_url, "of-a-machine", notes_in(home)[0])
 
     assert await _run(home, during, layout="colocated", workers=2, redis_url=redis_url, namespace="of-a-machine") == 0
 
@@ -269,7 +269,7 @@ async def test_what_the_next_try_would_repeat_ends_it_with_its_code(home: Path) 
 
 
 @pytest.mark.parametrize(("number", "option"), [(0, "--metrics-port"), (2, "--metrics-port"), (4, "--fabric-port")])
-async def test_a_taken_port_is_told_before_anything_starts(home: Path, number: int, option: str) -> None:
+async def test_a_taken_port_is_reported_before_anything_starts(home: Path, number: int, option: str) -> None:
     first = free_ports(5)
     ports = {"metrics_port": first, "fabric_port": first + 3}
     with (

@@ -1,4 +1,5 @@
-"""Whom a rank blames when the lock-step breaks (what was in its step, not what waits), and how it hears of leaving."""
+"""Which requests a rank suspects when the lock-step breaks (those in its step, not those that wait), and how it learns
+that another rank leaves."""
 
 from __future__ import annotations
 
@@ -25,24 +26,24 @@ def broken(**_: bool) -> Any:
     raise LockstepBroken("A rank is gone.")
 
 
-def test_what_was_computed_when_the_lock_step_broke_is_blamed() -> None:
+def test_requests_that_were_computed_when_the_lock_step_broke_are_suspects() -> None:
     engine = engine_that(broken)
     with pytest.raises(LockstepBroken):
         engine.step()
-    assert engine.blamed == {"running": 2}
+    assert engine.suspects == {"running": 2}
 
 
-def test_nothing_is_blamed_for_a_lock_step_that_broke_while_this_rank_had_no_work() -> None:
+def test_nothing_is_suspected_where_the_lock_step_broke_while_this_rank_had_no_work() -> None:
     engine = engine_that(broken, has_work=False)
     with pytest.raises(LockstepBroken):
         engine.step()
-    assert engine.blamed == {}
+    assert engine.suspects == {}
 
 
-def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
-    """Nobody has work: the leaver rings, all agree, and nothing follows."""
+def test_a_rank_that_leaves_wakes_the_others_and_each_is_notified_once() -> None:
+    """Nobody has work: the leaver signals, all agree, and nothing follows."""
     agreed: list[list[int]] = []
-    notified: list[int] = []
+    signals: list[int] = []
 
     def agree(values: Sequence[int]) -> list[int]:
         agreed.append(list(values))
@@ -52,18 +53,18 @@ def test_one_that_leaves_wakes_the_others_and_each_is_told_once() -> None:
         steps: LockstepTurns[Any] = LockstepTurns(
             cast("Any", None), agree, ranks=2, layers=[0], no_rows=cast("Any", None)
         )
-        wake_up = SimpleNamespace(listen=lambda _: None, notify=notified.append, notified=lambda _: False)
+        wake_up = SimpleNamespace(listen=lambda _: None, notify=signals.append, notified=lambda _: False)
         idle: Any = SimpleNamespace(has_work=False)
         lockstep: Any = SimpleNamespace(steps=steps, wake_up=wake_up)
         return LockstepEngine(idle, lockstep)
 
     leaver, other = engine(), engine()
-    told: list[str] = []
-    leaver.on_leave, other.on_leave = (lambda: told.append("leaver")), (lambda: told.append("other"))
+    notified: list[str] = []
+    leaver.on_leave, other.on_leave = (lambda: notified.append("leaver")), (lambda: notified.append("other"))
     assert not leaver.has_work
     leaver.leave()
     assert leaver.has_work
     for each in (leaver, other, other):
         each.step()
-    assert (agreed[0], agreed[1], told, notified) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
+    assert (agreed[0], agreed[1], notified, signals) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
     assert not leaver.has_work

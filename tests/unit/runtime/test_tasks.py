@@ -1,13 +1,14 @@
-"""Ending tasks: also those that swallow a cancellation, and those that are ended while they end others."""
+"""Waiting for the first of several tasks, and ending tasks, even those that swallow a cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from typing import Any
 
 import pytest
 
-from services.queue.tasks import end_tasks
+from services.runtime.tasks import end_tasks, first_done, unless_stopped
 
 
 class Stubborn:
@@ -74,3 +75,59 @@ async def test_who_ends_others_is_cancelled_once_they_are_over() -> None:
     with pytest.raises(asyncio.CancelledError):
         await ending
     assert stubborn.task.done()
+
+
+async def soon(result: str) -> str:
+    await asyncio.sleep(0.01)
+    return result
+
+
+async def fails(error: Exception) -> None:
+    await asyncio.sleep(0.01)
+    raise error
+
+
+async def test_the_first_to_end_gives_its_result_and_the_others_are_over() -> None:
+    stubborn = Stubborn(1)
+
+    async def waits() -> None:
+        await stubborn.task
+
+    assert await asyncio.wait_for(first_done(waits(), soon("here"), asyncio.Event().wait()), 20) == [None, "here", None]
+    assert stubborn.task.done()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_of_several_errors_the_first_in_order_is_raised() -> None:
+    with pytest.raises(KeyError):
+        await first_done(asyncio.Event().wait(), fails(KeyError()), fails(ValueError()))
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_future_is_only_waited_for() -> None:
+    going: asyncio.Future[Any] = asyncio.ensure_future(asyncio.sleep(60))
+    assert await first_done(going, soon("here")) == [None, "here"]
+    assert not going.done()
+    await end_tasks([going])
+
+
+async def test_who_waits_and_is_cancelled_leaves_nothing_running() -> None:
+    waiting = asyncio.ensure_future(first_done(soon("never"), asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_work_ends_when_it_is_done_or_when_stop_is_set() -> None:
+    stop = asyncio.Event()
+    assert await unless_stopped(soon("here"), stop) == "here"
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    assert await unless_stopped(asyncio.sleep(60, "never"), stop) is None
+    with pytest.raises(ValueError, match="even so"):
+        await unless_stopped(fails_now(), stop)
+
+
+async def fails_now() -> None:
+    raise ValueError("even so")

@@ -1,0 +1,217 @@
+"""An attention worker with all that surrounds it: weights, experts in its process or behind a link, Redis, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from typing import Any, ClassVar
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.attention.engine_thread import BUFFER_TOKENS
+from services.attention.metrics import ExpertObserver, SharingObserver, StepObserver, TotalsObserver
+from services.attention.routing_table import TableFollower
+from services.attention.setup.build import Built, build
+from services.attention.setup.capacity import credit
+from services.attention.step.engine import Engine
+from services.attention.worker import AttentionWorker, EngineStuck, WorkerOptions
+from services.config import ATTENTION, Settings
+from services.messages import WorkerInfo, WorkerLoad
+from services.metrics import WorkerMetrics
+from services.queue.clock import RedisClock
+from services.queue.keys import Keys
+from services.queue.limits import QueueLimits
+from services.queue.loads import LoadNotes
+from services.queue.quarantine import Quarantine
+from services.queue.tables import TableReader
+from services.queue.worker_side import WorkerQueue
+from services.runtime import CRASHED, in_daemon, incarnation
+from services.runtime.tasks import end_tasks, first_done, unless_stopped
+from services.wire import WIRE
+
+METRICS_EVERY_S = 1.0
+SHARED_S = 20.0
+"""How long a colocated worker puts serving off until its steps can go through shared memory."""
+SHARED_PAUSE_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class AttentionService:
+    """Loads the model, serves requests until it is stopped, and drains.
+
+    Args:
+        registry: gets the worker's series.
+        colocated: an expert worker runs in this process, on the same device.
+    """
+
+    _buffer_tokens: ClassVar[int | None] = BUFFER_TOKENS
+
+    def __init__(
+        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, colocated: bool = False
+    ) -> None:
+        self._settings = settings
+        self._redis = redis
+        self._colocated = colocated
+        self._clock = RedisClock(redis)
+        self._metrics = WorkerMetrics(registry)
+        self._keys, self._limits = Keys(settings.namespace), QueueLimits.of(settings)
+        self._quarantine = Quarantine.of(redis, settings, ATTENTION, self._metrics.unreadable)
+        self._queue = WorkerQueue(redis, self._keys, self._limits, quarantine=self._quarantine)
+        self._worker: AttentionWorker | None = None
+        self._experts: TableFollower | None = None
+        self._id = incarnation()
+
+    async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
+        """Load, serve until ``stop``, drain."""
+        built = await unless_stopped(in_daemon("load", self._build), stop)
+        if built is not None:
+            await self._with_experts(built, metrics_url, stop)
+
+    def missing(self) -> list[str]:
+        """Names of things that the worker waits for before it serves; for /ready."""
+        experts = self._experts.missing() if self._experts else []
+        awaited = "weights" if self._experts is None else "kernels"
+        return experts + (self._worker.missing() if self._worker else [] if experts else [awaited])
+
+    def _build(self) -> Built[Any]:
+        return build(self._settings, self._clock.now_ms, worker=self._id, colocated=self._colocated)
+
+    async def _with_experts(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
+        """Serve as soon as all experts can be reached: at once, if they are in this process."""
+        if built.remote is None:
+            await self._serve(built, metrics_url, stop)
+            return
+        self._experts = TableFollower(
+            built.remote,
+            TableReader(self._redis, self._keys, self._limits, quarantine=self._quarantine),
+            worker_id=self._id,
+            fingerprint=built.served.spec.fingerprint,
+            lease_s=self._settings.lease,
+        )
+        following = asyncio.ensure_future(self._experts.run())
+        try:
+            await first_done(following, self._experts.ready(), stop.wait())
+            if not stop.is_set():
+                await first_done(self._serve(built, metrics_url, stop), following)
+        finally:
+            await end_tasks([following])
+            await asyncio.to_thread(built.remote.close)
+
+    async def _serve(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
+        if not await self._warmed_up(built, stop):
+            return
+        metrics = self._metrics
+        steps = StepObserver(metrics, built.engine.stats)
+        self._worker = worker = AttentionWorker(
+            info=self._info(built, metrics_url),
+            engine=built.engine,
+            queue=self._queue,
+            clock=self._clock,
+            options=self._options(built),
+            after_step=steps.after_step,
+            on_refused=metrics.stale_results.inc,
+            on_given_up=metrics.given_up.inc,
+            on_held_back=metrics.held_back.inc,
+            lacks=self._experts.missing if self._experts else lambda: (),
+        )
+        metrics.publish_backlog.set_function(lambda: worker.unpublished)
+        tasks = [
+            asyncio.create_task(_refresh(self._observers(built))),
+            asyncio.create_task(self._load_notes(built, steps).run()),
+        ]
+        try:
+            await self._run_worker(built, worker, stop)
+        except EngineStuck:
+            log.exception("exiting at once")
+            os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
+        finally:
+            await end_tasks(tasks)
+
+    async def _run_worker(self, built: Built[Any], worker: AttentionWorker, stop: asyncio.Event) -> None:
+        del built
+        await worker.run(stop)
+
+    async def _warmed_up(self, built: Built[Any], stop: asyncio.Event) -> bool:
+        """Do what the first steps would wait for. Returns False where ``stop`` came meanwhile."""
+        await in_daemon("prepare", partial(self._warm_up, built, stop.is_set))
+        return not stop.is_set()
+
+    def _warm_up(self, built: Built[Engine[Any]], stopped: Callable[[], bool]) -> None:
+        """Capture CUDA graphs. A colocated worker also runs dummy requests, first over TCP, then over shared memory, so
+        that no kernel is loaded later: loading blocks while this process's expert kernels wait for rows."""
+        engine = built.engine
+        engine.prepare()
+        built.link.expert_rows()  # makes what reading them needs
+        if not (self._colocated and engine.on_gpu) or stopped():
+            return
+        engine.warm_up(stopped)
+        if built.sharing is None:
+            return
+        until = time.monotonic() + SHARED_S
+        while not (shared := built.sharing.wait_shared(SHARED_PAUSE_S)) and not stopped() and time.monotonic() < until:
+            pass
+        if shared:
+            engine.warm_up(stopped)
+
+    def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
+        """Functions that each bring some series up to date."""
+        metrics, by_layer = self._metrics, self._settings.layer_series
+        observers = [ExpertObserver(metrics, built.link.expert_rows, by_layer=by_layer).refresh]
+        if built.remote:
+            observers.append(TotalsObserver(metrics.shard_stall, built.remote.stalled_s, from_now=True).refresh)
+            observers.append(TotalsObserver(metrics.refused_peers, built.remote.faults).refresh)
+        if built.sharing:
+            observers.append(SharingObserver(metrics, built.sharing).refresh)
+        return observers
+
+    def _load_notes(self, built: Built[Any], steps: StepObserver) -> LoadNotes:
+        began = time.monotonic()
+        stalled_s = built.remote.stalled_s if built.remote else dict
+
+        def load() -> WorkerLoad:
+            up_s = time.monotonic() - began
+            return WorkerLoad(up_s=up_s, busy_s=steps.busy_s, stalled_s=stalled_s(), lanes=steps.lanes, wire=WIRE)
+
+        return LoadNotes(self._redis, self._keys, member_id=self._id, lease_s=self._settings.lease, read=load)
+
+    def _info(self, built: Built[Any], metrics_url: str) -> WorkerInfo:
+        return WorkerInfo(
+            id=self._id,
+            model=self._settings.model_name,
+            fingerprint=built.served.spec.fingerprint,
+            kv_tokens=built.served.capacity.kv_tokens,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_model_len=built.served.capacity.max_model_len,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=version("expertmesh"),
+            metrics_url=metrics_url,
+            wire=WIRE,
+        )
+
+    def _options(self, built: Built[Any]) -> WorkerOptions:
+        settings = self._settings
+        tokens, requests = credit(kv_tokens=built.served.capacity.kv_tokens, max_num_seqs=settings.max_num_seqs)
+        return WorkerOptions(
+            credit_tokens=tokens,
+            credit_requests=requests,
+            lease_s=settings.lease,
+            buffer_tokens=self._buffer_tokens,
+            drain_s=settings.drain_timeout,
+            step_timeout_s=settings.step_timeout,
+        )
+
+
+async def _refresh(observers: Sequence[Callable[[], None]]) -> None:
+    while True:
+        await asyncio.sleep(METRICS_EVERY_S)
+        for refresh in observers:
+            await asyncio.to_thread(refresh)  # reading a device's counters may wait for its current step
