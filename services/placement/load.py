@@ -53,11 +53,6 @@ def even_peak_load(load: Load, capacity_B: Sequence[float]) -> float:
     return sum(map(sum, load.values())) / sum(capacity_B)
 
 
-def imbalance(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
-    """max / mean: :func:`peak_load` over that of a perfect split, 1 at best."""
-    return peak_load(loads_LB, capacity_B) * sum(capacity_B) / sum(map(sum, loads_LB))
-
-
 def per_capacity(load: float, capacity: float) -> float:
     """inf where there is none."""
     return load / capacity if capacity else math.inf

@@ -57,25 +57,6 @@ def place_experts(
     }
 
 
-def experts_to_load(before: Placement, after: Placement) -> int:
-    """How many times a device has to load an expert that it does not hold, over all layers."""
-    return sum(
-        len(set(new) - set(old))
-        for layer, placed in after.items()
-        for old, new in zip(before.get(layer, ((),) * len(placed)), placed, strict=True)
-    )
-
-
-def device_loads(load: Load, placement: Placement) -> list[list[float]]:
-    """``[layers, devices]``: the load of each device, every expert's split evenly over its replicas."""
-    return [_layer_loads(load[layer], placed) for layer, placed in placement.items()]
-
-
-def _layer_loads(loads_E: Sequence[float], placed: Sequence[tuple[int, ...]]) -> list[float]:
-    copies = [sum(held.count(expert) for held in placed) for expert in range(len(loads_E))]
-    return [sum(loads_E[expert] / copies[expert] for expert in held) for held in placed]
-
-
 def _place_layer(
     loads_WE: list[list[float]],
     devices: int,

@@ -152,12 +152,10 @@ class Repartitioner:
         planned: Future[Plan] = Future()
         largest = max(group.size for group in table.groups)  # fits; smaller, and experts of it had to go anywhere
         limit = max(-(-int(SLACK * table.num_experts) // len(table.groups)), largest)
-        options = {"hysteresis": self._hysteresis, "limit": limit, "rooms": rooms}
 
         def run() -> None:
             try:
-                elapsed_s = self._hysteresis.wait_s  # of which the caller made sure
-                planned.set_result(self._plan(table, load, table.seats, elapsed_s=elapsed_s, **options))
+                planned.set_result(self._plan(table, load, hysteresis=self._hysteresis, limit=limit, rooms=rooms))
             except BaseException as error:  # noqa: BLE001  raised again where the result is taken
                 planned.set_exception(error)
 

@@ -440,12 +440,11 @@ def _planned(gpus: int, attentions: int, total: int) -> dict[str, float]:
     layer = LayerTimes(
         Shapes(hidden=2048, expert_width=768, experts=128, top_k=8, layers=48, dense_weights=19_398_656),
         link,
-        link,
         Gpus(count=gpus, bandwidth=4.3e12, flops=790e12, memory=140e9),
         Batch(tokens=total),
     )
-    apart, pingpong = layer.apart(attentions)
-    found = {"colocated": layer.colocated(gpus), "apart": apart, "apart_pingpong": pingpong}
+    disaggregated, pingpong = layer.disaggregated(attentions)
+    found = {"colocated": layer.colocated(gpus, link), "disaggregated": disaggregated, "pingpong": pingpong}
     return {mode: round(1e6 * seconds, 1) for mode, seconds in found.items()}
 
 

@@ -111,12 +111,6 @@ def exchange_cost(way: Literal["flat", "hierarchical"], nodes: Nodes, rows: Rows
     )
 
 
-def cheaper_exchange(nodes: Nodes, rows: Rows) -> Literal["flat", "hierarchical"]:
-    """Whichever takes less time; flat where both take as long."""
-    flat, hierarchical = exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
-    return "hierarchical" if hierarchical.seconds < flat.seconds else "flat"
-
-
 def _hit(rows: Rows, parts: int) -> float:
     """Chance that a row chooses an expert of one of ``parts`` equal parts."""
     others = rows.experts - max(rows.experts // parts, 1)

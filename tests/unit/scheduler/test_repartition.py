@@ -128,9 +128,7 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
 
     def plan(*_: object, limit: int, **__: object) -> Plan:
         asked.append(limit)
-        return Plan(
-            table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), moves=(), before=2, after=1
-        )
+        return Plan(table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), before=2, after=1)
 
     clock = Clock()
     repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
@@ -162,7 +160,7 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
     assert repartitioner.target is None
 
     def other(*_: object, **__: object) -> Plan:
-        return Plan(table=TABLE, moves=(), before=1, after=1)
+        return Plan(table=TABLE, before=1, after=1)
 
     repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=other)
     repartitioner.follow(TABLE, LOAD)
@@ -173,9 +171,7 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
 
 def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
     def plan(*_: object, **__: object) -> Plan:
-        return Plan(
-            table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), moves=(), before=2, after=1
-        )
+        return Plan(table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), before=2, after=1)
 
     clock = Clock()
     repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
