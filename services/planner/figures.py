@@ -42,8 +42,7 @@ ACROSS_US, ACROSS_GB = 20.0, 50.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """What a plan was estimated with: the GPU, the links inside a node and ``across`` nodes (None: one node), the load.
-    """
+    """What a plan was estimated with: GPU, links and load. ``across`` is the link between nodes; None: there is one."""
 
     gpu: str
     inside: Link
@@ -85,9 +84,8 @@ class Assumed:
     def _link(self) -> str:
         inside = f"rows go through shared memory in {_figures(self.inside)} (ADR 5), a call for each attention worker"
         if self.across:
-            return (
-                f"rows cross nodes in {_figures(self.across)} (a guess: give --across-us, --across-gb); in a node {inside}"
-            )
+            across = f"rows cross nodes in {_figures(self.across)} (a guess: set --across-us, --across-gb)"
+            return f"{across}; in a node {inside}"
         return f"disaggregated, {inside}"
 
 

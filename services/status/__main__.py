@@ -117,9 +117,9 @@ async def _look(given: argparse.Namespace, settings: Settings) -> Status:
 
 def _reader_of(given: argparse.Namespace) -> Callable[[], ClusterReader]:
     def reader() -> ClusterReader:
-        get, namespace = connected(given.context)
+        client, namespace = connected(given.context)
         pod = socket.gethostname() if in_cluster() else ""
-        return ClusterReader(get, given.kube_namespace or namespace, given.release, pod)
+        return ClusterReader(client, given.kube_namespace or namespace, given.release, pod)
 
     return reader
 

@@ -81,7 +81,7 @@ def test_gpus_that_share_experts_may_have_another_link_by_their_number() -> None
 
     big = dataclasses.replace(BIG, layers=10)
     assert choose_mode(big, slow, few, Batch(tokens=8), together=together).degree == 2
-    assert choose_mode(big, slow, few, Batch(tokens=8), together=lambda degree: NVLINK).degree == 4
+    assert choose_mode(big, slow, few, Batch(tokens=8), together=lambda _: NVLINK).degree == 4
 
 
 def test_hot_experts_cost_time_where_gpus_share_them() -> None:

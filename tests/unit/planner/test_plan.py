@@ -94,7 +94,7 @@ def test_it_says_what_it_assumes_and_how_far_off_it_was(capsys: pytest.CaptureFi
     assert "nothing was measured of other splits.\n" in text
     _, text = said(capsys, "--model", big, "--gpus", "4", "--gpu", "h100", "--nodes", "2", "--weight-bits", "8")
     assert "nothing was measured of other splits, the h100, 8-bit weights, several nodes.\n" in text
-    assert "a guess: give --across-us, --across-gb" in text
+    assert "a guess: set --across-us, --across-gb" in text
     assert "by lock-step over NCCL, 5,000 us a layer" in text
 
 
