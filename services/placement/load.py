@@ -1,4 +1,4 @@
-"""Measured load and what a placement makes of it. Torch-free.
+"""Measured load, and the peak load of a placement. Torch-free.
 
 Legend: W windows of time, E experts, B bins (shard groups or devices).
 """
@@ -54,5 +54,5 @@ def even_peak_load(load: Load, capacity_B: Sequence[float]) -> float:
 
 
 def per_capacity(load: float, capacity: float) -> float:
-    """inf where there is none."""
+    """Load per unit of capacity; inf without capacity."""
     return load / capacity if capacity else math.inf

@@ -66,7 +66,7 @@ def choose_mode(
 
 
 def _reason(model: LayerTimes, choice: Choice, colocated: float, best: float, attention: int, degree: int) -> str:
-    """One sentence."""
+    """One sentence that says why."""
     count = model.gpus.count
     if choice != "colocated" and colocated < INF:
         ways = "in ping-pong" if choice == "pingpong" else "even without ping-pong"

@@ -9,7 +9,7 @@ from services.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelPlan:
-    """What :func:`parallel_plan` decides.
+    """The kinds of parallelism that :func:`parallel_plan` decides on.
 
     ``data``, ``expert``: equations 3.1 and 3.2 hold. ``pipeline``: stages of several batches may overlap (3.3).
     ``blocks``: blocks of fused experts a layer has; ``blocks_per_device``: the most of them on one device.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True, slots=True)
 class Fleet:
-    """Replicas of one target. ``start_s``: from being wanted to serving; ``drain_s``: from not being wanted to the end."""
+    """Replicas of one target. They take ``start_s`` until they serve, and ``drain_s`` until they are gone."""
 
     start_s: float
     drain_s: float

@@ -88,7 +88,7 @@ def replay(
     seed: int = 0,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """``start``: replicas at the beginning, and all the time where ``way`` is fixed. ``scale``: factor on the requests."""
+    """``start``: replicas at the beginning, or all day where ``way`` is fixed. ``scale``: factor on the requests."""
     server = Server(times=plant.times, targets=plant.targets, places=plant.places)
     fleets = {target: Fleet(start_s=plant.start_s, drain_s=plant.drain_s, ready=many) for target, many in start.items()}
     state = State.starting(0.0, start)

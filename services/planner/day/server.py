@@ -108,7 +108,7 @@ class Server:
         seats: Sequence[int],
         shares: Sequence[float],
     ) -> None:
-        """Run the ``passed_s`` after ``at``. ``attention``: workers that take requests; ``draining``: workers that end."""
+        """Run for ``passed_s`` from ``at``. ``attention``: workers that take requests; ``draining``: that end."""
         computing = attention + (draining if self.running > NOTHING else 0)
         demand = Demand(batch=self.running, prefill=self._prefilled / passed_s, shares=shares)
         self._flow = flow(self.times, computing, seats, demand, self._step_s)

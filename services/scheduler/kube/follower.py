@@ -72,7 +72,7 @@ class Follower:
                 self._follow(self._api)
             except WatchExpired:
                 self._stopped.wait(self._backoff.failed())
-            except Exception as error:  # noqa: BLE001  whatever it is: what is known grows stale, and is asked for again
+            except Exception as error:  # noqa: BLE001  what is known grows stale, and is asked for again
                 self._failed(error)
 
     def _follow(self, api: Api) -> None:

@@ -12,7 +12,7 @@ import pytest
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.experts import ExpertPlacement, intentions, are_whole
+from services.scheduler.experts import ExpertPlacement, are_whole, intentions
 from services.scheduler.load import LoadMeter
 from services.scheduler.room import Shortage
 
