@@ -65,7 +65,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, beside_e
     with loading_progress(log) as progress:
         dense = load_dense(settings.model, spec, dtype=dtype, device=device, progress=progress)
         link: CountingLink[Any]
-        if settings.apart:
+        if settings.uses_seats:
             link = remote_link(settings, spec, dtype, device, worker, beside_experts=beside_experts)
         elif lockstep is not None:
             link = lockstep.connect(worker, progress)
@@ -105,7 +105,7 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
 def _overlap(settings: Settings, spec: ModelSpec, link: CountingLink[Any]) -> OverlapPolicy:
     """Experts in this process leave nothing to hide."""
     return OverlapPolicy(
-        settings.overlap if settings.apart else "off",
+        settings.overlap if settings.uses_seats else "off",
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
         waits_seen=not isinstance(link, SharedMemoryLink),  # there the device waits, not the host
     )
