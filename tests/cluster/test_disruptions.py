@@ -223,7 +223,7 @@ async def test_an_eviction_is_refused_while_the_budget_is_used_up(doubled: Relea
     until(lambda: _whole(doubled, count), 120, "its successor is ready")
 
 
-def test_a_drain_stops_at_redis_where_it_is_told_to(doubled: Release) -> None:
+def test_a_drain_stops_at_redis_where_values_say_so(doubled: Release) -> None:
     budget = ("patch", "pdb", f"{PREFIX}-redis", "--patch", '{"spec": {"maxUnavailable": 0}}')  # redis.pdb's value
     doubled.cluster.kubectl("-n", doubled.namespace, *budget)
     [pod] = _names(doubled, "redis")

@@ -1,5 +1,5 @@
 """Several attention workers in one pod, each with a seat for experts: they answer as recorded, by memory that they
-share. Under load one of them is killed, a pod of two is, and one is told to end."""
+share. Under load one of them is killed, a pod of two is, and one ends by SIGTERM."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_pods_reach_the_seats_of_one_another_and_nothing_else(two_pods: Release)
     assert reached == seats
 
 
-@pytest.mark.parametrize("how", [("--force", "--grace-period=0"), ()], ids=["killed", "told to end"])
+@pytest.mark.parametrize("how", [("--force", "--grace-period=0"), ()], ids=["killed", "ended"])
 async def test_a_pod_of_two_goes_and_nothing_is_lost_or_changed(two_pods: Release, how: tuple[str, ...]) -> None:
     pods, back = two_pods.pods("attention"), 0.0
     name = _name(pods[0])
@@ -156,6 +156,6 @@ async def test_a_pod_of_two_goes_and_nothing_is_lost_or_changed(two_pods: Releas
         back = until(lambda: _whole(two_pods, 2, without=name), 300, "another pod has its place, and is ready")
 
     outcome = await two_pods.under_load(remove, lead_s=LEAD_S)
-    print(f"\none pod of two {'killed' if how else 'told to end'}: whole again after {back:.0f} s; {outcome}")
+    print(f"\none pod of two {'killed' if how else 'ended'}: whole again after {back:.0f} s; {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
     assert outcome.finished > 5

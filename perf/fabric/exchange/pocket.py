@@ -1,4 +1,4 @@
-"""The pocket model apart: what its attention and expert workers agree on in a measurement."""
+"""The pocket model with disaggregated experts: what its workers share in a measurement."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Decoding:
                     self._marks.append((time.time(), text))
                 case {"do": "shared"}:
                     usable = sorted(seat.link.seat.number for seat in self._link.lane.usable())
-                    self._parent.tell(usable=usable, used=list(self._link.shared().values()))
+                    self._parent.report(usable=usable, used=list(self._link.shared().values()))
                 case {"do": "stop"}:
                     self._stop.set()
                 case _:
@@ -80,9 +80,9 @@ class Decoding:
     def serve(self) -> None:
         while (command := self._commands.get()) is not None:
             try:
-                self._parent.tell(**getattr(self, command.pop("do"))(**command))
+                self._parent.report(**getattr(self, command.pop("do"))(**command))
             except Exception as error:  # noqa: BLE001 - the parent decides
-                self._parent.tell(error=f"{type(error).__name__}: {error}")
+                self._parent.report(error=f"{type(error).__name__}: {error}")
         self._link.close()
 
     def attach(self, seats: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def main() -> None:
     parent = Parent()
     log_to_stderr()
     worker = Decoding(parent)
-    parent.tell(ready=True)
+    parent.report(ready=True)
     threading.Thread(target=worker.listen, daemon=True).start()
     worker.serve()
 

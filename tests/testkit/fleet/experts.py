@@ -84,7 +84,7 @@ class Member:
         await self._leave()
 
     async def _beat(self) -> bool:
-        """Whether there is news to tell at once."""
+        """Whether there is news to report at once."""
         report, rows, now = self._report(), None, time.monotonic()
         if self._held and now >= self._rows_due:
             self._rows_due = now + ROWS_S

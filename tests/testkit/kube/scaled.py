@@ -57,7 +57,7 @@ class Scaled:
         until(lambda: self.registered() == self.workers, 120, "Prometheus knows it")
 
     def replicas(self) -> tuple[int, int]:
-        """Told and ready."""
+        """Replicas that are set and that are ready."""
         found = self.cluster.get(self.namespace, self.kind, f"{PREFIX}-attention")
         return found["spec"]["replicas"], found.get("status", {}).get("readyReplicas", 0)
 

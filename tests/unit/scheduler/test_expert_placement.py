@@ -105,8 +105,8 @@ def assigned(*seats: SeatState) -> list[tuple[SeatState, ShardGroup]]:
     return list(intentions(seats, None, GROUPS, following=5).assign)
 
 
-def roomy(state: SeatState, most: int) -> SeatState:
-    return replace(state, info=msgspec.structs.replace(state.info, max_experts=most))
+def roomy(state: SeatState, limit: int) -> SeatState:
+    return replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
 
 
 def test_a_table_lists_the_seats_that_are_ready_with_their_group_and_is_written_once() -> None:

@@ -54,8 +54,8 @@ def test_seats_without_room_for_what_their_group_becomes_keep_the_cut() -> None:
     assert next_step([*here[:4], roomy(1)(here[4])], OLD, NEW) is not None, "group 2 stays as it is"
 
 
-def roomy(most: int) -> Callable[[SeatState], SeatState]:
-    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=most))
+def roomy(limit: int) -> Callable[[SeatState], SeatState]:
+    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
 
 
 def test_half_of_the_seats_of_each_group_that_changes_go_ahead() -> None:

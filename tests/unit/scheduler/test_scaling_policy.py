@@ -211,8 +211,8 @@ def test_the_group_waited_for_second_grows_where_the_first_has_its_most() -> Non
     hardly = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.6, COLD: 0.15}), options=own).targets
     assert hardly == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}, "steps hardly wait for it"
     both = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(minimum=1, maximum=1)})
-    most = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
-    assert most[ATTENTION] == 1, "together they are most of a step"
+    wanted = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
+    assert wanted[ATTENTION] == 1, "together they are most of a step"
     late = after(every_second(1, REACTION_S + 3, **how | {"ttft": 1.5}, stall={HOT: 0.3, COLD: 0.25}), options=both)
     assert late.targets[ATTENTION] == 1, "for the first token, too"
 
