@@ -1,5 +1,5 @@
-"""What the shared memory link does on one node: exact under churn, as fast as bare puts and NCCL, and how long a death
-is felt.
+"""What the shared memory link does on one node: exact under churn, its speed against bare puts and NCCL, and how long
+a death is felt.
 
     PYTHONPATH=.:kernels:tests python3 -m perf.fabric.exchange --out OUT   (2 or 4 GPUs; --device cpu: slowly)
 
