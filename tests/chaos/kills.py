@@ -1,4 +1,4 @@
-"""One of several replicas killed in mid-stream, again and again: how long does any client wait?"""
+"""Kills one of several replicas in mid-stream, again and again: how long does any client wait?"""
 
 from __future__ import annotations
 

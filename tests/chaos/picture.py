@@ -86,7 +86,7 @@ def _lanes(
 
 
 def _say(picture: Picture, left: float, right: float, y: float, text: str) -> None:
-    """To the right of what is there; where the picture ends, to its left."""
+    """Write to the right of what is there, or to its left where the picture ends."""
     if right + 26 > _WIDTH - _RIGHT:
         picture.text(left - 3, y, text, size=9, anchor="end")
     else:
@@ -102,7 +102,7 @@ def _colour(event: Mapping[str, Any]) -> str:
 
 
 class _Logarithmic(Scale):
-    """From one power of ten to another."""
+    """A scale from one power of ten to another."""
 
     def __init__(self, low: int, high: int) -> None:
         super().__init__(low, high, _TOP + _PLOT, _TOP)

@@ -1,4 +1,4 @@
-"""From what clients saw and what happened to figures: JSON and lines for a terminal."""
+"""Turns what clients saw and what happened into figures: JSON, and lines for a terminal."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def report(
 
 
 def summary(figures: dict[str, Any]) -> list[str]:
-    """For a terminal."""
+    """Lines for a terminal."""
     quiet = figures["undisturbed"]["inter_token_ms"]
     worst: dict[str, list[float]] = {}
     before = [event["before_ms"] / 1e3 for event in figures["events"]]

@@ -80,7 +80,7 @@ class Day:
         return self.release.cluster.kubectl("-n", self.release.namespace, *words, text=text)
 
     def pods(self) -> dict[str, set[str]]:
-        """Their uids by role, without those that leave."""
+        """Uids of the pods by role, without pods that end."""
         found: dict[str, set[str]] = {}
         for pod in self.release.pods():
             if not is_leaving(pod):

@@ -147,7 +147,7 @@ def _draw(scaled: Scaled, marks: dict[str, float], ended: float, title: str) -> 
 
 
 def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -> None:
-    """With one attention worker, as a small model has."""
+    """There is one attention worker, as for a small model."""
     awake = ("autoscaling.attention.minReplicas=1", "autoscaling.attention.maxReplicas=1")
     scaled.upgrade("autoscaling.sleepAfterSeconds=10", *awake, wait=False)
     asleep = {HOT: 0, COLD: 0, "attention": 0, "gateway": 1}
@@ -169,7 +169,7 @@ def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -
 
 
 def _woken(scaled: Scaled, began: float) -> list[tuple[str, float]]:
-    """When the scheduler wanted replicas, and when each pod was made and ready; s after ``began``."""
+    """Times in s after ``began``: when the scheduler wanted replicas, and when each pod was made and ready."""
     labels = f'namespace="{scaled.namespace}",role="attention"'
     wanted = scaled.prometheus.lines(f"max(expertmesh_wanted_replicas{{{labels}}})", began, time.time())
     at = [at - began for at, value in next(iter(wanted.values()), []) if value > 0]

@@ -36,8 +36,8 @@ CONTEXT = {
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """In a namespace that enforces `restricted`, with a pod of somebody else. With autoscaling, as the scheduler asks
-    the API server then."""
+    """A release in a namespace that enforces `restricted`, with a pod of somebody else. It has autoscaling, as the
+    scheduler asks the API server then."""
     with cluster.namespace("t-security") as namespace:
         _foreign_pod(cluster, namespace, "foreign", {})
         wait = ("--wait", "--timeout", "10m")
@@ -98,7 +98,7 @@ def test_the_same_pod_with_the_label_of_a_role_reaches_what_that_role_does(relea
 
 
 def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
-    """From each role with a Python, to each port of each other."""
+    """Every role with a Python tries each port of every other role."""
     places = [*PORTS.items(), ("experts", 7100)]
     open_ = set()
     for source in ("gateway", "scheduler", "attention", "experts"):

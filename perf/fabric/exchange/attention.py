@@ -108,7 +108,7 @@ class Attention:
         self._stop = threading.Event()
 
     def listen(self) -> None:
-        """In a thread: tables, marks and the end of a run take effect at once, the rest when its turn comes."""
+        """Handle commands in a thread: tables, marks and the end of a run take effect at once, the rest in its turn."""
         for command in self._parent.commands():
             if command["do"] == "table":
                 self._link.apply(self._world.table(command["epoch"], command["seats"]))

@@ -53,7 +53,7 @@ class Child:
         return line
 
     def any_answer(self, seconds: float = 60.0) -> dict[str, Any]:
-        """It may name an error."""
+        """The next answer, which may be an error."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:

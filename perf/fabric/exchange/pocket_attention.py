@@ -61,7 +61,7 @@ class Decoding:
         self._stop = threading.Event()
 
     def listen(self) -> None:
-        """In a thread: tables, marks and the end take effect at once, the rest when its turn comes."""
+        """Handle commands in a thread: tables, marks and the end take effect at once, the rest in its turn."""
         for command in self._parent.commands():
             match command:
                 case {"do": "table", "epoch": epoch, "seats": seats}:

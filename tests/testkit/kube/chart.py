@@ -1,4 +1,4 @@
-"""Where the chart is, the program that renders it, and what is in the result."""
+"""The chart's folder, the program that renders it, and the objects that come out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm/expertmesh"
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 Objects = dict[tuple[str, str], dict[str, Any]]
-"""By kind and name."""
+"""Objects by kind and name."""
 Render = Callable[..., Objects]
 
 

@@ -45,7 +45,7 @@ def defined(cluster: Cluster) -> Iterator[bool]:
 
 @contextmanager
 def controlled(cluster: Cluster, namespace: str) -> Iterator[None]:
-    """Its LeaderWorkerSets have pods meanwhile."""
+    """Give LeaderWorkerSets their pods while the context is open."""
     over = threading.Event()
     controller = _Controller(new_client_from_config(config_file=cluster.environment["KUBECONFIG"]), namespace)
 

@@ -22,7 +22,7 @@ NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
 ROLE = "app.kubernetes.io/component"
 PYTHON = "/opt/expertmesh/bin/python"
-"""In the images."""
+"""Path of Python in the images."""
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 REST_S = 10.0
 """How long the resting client leaves its connection idle between two requests; it keeps it for much longer."""
@@ -42,9 +42,9 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     longest_gap_s: float = 0.0
-    """Between two chunks of one stream, or before the first."""
+    """Longest time between two chunks of one stream, or before the first."""
     gap_at_s: float = 0.0
-    """When it ended, after the load began."""
+    """End of that gap, after the load began."""
 
     def note_gap(self, since: float, now: float) -> None:
         if now - since > self.longest_gap_s:
@@ -64,8 +64,8 @@ class Manner:
     comes_back: bool = False
     takes_up: bool = False
     silence_s: float = 300.0
-    """After so long without a byte a connection counts as broken. A gateway says something every 15 s once an answer
-    has begun."""
+    """Time without a byte after which a connection counts as broken. A gateway sends something every 15 s once an
+    answer has begun."""
 
 
 PLAIN = Manner()

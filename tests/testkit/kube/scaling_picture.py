@@ -72,7 +72,7 @@ def _legend(picture: Picture) -> None:
 
 
 def _plot(picture: Picture, x_axis: Scale, top: float, line: Line, name: str, unit: str, style: str) -> float:
-    """Where the next one begins."""
+    """Draw a plot. Returns where the next one begins."""
     bottom = top + _LATENCY
     y_axis = Scale(0, max([value for _, value in line if value == value], default=1.0) * 1.05, bottom, top)
     for value in steps(0, max([value for _, value in line if value == value], default=1.0), 3):

@@ -72,7 +72,7 @@ def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
 
 @pytest.mark.parametrize("where", ["lockstep", "local", "colocated"])
 def test_bounds_of_expert_workers_that_there_are_not_do_not_reach_the_scheduler(render: Render, where: str) -> None:
-    """It would refuse these."""
+    """The scheduler would refuse these bounds."""
     odd = ("autoscaling.experts.minReplicas=5", "experts.perGroup.0.minReplicas=9")
     rendered = render(*ON, f"layout={where}", *odd, apis=KEDA)
     config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])

@@ -43,7 +43,7 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
     policy = named(objects, "NetworkPolicy", "attention")["spec"]
 
     def roles(rules: list[dict[str, Any]], way: str) -> set[tuple[str, bool]]:
-        """Who, and whether on every port."""
+        """Roles that may connect, and whether to every port."""
         return {
             (peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "ports" not in rule)
             for rule in rules
@@ -56,7 +56,7 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
 
 
 def test_a_cluster_that_knows_no_groups_is_refused(helm: Any) -> None:
-    """Where none is seen, as by tools that render alone, nothing is."""
+    """Tools that render alone see no cluster, and nothing is refused."""
     words = ["template", "mesh", str(CHART), *(word for each in LOCKSTEP for word in ("--set", each))]
     apis = [("--api-versions", each) for each in ("apiregistration.k8s.io/v1", "leaderworkerset.x-k8s.io/v1")]
     seen = helm(*words, *apis[0])

@@ -174,7 +174,7 @@ def test_the_default_user_goes_when_values_say_so(running: Any, render: Render) 
 
 
 def test_before_a_rollback_pods_log_in_as_an_earlier_release_does(running: Any, render: Render) -> None:
-    """While Redis, which is not started again for it, knows both."""
+    """Redis, which is not restarted for it, knows both ways to log in."""
     objects, earlier = render("redis.acl.login=default"), render("redis.acl.enabled=false")
     for role in ("gateway", "scheduler", "attention"):
         env = environment(objects, "Deployment", role)
@@ -237,7 +237,7 @@ def test_another_rule_or_prefix_restarts_redis(render: Render) -> None:
 
 
 def test_memory_and_disk_leave_room_for_rewriting_the_file(render: Render) -> None:
-    """Twice what may be in it, and a file half as long again next to its successor."""
+    """Memory is twice the data, and the volume holds a file half as long again next to its successor."""
     units = {"mb": 1 << 20, "gb": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
     for profile in (None, "dev", "single-node", "multi-node"):
         objects = render("model.hostPath.path=/m" if profile == "single-node" else "commonLabels.a=b", profile=profile)

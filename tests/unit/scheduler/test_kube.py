@@ -257,7 +257,7 @@ def test_the_package_is_imported_where_it_is_needed_alone() -> None:
 
 
 def test_a_scheduler_that_watches_is_loaded_in_two_seconds() -> None:
-    """Of processor time: what else runs on this machine must not count."""
+    """The time is processor time: what else runs on this machine must not count."""
     look = (
         "import services.scheduler.role, time\nfrom services.runtime.kube_client import in_pod_client\n"
         "try: in_pod_client()\nexcept Exception as error: assert 'no way to the API server' in str(error), error\n"

@@ -38,7 +38,7 @@ def seat(number: int, group: ShardGroup, status: Any = "ready") -> SeatState:
 
 
 def seats(*replicas: int) -> list[SeatState]:
-    """So many of each group of the old cut."""
+    """Seats by the number of them in each group of the old cut."""
     held = [group for group, count in zip(OLD, replicas, strict=True) for _ in range(count)]
     return [seat(number, group) for number, group in enumerate(held)]
 
@@ -193,7 +193,7 @@ def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
 
 
 def test_one_small_seat_keeps_no_others_from_being_repartitioned() -> None:
-    """Where each group had to fit it, three groups of 2 would not hold 8 experts."""
+    """If each group had to fit it, three groups of 2 would not hold 8 experts."""
     small = roomy(2)
     here = [small(seat(0, OLD[0])), *(seat(number, group) for number, group in ((1, OLD[0]), (2, OLD[1])))]
     here += [seat(number, group) for number, group in ((3, OLD[1]), (4, OLD[2]), (5, OLD[2]))]

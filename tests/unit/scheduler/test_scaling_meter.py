@@ -85,7 +85,7 @@ def test_a_group_asks_for_the_time_that_its_seats_compute() -> None:
 
 
 def test_calls_that_wait_for_others_are_work_held_back() -> None:
-    """As the module's docstring computes."""
+    """The numbers are those of the module's docstring."""
     seats = [seat("a", 0, 10, 1.0, 0.5)], [seat("a", 0, 12, 1.0, 0.5)]
     loads = after(reading(10, seats=seats[0]), reading(12, seats=seats[1])).loads
     assert loads[HOT].work == pytest.approx(1.333, abs=1e-3)

