@@ -12,7 +12,7 @@ import msgspec
 
 @dataclass(kw_only=True, slots=True)
 class StreamResult:
-    """One streamed completion. Times in seconds by ``time.perf_counter``; token ids if ``return_token_ids`` asks."""
+    """A streamed completion. Times are in seconds by ``time.perf_counter``; ``return_token_ids`` asks for token ids."""
 
     started: float
     first_token: float | None = None
@@ -25,7 +25,7 @@ class StreamResult:
     status: int = 0
     error: str | None = None
     retry_after: float | None = None
-    """Seconds, as the server asked."""
+    """Seconds that the server asks to wait."""
 
     @property
     def gaps(self) -> list[tuple[float, float]]:

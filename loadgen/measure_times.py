@@ -1,10 +1,10 @@
 """Service times for `expertmesh plan --trace`, measured on a running server from its own series.
 
-``python -m loadgen.measure_times --model DIR --json FILE`` serves DIR here with its experts apart, on the CPU, and
+``python -m loadgen.measure_times --model DIR --json FILE`` serves DIR here with disaggregated experts, on the CPU, and
 measures that; ``--url URL --metrics URL,URL,...`` measures a server that runs: the gateway's address, and the metrics
 pages of its attention and expert workers. Nothing else should load it meanwhile.
 
-A round holds so many sequences for so long; a line through the rounds' means gives what a step costs and what a row
+A round keeps a number of sequences running; a line through the rounds' means gives what a step costs and what a row
 adds. Prompts are measured with answers of one token.
 """
 
@@ -29,12 +29,12 @@ from loadgen.served import served
 SEQUENCES = (1, 4, 16, 32)
 PROMPT_TOKENS, SHORT = 256, 4
 VOCABULARY = 1000
-"""Token ids of prompts are below."""
+"""Token ids of prompts are lower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Of the series, over all pages. Seconds."""
+    """Sums of the series over all pages; times are in seconds."""
 
     steps: float
     step_s: float
@@ -58,7 +58,7 @@ SERIES = {
 
 
 def read_totals(pages: Sequence[str]) -> Totals:
-    """``pages``: URLs of metrics pages."""
+    """Totals of the metrics pages at the URLs ``pages``."""
     sums = dict.fromkeys(SERIES.values(), 0.0)
     for page in pages:
         for family in text_string_to_metric_families(httpx.get(page, timeout=30).text):
@@ -69,7 +69,7 @@ def read_totals(pages: Sequence[str]) -> Totals:
 
 
 async def _hold(url: str, model: str, sequences: int, seconds: float, prompt: int, tokens: int) -> None:
-    """So many requests at any time, each with a prompt of its own."""
+    """Keep ``sequences`` requests running, each with a prompt of its own."""
     chance, until = random.Random(sequences), time.monotonic() + seconds
 
     async def keep_asking(client: httpx.AsyncClient) -> None:
@@ -83,7 +83,7 @@ async def _hold(url: str, model: str, sequences: int, seconds: float, prompt: in
 
 
 def measure(url: str, pages: Sequence[str], *, shards: int, seconds: float) -> dict[str, float]:
-    """As :class:`services.planner.day.times.ServiceTimes` names them; ``seconds`` for each round."""
+    """Service times by the names of :class:`services.planner.day.times.ServiceTimes`; a round takes ``seconds``."""
     model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
     def round_of(sequences: int, prompt: int, tokens: int) -> Totals:

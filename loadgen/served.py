@@ -17,7 +17,7 @@ START_S, END_S = 120.0, 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A server that is ready. ``pid``: of the process above all others."""
+    """A server that is ready. ``pid``: the process above all others."""
 
     url: str
     pid: int
@@ -25,10 +25,10 @@ class Served:
 
 @contextmanager
 def served(options: Sequence[str], *, port: int, env: Mapping[str, str] | None = None) -> Iterator[Served]:
-    """It serves while the context is open. ``env`` adds to this process's own.
+    """Serves while the context is open. ``env`` adds to this process's environment.
 
     Raises:
-        SystemExit: it ended, or was not ready in time.
+        SystemExit: the server ended, or was not ready in time.
     """
     command = [sys.executable, "-m", "services", "serve", *options, "--port", str(port)]
     process = subprocess.Popen(command, env=os.environ | (env or {}))

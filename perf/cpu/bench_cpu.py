@@ -2,7 +2,7 @@
 
 ``python -m perf.cpu.bench_cpu`` makes a checkpoint whose decode step takes 15 to 25 ms at 32 streams here, then
 alternates rounds of both sides on the same cores and prints throughput, their ratio, and the CPU time of every hop.
-The in-process side runs in a process of its own, with the same settings and no server beside it.
+The in-process side runs in a process of its own, with the same settings and without a server.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pocket_moe.plots import Picture, Scale
 
 WORKERS = 3
 EXPERT_ROW_S, ATTENTION_ROW_S = 500e-6, 1000e-6
-"""Per row and slot, and per row."""
+"""Seconds per row and slot of experts, and per row of attention."""
 LOADS: Mapping[str, Sequence[Source]] = {
     f"{len(rows)} sources, {name}": [Source(rows=count, row_s=ATTENTION_ROW_S) for count in rows]
     for name, rows in (

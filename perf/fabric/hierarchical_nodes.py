@@ -39,7 +39,7 @@ def main() -> None:
 
 def fitted(found: dict[Rows, dict[Way, Measured]], case: Case) -> Nodes:
     """``message_s`` and ``byte_s`` with the least sum of squared relative errors, both at least 0."""
-    best, most = None, float("inf")
+    best, least = None, float("inf")
     for message_us in range(0, 1500, 25):
         for byte_ps in range(0, 30000, 500):
             nodes = expected_nodes(case, Nodes(**_plain(case), message_s=message_us / 1e6, byte_s=byte_ps / 1e12))
@@ -48,8 +48,8 @@ def fitted(found: dict[Rows, dict[Way, Measured]], case: Case) -> Nodes:
                 for rows, ways in found.items()
                 for way, measured in ways.items()
             )
-            if error < most:
-                best, most = nodes, error
+            if error < least:
+                best, least = nodes, error
     assert best is not None
     return best
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tests:kernels python perf/fabric/lockstep_nccl.py [--gpus N]
 
-One process per GPU. Nodes are made up (the first half of the GPUs is one, the rest the other), so that the hierarchical
-exchange has something to cross; its time on one machine says what its hops cost, not what they save.
+One process per GPU. Nodes are simulated (the first half of the GPUs is one, the rest the other), so that the
+hierarchical exchange has something to cross; its time on one machine says what its hops cost, not what they save.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _link(way: Any, slices: int, wire: NcclWire, nodes: tuple[str, ...], experts
 
 
 def _time_us(link: Any, batch: tuple[Tensor, Tensor, Tensor], control: GlooWire) -> float:
-    """Of one layer's exchange with its experts, from one to the next: the median."""
+    """Median time of one layer's exchange with its experts, from one to the next."""
     times = []
     control.agree([0])
     for _ in range(REPEATS):

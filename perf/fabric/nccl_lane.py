@@ -76,9 +76,11 @@ class Bench:
             for layer in (SCALED, RANDOM):
                 y_TD = link.combine(link.dispatch(layer, x_TD, ids_TK, weights_TK))
                 expected_TD = self.local.combine(self.local.dispatch(layer, x_TD, ids_TK, weights_TK))
-                apart = float((y_TD - expected_TD).abs().max())
+                difference = float((y_TD - expected_TD).abs().max())
                 if not torch.equal(y_TD, expected_TD):
-                    self.report(f"{name}: not LocalLink to the bit", layer=layer, rows=rows, slots=slots, most=apart)
+                    self.report(
+                        f"{name}: not LocalLink to the bit", layer=layer, rows=rows, slots=slots, max=difference
+                    )
                 torch.testing.assert_close(y_TD, expected_TD, atol=2e-3, rtol=2e-3)
             checks += 4
         handles = [(link.dispatch(SCALED, *kit.rows_of(rows, 2, rows, self.device)), rows) for rows in (5, 12, 70)]

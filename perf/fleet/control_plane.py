@@ -92,8 +92,8 @@ class Fleet:
         found |= {"turns": leader.value("placement_turn_seconds_count")}
         return found | {"turn_s": leader.value("placement_turn_seconds_sum")}
 
-    def told(self, what: str, count: int) -> tuple[float, set[str]]:
-        """When, and to whom."""
+    def _sent(self, what: str, count: int) -> tuple[float, set[str]]:
+        """Send ``what`` to ``count`` workers of all parts. Returns when the first one had it, and their names."""
         shares = [count // len(self.parts) + (part < count % len(self.parts)) for part in range(len(self.parts))]
         for part, share in zip(self.parts, shares, strict=True):
             part.send(what, share)
@@ -104,7 +104,7 @@ class Fleet:
         found = []
         with self.watched(phase) as figures:
             for _ in range(times):
-                when, names = self.told(what, count)
+                when, names = self._sent(what, count)
                 self.seats += count if what == "start" else -count
                 absent, present = (set(), names) if what == "start" else (names, set())
                 if count == self.args.experts:

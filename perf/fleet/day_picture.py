@@ -15,7 +15,7 @@ from pocket_moe.plots import Picture, Scale, steps  # noqa: E402
 WIDTH, LEFT, RIGHT, TOP = 980, 64, 24, 92
 HEIGHT, GAP = 130, 40
 EVERY = 3
-"""Minutes to a point, which has the most of them."""
+"""Minutes to a point, which shows their maximum."""
 SHADES = ("a", "b", "c", "d")
 
 
@@ -69,9 +69,9 @@ def _panel(
     lines: Sequence[tuple[str, str, Sequence[float]]],
     minutes: int,
 ) -> None:
-    most = max(max(values[:minutes]) for _, _, values in lines) or 1
-    height = Scale(0, most, top + HEIGHT, top)
-    for value in steps(0, most, 4):
+    highest = max(max(values[:minutes]) for _, _, values in lines) or 1
+    height = Scale(0, highest, top + HEIGHT, top)
+    for value in steps(0, highest, 4):
         drawing.rule(LEFT, height.at(value), WIDTH - RIGHT, height.at(value))
         drawing.text(LEFT - 6, height.at(value) + 4, f"{value:g}", anchor="end", style="mild")
     x = LEFT
@@ -92,7 +92,7 @@ def _panel(
 
 
 def _corners(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without points in the middle of a level stretch."""
+    """``points`` without those in the middle of a level stretch."""
     return [
         point
         for at, point in enumerate(points)

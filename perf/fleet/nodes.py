@@ -4,8 +4,8 @@
 
 Real are the API server, the controllers, the scheduler of pods and KEDA; pods on fake nodes run nothing and are ready
 at once. Needs a cluster by KUBE_TOOL, which goes on running afterwards without the fake nodes and the release.
-``--scaled``: with ScaledObjects, which a real pod tells what is wanted, as a leading scheduler would; then it wants a
-quarter more of some groups. ``--release-only``: no nodes, just the release's size.
+``--scaled``: with ScaledObjects, for which a real pod publishes what is wanted, as a leading scheduler would; then it
+wants a quarter more of some groups. ``--release-only``: no nodes, just the release's size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from testkit.kube.cluster import IMAGES, TAG, Cluster, started
 
 NAMESPACE, RELEASE = "fleet-nodes", "mesh"
 LIMIT_BYTES = 1 << 20
-"""Of a Secret, and so of what Helm keeps of a release."""
+"""Limit of a Secret, and so of what Helm keeps of a release."""
 LEADER, PYTHON, COUNTS = "leader", "/opt/expertmesh/bin/python", "/tmp/counts"
 _PAGE = f'''
 import http.server, json, pathlib
@@ -66,15 +66,15 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
     values["model"]["pvc"] = {"prefetch": {"enabled": False}}
     if args.scaled:
         url = "http://prometheus.monitoring.svc:9090"
-        fewest = {"experts": args.replicas, "attention": args.attention, "gateway": args.gateways}
-        bounds = {role: {"minReplicas": count, "maxReplicas": max(64, count)} for role, count in fewest.items()}
+        minimum = {"experts": args.replicas, "attention": args.attention, "gateway": args.gateways}
+        bounds = {role: {"minReplicas": count, "maxReplicas": max(64, count)} for role, count in minimum.items()}
         prometheus = {"serverAddress": url, "matchers": f'namespace="{NAMESPACE}",pod="{LEADER}"'}
         values["autoscaling"] = {"enabled": True, "prometheus": prometheus, **bounds}
     return values
 
 
 def _more(replicas: int) -> int:
-    """By more than the tenth that an autoscaler tolerates."""
+    """More replicas, by more than the tenth that an autoscaler tolerates."""
     return replicas + max(1, replicas // 4)
 
 
@@ -156,8 +156,8 @@ class Nodes:
             "helm", {"install_s": round(took, 1), "release_bytes": size, "of_limit": round(size / LIMIT_BYTES, 2)}
         )
 
-    def settle(self) -> None:
-        """Until every pod is ready, or the time is over."""
+    def wait_ready(self) -> None:
+        """Wait until every pod is ready, or the time is over."""
         args = self._args
         wanted = args.groups * args.replicas + args.attention + args.gateways + 3
         began, load, ready = time.monotonic(), Load(), 0
@@ -194,7 +194,7 @@ class Nodes:
         self.show("at rest", load.figures())
 
     def scaled(self) -> None:
-        """Until all ScaledObjects are ready; then until KEDA has followed a wish for more."""
+        """Wait until all ScaledObjects are ready, then until KEDA has followed a wanted number that is larger."""
         cluster, args = self._cluster, self._args
         cluster.run(cluster.tool, "build", "-t", f"expertmesh-control:{TAG}", *IMAGES["expertmesh-control"])
         for each in _leader():
@@ -270,7 +270,7 @@ def main() -> None:
         cluster.kubectl("create", "namespace", NAMESPACE)
         nodes.install()
         if not args.release_only:
-            nodes.settle()
+            nodes.wait_ready()
             nodes.spread()
             nodes.rest(20)
             if args.scaled:

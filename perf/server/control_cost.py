@@ -1,4 +1,4 @@
-"""What the host does for a step of decoding sequences beside the model: plan, inputs, loop, draws, bookkeeping.
+"""What the host does for a step of decoding sequences in addition to the model: plan, inputs, loop, draws, bookkeeping.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:tests .venv/bin/python perf/server/control_cost.py
 

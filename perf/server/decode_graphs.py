@@ -1,12 +1,12 @@
-"""Steps by CUDA graph on real GPUs: whether they are right, and what they cost beside eager ones.
+"""Steps by CUDA graph on real GPUs: whether they are right, and what they cost against eager ones.
 
     PYTHONPATH=.:kernels:tests python3 perf/server/decode_graphs.py --out DIR                  (one GPU, some 4 minutes)
     PYTHONPATH=.:kernels:tests python3 perf/server/decode_graphs.py --parts kernel,pocket      (some of it)
 
     kernel   decode attention against its reference on CUDA: shapes, types, windows; in one graph while lengths change
     pocket   the pocket model in float32: greedy tokens by graph, eagerly and as recorded; step times of both
-    apart    the pocket model with experts on other GPUs through shared memory (two GPUs or more), while one of two
-             replicas is killed, a third joins, the other is killed; not among the default parts
+    disaggregated  the pocket model with experts on other GPUs through shared memory (two GPUs or more), while one of
+             two replicas is killed, a third joins, the other is killed; not among the default parts
     tune     tiles of the kernel and programs per SM; not among the default parts
     prompts  Qwen3-30B-A3B's shapes: a layer's time by graph and eagerly with rows of a prompt in the step, by the past
              that they have; not among the default parts
@@ -40,7 +40,7 @@ from torch import Tensor  # noqa: E402
 
 from moe_kernels import backend  # noqa: E402
 from moe_kernels.paged_decode.op import paged_decode  # noqa: E402
-from perf.server.decode_apart import Apart  # noqa: E402
+from perf.server.decode_disaggregated import Disaggregated  # noqa: E402
 from services.attention.step import cuda_graphs as graphs  # noqa: E402
 from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
 from services.attention.step.forward import forward  # noqa: E402
@@ -96,15 +96,15 @@ class Bench:
         self, lengths: list[int], shape: tuple[int, int, int], block_size: int, dtype: torch.dtype, blocks: int = 0
     ) -> tuple[Tensor, ...]:
         heads, kv_heads, head_dim = shape
-        most = max(blocks, *(-(-length // block_size) for length in lengths), 1)
+        width = max(blocks, *(-(-length // block_size) for length in lengths), 1)
         generator = torch.Generator(self.device).manual_seed(len(lengths))
-        pool = len(lengths) * most + 1
+        pool = len(lengths) * width + 1
         draw = {"generator": generator, "device": self.device}
         k, v = (torch.randn(pool, block_size, kv_heads, head_dim, **draw).to(dtype) for _ in range(2))
         q = torch.randn(len(lengths), heads + kv_heads, head_dim, **draw).to(dtype)[:, :heads]
-        table = torch.randperm(pool - 1, **draw).view(len(lengths), most).int()
+        table = torch.randperm(pool - 1, **draw).view(len(lengths), width).int()
         kv_len = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        used = torch.arange(most, device=self.device) * block_size < kv_len[:, None]
+        used = torch.arange(width, device=self.device) * block_size < kv_len[:, None]
         return q, k, v, table.masked_fill(~used, 1 << 30), kv_len
 
     def _against_twin(
@@ -163,18 +163,20 @@ class Bench:
                 found[name] = kit.run(engine, requests).median_ms
             self.note("pocket", sequences=count, step_ms_eager=found["eager"], step_ms_graphs=found["graphs"])
 
-    # apart
+    # disaggregated
 
-    def apart(self) -> None:
+    def disaggregated(self) -> None:
         gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
-        found = Apart(self.out, gpus, self.options.limit - 10).run()
+        found = Disaggregated(self.out, gpus, self.options.limit - 10).run()
         windows = found.pop("windows")
-        self.note("apart", **found)
+        self.note("disaggregated", **found)
         for text, window in windows.items():
-            self.note("apart", window=text, **window)
-        self.must(not found["wrong_count"] and found["answers"] > 0, "apart", "answers are not the recorded ones")
-        self.must(found["graphs_before"] == found["graphs_after"], "apart", "graphs were captured again")
-        self.must(found["replayed"] > 0, "apart", "no step was replayed")
+            self.note("disaggregated", window=text, **window)
+        self.must(
+            not found["wrong_count"] and found["answers"] > 0, "disaggregated", "answers are not the recorded ones"
+        )
+        self.must(found["graphs_before"] == found["graphs_after"], "disaggregated", "graphs were captured again")
+        self.must(found["replayed"] > 0, "disaggregated", "no step was replayed")
 
     # tune
 
@@ -207,7 +209,7 @@ class Bench:
     # prompts
 
     def prompts(self) -> None:
-        """One prompt beside decoding sequences, rows of it with a past of so many tokens."""
+        """Rows of a prompt, with pasts of several lengths, in steps with decoding sequences."""
         decodes, pasts, lengths = 32, (0, 1000, 4000, 16_000), (16, 64, 128, 256, 480)
         parts = self._qwen("prompts")
         engine = parts.engine(
@@ -259,10 +261,10 @@ class Bench:
     def layers(self) -> None:
         options = self.options
         parts = self._qwen("layers")
-        most = max(options.counts)
+        largest = max(options.counts)
         engine = parts.engine(
-            self._capture(), max_num_seqs=most, max_num_batched_tokens=8192, prefix_cache=False,
-            kv_blocks=most * (options.context // 16 + 8), max_model_len=options.context + 4096,
+            self._capture(), max_num_seqs=largest, max_num_batched_tokens=8192, prefix_cache=False,
+            kv_blocks=largest * (options.context // 16 + 8), max_model_len=options.context + 4096,
         )  # fmt: skip
         began = time.perf_counter()
         engine.prepare()
@@ -279,9 +281,7 @@ class Bench:
             self._layer(engine, count, found)
 
     def _layer(self, engine: Any, count: int, found: kit.Run) -> None:
-        """Of ``count`` sequences: the engine's steps, then the forward pass alone, both ways, and attention by
-        itself.
-        """
+        """Times ``count`` sequences: the engine's steps, then the forward pass both ways, and attention alone."""
         model, kv, context = engine._model, engine._kv, self.options.context
         layers, size = model.spec.num_layers, kv.block_size
         blocks = -(-(context + 8) // size)
@@ -316,7 +316,7 @@ class Bench:
         )  # fmt: skip
 
     def _attention_us(self, model: Any, kv: Any, inputs: StepInputs) -> float:
-        """Of one call, over the caches of all layers in turn, so that none is found in the L2."""
+        """Microseconds of one call, over the caches of all layers in turn, so that none is in the L2."""
         assert inputs.decodes is not None
         spec, decodes = model.spec, inputs.decodes
         table = torch.from_numpy(decodes.blocks_BM).int().to(self.device)
@@ -397,7 +397,7 @@ def main() -> int:
 
 
 def _said(token_ids: list[int]) -> list[int]:
-    """Without the token that ends an answer, which is 0."""
+    """``token_ids`` without the token that ends an answer, which is 0."""
     return [token_id for token_id in token_ids[:48] if token_id]
 
 

@@ -16,7 +16,7 @@ _CONTEXT = 600_000
 
 
 async def first_token_s(session: aiohttp.ClientSession, stage: Stage, text: str) -> float:
-    """Of one stream, from before it is sent."""
+    """Seconds from sending a request to its first token."""
     body = {"prompt": text, "max_tokens": 1, "stream": True}
     headers = {"Authorization": f"Bearer {stage.secrets['bob']}"}
     began = time.perf_counter()

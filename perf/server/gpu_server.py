@@ -29,7 +29,7 @@ from typing import Any
 from chaos.faults import Done
 from chaos.load import Load, Outcome, faults_of, jobs
 from chaos.plan import Event
-from chaos.report import gaps_of, longest_apart, longest_per_event, quantiles
+from chaos.report import gaps_of, longest_of_each_overlap, longest_per_event, quantiles
 from testkit.pocket.answers import POCKET, recorded
 from testkit.processes.cluster import Cluster, Shape, places
 from testkit.processes.servers import Bench, bench
@@ -37,7 +37,7 @@ from testkit.processes.servers import Bench, bench
 SHARED_S, LEAVE_S, EFFECT_S, CALM_S, DRAIN_S = 60.0, 30.0, 1.0, 2.0, 12.0
 LONG_S = 0.06
 LAST_S = 40.0
-"""Before the limit: what follows the kills needs so long."""
+"""Time before the limit that what follows the kills needs."""
 
 
 @dataclass(kw_only=True)
@@ -66,9 +66,9 @@ class Run:
         load = Load(url=self.cluster.server.url, streams=self.options.streams)
         wanted = jobs(recorded(), 1, shortest=16, longest=48)
         cold = await load.undisturbed(wanted)
-        self._tell("first answers, kernels compiled on the way", cold)
+        self._report("first answers, kernels compiled on the way", cold)
         quiet = await load.undisturbed(wanted)
-        self._tell("undisturbed", quiet)
+        self._report("undisturbed", quiet)
         over, start = asyncio.Event(), time.perf_counter()
         loading = asyncio.create_task(load.run(wanted, 1, over.is_set))
         await asyncio.sleep(CALM_S)
@@ -77,7 +77,7 @@ class Run:
         finally:
             over.set()
             outcomes = await loading
-        self._tell("disturbed", outcomes)
+        self._report("disturbed", outcomes)
         return self._judge([*cold, *quiet, *outcomes], outcomes, start)
 
     async def _disturb(self) -> None:
@@ -109,7 +109,7 @@ class Run:
         await asyncio.sleep(EFFECT_S + random.random() / 4)
 
     async def _replace(self, name: str) -> None:
-        """It leaves by SIGTERM; another one joins; latencies before, during and after."""
+        """End ``name`` by SIGTERM and start another worker; measure latencies before, during and after."""
         await self._window("calm", CALM_S)
         at, proc = time.perf_counter(), self.cluster.members[name].proc
         assert proc is not None
@@ -136,7 +136,7 @@ class Run:
         self.done.append(Done(event=Event(at=at, kind=kind, target=name), target=name, began=at, ended=at))
 
     async def _shared(self, seats: int) -> None:
-        """Until each attention worker shares memory with so many."""
+        """Wait until each attention worker shares memory with ``seats`` seats."""
         began = time.perf_counter()
         until = began + min(SHARED_S, max(1.0, self.left_s - 10))
         wanted = seats if self.options.shared != "off" else 0
@@ -152,7 +152,7 @@ class Run:
     def _attending(self) -> list[str]:
         return self.cluster.of("attention") or self.cluster.of("colocated")
 
-    def _tell(self, what: str, outcomes: list[Outcome]) -> None:
+    def _report(self, what: str, outcomes: list[Outcome]) -> None:
         first, between = gaps_of(outcomes, 0.0)
         figures = {
             "answers": len(outcomes), "wrong": dict(faults_of(outcomes)),
@@ -168,11 +168,11 @@ class Run:
             self.say(str(outcome.fault))
 
     def _count(self, series: str) -> list[int]:
-        """Of each attention worker, since it started."""
+        """The counter of each attention worker since its start."""
         return [int(self.cluster.metric(name, f"expertmesh_{series}")) for name in self._attending]
 
     def _busy(self) -> dict[str, float]:
-        """Of each seat, since it started; also in steps by shared memory."""
+        """Busy seconds of each seat since its start, those in steps by shared memory, too."""
         holding = self.cluster.of("experts") or self.cluster.of("colocated")
         return {name: round(self.cluster.metric(name, "expertmesh_experts_busy_seconds_total"), 2) for name in holding}
 
@@ -184,8 +184,8 @@ class Run:
             self.say("longest gap", **event)
         kills = sorted(event["longest_gap_ms"] for event in events if event["kind"] == "kill experts")
         self.say("longest gaps after kills of a replica, ms", kills=kills)
-        for begin, end in longest_apart(between, LONG_S):
-            clock = datetime.fromtimestamp(time.time() - time.perf_counter() + begin, UTC)  # as the logs tell it
+        for begin, end in longest_of_each_overlap(between, LONG_S):
+            clock = datetime.fromtimestamp(time.time() - time.perf_counter() + begin, UTC)  # as in the logs
             self.say(
                 "a long gap",
                 at_s=round(begin - start, 2),
@@ -206,7 +206,7 @@ class Run:
 
 
 def special(options: argparse.Namespace, name: str) -> dict[str, object]:
-    """Every worker on the next GPU; links as asked for."""
+    """Settings of one worker: each has the next GPU, and links are as asked for."""
     role, _, number = name.partition("-")
     if role not in ("attention", "experts", "colocated"):
         return {}
@@ -260,9 +260,9 @@ def main() -> int:
     options.until = time.monotonic() + options.limit
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-    apart = 0 if options.colocated else 1
+    separate = 0 if options.colocated else 1
     shape = Shape(
-        attention=apart * options.attention, experts=apart * options.experts, groups=options.groups,
+        attention=separate * options.attention, experts=separate * options.experts, groups=options.groups,
         colocated=options.colocated, schedulers=1, lease_s=6.0,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, bench(Path(folder)) as stage, places(False) as place:

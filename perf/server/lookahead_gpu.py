@@ -1,7 +1,7 @@
 """Decode steps on a GPU, read at once and with lookahead: how long the GPU waits for the host between two steps.
 
     PYTHONPATH=.:kernels:tests python3 perf/server/lookahead_gpu.py --out DIR    (one GPU, some 3 minutes)
-    ... --experts apart --layers 4    (two GPUs: experts on the second one, over shared memory)
+    ... --experts disaggregated --layers 4    (two GPUs: experts on the second one, over shared memory)
 
 First it checks, in float32 and with ends that nobody knows ahead, that tokens are the same both ways; then it times
 256 sequences in bfloat16, for models of some depths in Qwen3-30B-A3B's shapes with few experts. Random weights.
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument(
         "--graphs", nargs="+", default=["off", "on"], choices=["off", "on"], help="decode by CUDA graph"
     )
-    parser.add_argument("--experts", default="local", choices=["local", "apart"])
+    parser.add_argument("--experts", default="local", choices=["local", "disaggregated"])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit", type=int, default=400, help="seconds")
     args = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for layers in args.layers:
         parts = random_parts(shapes(layers, device), device, torch.bfloat16)
-        with apart(parts, args.sequences) if args.experts == "apart" else nullcontext() as link:
+        with disaggregated(parts, args.sequences) if args.experts == "disaggregated" else nullcontext() as link:
             for kind, graphs in product(args.kinds, args.graphs):
                 pair = [
                     timed(parts, kind, args.sequences, args.steps, graphs=graphs == "on", lookahead=ahead, link=link)
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 @contextmanager
-def apart(parts: Parts, rows: int) -> Iterator[SharedMemoryLink]:
+def disaggregated(parts: Parts, rows: int) -> Iterator[SharedMemoryLink]:
     """A link to a process that has the experts on the next GPU."""
     spec, pool = parts.model.spec, GpuPool(2)
     layers = random_experts(spec, parts.model.device, torch.bfloat16)
@@ -117,7 +117,7 @@ def apart(parts: Parts, rows: int) -> Iterator[SharedMemoryLink]:
 
 
 def differ(one: dict[str, list[int]], other: dict[str, list[int]]) -> bool:
-    """In what both have; with lookahead one step more was read."""
+    """Whether tokens that both have differ; with lookahead one more step was read."""
     return any(a != b for name in one for a, b in zip(one[name], other[name], strict=False))
 
 
@@ -178,7 +178,7 @@ def check(device: torch.device) -> int:
 
 
 def crowd(engine: Engine[Any], vocab: int) -> dict[str, list[Any]]:
-    draw, told = random.Random(5), dict[str, list[Any]]()
+    draw, found = random.Random(5), dict[str, list[Any]]()
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "top_p": 0.9},
@@ -203,11 +203,11 @@ def crowd(engine: Engine[Any], vocab: int) -> dict[str, list[Any]]:
         for _ in range(min(len(waiting), draw.choice((0, 0, 0, 2, 9)))):
             engine.add(waiting.pop())
         for event in engine.step():
-            mine = told.setdefault(event.request_id, [])
+            mine = found.setdefault(event.request_id, [])
             mine.append((event.token_id, event.finish))
             if len(mine) == cancelled_after.get(event.request_id) and event.finish is None:
                 engine.cancel(event.request_id, 1)
-    return told
+    return found
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Gaps:
     waited_s: float = 0.0
 
     def attach(self, engine: Engine[Any]) -> None:
-        """A step begins on the device when the host has told its link so."""
+        """Mark that a step begins on the device when the host begins it on its link."""
         stepper: Any = engine._steps
         link: Any = engine._runner._link
         begin = link.begin_step

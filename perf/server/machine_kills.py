@@ -41,14 +41,14 @@ async def go(stage: Bench, options: argparse.Namespace) -> bool:
     finally:
         over.set()
     outcomes = await loading
-    tell(outcomes, marks)
+    report(outcomes, marks)
     series = ("worker_starts_total", "repeated_steps_total", "shared_steps_total", "experts_busy_seconds_total")
     print({name: round(machine.metric(f"expertmesh_{name}"), 2) for name in series}, flush=True)
     return machine.proc.stop() == 0 and not faults_of(outcomes)
 
 
 async def kill(machine: Machine) -> float:
-    """The one that serves longest; when, by the clock of the outcomes. All are ready again afterwards."""
+    """Kill the worker that serves longest, and wait until all are ready. Returns the time, by the outcomes' clock."""
     at = time.perf_counter()
     machine.of_role("colocated")[0].kill()
     await asyncio.sleep(CALM_S)
@@ -57,7 +57,7 @@ async def kill(machine: Machine) -> float:
     return at
 
 
-def tell(outcomes: list[Outcome], marks: list[float]) -> None:
+def report(outcomes: list[Outcome], marks: list[float]) -> None:
     _, between = gaps_of(outcomes, 0.0)
     print(f"{len(outcomes)} answers, faults {dict(faults_of(outcomes))}, ms between tokens:", end=" ")
     print(quantiles([end - begin for begin, end in between]))

@@ -57,7 +57,7 @@ EDITING = {"repetition_penalty", "presence_penalty", "logit_bias", "min_tokens"}
 
 
 def options(vocab: int) -> dict[str, dict[str, Any]]:
-    """The most that the gateway lets through of each."""
+    """Largest value of each that the gateway lets through."""
     order = np.random.default_rng(1).permutation(vocab).tolist()
     bias = {token: float(token % 7 - 3) for token in order[:1024]}
     wide: dict[str, Any] = {
@@ -87,21 +87,21 @@ class Batch:
     """``rows`` decoding sequences of ``context`` tokens, half of them generated, in a cache without layers."""
 
     def __init__(self, rows: int, context: int, vocab: int, device: torch.device) -> None:
-        draw, most = np.random.default_rng(rows), -(-context // BLOCK) + 1
+        draw, blocks = np.random.default_rng(rows), -(-context // BLOCK) + 1
         spec: Any = SimpleNamespace(layers=(), num_kv_heads=1, head_dim=1)
-        self.kv = KVCache(spec, num_blocks=most * rows, block_size=BLOCK, dtype=torch.float32, device=device)
+        self.kv = KVCache(spec, num_blocks=blocks * rows, block_size=BLOCK, dtype=torch.float32, device=device)
         self.histories, self.vocab, self.device = Histories(self.kv), vocab, device
-        self._blocks_RM = draw.permutation(most * rows).reshape(rows, most)
+        self._blocks_RM = draw.permutation(blocks * rows).reshape(rows, blocks)
         texts = draw.zipf(1.2, (min(rows, 16), context)) % vocab
         self._texts = texts.tolist()
-        slots = (self._blocks_RM[:, : most - 1, None] * BLOCK + np.arange(BLOCK)).reshape(rows, -1)[:, :context]
+        slots = (self._blocks_RM[:, : blocks - 1, None] * BLOCK + np.arange(BLOCK)).reshape(rows, -1)[:, :context]
         for row in range(rows):
             self.kv.write_tokens(upload(slots[row].copy(), device), upload(texts[row % 16].copy(), device))
         generator = torch.Generator(device).manual_seed(rows)
         self.logits_RV = torch.randn(rows, vocab, generator=generator, device=device) * 6
 
     def plan(self, sampling: dict[str, Any], *, unknown: int = 0) -> StepPlan:
-        """All of them, asking for ``sampling``; the host does not know their last ``unknown`` tokens."""
+        """A step of all sequences with ``sampling``; the host does not know their last ``unknown`` tokens."""
         states = []
         for row, blocks in enumerate(self._blocks_RM.tolist()):
             text = self._texts[row % 16]
@@ -180,10 +180,10 @@ def draws(args: argparse.Namespace, device: torch.device) -> int:
         batch = Batch(rows, args.context, args.vocab, device)
         for name, sampling in options(args.vocab).items():
             moving = name == "coming and going"
-            if EDITING & sampling.keys() and not moving and rows <= args.most_before:
+            if EDITING & sampling.keys() and not moving and rows <= args.max_before:
                 wrong += unequal(batch, sampling)
             new = timed(batch, sampling, steps=args.steps, before=False, moving=moving)
-            edits = EDITING & sampling.keys() and rows <= args.most_before
+            edits = EDITING & sampling.keys() and rows <= args.max_before
             old = timed(batch, sampling, steps=2, before=True, moving=moving) if edits else None
             print(_line(name, rows, new, old), flush=True)
     print(f"{wrong} logits differ from those before", flush=True)
@@ -223,7 +223,7 @@ def sorts(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def steps(args: argparse.Namespace, device: torch.device) -> None:
-    """Of an engine whose sequences share their prompt."""
+    """Times steps of an engine whose sequences share their prompt."""
     small = device.type == "cpu"
     spec = changed(shapes(2, device), vocab_size=args.vocab, max_position=args.context + 1024)
     parts = random_parts(spec, device, torch.float32 if small else torch.bfloat16)
@@ -240,7 +240,7 @@ def steps(args: argparse.Namespace, device: torch.device) -> None:
                 continue
             decoding = Decoding(engine, prompt, rows, sampling)
             new = decoding.timed(args.steps)
-            asked, edits = EDITING & sampling.keys() and rows <= args.most_before, engine._sampler._edits
+            asked, edits = EDITING & sampling.keys() and rows <= args.max_before, engine._sampler._edits
             engine._sampler._edits = EditsBefore()  # type: ignore[assignment]
             old = decoding.timed(2) if asked else None
             engine._sampler._edits = edits
@@ -271,10 +271,10 @@ class Decoding:
         times, own = list[float](), list[float]()
         for _ in range(count):
             waited_s, began = self.waited_s, time.perf_counter()
-            told = self._engine.step()
+            events = self._engine.step()
             times.append(time.perf_counter() - began)
             own.append(times[-1] - (self.waited_s - waited_s))
-            assert len(told) == self._rows
+            assert len(events) == self._rows
         return statistics.median(times), statistics.median(own)
 
     def end(self) -> None:
@@ -305,7 +305,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--most-before", type=int, default=448, help="rows for which the edits before are run, too")
+    parser.add_argument("--max-before", type=int, default=448, help="rows for which the edits before are run, too")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--limit", type=int, default=300, help="seconds")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""vLLM's expert parallelism beside ours: time of a layer of Qwen3-30B-A3B's shapes at the same batches, in one table.
+"""vLLM's expert parallelism and ours: time of a layer of Qwen3-30B-A3B's shapes at the same batches, in one table.
 
     PYTHONPATH=.:kernels:tests:/site python3 perf/server/vllm_layers.py --ours OUT/results.json [--out DIR]
 
@@ -38,7 +38,7 @@ SHAPES: dict[str, Any] = {
 
 
 def rank_main(rank: int, ranks: int, port: int, depth: int, totals: list[int], barrier: Any, results: Any) -> None:
-    """One rank: an engine on its GPU. Tells ``(rank, total, step_s)``, or the error that ended it."""
+    """One rank: an engine on its GPU. Puts ``(rank, total, step_s)``, or the error that ended it, into ``results``."""
     os.environ |= {
         "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(ranks),
         "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1",
@@ -46,7 +46,7 @@ def rank_main(rank: int, ranks: int, port: int, depth: int, totals: list[int], b
     }  # fmt: skip
     try:
         measure(rank, ranks, depth, totals, barrier, results)
-    except BaseException:  # noqa: BLE001  the parent tells
+    except BaseException:  # noqa: BLE001  the parent reports it
         results.put((rank, -1, traceback.format_exc()[-3000:]))
         barrier.abort()
 
@@ -56,10 +56,10 @@ def measure(rank: int, ranks: int, depth: int, totals: list[int], barrier: Any, 
 
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(SHAPES | {"num_hidden_layers": depth}))
-    most = max(totals) // ranks
+    rows = max(totals) // ranks
     began = time.time()
     engine = LLM(
-        model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=512, max_num_seqs=most,
+        model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=512, max_num_seqs=rows,
         gpu_memory_utilization=0.6, enable_prefix_caching=False, enable_expert_parallel=True, tensor_parallel_size=1,
         compilation_config={"cudagraph_capture_sizes": sorted({total // ranks for total in totals})},
     )  # fmt: skip
@@ -99,12 +99,12 @@ def steps_of(depth: int, ranks: int, totals: list[int], seconds: float) -> dict[
     until = time.monotonic() + seconds
     try:
         for _ in range(ranks * (1 + len(totals))):
-            rank, total, told = results.get(timeout=max(0.1, until - time.monotonic()))
+            rank, total, answer = results.get(timeout=max(0.1, until - time.monotonic()))
             if total < 0:
-                raise RuntimeError(f"rank {rank}:\n{told}")
-            print(f"vLLM {depth} layers, rank {rank}: {total or 'started'} {told:.4f} s", flush=True)
+                raise RuntimeError(f"rank {rank}:\n{answer}")
+            print(f"vLLM {depth} layers, rank {rank}: {total or 'started'} {answer:.4f} s", flush=True)
             if total:
-                found.setdefault(total, []).append(told)
+                found.setdefault(total, []).append(answer)
     finally:
         for child in children:
             child.join(10 if len(found) == len(totals) else 0)
@@ -114,13 +114,13 @@ def steps_of(depth: int, ranks: int, totals: list[int], seconds: float) -> dict[
 
 
 def table(ours: Path | None, shallow: dict[int, float], deep: dict[int, float], layers: int) -> list[dict[str, Any]]:
-    """One row for each batch, microseconds."""
+    """A row for each batch, microseconds."""
     notes = json.loads(ours.read_text())["results"] if ours and ours.exists() else []
     modes = {note["total"]: note for note in notes if note["lane"] == "modes" and "planner" in note}
     rows = []
     for total in sorted(set(shallow) | set(modes)):
         row: dict[str, Any] = {"rows": total}
-        for mode in ("colocated", "apart", "apart_pingpong", "planner"):
+        for mode in ("colocated", "disaggregated", "pingpong", "planner"):
             row[mode] = modes.get(total, {}).get(mode)
         if total in shallow and total in deep:
             row["vllm"] = (deep[total] - shallow[total]) / layers * 1e6
@@ -148,7 +148,7 @@ def main() -> int:
         try:
             left = options.limit - 5 - (time.monotonic() - began)
             found[at] = steps_of(depth, ranks, options.totals, left if at else left * 0.6)
-        except Exception as error:  # noqa: BLE001  ours are told all the same
+        except Exception as error:  # noqa: BLE001  our times are printed all the same
             print(f"vLLM with {depth} layers: {type(error).__name__}: {error}", flush=True)
     rows = table(options.ours, *found, options.depths[1] - options.depths[0])
     for row in rows:

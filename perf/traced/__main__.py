@@ -1,11 +1,11 @@
 """Which of this project's files one request enters, on its way through every process of a server.
 
-    python -m perf.traced [--layout local|shared] [--most 60]
+    python -m perf.traced [--layout local|shared] [--max-files 60]
 
 Starts ``expertmesh serve`` with a small model on the CPU, sends it one streamed completion, and prints every Python
 file whose functions are called from the request's arrival to its last token, and every Lua script that is run, in the
-order of the first call. What is also entered in as long a time without a request (heartbeats, metrics) is told apart.
-Exit code 1: there are more files than ``--most``.
+order of the first call. Files that are also entered in as long a time without a request (heartbeats, metrics) are left
+out. Exit code 1: there are more files than ``--max-files``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def free_port() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.traced", description=__doc__.split("\n\n")[0])
     parser.add_argument("--layout", choices=LAYOUTS, default="local")
-    parser.add_argument("--most", type=int, help="exit code 1 where there are more files")
+    parser.add_argument("--max-files", type=int, help="exit code 1 where there are more files")
     options = parser.parse_args(argv)
     hook = Path(__file__).with_name("hook")
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in of_request:
         print(file)
     print(f"{len(of_request)} files, and {len(found.keys() & idle.keys())} that are entered without a request, too")
-    return 1 if options.most is not None and len(of_request) > options.most else 0
+    return 1 if options.max_files is not None and len(of_request) > options.max_files else 0
 
 
 if __name__ == "__main__":

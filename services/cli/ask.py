@@ -1,4 +1,4 @@
-"""`expertmesh ask`: one completion from a running server, printed as it streams. Ends with 1 where none comes."""
+"""`expertmesh ask`: prints one completion from a running server as it streams. The exit code is 1 without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the completion.
 
     Raises:
-        NoAnswer: there is none; says why.
+        NoAnswer: there is none; the error says why.
     """
     given = _parser().parse_args(argv)
     key = os.environ.get(_KEY)

@@ -1,4 +1,4 @@
-"""`expertmesh demo-model DIR`."""
+"""`expertmesh demo-model DIR`: writes a small checkpoint."""
 
 from __future__ import annotations
 

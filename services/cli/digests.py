@@ -1,4 +1,4 @@
-"""`expertmesh digests`: writes beside a checkpoint what workers hold weights against that others give them."""
+"""`expertmesh digests`: writes digests into a checkpoint, by which workers check weights that others send them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.runtime import configure_logging
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 once the file is written.
+    """Writes the file and returns 0.
 
     Raises:
         CheckpointError: see :func:`services.model.digests.write_digests`.

@@ -1,8 +1,8 @@
-"""`expertmesh fetch`: brings a checkpoint into a folder, checks its files, and says when it is whole.
+"""`expertmesh fetch`: brings a checkpoint into a folder, checks its files, and marks the folder when it is whole.
 
-For volumes that one process fills and others wait for. What makes the folder whole is a mark, written last, that names
-the source: whoever waits for another source waits on. A record, written first, lists what a fetch puts there, so that
-the next one can take it away: a folder has one source's files, never a mixture.
+It is for volumes that one process fills and others wait for. The mark, written last, names the source: a process that
+waits for another source waits on. A record, written first, lists what a fetch puts there, so that the next fetch can
+remove it: a folder has one source's files, never a mixture.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 once the folder is whole.
+    """Fills the folder, or waits until it is whole, and returns 0.
 
     Raises:
         ConfigError: source or digests are malformed.
@@ -49,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
-    """Fills ``folder`` from ``source``; at once where that has been done. ``digests``: file name -> SHA-256, hex.
+    """Fills ``folder`` from ``source``, unless that has been done. ``digests``: file name -> SHA-256, hex.
 
     Raises:
-        CheckpointError: the source is not there, a file is not what its digest says, or the folder cannot be written or
-            has files of which no fetch knows.
+        CheckpointError: the source is not there, a file does not have its digest, or the folder cannot be written or
+            has files that no fetch has put there.
     """
     identity = _identity(source, digests)
     if _mark_of(folder) == identity:
@@ -92,7 +92,7 @@ def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
 
 
 def _digest_experts(folder: Path) -> None:
-    """For workers that join. The folder is whole without: they read their weights from it then."""
+    """Writes digests for workers that join. The folder is whole without, too: workers then read weights from it."""
     try:
         write_digests(folder)
     except (CheckpointError, OSError) as error:
@@ -107,7 +107,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def _refuse_unknown_files(folder: Path, known: Collection[str], origin: Source) -> None:
-    """Raises CheckpointError where ``folder`` has other files: they would be taken for the checkpoint's."""
+    """Raises CheckpointError where ``folder`` has files that would be taken for the checkpoint's."""
     visible = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     if strange := sorted(name for name in visible if name not in known):
         raise CheckpointError(
@@ -162,7 +162,7 @@ def wait(folder: Path, source: str, sleep: Callable[[float], None] = time.sleep)
 
 
 def check(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raises CheckpointError where a file of ``digests`` is missing or another."""
+    """Raises CheckpointError where a file of ``digests`` is missing or has another digest."""
     for name, wanted in digests.items():
         file = folder / name
         if not file.is_file():

@@ -25,14 +25,14 @@ _ACTIONS = ("create", "list", "limit", "revoke")
 
 
 class KeyBook(Protocol):
-    """Where keys are kept."""
+    """A store of keys."""
 
     async def read(self) -> list[ApiKey]: ...
 
     async def add(self, key: ApiKey) -> None: ...
 
     async def replace(self, key: ApiKey, by: ApiKey) -> None:
-        """Both are of the same secret."""
+        """Replace ``key`` by another one of the same secret."""
 
     async def remove(self, key: ApiKey) -> None: ...
 
@@ -183,7 +183,7 @@ def _row(key: ApiKey) -> str:
 
 
 async def _limit(name: str, given: dict[str, Any], book: KeyBook) -> None:
-    """Sets the limits that are given; the others and the secret stay."""
+    """Sets the limits that are given; other limits and the secret stay."""
     if not _limits(given):
         raise ConfigError("No limit is given.", hint=f"For example: expertmesh keys limit {name} --priority 5")
     for key in await _found(name, book):
@@ -199,7 +199,7 @@ async def _revoke(name: str, book: KeyBook) -> None:
 
 
 async def _found(name: str, book: KeyBook) -> list[ApiKey]:
-    """By name, or by the start of the hash that `list` shows."""
+    """Keys with this name, or whose hash, as `list` shows it, begins so."""
     found = [key for key in await book.read() if key.name == name or (len(name) >= 8 and key.sha256.startswith(name))]
     if not found:
         raise ConfigError(f"There is no key {name!r}.", hint="See `expertmesh keys list`.")

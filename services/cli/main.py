@@ -1,4 +1,4 @@
-"""Finds the command and runs it. Each command imports what it needs itself, so that the light ones stay fast."""
+"""Finds the command and runs it. Each command imports what it needs, so that light ones stay fast."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv`` (default: the process's arguments) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _end_when_told()
+    _end_on_sigterm()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else 0
 
 
-def _end_when_told() -> None:
-    """In a container this is the first process, to which the kernel delivers no signal that has no handler: one that
-    came before the role has set its own would be lost, and the pod would stay until it is killed."""
+def _end_on_sigterm() -> None:
+    """Ends at SIGTERM before the role has set its handler. The kernel delivers no signal without a handler to the first
+    process of a container: it would be lost, and the pod would stay until it is killed."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 

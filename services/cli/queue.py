@@ -1,5 +1,4 @@
-"""`expertmesh queue`: the dead-letter list, for an operator, and what nobody could read. A retried request is followed
-to its end here."""
+"""`expertmesh queue`: dead letters and unreadable messages, for an operator. A retry is followed to its end."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ async def _run(given: dict[str, Any], settings: Settings) -> int:
 
 
 class Retry:
-    """Stands in for the gateway that the request came from."""
+    """Runs a dead letter again, in place of the gateway that the request came from."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ def _print_list(letters: Sequence[DeadLetter]) -> None:
 
 
 def _print_unreadable(found: Sequence[Kept]) -> None:
-    """Each with its first bytes, as Python writes them."""
+    """Prints each message with its first bytes, as Python writes them."""
     for kept in found:
         head = [_moment(kept.when_ms), f"{kept.kind} of {kept.source}", f"read by {kept.reader}"]
         print(printable("  ".join([*head, kept.reason])))
@@ -191,5 +190,5 @@ def _moment(when_ms: int) -> str:
 
 
 def _text(token_ids: Sequence[int], codec: TextCodec | None) -> str:
-    """The text, for a terminal, where --model names the tokenizer, else the ids."""
+    """The text, printable, where --model names the tokenizer; else the ids."""
     return printable(codec.decode(token_ids)) if codec else " ".join(map(str, token_ids))

@@ -1,4 +1,4 @@
-"""`expertmesh redis-acl`: the users of a Redis, one for each role, as lines of the file that its `aclfile` names."""
+"""`expertmesh redis-acl`: users for Redis, one for each role, as lines of the file that its `aclfile` names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MIN_PASSWORD = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints them and returns the exit code.
+    """Prints the users and returns the exit code.
 
     Raises:
-        ConfigError: a role or a version is none, or a password is missing or short.
+        ConfigError: a role is unknown, a version malformed, or a password missing or short.
     """
     given = parse_options(_parser(), argv, ["namespace"])
     keys, version = Keys(layer(given).settings.namespace), _version(given["redis_version"])

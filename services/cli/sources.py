@@ -1,4 +1,4 @@
-"""Where checkpoints come from: a folder, or the hub. Files whose names begin with a dot belong to neither."""
+"""Sources of checkpoints: a folder, or the hub. Files whose names begin with a dot do not belong to a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class Source(Protocol):
     @property
     def revision(self) -> str:
-        """What its name stands for today: a commit, or the name itself."""
+        """The commit that the source's name stands for today, or the name itself."""
 
     @property
     def fixed(self) -> bool:
-        """Whether it always will."""
+        """Whether the name always stands for this revision."""
 
     def files(self) -> list[str]:
         """Names of the checkpoint's files, with slashes between folders."""
 
     def bring(self, folder: Path) -> None:
-        """Puts those files into ``folder``. Raises CheckpointError or OSError where that fails."""
+        """Puts the checkpoint's files into ``folder``. Raises CheckpointError or OSError where that fails."""
 
 
 def open_source(source: str, folder: Path) -> Source:
-    """The source called ``source``, from which ``folder`` is to be filled.
+    """The source named ``source``, from which ``folder`` is to be filled.
 
     Raises:
-        CheckpointError: it is not there, or is inside ``folder``.
+        CheckpointError: the source is not there, or is inside ``folder``.
     """
     return _open_hub(source) if source.startswith(_HUB) else _open_folder(Path(source), folder)
 
@@ -98,7 +98,7 @@ def _open_hub(source: str) -> Source:
 
 
 def _plain(names: Iterable[str]) -> list[str]:
-    """Those that lead to no hidden file, and not out of the folder."""
+    """Names, without those of hidden files and those that lead out of the folder."""
     return sorted(name for name in names if not any(part[0] in "./" for part in PurePosixPath(name).parts))
 
 

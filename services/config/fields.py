@@ -1,4 +1,4 @@
-"""A setting: a field with its help, its bounds and the roles that it concerns."""
+"""Settings are fields with a help text, bounds and the roles that they concern."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SCHEDULER: Literal["scheduler"] = "scheduler"
 ATTENTION: Literal["attention"] = "attention"
 EXPERTS: Literal["experts"] = "experts"
 COLOCATED: Literal["colocated"] = "colocated"
-"""Attention and experts in one process: the settings of both, see :func:`services.config.options.concerned`."""
+"""Attention and experts in one process, with the settings of both; see :func:`services.config.options.concerned`."""
 WORKERS: Literal["workers"] = "workers"
-"""The workers of one machine, a process each: the settings of all of them."""
+"""The workers of one machine, a process each, with the settings of all of them."""
 ROLES: tuple[Role, ...] = (GATEWAY, SCHEDULER, ATTENTION, EXPERTS)
 WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION, EXPERTS)
 COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
@@ -23,8 +23,7 @@ COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
 def setting(default: Any, summary: str, *, roles: tuple[Role, ...] = ROLES, hidden: bool = False, **bounds: Any) -> Any:
     """A field with its help and the roles that read it; ``bounds`` are pydantic's ge, gt, le, lt, pattern ...
 
-    Args:
-        hidden: the supervisor or the chart sets it, or tests do; no help and no table names it.
+    ``hidden``: the supervisor, the chart or tests set it; help and tables omit it.
     """
     return Field(default, description=summary, json_schema_extra={"roles": list(roles), "hidden": hidden}, **bounds)
 

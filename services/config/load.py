@@ -1,4 +1,4 @@
-"""Reads the command line, the environment and the YAML file into one :class:`Settings` that knows its origins."""
+"""Reads the command line, the environment and the YAML file into one :class:`Settings`, with each value's origin."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ _SERVICE_LINK = re.compile(
 """Variables that Kubernetes sets for services named expertmesh-*."""
 _LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 _URL = ("redis_url", "redis_url_file")
-"""Two ways to say one thing: the later source's counts, whichever it is."""
+"""Two settings for one thing: that of the later source counts."""
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "matching"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layered:
-    """Effective settings, and for each value that is not a default the place it came from."""
+    """Effective settings, and the origin of each value that is not a default."""
 
     settings: Settings
     origins: Mapping[str, str]
 
     def origin(self, name: str) -> str:
-        """Where the value of ``name`` came from: an option, a variable, a file or ``default``."""
+        """The origin of the value of ``name``: an option, a variable, a file or ``default``."""
         return self.origins.get(name, "default")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """Values of one source. ``label`` and ``key`` format name and origin for messages."""
+    """Values of one source. ``label`` and ``key`` are its name and its keys in messages."""
 
     label: str
     prefix: str
     values: Mapping[str, object]
 
     def key(self, name: str) -> str:
-        """``name`` as the user wrote it in this source."""
+        """The setting ``name`` as users write it in this source."""
         if self.prefix == ENV_PREFIX:
             return ENV_PREFIX + name.upper()
         return option(name) if self.prefix == "--" else name
@@ -83,11 +83,11 @@ def load_layered(
 ) -> Layered:
     """Settings and their origins, from ``argv`` (``sys.argv`` for None) > environment > file > defaults.
 
-    ``role`` restricts the options to those that concern it, and makes sure that what it cannot run without is
-    there; ``overrides`` beat everything.
+    ``role`` restricts the options to those that concern it, and requires what it cannot run without; ``overrides`` beat
+    everything.
 
     Raises:
-        ConfigError: a key is unknown, or a value malformed or missing; names the source, the key and what to write.
+        ConfigError: a key is unknown, or a value malformed or missing; it names the source, the key and what to write.
     """
     parser = OptionParser(f"expertmesh {role or 'serve'}", f"Run the {TITLES[role]}.")
     layered = layer(parse_options(parser, sys.argv[1:] if argv is None else argv, concerned(role)), overrides)
@@ -97,7 +97,7 @@ def load_layered(
 
 
 def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """What was given in ``argv``: the settings in ``names``, ``config``, and the arguments ``parser`` had before.
+    """Values in ``argv`` of the settings in ``names``, of ``config``, and of the arguments that ``parser`` had before.
 
     Raises:
         ConfigError: an option is unknown, does not belong here, or lacks its value.
@@ -133,7 +133,7 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
 
 
 def _refuse_renamed(written: str, name: str) -> None:
-    """Raises ConfigError where an earlier release had the setting ``name``, ``written`` so."""
+    """Raises ConfigError where an earlier release had the setting ``name``, which the user wrote as ``written``."""
     if name in RENAMED:
         raise ConfigError(f"{written} is no setting any more.", hint=RENAMED[name])
 
@@ -183,7 +183,7 @@ def _from_file(path: Path) -> _Source:
 
 
 def _merge(sources: Sequence[_Source]) -> Layered:
-    """Later sources beat earlier ones. Each is validated on its own, so that a hidden mistake is found too."""
+    """Puts later sources over earlier ones. Each is validated on its own, so that a hidden mistake is found, too."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for source in sources:
@@ -230,7 +230,7 @@ def _config_error(error: ValidationError, source: _Source) -> ConfigError:
 
 
 def expected(name: str) -> str:
-    """What may be written for the setting ``name``: type, bounds or choices."""
+    """Values that the setting ``name`` takes: type, bounds or choices."""
     field = Settings.model_fields[name]
     kind = bare(field.annotation)
     if name == "redis_url":

@@ -1,4 +1,4 @@
-"""The command line, generated from the settings. Values stay text here; ``load`` validates them with all others."""
+"""Generates the command line from the settings. Values stay text here; ``load`` validates them with all others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **kwargs)
 
     def option_names(self) -> list[str]:
-        """Everything that may be written with dashes."""
+        """Names of all options, with their dashes."""
         return [name for action in self._actions for name in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
@@ -47,26 +47,26 @@ def _help(name: str) -> str:
     return text if field.default in (None, []) else f"{text} (default: {field.default})"
 
 
-_SETTLED: dict[Role, tuple[str, ...]] = {
+_FIXED: dict[Role, tuple[str, ...]] = {
     COLOCATED: ("layout", "workers", "overlap", "fabric_lane"),
     WORKERS: ("expert_group",),
 }
-"""What has no choice beside these: an attention worker with a seat of its own, the workers of one machine."""
+"""Settings that these roles do not have, as they follow from the role."""
 _COUNTS = ("expert_workers", "expert_groups")
 
 
 def concerned(role: Role | None) -> list[str]:
     """Names of the settings of ``role``; of all roles for None."""
     if role in (COLOCATED, WORKERS):
-        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*SECTIONS["lockstep"].model_fields, *_SETTLED[role]}
+        both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*SECTIONS["lockstep"].model_fields, *_FIXED[role]}
         known = both | {*(_COUNTS if role == WORKERS else ())}
         return [name for name in Settings.model_fields if name in known]
     return [name for name in Settings.model_fields if role is None or role in roles_of(name)]
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Adds ``--config`` and one option per setting in ``names``, under the heading of its section; what is not given is
-    absent from the namespace."""
+    """Adds ``--config`` and one option per setting in ``names``, under the heading of its section. An option that is
+    not given is absent from the namespace."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
     for heading, section in SECTIONS.items():
         mine = [name for name in section.model_fields if name in names]

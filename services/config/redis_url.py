@@ -1,4 +1,4 @@
-"""What a Redis URL says: one server's address, or the Sentinels that know which of several is the primary now."""
+"""Redis URLs: one server's address, or the Sentinels that know which of several servers is the primary now."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _OPTIONS = (
 class SentinelUrl:
     """``redis+sentinel://[user:password@]host[:port],host[:port].../name[/db][?option=...]``; rediss: TLS to all.
 
-    User and password are those of Redis; Sentinels' own are ``sentinel_username`` and ``sentinel_password``. The other
-    options are files: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``; and ``ssl_check_hostname=false``.
+    User and password are those of Redis; options ``sentinel_username`` and ``sentinel_password`` are the Sentinels'.
+    Others are the files ``ssl_ca_certs``, ``ssl_certfile`` and ``ssl_keyfile``, and ``ssl_check_hostname=false``.
     """
 
     sentinels: tuple[tuple[str, int], ...]
@@ -38,10 +38,10 @@ class SentinelUrl:
 
     @classmethod
     def parse(cls, url: str) -> SentinelUrl:
-        """Raises ValueError."""
+        """The parts of ``url``. Raises ValueError."""
         scheme, _, rest = url.partition("://")
         netloc = re.split(r"[/?#]", rest, maxsplit=1)[0]
-        parts = urlsplit(rest[len(netloc) :])  # several hosts, one of them in brackets, are none that urlsplit takes
+        parts = urlsplit(rest[len(netloc) :])  # urlsplit refuses several hosts of which one is in brackets
         login, _, hosts = netloc.rpartition("@")
         username, _, password = (unquote(part) for part in login.partition(":"))
         name, _, db = parts.path.strip("/").partition("/")
@@ -62,7 +62,7 @@ class SentinelUrl:
 
 
 def scheme_of(url: str) -> str:
-    """Lower case; empty without one."""
+    """The scheme of ``url`` in lower case; empty without one."""
     scheme, found, _ = url.partition("://")
     return scheme.lower() if found else ""
 
@@ -75,11 +75,11 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def read(file: Path) -> str:
-    """The URL in ``file``. Raises ValueError, which does not show what is in it, or OSError."""
+    """The URL in ``file``. Raises OSError, or ValueError, which does not show the contents."""
     try:
         return checked(file.read_text(encoding="utf-8").strip())
     except ValueError:
-        raise ValueError("holds no Redis URL") from None  # whatever it is, it may be a secret
+        raise ValueError("holds no Redis URL") from None  # the contents may be a secret
 
 
 def checked(url: str) -> str:

@@ -1,7 +1,6 @@
-"""Settings of earlier releases that are none any more: what to say now, or what happens without them.
+"""Settings of earlier releases that were removed, each with a sentence that says what to write instead.
 
-The command line, the environment and the file refuse such a name with that sentence, and so does the chart, to which
-helm/generate.py hands this table.
+The command line, the environment, the file and the chart (by helm/generate.py) refuse such a name with its sentence.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RENAMED: Mapping[str, str] = {
     "lookahead": "Say --enforce-eager where it was off; auto needs nothing.",
     "gpu": "Say --device cuda:N for one worker; `serve` and `workers` give each a GPU of CUDA_VISIBLE_DEVICES.",
     "kubernetes": "Say --kubernetes-selector alone: where it is given, Kubernetes is asked.",
-    "step_timeout": f"{_ALWAYS} a step counts as hung after ten times --experts-timeout, and a minute at least.",
+    "step_timeout": f"{_ALWAYS} a step counts as stuck after ten times --experts-timeout, and a minute at least.",
     "gateway_lease": f"{_ALWAYS} it is five times --lease.",
     "chunked_prefill": f"{_ALWAYS} long prompts are always split over several steps.",
     "fabric_sums": f"{_ALWAYS} expert workers add outputs up for float16 and bfloat16, and not for float32.",

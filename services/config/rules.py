@@ -1,4 +1,4 @@
-"""What settings may not say together: a function for each rule, which raises ConfigError with what to write instead.
+"""Rules for settings together: a function for each rule, which raises ConfigError and says what to write instead.
 
 Rules see the settings of one process and its role; the role of `serve`, which starts all others, is None.
 """
@@ -27,7 +27,7 @@ def require(settings: Settings, role: Role | None) -> None:
     """Refuses settings with which ``role`` cannot run on its own.
 
     Raises:
-        ConfigError: a rule is broken; says which settings, and what to write.
+        ConfigError: a rule is broken; the error says which settings break it, and what to write.
     """
     for rule in RULES:
         rule(settings, role)
@@ -36,7 +36,7 @@ def require(settings: Settings, role: Role | None) -> None:
 
 
 def _parts(settings: Settings, role: Role | None) -> list[tuple[Role, Settings]]:
-    """The roles that one of several is made of, each with its settings."""
+    """The roles that ``role`` consists of, each with its settings, where it consists of several."""
     if role == COLOCATED:
         both = colocated(settings)
         return [(ATTENTION, both), (EXPERTS, both)]
@@ -49,8 +49,8 @@ def _parts(settings: Settings, role: Role | None) -> list[tuple[Role, Settings]]
 
 
 def colocated(settings: Settings) -> Settings:
-    """What an attention worker and an expert worker in one process go by: rows to other processes, no lane to this one,
-    and nothing to overlap with, since it is this GPU that computes experts.
+    """Settings of an attention worker and an expert worker in one process: without a lane to itself, and without
+    overlap, since this GPU computes experts, too.
 
     Raises:
         ConfigError: something else was asked for.
@@ -73,10 +73,10 @@ def colocated(settings: Settings) -> Settings:
 def check_bounds(given: object, names: Iterable[str]) -> None:
     """Raises ConfigError where ``min_NAME`` of ``given`` is more than its ``max_NAME``."""
     for name in names:
-        fewest, most = getattr(given, f"min_{name}"), getattr(given, f"max_{name}")
-        if fewest > most:
+        low, high = getattr(given, f"min_{name}"), getattr(given, f"max_{name}")
+        if low > high:
             raise ConfigError(
-                f"--min-{name} {fewest} is more than --max-{name} {most}.", hint="Lower the one or raise the other."
+                f"--min-{name} {low} is more than --max-{name} {high}.", hint="Lower the one or raise the other."
             )
 
 
@@ -130,7 +130,8 @@ def _machine_has_a_worker(settings: Settings, role: Role | None) -> None:
 
 
 def _machine_has_ports(settings: Settings, role: Role | None) -> None:
-    """The common page has --metrics-port, each worker the next one, and each seat one from --fabric-port on."""
+    """The common metrics page uses --metrics-port, each worker one of the next ports; each seat one from --fabric-port
+    on."""
     if role != WORKERS:
         return
     workers = settings.workers + settings.disaggregated_experts
@@ -185,10 +186,10 @@ def _replicas_have_room(settings: Settings, role: Role | None) -> None:
     if role != SCHEDULER:
         return
     check_bounds(settings, ("replicas", "attention", "gateways"))
-    for shard, (fewest, most) in settings.shard_bounds().items():
-        if fewest > most:
+    for shard, (low, high) in settings.shard_bounds().items():
+        if low > high:
             raise ConfigError(
-                f"--shard-replicas {shard}={fewest}:{most}: the minimum is more than the maximum.",
+                f"--shard-replicas {shard}={low}:{high}: the minimum is more than the maximum.",
                 hint="Lower the one or raise the other.",
             )
 
@@ -223,10 +224,10 @@ def _slices_divide_the_ranks(settings: Settings, role: Role | None) -> None:
 
 
 def _rows_have_a_secret(settings: Settings, role: Role | None) -> None:
-    apart = _connects(settings, role)
-    shares = apart or (role == ATTENTION and settings.layout == "lockstep")
-    if shares and settings.fabric_secret_file is None:
-        others = "attention and expert workers" if apart else "all ranks"
+    connects = _connects(settings, role)
+    lockstep = role == ATTENTION and settings.layout == "lockstep"
+    if (connects or lockstep) and settings.fabric_secret_file is None:
+        others = "attention and expert workers" if connects else "all ranks"
         raise ConfigError(
             f"The {TITLES[role]} needs the secret that {others} share.",
             hint="Put the same 16 or more random bytes into a file on each host: --fabric-secret-file FILE.",
@@ -250,8 +251,8 @@ def _encrypted_rows_have_no_lane(settings: Settings, role: Role | None) -> None:
 
 
 def _connects(settings: Settings, role: Role | None) -> bool:
-    """Whether rows go between this process and others that attend, or hold experts, alone."""
-    return role == EXPERTS or (role == ATTENTION and settings.apart)
+    """Whether rows go between this process and attention or expert workers."""
+    return role == EXPERTS or (role == ATTENTION and settings.uses_seats)
 
 
 RULES: tuple[Rule, ...] = (

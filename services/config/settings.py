@@ -1,4 +1,4 @@
-"""All settings of a process in one value, and what is known of each: its section, its roles, whether users see it."""
+"""The settings of a process in one value, and facts about each: its section, its roles, whether users see it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Settings(  # pydantic takes the fields of the last base first
     ModelSettings,
     BaseSettings,
 ):
-    """Effective configuration of a process. Times in seconds, sizes in the unit of the name or the help.
+    """Effective configuration of a process. Times are in seconds, sizes in the unit of the name or the help.
 
-    Constructed directly it takes its arguments and nothing else; :func:`services.config.load_settings` reads the
-    command line, the environment and the file.
+    The constructor reads its arguments only; :func:`services.config.load_settings` reads the command line, the
+    environment and the file.
     """
 
     model_config = SettingsConfigDict(
@@ -67,7 +67,7 @@ class Settings(  # pydantic takes the fields of the last base first
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments only: the other sources are read by ``load_layered``, which knows each value's origin."""
+        """Leaves the other sources to ``load_layered``, which knows each value's origin."""
         return (sources["init_settings"],)
 
     @field_validator("*", mode="before")
@@ -87,7 +87,7 @@ class Settings(  # pydantic takes the fields of the last base first
         return value.expanduser() if value else value
 
     def shown(self) -> dict[str, object]:
-        """All values as JSON knows them, secrets masked."""
+        """The values as JSON types, secrets masked."""
         values: dict[str, object] = self.model_dump(mode="json")
         return values | {"redis_url": mask_url(self.redis_url) if self.redis_url else None}
 
@@ -97,17 +97,15 @@ class Settings(  # pydantic takes the fields of the last base first
 
 def roles_of(name: str) -> tuple[Role, ...]:
     """The roles that the setting ``name`` concerns."""
-    concerned = _known_of(name)["roles"]
-    assert isinstance(concerned, list)
-    return tuple(role for role in ROLES if role in concerned)
+    return tuple(role for role in ROLES if role in _facts(name)["roles"])
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the setting ``name`` is handed over between processes, and not for users: no help or table names it."""
-    return bool(_known_of(name)["hidden"])
+    """Whether processes hand the setting ``name`` to one another and users do not set it: help and tables omit it."""
+    return bool(_facts(name)["hidden"])
 
 
-def _known_of(name: str) -> dict[str, Any]:
+def _facts(name: str) -> dict[str, Any]:
     extra = Settings.model_fields[name].json_schema_extra
     assert isinstance(extra, dict)
     return extra

@@ -42,7 +42,7 @@ def run_demo(layered: Layered) -> int:
 
 
 def _require_client() -> None:
-    """The client is a development extra; better to say so now than after the model is loaded."""
+    """Refuses before the model is loaded: the client is a development extra."""
     try:
         importlib.import_module("openai")
     except ImportError as error:
@@ -52,7 +52,7 @@ def _require_client() -> None:
 
 
 def _demo_model() -> Path:
-    """The pocket model, or where it is not there one with random weights, made once."""
+    """The pocket model or, where it is missing, one with random weights, made once."""
     if (POCKET_MODEL / "config.json").exists():
         return POCKET_MODEL
     if not (RANDOM_MODEL / "config.json").exists():
@@ -64,12 +64,12 @@ def _demo_model() -> Path:
 
 
 def prompt_for(model: Path | None) -> str:
-    """What the pocket model was trained for, or something that any model can go on with."""
+    """A prompt that the pocket model was trained for, or one that any model can continue."""
     return _POCKET_PROMPT if model == POCKET_MODEL else _PROMPT
 
 
 def _port(settings: Settings) -> int:
-    """The usual port, or a free one where that is taken: nobody asked for it."""
+    """The default port, or a free one where that is taken."""
     try:
         return check_port(settings.host, settings.port)
     except PortInUse:
@@ -90,7 +90,7 @@ async def _stream_completion(url: str, model: str, prompt: str) -> None:
 
 
 def invitation(url: str, model: str, prompt: str) -> str:
-    """How to go on by hand."""
+    """Text that says how to go on by hand."""
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True})
     return (
         f"Try it yourself:\n\n  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"

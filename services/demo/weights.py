@@ -1,4 +1,4 @@
-"""The demo's weights, untrained but not silent: its output layer holds which token follows which in the corpus.
+"""Makes the demo's weights. They are not trained, but the output layer holds which token follows which in the corpus.
 
 Embedding and output layer are the two sides of a low-rank factorisation of that table, so the text has the look of
 English; the layers between are random and small, and disturb it little.
@@ -14,13 +14,13 @@ import torch
 
 _SMOOTHING = 0.02
 _SHARPNESS = 1.5
-"""Factor on the logits; makes up for what the factorisation and the final norm blur."""
+"""Factor on the logits, which makes up for what the factorisation and the final norm blur."""
 
 
 def make_weights(
     config: dict[str, Any], token_ids: list[int], dtype: torch.dtype, *, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of a qwen3_moe checkpoint under the hub's names. The same arguments give the same bits."""
+    """Tensors of a qwen3_moe checkpoint under the hub's names. The same arguments give the same bits."""
     generator = torch.Generator().manual_seed(seed)
     embed_VD, head_VD = _followers(token_ids, config["vocab_size"], config["hidden_size"], generator)
     tensors = {"model.embed_tokens.weight": embed_VD, "lm_head.weight": head_VD}

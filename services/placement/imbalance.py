@@ -1,5 +1,4 @@
-"""The peak load of a placement while capacity moves between shard groups: what one change would do, without a whole
-sum.
+"""The peak load of a placement while capacity moves between shard groups, without a whole sum for each change.
 
 Legend: L layers, G groups.
 """
@@ -13,9 +12,9 @@ from services.placement.load import per_capacity
 
 
 class PeakLoads:
-    """Of each layer the three groups with the highest load per capacity: any change of two groups leaves one of them.
+    """Keeps for each layer the three groups with the highest load per capacity: a change of two groups leaves one.
 
-    ``capacity_G`` is kept and changed by :meth:`add`.
+    :meth:`add` changes ``capacity_G``.
     """
 
     def __init__(self, loads_LG: Sequence[Sequence[float]], capacity_G: Sequence[float]) -> None:
@@ -26,11 +25,11 @@ class PeakLoads:
 
     @property
     def value(self) -> float:
-        """As :func:`services.placement.load.peak_load`."""
+        """The value of :func:`services.placement.load.peak_load`."""
         return sum(top[0][0] for top in self._top_L)
 
     def deciding(self) -> set[int]:
-        """Groups that alone have the highest ratio of some layer: more capacity elsewhere lowers no peak load."""
+        """Groups that alone have the highest ratio of some layer: capacity for other groups lowers no peak load."""
         return {top[0][1] for top in self._top_L if len(top) == 1 or top[0][0] > top[1][0]}
 
     def after(self, change: Mapping[int, float]) -> float:
@@ -50,7 +49,7 @@ class PeakLoads:
         return total
 
     def add(self, group: int, capacity: float) -> None:
-        """Give ``group`` so much more."""
+        """Give ``group`` more capacity."""
         self.capacity_G[group] += capacity
         for layer, loads_G in enumerate(self._loads_LG):
             before = self._ratios_LG[layer][group]

@@ -1,4 +1,4 @@
-"""Measured load and what a placement makes of it. Torch-free.
+"""Measured load, and the peak load of a placement. Torch-free.
 
 Legend: W windows of time, E experts, B bins (shard groups or devices).
 """
@@ -53,11 +53,6 @@ def even_peak_load(load: Load, capacity_B: Sequence[float]) -> float:
     return sum(map(sum, load.values())) / sum(capacity_B)
 
 
-def imbalance(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
-    """max / mean: :func:`peak_load` over that of a perfect split, 1 at best."""
-    return peak_load(loads_LB, capacity_B) * sum(capacity_B) / sum(map(sum, loads_LB))
-
-
 def per_capacity(load: float, capacity: float) -> float:
-    """inf where there is none."""
+    """Load per unit of capacity; inf without capacity."""
     return load / capacity if capacity else math.inf

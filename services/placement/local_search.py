@@ -16,12 +16,13 @@ Estimates = list[tuple[int, float]]
 """``(bin, change of its load)``."""
 
 _LEVELLING = 0.05
-"""Weight of the mean square beside the maximum: shows the search progress where several bins share the maximum."""
+"""Weight of the mean square, added to the maximum: it guides the search where several bins share the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bins:
-    """``room_B``: experts that a bin may hold. ``price_B``: of loading one more expert, in units of max / mean.
+    """Bins of the search. ``room_B``: experts that a bin may hold. ``price_B``: price of loading one more expert, in
+    units of max / mean.
 
     ``replicate``: an expert may be in several bins, its load split evenly. Otherwise no bin is ever emptied.
     """
@@ -34,9 +35,8 @@ class Bins:
 
 _PROGRESS = 1e-4
 """Improvement, in units of max / mean, below which the search ends."""
-
 _TRIED = 192
-"""Changes of which the value is computed in full in each step, over all windows."""
+"""How many changes have their value computed in full in each step, over all windows."""
 
 
 class Arrangement:
@@ -73,14 +73,14 @@ class Arrangement:
             self._apply(changes)
 
     def value(self) -> float:
-        """What the search minimises: max / mean by window, a little of the mean square, and the price of loading."""
+        """The sum that the search minimises: max / mean by window, a little mean square, and the price of loading."""
         return self._value(self._loads_WB) + sum(
             price * len(held - home)
             for price, held, home in zip(self._bins.price_B, self.held, self._home, strict=True)
         )
 
     def _changes(self) -> Iterator[tuple[Change, ...]]:
-        """By window, the most promising changes to the bin with its highest load; no others lower the maximum."""
+        """The most promising changes, by window, of the bin with the highest load: others do not lower the maximum."""
         for loads_B, loads_E in zip(self._loads_WB, self._loads_WE, strict=True):
             hot = max(
                 range(len(loads_B)), key=lambda number: (loads_B[number] / self._bins.capacity_B[number], -number)
@@ -93,7 +93,7 @@ class Arrangement:
             yield from (changes for _, changes in heapq.nsmallest(_TRIED // len(self._loads_WB), promised))
 
     def _touching(self, hot: int, each_E: Sequence[float]) -> Iterator[tuple[Estimates, tuple[Change, ...]]]:
-        """``each_E``: load of one copy of an expert, in the window at hand."""
+        """Changes of the bin ``hot`` with their estimates. ``each_E``: load of a copy of each expert in one window."""
         for expert in sorted(self.held[hot]):
             for number in range(len(self.held)):
                 if number != hot and expert not in self.held[number]:
@@ -108,7 +108,7 @@ class Arrangement:
     def _between(
         self, hot: int, expert: int, number: int, each_E: Sequence[float]
     ) -> Iterator[tuple[Estimates, tuple[Change, ...]]]:
-        """``expert`` of ``hot`` moves to bin ``number``, is exchanged for one there, or gets a copy there."""
+        """Changes in which ``expert`` of ``hot`` moves to bin ``number``, is exchanged there, or gets a copy there."""
         free, replicate = len(self.held[number]) < self._bins.room_B[number], self._bins.replicate
         load, copied = each_E[expert], each_E[expert] * self._diluted(expert)
         if free and (replicate or len(self.held[hot]) > 1):
@@ -124,12 +124,12 @@ class Arrangement:
                 yield estimates + self._dropped(other, number, each_E), ((number, other, expert),)
 
     def _dropped(self, expert: int, number: int, each_E: Sequence[float]) -> Estimates:
-        """What the other holders take over when bin ``number`` drops its copy."""
+        """Load that the other holders take over when bin ``number`` drops its copy."""
         others = self._holders[expert] - {number}
         return [(other, each_E[expert] / len(others)) for other in others]
 
     def _diluted(self, expert: int) -> float:
-        """What one more copy leaves of the load of each."""
+        """Factor on the load of each copy when there is one more."""
         return len(self._holders[expert]) / (len(self._holders[expert]) + 1)
 
     def _peak_load(self, loads_B: Sequence[float], number: int, change: float) -> float:
@@ -191,7 +191,7 @@ class Arrangement:
         return sum(loads_E[expert] for loads_E in self._loads_WE)
 
     def _place(self, experts: list[int]) -> None:
-        """Each to the bin with room that is least loaded with it; at the end, to those that would stay empty."""
+        """Put each expert into the bin with room that is least loaded with it; the last ones into empty bins."""
         for position, expert in enumerate(experts):
             open_bins = [number for number, held in enumerate(self.held) if len(held) < self._bins.room_B[number]]
             if not open_bins:
@@ -207,7 +207,7 @@ class Arrangement:
         return load / self._bins.capacity_B[number]
 
     def _evict(self) -> int:
-        """Drop the copy whose loss raises the load of the others least; the bin it was in."""
+        """Drop the copy whose loss raises the load of the others least. Returns its bin."""
         spare = [expert for expert, holders in enumerate(self._holders) if len(holders) > 1]
         expert = min(spare, key=lambda expert: (self._total(expert) / (len(self._holders[expert]) - 1), expert))
         number = max(self._holders[expert])

@@ -1,4 +1,4 @@
-"""The next routing table from the current one, measured load and the seats alive: as few experts loaded as will do.
+"""The next routing table from the current one and measured load, with as few experts loaded as will do.
 
 Legend: L layers, G groups, S seats.
 """
@@ -12,19 +12,19 @@ import msgspec
 
 from services.errors import ConfigError
 from services.placement.groups import group_loads, regrouped
+from services.placement.layout import Layout, loaded_fraction
 from services.placement.load import Load, checked_load, even_peak_load, peak_load
-from services.placement.membership import settled
-from services.placement.moves import Layout, Move, loaded_fraction, moves_between
+from services.placement.merge import merged
 from services.placement.replicas import capacities, next_move
-from services.routing import RoutingTable, Seat
+from services.routing import RoutingTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hysteresis:
-    """When a change that nobody forces is worth its loads.
+    """When a change for the load alone is worth the experts that seats have to load for it.
 
-    ``gain``: part of max / mean that it has to save. ``wait_s``: seconds that a table is left alone. ``price``: part of
-    max / mean for which every seat would load everything anew; what is in between costs in proportion.
+    ``gain``: part of max / mean that the change has to save. ``wait_s``: seconds that a table is left alone. ``price``:
+    part of max / mean that it costs if every seat loads all of its experts; fewer loads cost in proportion.
     """
 
     gain: float = 0.1
@@ -36,13 +36,10 @@ class Hysteresis:
 class Plan:
     """``table`` is the current one, not an epoch later, where nothing changes.
 
-    ``moves``: in an order in which, carried out one by one, none takes a group's last seat, where there is one.
-    ``before``, ``after``: expected max / mean load, both against an even split over the seats now alive; ``before`` is
-    of those that the current table had, inf where it leaves a group without any.
+    ``before``, ``after``: expected max / mean load of both tables; inf where a group has no seat.
     """
 
     table: RoutingTable
-    moves: tuple[Move, ...]
     before: float
     after: float
 
@@ -58,42 +55,31 @@ class Room:
 def replan(
     current: RoutingTable,
     load: Load,
-    seats: Sequence[Seat],
     *,
-    elapsed_s: float,
     hysteresis: Hysteresis | None = None,
     limit: int | None = None,
     rooms: Mapping[int, int] | None = None,
-    groups: int | None = None,
 ) -> Plan:
-    """Follow changes of membership at once, and shifts of load where that pays.
+    """Follow the load where that pays.
 
-    A seat that joined goes where it lowers the maximum most. Where seats are fewer than groups, groups without seats,
-    then the least loaded, are merged into the others. Then seats change groups and experts change places, one
-    improvement after the other, until none gains what ``hysteresis`` asks for. Planning again at once, with the same
-    load and seats, changes nothing.
+    Where seats are fewer than groups, groups are merged (:func:`services.placement.merge.merged`). Then seats change
+    groups and experts change places, one improvement after the other, until none gains what ``hysteresis`` asks for.
+    Planning again with the same load changes nothing.
 
     Args:
-        seats: those alive; ``group`` is not read. One whose number the table has under another ``worker`` stays in
-            its group and loads everything.
-        elapsed_s: since ``current`` came into force.
-        limit: experts of a layer that a seat has memory for; all by default.
-        rooms: by group number, the same of the seats of that group; what they hold now fits.
-        groups: how many to have, seats permitting; by default as many as now. Splitting merged groups again may even
-            the load less than the replicas of before did: it saves memory traffic.
+        limit: experts of a layer that a seat has memory for; all by default. What seats hold now fits.
+        rooms: by group number, such a limit for the seats of that group.
 
     Raises:
         NotReady: so few seats cannot hold all experts.
-        ConfigError: ``load`` does not fit the table, or a seat's number or capacity is impossible.
+        ConfigError: ``load`` does not fit the table, or a seat's capacity is not above 0.
     """
     hysteresis = hysteresis or Hysteresis()
     rows = _matching(current, load)
-    seats = sorted(seats, key=lambda seat: seat.number)
+    seats = sorted(current.seats, key=lambda seat: seat.number)
     capacity_S = [seat.capacity for seat in seats]
-    wanted = groups or len(current.groups)
-    layout = settled(current, rows, seats, wanted=wanted, limit=limit, price=hysteresis.price)
-    if elapsed_s >= hysteresis.wait_s:
-        layout = _improved(layout, rows, capacity_S, hysteresis, Room(limit=limit, rooms=rooms))
+    layout = merged(current, rows, limit=limit, price=hysteresis.price)
+    layout = _improved(layout, rows, capacity_S, hysteresis, Room(limit=limit, rooms=rooms))
     even = even_peak_load(rows, capacity_S)
     plan_seats = tuple(
         msgspec.structs.replace(seat, group=layout.groups[group].number)
@@ -103,14 +89,13 @@ def replan(
     unchanged = table.groups == current.groups and set(table.seats) == set(current.seats)
     return Plan(
         table=current if unchanged else msgspec.structs.replace(table, epoch=current.epoch + 1),
-        moves=moves_between(current, table),
-        before=_peak_load_of(current, rows, [seat for seat in current.seats if _stays(seat, seats)]) / even,
-        after=_peak_load_of(table, rows, table.seats) / even,
+        before=_peak_load_of(current, rows) / even,
+        after=_peak_load_of(table, rows) / even,
     )
 
 
 def _improved(layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresis: Hysteresis, room: Room) -> Layout:
-    """Each step gains at least ``hysteresis.gain`` of what is left, so there are few."""
+    """``layout`` after some improvements: few, for each gains at least ``hysteresis.gain`` of what is left."""
     while True:
         here = _layout_peak_load(layout, rows, capacity_S)
         found = [
@@ -125,7 +110,8 @@ def _improved(layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresi
 
 
 def _candidates(layout: Layout, rows: Load, capacity_S: Sequence[float], price: float, room: Room) -> Iterator[Layout]:
-    """One seat moved, two, and so on while each helps; experts regrouped, sparingly and freely, before and after."""
+    """Layouts with one seat moved, two, and so on while each helps, and with experts regrouped before and after that:
+    once at ``price``, once as if loading were free."""
     yield _regrouped(layout, rows, capacity_S, price, room)
     yield _regrouped(layout, rows, capacity_S, 0.0, room)
     loads_LG = group_loads(rows, layout.groups)
@@ -149,13 +135,9 @@ def _layout_peak_load(layout: Layout, rows: Load, capacity_S: Sequence[float]) -
     return peak_load(group_loads(rows, layout.groups), capacities(layout.group_S, capacity_S, len(layout.groups)))
 
 
-def _peak_load_of(table: RoutingTable, rows: Load, seats: Sequence[Seat]) -> float:
-    capacity_G = [sum(seat.capacity for seat in seats if seat.group == group.number) for group in table.groups]
+def _peak_load_of(table: RoutingTable, rows: Load) -> float:
+    capacity_G = [sum(seat.capacity for seat in table.seats_of[group.number]) for group in table.groups]
     return peak_load(group_loads(rows, table.groups), capacity_G)
-
-
-def _stays(seat: Seat, seats: Sequence[Seat]) -> bool:
-    return any((seat.number, seat.worker) == (other.number, other.worker) for other in seats)
 
 
 def _matching(current: RoutingTable, load: Load) -> Mapping[int, list[float]]:
@@ -163,6 +145,6 @@ def _matching(current: RoutingTable, load: Load) -> Mapping[int, list[float]]:
     if set(rows) != set(current.group_of) or {len(row) for row in rows.values()} != {current.num_experts}:
         raise ConfigError(
             f"The load has other layers or experts than the routing table of epoch {current.epoch}.",
-            hint="Measure it on the model that the table is of.",
+            hint="Measure it on the table's model.",
         )
     return rows

@@ -1,4 +1,4 @@
-"""How many and which seats each shard group has: replicas by marginal benefit, seats of unequal capacity.
+"""Assigns seats of unequal capacity to shard groups: replicas go where they help most.
 
 Legend: L layers, G groups, S seats.
 """
@@ -16,9 +16,9 @@ from services.placement.imbalance import PeakLoads
 def assign_seats(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], current_S: Sequence[int | None] | None = None
 ) -> list[int]:
-    """The group (index into ``loads_LG``'s columns) of each seat; every group has at least one.
+    """The group (index into ``loads_LG``'s columns) of each seat; every group has at least one seat.
 
-    Seats that ``current_S`` gives a group stay there, but where a group would have none. The others, the strongest
+    Seats that have a group in ``current_S`` stay there, unless another group would have none. The others, the strongest
     first, go where they lower the maximum load per unit of capacity most. Without ``current_S`` moves and exchanges
     follow until none lowers it further; :func:`next_move` finds them one by one where seats have groups already.
 
@@ -49,9 +49,9 @@ def assign_seats(
 def next_move(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
-    """``group_S`` after the one move that lowers the peak load most; None if none does. Leaves no group without a seat.
+    """``group_S`` after the one move that lowers the peak load most. None: no move does and leaves each group a seat.
 
-    Seats of one group with the same capacity are as good as each other, so the work grows with groups, not with seats.
+    Seats of one group with the same capacity are equal, so the work grows with groups, not with seats.
     """
     peak_loads = PeakLoads(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
     held_G, targets, capacity_G = Counter(group_S), sorted(peak_loads.deciding()), peak_loads.capacity_G
@@ -69,7 +69,7 @@ def next_move(
 
 
 def capacities(group_S: Sequence[int | None], capacity_S: Sequence[float], groups: int) -> list[float]:
-    """``[G]``: capacity of each group's seats together."""
+    """``[G]``: the total capacity of each group's seats."""
     total_G = [0.0] * groups
     for group, capacity in zip(group_S, capacity_S, strict=True):
         if group is not None:
@@ -88,7 +88,7 @@ def _improved(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], 
 def _next_exchange(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
-    """As :func:`next_move`, of two seats that change places."""
+    """``group_S`` after the one exchange of two seats that lowers the peak load most. None: no exchange does."""
     peak_loads = PeakLoads(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
     capacity_G = peak_loads.capacity_G
     kinds = [(group, size, seats[0]) for (group, size), seats in _alike(capacity_S, group_S).items()]
@@ -124,7 +124,8 @@ def _changed(group_S: Sequence[int], change: Mapping[int, int]) -> list[int]:
 
 
 def _cover(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: list[int | None]) -> None:
-    """Give every group without seats one, the most loaded the strongest; where none is free, from a group with most."""
+    """Give every group without seats one: the strongest free seat to the most loaded group. Where no seat is free, a
+    group with several gives one."""
     total_G = _totals(loads_LG)
     empty = [group for group in range(len(total_G)) if group not in group_S]
     for group in sorted(empty, key=lambda group: (-total_G[group], group)):
@@ -141,7 +142,7 @@ def _spare(total_G: Sequence[float], capacity_S: Sequence[float], group_S: Seque
 
 
 def _best_group(peak_loads: PeakLoads, total_G: Sequence[float], capacity: float) -> int:
-    """Where a seat lowers the peak load most; where several groups share the maximum, the one loaded most overall."""
+    """The group where a seat lowers the peak load most; if several share the maximum, the one loaded most overall."""
     capacity_G, deciding, here = peak_loads.capacity_G, peak_loads.deciding(), peak_loads.value
 
     def merit(group: int) -> tuple[float, float, int]:

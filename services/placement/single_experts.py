@@ -1,4 +1,4 @@
-"""Single experts on devices that have slots for some: co-located expert parallelism. Torch-free.
+"""Places single experts on devices that have slots for some: lock-step expert parallelism. Torch-free.
 
 Legend: W windows of time, E experts, B bins of the search (here the devices).
 """
@@ -12,7 +12,7 @@ from services.placement.load import Load, checked_load
 from services.placement.local_search import Arrangement, Bins
 
 Placement = Mapping[int, tuple[tuple[int, ...], ...]]
-"""Layer -> by device the experts that it holds, ascending. Load of an expert is split evenly over its devices."""
+"""Layer -> the experts of each device, ascending. The load of an expert is split evenly over its devices."""
 
 
 def place_experts(
@@ -24,20 +24,20 @@ def place_experts(
     earlier: Sequence[Load] = (),
     price: float = 0.005,
 ) -> Placement:
-    """Experts on devices so that each layer's most loaded device has least to do, with few loaded anew.
+    """Places experts so that each layer's most loaded device has least to do, and devices load few experts.
 
-    Changes to ``current`` (an expert or a device may have gone missing in it) follow while they lower the sum over the
-    windows of max / mean by more than ``price`` for each expert that a device has to load. A placement made anew, where
-    each free slot replicates the expert with the highest load per replica, takes over if it is worth all its loads.
-    Placing again what was placed, for the same load, changes nothing.
+    Changes to ``current`` (an expert or a device may be missing in it) follow while they lower the sum over the windows
+    of max / mean by more than ``price`` for each expert that a device has to load. A new placement, where each free
+    slot replicates the expert with the highest load per replica, takes over if it is worth all its loads. Placing again
+    what was placed, for the same load, changes nothing.
 
     Args:
-        load: of the latest window.
+        load: load of the latest window.
         slots_per_device: experts of a layer that fit on a device; all slots may be used.
         current: devices in the same order; an empty tuple for a new one.
-        earlier: loads of windows before. The placement suits them and ``load`` alike, so that it holds when what was
-            asked before comes back.
-        price: in units of max / mean of one layer.
+        earlier: loads of earlier windows. The placement suits them and ``load`` equally, so that it holds when an
+            earlier load comes back.
+        price: price of loading one expert, in units of max / mean of one layer.
 
     Raises:
         ConfigError: there are fewer slots than experts, or a load is none.
@@ -55,25 +55,6 @@ def place_experts(
         )
         for layer in windows[-1]
     }
-
-
-def experts_to_load(before: Placement, after: Placement) -> int:
-    """How many times a device has to load an expert that it does not hold, over all layers."""
-    return sum(
-        len(set(new) - set(old))
-        for layer, placed in after.items()
-        for old, new in zip(before.get(layer, ((),) * len(placed)), placed, strict=True)
-    )
-
-
-def device_loads(load: Load, placement: Placement) -> list[list[float]]:
-    """``[layers, devices]``: the load of each device, every expert's split evenly over its replicas."""
-    return [_layer_loads(load[layer], placed) for layer, placed in placement.items()]
-
-
-def _layer_loads(loads_E: Sequence[float], placed: Sequence[tuple[int, ...]]) -> list[float]:
-    copies = [sum(held.count(expert) for held in placed) for expert in range(len(loads_E))]
-    return [sum(loads_E[expert] / copies[expert] for expert in held) for held in placed]
 
 
 def _place_layer(
@@ -114,7 +95,7 @@ def _rows(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
 
 
 def _fresh(loads_WE: Sequence[Sequence[float]], devices: int, slots: int) -> list[set[int]]:
-    """Copies where the load per copy is highest; then the heaviest copy first, each to the least loaded device."""
+    """A new placement: copies where the load per copy is highest, packed onto the devices."""
     load_E = [sum(loads_W) for loads_W in zip(*loads_WE, strict=True)]
     copies_E = [1] * len(load_E)
     for _ in range(devices * slots - len(load_E)):
@@ -125,7 +106,8 @@ def _fresh(loads_WE: Sequence[Sequence[float]], devices: int, slots: int) -> lis
 
 
 def _packed(each_E: Sequence[float], copies_E: Sequence[int], devices: int, slots: int) -> list[set[int]]:
-    """A copy for which only devices with the same expert have room is left out, never the last one."""
+    """Packs copies, the heaviest first, each onto the least loaded device. A copy for which only devices with the same
+    expert have room is left out; an expert's last copy never is."""
     held: list[set[int]] = [set() for _ in range(devices)]
     loads = [0.0] * devices
     copies = [expert for expert, number in enumerate(copies_E) for _ in range(number)]
@@ -153,6 +135,6 @@ def _matched(held: Sequence[set[int]], home: Sequence[set[int]]) -> list[set[int
 
 
 def _even(loads_E: Sequence[float]) -> list[float]:
-    """Every window counts alike, however many rows it had."""
+    """Shares of the load, so that every window counts the same, however many rows it had."""
     total = sum(loads_E)
     return [load / total for load in loads_E]

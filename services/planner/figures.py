@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.placement.planning.layer_times import MARGIN
+from services.placement.planning.layer_times import MARGIN, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +25,28 @@ KINDS = {
 }
 MEASURED = "h200"
 REACHED_BANDWIDTH = 4.3 / 4.8
-"""Of the peak, by a copy on an H200 (kernels/bench/floors.py)."""
+"""Share of the peak that a copy on an H200 reaches (kernels/bench/floors.py)."""
 REACHED_FLOPS = 790 / 989
-"""By a large product on an H200 (kernels/bench/floors.py)."""
+"""Share of the peak that a large product on an H200 reaches (kernels/bench/floors.py)."""
 REACHED_LINK = 295 / 450
-"""By rows through shared memory between H200s, as next."""
+"""Share of the peak that rows through shared memory between H200s reach (see LINK_US)."""
 LINK_US = 4.1
-"""One way. ADR 5: round trips of 64, 512 and 4096 KiB take 8.7, 12.2 and 36.7 us, so an empty one 8.2 and a byte more
-1 / 295 GB/s each way."""
+"""Latency of shared memory, one way. ADR 5: round trips of 64, 512 and 4096 KiB take 8.7, 12.2 and 36.7 us, so an empty
+one takes 8.2, and each byte adds 1 / 295 GB/s each way."""
 LOCKSTEP_US = 2500.0
-"""One way among GPUs of several nodes in lock-step. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the host waits
-for sizes."""
+"""Latency of lock-step among GPUs of several nodes, one way. ADR 7: a layer takes 4 to 6 ms whatever the rows, as the
+host waits for sizes."""
 ACROSS_US, ACROSS_GB = 20.0, 50.0
-"""Between nodes: a guess at 400 Gbit/s with RDMA, not measured."""
+"""Latency and bandwidth between nodes: a guess at 400 Gbit/s with RDMA, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """What a plan was estimated with: GPU and nodes, one way over the link, and the load."""
+    """What a plan was estimated with: GPU, links and load. ``across`` is the link between nodes; None: there is one."""
 
     gpu: str
-    nodes: int
-    link_gb: float
-    link_us: float
+    inside: Link
+    across: Link | None
     lockstep_us: float
     context: int
     skew: float
@@ -73,16 +72,22 @@ class Assumed:
         )
         others = ["other splits"] + ([f"the {self.gpu}"] if self.gpu != MEASURED else [])
         others += [f"{self.weight_bits}-bit weights"] if self.weight_bits != 16 else []
-        others += ["several nodes"] if self.nodes > 1 else []
+        others += ["several nodes"] if self.across else []
         return f"{within}; nothing was measured of {', '.join(others)}."
 
     def _together(self) -> str:
-        if self.nodes > 1:
-            return f"lock-step over NCCL, {2 * self.lockstep_us:,.0f} us a layer (ADR 7)"
+        if self.across:
+            layer = f"lock-step over NCCL, {2 * self.lockstep_us:,.0f} us a layer (ADR 7)"
+            return f"{layer}, or by seats that share memory (ADR 13) where they are of one node"
         return "seats that share memory, too (ADR 13)"
 
     def _link(self) -> str:
-        figures = f"{self.link_us:g} us + bytes at {self.link_gb:.0f} GB/s one way"
-        if self.nodes > 1:
-            return f"rows cross nodes in {figures} (a guess: give --across-us, --across-gb)"
-        return f"apart, rows go through shared memory in {figures} (ADR 5), a call for each attention worker"
+        inside = f"rows go through shared memory in {_figures(self.inside)} (ADR 5), a call for each attention worker"
+        if self.across:
+            across = f"rows cross nodes in {_figures(self.across)} (a guess: set --across-us, --across-gb)"
+            return f"{across}; in a node {inside}"
+        return f"disaggregated, {inside}"
+
+
+def _figures(link: Link) -> str:
+    return f"{link.latency * 1e6:g} us + bytes at {link.bandwidth / 1e9:.0f} GB/s one way"

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints a table and what to run.
 
     Raises:
-        ConfigError: figures that cannot be, or weights that fit in no way.
+        ConfigError: a figure cannot be, or the weights fit in no way.
         CheckpointError: there is no config.json that can be read.
     """
     if any(word.split("=")[0] == "--trace" for word in argv):
@@ -77,7 +77,7 @@ def _parser() -> OptionParser:
         default=LOCKSTEP_US,
         type=float,
         metavar="X",
-        help="of GPUs of several nodes in lock-step (2500)",
+        help="latency of GPUs of several nodes in lock-step (2500)",
     )
     parser.add_argument(
         "--across-gb", default=ACROSS_GB, type=float, metavar="X", help="GB/s of one GPU to other nodes (50)"
@@ -144,38 +144,52 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         memory=kind.memory,
     )
     link = _link(spec, given, tokens)
-    together = link  # seats share memory as expert workers do
-    if given.nodes > 1:
-        together = Link(bandwidth=link.bandwidth, latency=max(given.lockstep_us / 1e6, link.latency))
+    lockstep = Link(bandwidth=link.bandwidth, latency=max(given.lockstep_us / 1e6, link.latency))
+
+    def together(degree: int) -> Link:
+        return _inside(given) if _in_one_node(degree, given) else lockstep
+
     kv_bytes = 2.0 * spec.kv_size * ACTIVATION_BYTES * given.context
     return choose_mode(shapes, link, gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew), together=together)
 
 
+def _in_one_node(degree: int, given: Namespace) -> bool:
+    """Whether every ``degree`` GPUs that share experts are of one node: they have seats, those of several lock-step."""
+    return given.gpus // given.nodes % degree == 0
+
+
 def _dense_weights(spec: ModelSpec) -> int:
-    """Projections, router and shared expert of a layer."""
+    """Weights of a layer's projections, router and shared expert."""
     projections = 2 * spec.hidden_size * (spec.q_size + spec.kv_size)
     return projections + spec.hidden_size * (spec.num_experts + 3 * spec.shared_ffn)
 
 
 def _link(spec: ModelSpec, given: Namespace, tokens: int) -> Link:
-    """Between any two GPUs. Across nodes: the bandwidth with which the flat exchange would be as fast as the best."""
+    """The link between any two GPUs. Across nodes it has the bandwidth with which the flat exchange would be as fast as
+    the best one."""
     if given.nodes == 1:
-        return Link(bandwidth=_inside_gb(given) * 1e9, latency=given.link_us / 1e6, joined=False)
+        return _inside(given)
     flat, hierarchical = _ways(spec, given, tokens)
     gain = max(flat.bytes_across / hierarchical.bytes_across, 1.0) if hierarchical.seconds < flat.seconds else 1.0
     return Link(bandwidth=given.across_gb * 1e9 * gain, latency=given.across_us / 1e6)
 
 
+def _inside(given: Namespace) -> Link:
+    """The link between GPUs of one node: memory that seats share, as expert workers do."""
+    gb = KINDS[given.gpu].link * REACHED_LINK / 1e9 if given.link_gb is None else given.link_gb
+    return Link(bandwidth=gb * 1e9, latency=given.link_us / 1e6, joined=False)
+
+
 def _ways(spec: ModelSpec, given: Namespace, tokens: int) -> tuple[Cost, Cost]:
-    """Flat and hierarchical, where all GPUs share one copy of the experts."""
-    ranks = given.gpus // given.nodes
+    """Cost of the flat and of the hierarchical exchange, where all GPUs share one copy of the experts."""
+    ranks, inside = given.gpus // given.nodes, _inside(given)
     nodes = Nodes(
         count=given.nodes,
         ranks=ranks,
         across_latency=given.across_us / 1e6,
         across_bandwidth=given.across_gb * 1e9 * ranks,
-        inside_latency=given.link_us / 1e6,
-        inside_bandwidth=_inside_gb(given) * 1e9,
+        inside_latency=inside.latency,
+        inside_bandwidth=inside.bandwidth,
     )
     rows = Rows(
         tokens=max(tokens // given.gpus, 1),
@@ -186,18 +200,11 @@ def _ways(spec: ModelSpec, given: Namespace, tokens: int) -> tuple[Cost, Cost]:
     return exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
 
 
-def _inside_gb(given: Namespace) -> float:
-    gb: float | None = given.link_gb
-    return KINDS[given.gpu].link * REACHED_LINK / 1e9 if gb is None else gb
-
-
 def _assumed(spec: ModelSpec, given: Namespace) -> Assumed:
-    link = _link(spec, given, given.tokens[-1])
     return Assumed(
         gpu=given.gpu,
-        nodes=given.nodes,
-        link_gb=link.bandwidth / 1e9,
-        link_us=link.latency * 1e6,
+        inside=_inside(given),
+        across=_link(spec, given, given.tokens[-1]) if given.nodes > 1 else None,
         lockstep_us=given.lockstep_us,
         context=given.context,
         skew=given.skew,
@@ -208,11 +215,11 @@ def _assumed(spec: ModelSpec, given: Namespace) -> Assumed:
 def _table(spec: ModelSpec, given: Namespace, modes: dict[int, Mode]) -> Table:
     what = f"{spec.num_experts} experts, {spec.top_k} a token, on {given.gpus} x {given.gpu}"
     table = Table(title=f"{what}: microseconds a layer, estimated", title_justify="left")
-    for column in ("tokens", "together", "apart", "in ping-pong"):
+    for column in ("tokens", "co-located", "disaggregated", "in ping-pong"):
         table.add_column(column, justify="right")
     table.add_column("run")
     for tokens, mode in modes.items():
-        times = (mode.colocated_s, mode.apart_s, mode.apart_pingpong_s)
+        times = (mode.colocated_s, mode.disaggregated_s, mode.pingpong_s)
         table.add_row(str(tokens), *map(_microseconds, times), _name(mode, given))
     return table
 
@@ -226,8 +233,8 @@ def _name(mode: Mode, given: Namespace) -> str:
         if mode.degree == 1:
             return "all-in-one" if given.gpus == 1 else "all-in-one on every GPU"
         return f"co-located by {mode.degree}"
-    ways = "apart, ping-pong" if mode.choice == "apart_pingpong" else "apart"
-    return f"{ways}, {mode.attention} + {mode.experts}"
+    way = "in ping-pong" if mode.choice == "pingpong" else "disaggregated"
+    return f"{way}, {mode.attention} + {mode.experts}"
 
 
 def _across(spec: ModelSpec, given: Namespace, tokens: int) -> str:
@@ -242,7 +249,7 @@ def _across(spec: ModelSpec, given: Namespace, tokens: int) -> str:
 
 
 def _expertflow(spec: ModelSpec, given: Namespace) -> str:
-    """Equations 3.1 to 3.3."""
+    """What ExpertFlow's equations 3.1 to 3.3 say."""
     block = given.block or -(-spec.num_experts // given.gpus)
     batches = given.batches or given.gpus
     plan = parallel_plan(batches, given.gpus, spec.num_experts, block)
@@ -257,21 +264,20 @@ def _expertflow(spec: ModelSpec, given: Namespace) -> str:
 def _command(mode: Mode, given: Namespace) -> str:
     model = f"expertmesh serve --model {given.model}"
     if mode.choice != "colocated":
-        overlap = "on" if mode.choice == "apart_pingpong" else "off"
+        overlap = "on" if mode.choice == "pingpong" else "off"
         return (
             f"{mode.attention} x `expertmesh attention --layout disaggregated --overlap {overlap}`, "
             f"{mode.experts} x `expertmesh experts` (docs/operating.md)"
         )
     if mode.degree > 1:
         here = given.gpus // given.nodes
-        if mode.degree > here:
+        if not _in_one_node(mode.degree, given):
+            copies = f"{given.gpus // mode.degree} times " if mode.degree < given.gpus else ""
             return (
-                f"{mode.degree} x `expertmesh attention --layout lockstep --workers {mode.degree} --rank R "
+                f"{copies}{mode.degree} x `expertmesh attention --layout lockstep --workers {mode.degree} --rank R "
                 "--lockstep-address HOST:PORT` (docs/operating.md)"
             )
-        if given.nodes == 1:  # groups of the experts, each with as many replicas as there are copies
-            groups = f" --expert-groups {mode.degree}" if mode.degree < given.gpus else ""
-            return f"{model} --layout colocated --workers {given.gpus}{groups}"
-        copies = given.gpus // mode.degree
-        return f"{model} --layout colocated --workers {mode.degree}" + (f", {copies} of them" if copies > 1 else "")
+        groups = f" --expert-groups {mode.degree}" if mode.degree < here else ""  # of as many replicas as copies
+        nodes = f", on each of {given.nodes} nodes" if given.nodes > 1 else ""
+        return f"{model} --layout colocated --workers {here}{groups}{nodes}"
     return model if given.gpus == 1 else f"`expertmesh attention` on each of {given.gpus} GPUs (docs/operating.md)"

@@ -27,7 +27,7 @@ MAX_SHARDS = 256
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables.
+    """Replay a day, print tables, and return the exit code.
 
     Raises:
         ConfigError: the trace, another file or an option is not as it must be.
@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     _check(given)
     trace = read_trace(Path(given.trace))
     plant = _plant(given, trace)
-    with _progress(len(trace.minutes)) as told:
-        found = compare(trace, plant, _options(given), scale=given.scale_requests, seed=given.seed, progress=told)
+    with _progress(len(trace.minutes)) as progress:
+        found = compare(trace, plant, _options(given), scale=given.scale_requests, seed=given.seed, progress=progress)
     console = Console()
     console.print(f"Service times: {plant.times.source}. Rows by topic: {given.routing or 'even'}.", highlight=False)
     show(console, trace, plant, found, gpu_hour_cost=given.gpu_hour_cost)
@@ -74,12 +74,12 @@ def _parser() -> OptionParser:
     number("--min-attention", 1, "attention workers at least, while awake", int)
     number("--sleep-after", 0.0, "seconds without requests after which the model sleeps; 0: never")
     number("--scale-down-after", 120.0, "seconds for which fewer replicas must have sufficed")
-    number("--start-seconds", 60.0, "from the wish for a replica to one that serves")
+    number("--start-seconds", 60.0, "until a replica that is wanted serves")
     number("--drain-seconds", 15.0, "until a replica that is not wanted any more is gone")
     number("--attention-gpus", 1.0, "GPUs of an attention worker")
     number("--shard-gpus", 1.0, "GPUs of a replica of a shard group")
-    number("--gpu-hour-cost", 2.5, "of one GPU, in any currency")
-    number("--seed", 0, "of the arrivals", int)
+    number("--gpu-hour-cost", 2.5, "cost of an hour of one GPU, in any currency")
+    number("--seed", 0, "seed of the arrivals", int)
     parser.add_argument("--json", metavar="FILE", help="write all figures there, minute by minute")
     return parser
 
@@ -120,9 +120,9 @@ def _plant(given: Namespace, trace: Trace) -> Plant:
 def _options(given: Namespace) -> ScalingOptions:
     return ScalingOptions(
         bounds={
-            "experts": Bounds(fewest=given.min_replicas, most=given.max_replicas),
-            "attention": Bounds(fewest=given.min_attention, most=given.max_attention),
-            "gateway": Bounds(fewest=1, most=1),
+            "experts": Bounds(minimum=given.min_replicas, maximum=given.max_replicas),
+            "attention": Bounds(minimum=given.min_attention, maximum=given.max_attention),
+            "gateway": Bounds(minimum=1, maximum=1),
         },
         sleep_after_s=given.sleep_after,
         down_after_s=given.scale_down_after,
@@ -136,10 +136,7 @@ def _progress(minutes: int) -> Iterator[Callable[[str, int], None]]:
     ) as bar:
         task = bar.add_task("", total=minutes)
 
-        def told(name: str, minute: int) -> None:
-            bar.update(task, description=name, completed=minute)
-
-        yield told
+        yield lambda name, minute: bar.update(task, description=name, completed=minute)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,9 +1,9 @@
-"""Which seat holds which experts: expert workers' seats in, assignments and the routing table out. The leader's task.
+"""The leader decides which seat holds which experts: seats in, assignments and the routing table out.
 
-The groups of the published table stand, whoever leads. A seat that holds none gets the one where it lowers the highest
-load most, or the one that it was started for, if there is that; replicas follow the load that the seats
-count, one at a time, where that gains enough and the table has stood for a while; so do the groups themselves
-(:mod:`services.scheduler.repartition`). A seat is in the table while it is ready with its group.
+A new leader keeps the groups of the published table. A seat without a group gets the one that it was started for, or
+else the one where it lowers the highest load most. Seats follow the load that they count, one at a time, where that
+gains enough and the table has stood for a while; so do the groups themselves (:mod:`services.scheduler.repartition`).
+A seat is in the table while it is ready with its group.
 """
 
 from __future__ import annotations
@@ -22,36 +22,43 @@ from services.placement import Hysteresis, Load
 from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.asked import AskedGroups
 from services.scheduler.assign import assignments
 from services.scheduler.load import LoadMeter
 from services.scheduler.repartition import Repartitioner, Step, next_step
 from services.scheduler.room import Shortage, can_hold_some, rooms_of
 
 WINDOW_S = 2.0
-"""Between two readings of the load, which take longer the more seats there are: see SEATS_PER_S."""
+"""Seconds between two readings of the load; more with many seats, see SEATS_PER_S."""
 SEATS_PER_S = 200
-"""So many seats' counters are read a second at most; those of all seats together."""
+"""The seats' counters are read at most at this rate, all seats at once."""
 NAMED = 16
-"""Seats that a line of the log names."""
+"""How many seats a line of the log names."""
 HYSTERESIS = Hysteresis()
-"""What a seat's move for the load alone, or another cut of the groups, has to gain; how long a table stands first."""
+"""What a change for the load alone has to gain, and how long a table stands before it."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intentions:
-    """What a look at the seats asks for: ``table`` None: the published one stands. It is published before
-    ``assign``, so that a seat that changes its group is out of the table by then."""
+    """What the leader is to publish (``table``; None: nothing) and then to assign.
+
+    The table comes first, so that a seat that changes its group is out of the table by then.
+    """
 
     table: RoutingTable | None
     assign: tuple[tuple[SeatState, ShardGroup], ...]
 
 
 class ExpertPlacement:
-    """One term's view. ``groups`` is how many there are where no table says it; ``asked``: --expert-groups;
-    ``on_table`` hears of each table; ``staying`` marks seats as dismissed that something else is about to end."""
+    """Places experts during one term of leadership.
+
+    Args:
+        groups: how many groups there are before there is a table.
+        asked: --expert-groups.
+        on_table: is called with each table.
+        staying: marks seats as dismissed that something else is about to end.
+    """
 
     def __init__(
         self,
@@ -68,21 +75,20 @@ class ExpertPlacement:
         self._registry = registry
         self._reader = reader
         self._groups = groups
-        self._asked = AskedGroups(asked)
         self._on_table = on_table
         self._staying = staying
         self._clock = clock
         self._meter = LoadMeter()
         self._hysteresis = hysteresis
         self._repartitioner = Repartitioner(hysteresis, clock=clock)
-        self._shortage = Shortage()
+        self._shortage = Shortage(asked)
         self._next_reading = 0.0
         self._changed_at = clock()
         self._table: RoutingTable | None = None
         self._seen: tuple[object, RoutingTable | None, int] | None = None
 
     async def turn(self, epoch: int) -> bool:
-        """Reap, assign and publish what is due; whether anything changed.
+        """Reap, assign and publish what is due. Returns whether anything changed.
 
         Raises:
             StaleLeader: another scheduler leads.
@@ -100,7 +106,7 @@ class ExpertPlacement:
             seats = self._staying(await self._registry.seats())
         epochs = await self._registry.table_epochs()
         if self._table is None and reaped.held and epochs.oldest == 0:
-            return False  # Redis lost the table: the seats that it listed are about to tell what they hold
+            return False  # Redis lost the table: the seats that it listed are about to report what they hold
         layout = self._table.groups if self._table else await self._first_layout(seats)
         load = await self._measured(seats)
         if self._table is not None:
@@ -140,9 +146,8 @@ class ExpertPlacement:
     def _intentions(
         self, seats: Sequence[SeatState], layout: Sequence[ShardGroup], following: int, load: Load | None
     ) -> Intentions:
-        """Off the event loop: with thousands of seats it takes longer than a request should wait."""
+        """Runs off the event loop: with thousands of seats it takes longer than a request should wait."""
         self._shortage.note(seats, layout)
-        self._asked.note(seats, layout)
         step = None
         if self._repartitioner.target is not None:
             if not self._repartitioner.late:
@@ -155,13 +160,13 @@ class ExpertPlacement:
         return intentions(seats, self._table, layout, following=following, load=load, gain=gain)
 
     async def _first_layout(self, seats: Sequence[SeatState]) -> tuple[ShardGroup, ...]:
-        """What the seats were told before the table was lost, if that is whole; else even groups."""
+        """The groups that were assigned before the table was lost, if they are whole; else even groups."""
         if not seats:
             return ()
         info = seats[0].info
-        told = {group.number: group for group in await self._registry.groups()}
-        if told_whole(told, info):
-            return tuple(told[number] for number in sorted(told))
+        known = {group.number: group for group in await self._registry.groups()}
+        if are_whole(known, info):
+            return tuple(known[number] for number in sorted(known))
         return even_groups(list(info.layers), info.num_experts, min(self._groups, info.num_experts))
 
     async def _measured(self, seats: Sequence[SeatState]) -> Load | None:
@@ -172,11 +177,11 @@ class ExpertPlacement:
         self._next_reading = now + max(WINDOW_S, len(seats) / SEATS_PER_S)
         await asyncio.to_thread(self._meter.read, await self._registry.rows(), self._table)
         needed = [seat for seat in seats if can_hold_some(seat, self._table.groups)]
-        settled = all(seat.status == "ready" for seat in needed) and now >= self._changed_at + self._hysteresis.wait_s
-        return self._meter.load if settled else None
+        stable = all(seat.status == "ready" for seat in needed) and now >= self._changed_at + self._hysteresis.wait_s
+        return self._meter.load if stable else None
 
     def _forget(self) -> None:
-        """What was measured and begun for another model."""
+        """Drop what was measured and begun for another model."""
         self._table, self._meter = None, LoadMeter()
         self._repartitioner = Repartitioner(self._hysteresis, clock=self._clock)
 
@@ -206,11 +211,15 @@ def intentions(
     gain: float = HYSTERESIS.gain,
     step: Step | None = None,
 ) -> Intentions:
-    """What to publish and to assign, the groups being ``layout``. ``following`` is the next table's epoch. A seat may
-    move for ``load``, if that is given and it saves the part ``gain`` of the highest load per capacity. ``step``:
-    towards another cut of the groups.
+    """What to publish and to assign.
 
     The first table waits until each group has a seat: an older one, which Redis lost, may be in use.
+
+    Args:
+        layout: the groups.
+        following: the next table's epoch.
+        load: if given, a seat may move for it, where that saves the part ``gain`` of the highest load per capacity.
+        step: a step towards another cut of the groups.
     """
     if not layout:
         return Intentions(table=None, assign=())
@@ -236,13 +245,13 @@ def intentions(
 
 
 def _held(seat: SeatState, digests: Mapping[str, ShardGroup]) -> ShardGroup | None:
-    """What the seat was told to hold; what it says to hold, where Redis forgot that."""
+    """The group that was assigned to the seat or, where Redis forgot that, the one that it reports."""
     return digests.get(seat.assigned or "") or digests.get(seat.report.digest)
 
 
-def told_whole(told: Mapping[int, ShardGroup], info: ExpertInfo) -> bool:
-    """Whether these groups hold every expert once."""
-    table = RoutingTable(epoch=0, fingerprint="", num_experts=info.num_experts, groups=tuple(told.values()))
+def are_whole(groups: Mapping[int, ShardGroup], info: ExpertInfo) -> bool:
+    """Whether ``groups`` hold every expert once."""
+    table = RoutingTable(epoch=0, fingerprint="", num_experts=info.num_experts, groups=tuple(groups.values()))
     try:
         return set(table.group_of) == set(info.layers)
     except ConfigError:

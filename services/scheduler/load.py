@@ -1,4 +1,4 @@
-"""What the seats' counters say of the experts' load. In: totals by seat. Out: rows per expert, fading."""
+"""The experts' load by the seats' counters: totals by seat in, rows per expert out, fading."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self._counted: dict[int, SeatRows] = {}
-        self._load: Load | None = None
-
-    @property
-    def load(self) -> Load | None:
-        """None until rows were counted."""
-        return self._load
+        self.load: Load | None = None
+        """Unknown until rows were counted."""
 
     def read(self, rows: Mapping[int, SeatRows], table: RoutingTable) -> None:
-        """``rows`` by seat number, as Redis has them."""
+        """Take a reading: ``rows`` by seat number, as Redis has them."""
         experts = {group.digest: group.experts for group in table.groups}
         found = {layer: [0.0] * table.num_experts for layer in table.group_of}
         for seat, counted in rows.items():
@@ -34,4 +30,4 @@ class LoadMeter:
                     found[layer][expert] += count
         first, self._counted = not self._counted, dict(rows)
         if not first and any(map(any, found.values())):
-            self._load = smoothed(self._load, found, weight=FADE)
+            self.load = smoothed(self.load, found, weight=FADE)

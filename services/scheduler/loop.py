@@ -1,11 +1,11 @@
-"""The scheduler's life: campaign, lead, step down. Requests go from the queue into workers' inboxes; nothing else.
+"""A scheduler campaigns, leads and steps down. Requests go from the queue into workers' inboxes; nothing else does.
 
     wait for work -> workers with credit? -> claim that much -> plan -> assign -> (release what found no credit)
 
-One coroutine does it all in turn, so there is nothing to lock: each call is one short round trip, and every call that
-changes something carries the epoch, so that a leader that was paused cannot disturb its successor. While all credit is
-in use nothing is claimed; the end of a request wakes the loop. Between wakes it ticks, to prolong its lock, to reap
-what expired and to refresh the gauges. The placement of experts has a coroutine of its own.
+One coroutine does it all, so there is nothing to lock: each call is one short round trip, and every call that changes
+something carries the epoch, so that a leader that was paused cannot disturb its successor. While all credit is in use
+nothing is claimed; the end of a request wakes the loop. Between wakes it ticks, to prolong its lock, to reap what
+expired and to refresh the gauges. Placement and scaling have coroutines of their own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from services.scheduler.policy import Choice, DispatchPolicy
 from services.scheduler.scaling import Autoscaler
 
 MAX_TAKEOVER_S = 3.0
-"""A leader that was killed is succeeded within this time, or a lease if that is shorter."""
+"""A leader that was killed has a successor within this time, or a lease if that is shorter."""
 MAX_CLAIM = 64
 """Requests per claim: bounds the time of one script call and what a crash leaves to be requeued."""
 PLACEMENT_REST = 3.0
-"""After a turn the placement rests for so many times the CPU time that it took: no more than a quarter of a core."""
+"""The placement rests for this many times the CPU time of its turn: it takes a quarter of a core at most."""
 REFUSED_RETRY_S = 0.02
-"""A worker left between being chosen and being assigned to: look again after this."""
-
+"""Pause after a worker left between being chosen and being assigned to."""
 MIN_BLOCK_S = 0.1
 """Redis ends blocking reads ten times a second; shorter waits are slept."""
 
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intervals:
-    """Seconds. The lock's life plus two of a standby's polls is the time of a takeover."""
+    """Intervals of the loop, seconds. ``lock_ttl`` plus two of a standby's polls is the time of a takeover."""
 
     lock_ttl: float
     poll: float
@@ -90,8 +89,11 @@ class Timer:
 
 
 class Scheduler:
-    """One scheduler process, leader or standby. ``token`` names it in the lock and is never reused; ``placement``
-    makes what a term needs to place experts, ``autoscaler`` what it needs to say how many replicas it wants."""
+    """One scheduler process, leader or standby.
+
+    ``token`` names it in the lock and is never reused. ``placement`` and ``autoscaler`` make what each term needs for
+    placing experts and for wanting replicas.
+    """
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Scheduler:
         self._campaigned = False
 
     def missing(self) -> list[str]:
-        """What keeps it from leading, or from standing by; for /ready."""
+        """What keeps this process from leading and from waiting for the lock; for /ready."""
         return [] if self._campaigned and not self._redis.failing else ["Redis"]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -186,19 +188,19 @@ class _Term:
             StaleLeader: another scheduler leads.
             QueueUnavailable: Redis does not answer.
         """
-        beside = [asyncio.ensure_future(self._keep_placing(self._placement))] if self._placement else []
-        beside += [asyncio.ensure_future(self._keep_scaling(self._autoscaler))] if self._autoscaler else []
+        tasks = [asyncio.create_task(self._keep_placing(self._placement))] if self._placement else []
+        tasks += [asyncio.create_task(self._keep_scaling(self._autoscaler))] if self._autoscaler else []
         try:
             pause_s = 0.0
             while not stop.is_set():
                 await self._wait(pause_s)
                 pause_s = await self._dispatch()
                 await self._keep_house()
-                for task in beside:
+                for task in tasks:
                     if task.done():
                         task.result()
         finally:
-            await end_tasks(beside)
+            await end_tasks(tasks)
         await self._queue.resign(self._epoch)
         log.info("resigned", extra={"epoch": self._epoch})
 
@@ -217,7 +219,7 @@ class _Term:
             await self._observer.refresh()
 
     async def _keep_placing(self, placement: ExpertPlacement) -> None:
-        """Beside the dispatch, which must not wait for it: of thousands of seats a turn takes a while."""
+        """Place experts while requests are dispatched: a turn over thousands of seats takes a while."""
         while True:
             began, spent, changed = time.monotonic(), time.process_time(), False
             try:
@@ -229,7 +231,7 @@ class _Term:
             await asyncio.sleep(max(0.0 if changed else self._intervals.experts, rest_s))
 
     async def _keep_scaling(self, autoscaler: Autoscaler) -> None:
-        """Beside the dispatch, as placing is."""
+        """Scale while requests are dispatched."""
         while True:
             await autoscaler.turn(self._epoch)
             await asyncio.sleep(self._intervals.scaling)
@@ -241,7 +243,7 @@ class _Term:
             self._reaping.expire()
 
     async def _dispatch(self) -> float:
-        """Assign what there is credit for. Returns how long to wait for news before looking again; 0 for not at all."""
+        """Assign what there is credit for. Returns how long to wait for news; 0: look again at once."""
         workers = await self._queue.workers()
         places, tokens = free_credit(workers)
         if not places:
@@ -265,7 +267,7 @@ class _Term:
         return 0.0 if len(claims) == limit and not later else self._intervals.tick
 
     async def _assign(self, choices: Sequence[Choice]) -> int:
-        """Number of choices that came to nothing; the queue has put their requests back."""
+        """Assign ``choices``. Returns how many were refused; the queue has put their requests back."""
         if not choices:
             return 0
         answers = await self._queue.assign(self._epoch, [(choice.request, choice.worker_id) for choice in choices])

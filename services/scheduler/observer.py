@@ -1,4 +1,4 @@
-"""What the scheduler shows of itself: reads the queue's depth and the workers, writes the scheduler's series."""
+"""Writes the scheduler's series: from what the loop does, and from the queue's depth and workers in Redis."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Observer:
         self._metrics.leader.set(1)
 
     def follows(self) -> None:
-        """Not the leader (any more): gauges that only a leader knows go to zero, so that sums stay true."""
+        """Show that this scheduler does not lead: a leader's gauges go to zero, so that sums over all are right."""
         metrics = self._metrics
         for gauge in (metrics.leader, metrics.queued_requests, metrics.queued_tokens, metrics.dead_letters):
             gauge.set(0)
@@ -40,12 +40,12 @@ class Observer:
         metrics.outstanding_tokens.clear()
         metrics.seats.clear()
         metrics.table_epoch.set(0)
-        for series in self._of_scaling():
+        for series in self._scaling_series():
             series.clear()
         self._observed = Observed()
 
-    def _of_scaling(self) -> tuple[Gauge, ...]:
-        """Without values where nobody decides: whoever scales by them holds what it has."""
+    def _scaling_series(self) -> tuple[Gauge, ...]:
+        """Series that have no values while nobody decides: whoever scales by them then keeps the replicas."""
         metrics = self._metrics
         return (
             *(metrics.spec_replicas, metrics.ready_replicas),
@@ -72,14 +72,14 @@ class Observer:
             self._observed.note(state.targets, self._replicas.counts() or {})
 
     def tabled(self, table: RoutingTable) -> None:
-        """``table`` is the one that stands."""
+        """Show ``table``, which is in use."""
         self._metrics.table_epoch.set(table.epoch)
         self._metrics.seats.clear()
         for group, seats in table.seats_of.items():
             self._metrics.seats.labels(group).set(len(seats))
 
     def placed(self, seconds: float) -> None:
-        """A turn of the placement took so long."""
+        """Note how long a turn of the placement took."""
         self._metrics.placement_turn.observe(seconds)
 
     async def refresh(self) -> None:
@@ -97,11 +97,11 @@ class Observer:
             self._counted(self._replicas.counts() or {})
 
     def _counted(self, counts: Mapping[Target, Replicas]) -> None:
-        told, ready = self._metrics.spec_replicas, self._metrics.ready_replicas
-        told.clear()
+        spec, ready = self._metrics.spec_replicas, self._metrics.ready_replicas
+        spec.clear()
         ready.clear()
         for target, replicas in counts.items():
-            told.labels(target.role, target.label).set(replicas.wanted)
+            spec.labels(target.role, target.label).set(replicas.wanted)
             ready.labels(target.role, target.label).set(replicas.ready)
 
     def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment]) -> None:

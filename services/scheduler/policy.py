@@ -10,7 +10,7 @@ it saves: between equal workers, one is preferred for its cache only while it is
 most one prompt, busier than any other with credit. A shared prefix cannot pile everything onto one worker.
 Equal scores go to the worker with fewer requests, then to the lower id.
 
-What a worker holds is guessed from what it was given: the names of prefixes (``services.prefix``) over chunks of
+What a worker holds is guessed from the requests that it got: the names of prefixes (``services.prefix``) over chunks of
 ``CHUNK_TOKENS``, least recently used forgotten first. A wrong guess costs a prefill, never a result.
 """
 
@@ -35,7 +35,7 @@ HOLDERS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """``worker_id`` shall get ``request``, of whose prompt it probably holds ``held_tokens``."""
+    """The worker ``worker_id`` is to get ``request``; it probably holds ``held_tokens`` of the prompt."""
 
     request: GenerateRequest
     worker_id: str
@@ -44,8 +44,8 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What becomes of claimed requests. ``hopeless`` are longer than any worker's context; ``waiting`` lack credit;
-    ``deferred`` are suspects that no worker can run alone yet."""
+    """What becomes of claimed requests. ``hopeless`` ones are longer than any worker's context, ``waiting`` ones lack
+    credit, ``deferred`` ones are suspects that no worker can run alone yet."""
 
     choices: Sequence[Choice]
     hopeless: Sequence[GenerateRequest]
@@ -54,7 +54,7 @@ class Plan:
 
 
 class PrefixMemory:
-    """Bounded map from the name of a prefix to the workers that were last given it. ``scope``: who shares prefixes."""
+    """Bounded map from the name of a prefix to the workers that last got it. ``scope`` says who shares prefixes."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PrefixMemory:
 
 
 class DispatchPolicy:
-    """Chooses workers for a batch of claimed requests and remembers who was given which prefix."""
+    """Chooses workers for a batch of claimed requests and remembers which worker got which prefix."""
 
     def __init__(self, memory: PrefixMemory | None = None) -> None:
         self._memory = memory or PrefixMemory()
@@ -106,13 +106,13 @@ class DispatchPolicy:
     def plan(self, claims: Sequence[Claim], workers: Iterable[WorkerState]) -> Plan:
         """Choices for the longest head of ``claims`` that fits the workers' credit, in order.
 
-        The first request that has to wait for credit ends the head: letting smaller ones behind it pass would starve
-        it and undo the fair order in which they were claimed. Suspects are passed: each waits for a worker that is kept
-        for it, and gets nothing else, until that has no other request without a token. No more than half of the workers
-        are there for suspects at a time, so that a death that left many holds nobody else up.
+        The first request that has to wait for credit ends the head: if smaller requests behind it passed, it might wait
+        forever, and the fair order in which they were claimed would be lost. Suspects are passed: each waits for a
+        worker that gets nothing else, until that worker has no other request without a token. At most half of the
+        workers are kept for suspects at a time, so that many suspects do not hold up all others.
         """
         states = {worker.info.id: worker for worker in workers}
-        most = max(1, len(states) // 2)
+        max_guarded = max(1, len(states) // 2)
         longest = max((worker.info.max_model_len for worker in states.values()), default=None)
         choices: list[Choice] = []
         hopeless: list[GenerateRequest] = []
@@ -122,7 +122,7 @@ class DispatchPolicy:
             if longest is not None and request.max_len > longest:
                 hopeless.append(request)
                 continue
-            full = claim.suspect and sum(worker.guarded for worker in states.values()) >= most
+            full = claim.suspect and sum(worker.guarded for worker in states.values()) >= max_guarded
             choice = None if full else self._choose(claim, states.values())
             if choice is not None:
                 states[choice.worker_id] = _with(states[choice.worker_id], claim)
@@ -149,7 +149,7 @@ class DispatchPolicy:
 
 
 def _able(worker: WorkerState, request: GenerateRequest) -> bool:
-    """Whether ``worker`` has credit and room for ``request``, and is not there for a suspect alone."""
+    """Whether ``worker`` has credit and room for ``request``, and is not kept for a suspect."""
     fits = request.max_len <= worker.info.max_model_len and worker.has_credit(request.cost)
     return fits and not worker.guarded
 

@@ -1,8 +1,9 @@
-"""From one cut of the experts into groups to another, so that every expert is served by some seat all the while.
+"""Replaces one cut of the experts into groups by another, while every expert is served by some seat.
 
-A table has one cut, and a seat holds a whole group. So half of the seats of each group that changes go ahead (of a
-larger group, where it has but one): out of the table, they load what the group will hold, while the others serve what
-it holds. When all who went ahead are ready, one table changes the cut, and the others follow as seats without a group.
+A table has one cut, and a seat holds a whole group. So half of the seats of each group that changes go ahead (a seat of
+a larger group, where the group has only one): out of the table, they load what the group will hold, while the others
+serve what it holds. When all seats that went ahead are ready, one table changes the cut, and the others follow as seats
+without a group.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from services.routing import RoutingTable, ShardGroup
 log = logging.getLogger(__name__)
 
 Groups = tuple[ShardGroup, ...]
-PATIENCE = 10
-"""How many times the hysteresis' pause a change may take, and how long the next one waits after it failed."""
+TIMEOUT = 10
+"""Time limit of a change, in waiting times of the hysteresis; after a failure the next change waits as long."""
 SLACK = 1.25
-"""A group holds at most so many times an even share of a layer's experts, and no more than its seats have room for."""
+"""Limit of a group's size, in even shares of a layer's experts; the room of its seats is another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """``layout`` is the cut of the next table. The seats ``ahead`` are in no table; ``assign`` are new among them."""
+    """The next step of a change: ``layout`` is the cut of the next table, the seats ``ahead`` are in no table, and
+    ``assign`` has those of them that are new."""
 
     layout: Sequence[ShardGroup]
     ahead: frozenset[int] = frozenset()
@@ -37,34 +39,37 @@ class Step:
 
 
 def next_step(seats: Sequence[SeatState], layout: Sequence[ShardGroup], target: Sequence[ShardGroup]) -> Step | None:
-    """How ``layout`` becomes ``target``; None where too few seats are left for that, or one that serves a group has no
-    room for what that becomes: the layout stays as it is.
+    """How ``layout`` becomes ``target``. None: it cannot, as too few seats are left, or a seat that serves a group has
+    no room for what the group becomes.
 
     Args:
-        seats: those that stay.
+        seats: the seats that stay.
     """
     now = {group.number: group for group in layout}
     coming = [group for group in target if now.get(group.number) != group]
     if not all(seat.has_room(group) for group in coming for seat in _members(seats, group, now)):
         return None
-    ahead = {group.number: [seat for seat in seats if seat.assigned == group.digest] for group in coming}
-    if all(found and all(seat.serves(group) for seat in found) for group, found in _pairs(coming, ahead)):
+    ahead = [(group, [seat for seat in seats if seat.assigned == group.digest]) for group in coming]
+    if all(found and all(seat.serves(group) for seat in found) for group, found in ahead):
         return Step(layout=target)
-    serving = {group.number: [seat for seat in seats if _holds(seat, group) and seat.serves(group)] for group in layout}
+    serving = {
+        group.number: [seat for seat in seats if seat.assigned in (None, group.digest) and seat.serves(group)]
+        for group in layout
+    }
     if not all(serving.get(group.number) for group in coming):
         return None
-    assign = _sent_ahead([group for group, found in _pairs(coming, ahead) if not found], serving)
+    assign = _sent_ahead([group for group, found in ahead if not found], serving)
     if assign is None:
         return None
-    gone = {seat.number for found in ahead.values() for seat in found} | {seat.number for seat, _ in assign}
+    gone = {seat.number for _, found in ahead for seat in found} | {seat.number for seat, _ in assign}
     return Step(layout=layout, ahead=frozenset(gone), assign=tuple(assign))
 
 
 def _sent_ahead(
     groups: Sequence[ShardGroup], serving: dict[int, list[SeatState]]
 ) -> list[tuple[SeatState, ShardGroup]] | None:
-    """Seats for ``groups``: half of their own, or one of the group with most where a group has but one; None if nobody
-    can be spared. Takes them out of ``serving``."""
+    """Seats for ``groups``: half of a group's own, or one of the largest group's where a group has only one. None: no
+    seat can be spared. The seats are taken out of ``serving``."""
     assign: list[tuple[SeatState, ShardGroup]] = []
     for group in groups:
         own = serving[group.number]
@@ -77,27 +82,17 @@ def _sent_ahead(
     return assign
 
 
-def _pairs(
-    groups: Sequence[ShardGroup], seats: Mapping[int, list[SeatState]]
-) -> list[tuple[ShardGroup, list[SeatState]]]:
-    return [(group, seats[group.number]) for group in groups]
-
-
 def _members(seats: Sequence[SeatState], coming: ShardGroup, now: Mapping[int, ShardGroup]) -> list[SeatState]:
-    """Seats that hold what is to become ``coming``: they will hold that."""
+    """Seats of the group that is to become ``coming``."""
     digests = {now[coming.number].digest} if coming.number in now else set()
     return [seat for seat in seats if {seat.assigned, seat.report.digest} & digests]
 
 
-def _holds(seat: SeatState, group: ShardGroup) -> bool:
-    return seat.assigned in (None, group.digest)
-
-
 class Repartitioner:
-    """Looks for a better cut, on a thread of its own, and keeps it as the target until it stands.
+    """Looks for a better cut on a thread of its own, and keeps it as the target until a table has it.
 
     Args:
-        plan: as :func:`services.placement.replan`, which takes ten seconds for 48 layers of 128 experts.
+        plan: :func:`services.placement.replan`, which takes ten seconds for 48 layers of 128 experts.
     """
 
     def __init__(
@@ -114,21 +109,21 @@ class Repartitioner:
     @property
     def late(self) -> bool:
         """Whether the seats that went ahead have had their time: one of them may never be ready."""
-        return self.target is not None and self._clock() > self._since + PATIENCE * self._hysteresis.wait_s
+        return self.target is not None and self._clock() > self._since + TIMEOUT * self._hysteresis.wait_s
 
     def give_up(self) -> None:
         if self.target is not None:
             log.warning("the groups stay as they are: too few seats are ready, or have room, to change them under load")
-            self._next = self._clock() + PATIENCE * self._hysteresis.wait_s
+            self._next = self._clock() + TIMEOUT * self._hysteresis.wait_s
         self.target = None
 
     def follow(self, table: RoutingTable, load: Load | None, rooms: Mapping[int, int] | None = None) -> None:
-        """Take what was planned, or plan; ``load`` is given while every seat is ready and the table has stood.
+        """Take what was planned, or plan. ``load`` is given while every seat is ready and the table has stood.
 
-        ``rooms``: by group number, the most experts of a layer that each of its seats can hold, where that is limited.
+        ``rooms``: group number -> experts of a layer that each of its seats has room for, where that is limited.
         """
         if self.target is not None and self.target == table.groups:
-            log.info("the groups are cut anew")
+            log.info("the groups have been repartitioned")
             self.target = None
         if self._planned is not None and self._planned[1].done():
             (groups, planned), self._planned = self._planned, None
@@ -144,20 +139,18 @@ class Repartitioner:
             return
         plan = planned.result()
         if table.groups == groups != plan.table.groups:
-            log.info("max / mean load %.2f: the groups are to be cut anew, for %.2f", plan.before, plan.after)
+            log.info("max / mean load %.2f: the groups are to be repartitioned, for %.2f", plan.before, plan.after)
             self.target, self._since = plan.table.groups, self._clock()
 
     def _start(self, table: RoutingTable, load: Load, rooms: Mapping[int, int] | None) -> Future[Plan]:
-        """Not asyncio's: it outlives the loop's interest in it without a word."""
+        """Plan on a thread. The future is not asyncio's: nobody has to await its result or its error."""
         planned: Future[Plan] = Future()
         largest = max(group.size for group in table.groups)  # fits; smaller, and experts of it had to go anywhere
         limit = max(-(-int(SLACK * table.num_experts) // len(table.groups)), largest)
-        options = {"hysteresis": self._hysteresis, "limit": limit, "rooms": rooms}
 
         def run() -> None:
             try:
-                elapsed_s = self._hysteresis.wait_s  # of which the caller made sure
-                planned.set_result(self._plan(table, load, table.seats, elapsed_s=elapsed_s, **options))
+                planned.set_result(self._plan(table, load, hysteresis=self._hysteresis, limit=limit, rooms=rooms))
             except BaseException as error:  # noqa: BLE001  raised again where the result is taken
                 planned.set_exception(error)
 

@@ -24,27 +24,25 @@ from services.queue.tables import TableReader
 from services.runtime import MetricsServer, incarnation, run_role
 from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
-from services.scheduler.kube import Api, KubeReplicas, connect_in_cluster, own_namespace
+from services.scheduler.kube import KubeReplicas, connecting
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy, PrefixMemory
 from services.scheduler.scaling import Autoscaler, ScalingOptions, Sources
 
 SWITCH_S = 0.0005
-"""For so long a thread that computes where experts go may keep the interpreter from a request; Python's own is 5 ms, at
-each answer from Redis again."""
+"""How long a thread that computes a placement may keep the interpreter from a request. Python's default is 5 ms, and a
+request would wait as long at each answer from Redis."""
 
 log = logging.getLogger(__name__)
 
 
 def _watched(settings: Settings) -> KubeReplicas | None:
-    """What Kubernetes says of replicas, with --kubernetes-selector."""
-    if (selector := settings.kubernetes_selector) is None:
+    """Replica counts by Kubernetes, where --kubernetes-selector asks for them."""
+    if settings.kubernetes_selector is None:
         return None
-    namespace = own_namespace()
-    connect_in_cluster()  # what is missing is said at once
     in_groups = settings.workers > 1 and settings.layout == "lockstep"
-    return KubeReplicas(lambda: Api(connect_in_cluster(), namespace=namespace, selector=selector), groups=in_groups)
+    return KubeReplicas(connecting(settings.kubernetes_selector), groups=in_groups)
 
 
 def _placement(
@@ -74,7 +72,7 @@ def _autoscaler(settings: Settings, sources: Sources, observer: Observer) -> Cal
 
 
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:
-    """Run a scheduler until ``stop``; then resign, so that a standby leads at once."""
+    """Run a scheduler until ``stop``. It then resigns, so that a standby leads at once."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     registry = CollectorRegistry()
     watched = _watched(settings)
@@ -87,6 +85,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     observer = Observer(metrics, queue, watched)
     loads = LoadReader(redis, keys, limits, quarantine=quarantine)
     sources = Sources(queue=queue, registry=seats, loads=loads, counts=watched)
+    reader = TableReader(redis, keys, limits, quarantine=quarantine)
     token = incarnation()
     scheduler = Scheduler(
         queue,
@@ -94,9 +93,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
         observer,
         token=token,
         lease_s=settings.lease,
-        placement=_placement(
-            settings, TableReader(redis, keys, limits, quarantine=quarantine), seats, observer, watched
-        ),
+        placement=_placement(settings, reader, seats, observer, watched),
         autoscaler=_autoscaler(settings, sources, observer),
     )
     server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=scheduler.missing)

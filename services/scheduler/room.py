@@ -1,4 +1,4 @@
-"""What expert workers have memory for: no seat is told to hold a group that is too large for it (--expert-capacity)."""
+"""What expert workers have memory for: no seat is assigned a group that is too large for it (--expert-capacity)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ log = logging.getLogger(__name__)
 
 
 def rooms_of(seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> dict[int, int]:
-    """By group number, the most experts of a layer that each of its seats can have, where that is limited."""
+    """Group number -> experts of a layer that each of its seats has room for, where that is limited."""
     number_of = {group.digest: group.number for group in layout}
     rooms: dict[int, int] = {}
     for seat in seats:
-        most, number = seat.info.max_experts, number_of.get(seat.assigned or "")
-        if most is not None and number is not None:
-            rooms[number] = min(most, rooms.get(number, most))
+        limit, number = seat.info.max_experts, number_of.get(seat.assigned or "")
+        if limit is not None and number is not None:
+            rooms[number] = min(limit, rooms.get(number, limit))
     return rooms
 
 
 def can_hold_some(seat: SeatState, layout: Sequence[ShardGroup]) -> bool:
-    """Whether there is a group for ``seat``: the one that it asks for, or any, that it has room for."""
+    """Whether ``seat`` has room for the group that it asks for, or for any if it asks for none."""
     return any(seat.has_room(group) for group in layout if seat.info.group in (None, group.number))
 
 
 def with_room(
     wanted: Sequence[tuple[SeatState, ShardGroup]], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """``wanted``, but for seats that cannot hold theirs: those get one that they can hold, with the fewest seats, if
-    there is one."""
+    """``wanted``, with other groups for seats that have no room for theirs: of those that fit, the one that has the
+    least seats."""
     taken = [group.number for group in holds.values()] + [
         group.number for seat, group in wanted if seat.has_room(group)
     ]
@@ -47,32 +47,43 @@ def with_room(
 
 
 class Shortage:
-    """Says once of each group that no seat can hold it, and of each seat that there is no group for it."""
+    """Warns once of each layout of another size than ``asked`` (--expert-groups; None: any), of each group that no seat
+    can hold, and of each seat that there is no group for."""
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
+    def __init__(self, asked: int | None = None) -> None:
+        self._asked = asked
+        self._sizes: set[int] = set()
+        self._too_large: set[str] = set()
         self._idle: set[int] = set()
 
     def note(self, seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> None:
+        if not seats or not layout:
+            return
+        self._compare(len(layout), seats[0].info.num_experts)
         able = [seat for seat in seats if seat.stays]
         for seat in able:
-            if layout and seat.number not in self._idle and not can_hold_some(seat, layout):
+            if seat.number not in self._idle and not can_hold_some(seat, layout):
                 self._idle.add(seat.number)
                 asked = "" if seat.info.group is None else f" asks for group {seat.info.group}, which is none or"
                 log.warning(
                     "seat %d%s has room for none of the %d groups: it waits; see --expert-capacity, --expert-group and "
                     "--expert-groups",
-                    seat.number,
-                    asked,
-                    len(layout),
+                    *(seat.number, asked, len(layout)),
                 )
         for group in layout:
-            digest = group.digest
-            if able and digest not in self._said and not any(seat.has_room(group) for seat in able):
-                self._said.add(digest)
+            if able and group.digest not in self._too_large and not any(seat.has_room(group) for seat in able):
+                self._too_large.add(group.digest)
                 log.warning(
                     "no expert worker has room for the %d experts of a layer in group %d: raise --expert-capacity or "
                     "--expert-groups",
-                    group.size,
-                    group.number,
+                    *(group.size, group.number),
                 )
+
+    def _compare(self, groups: int, experts: int) -> None:
+        if self._asked is not None and groups != min(self._asked, experts) and groups not in self._sizes:
+            self._sizes.add(groups)
+            log.warning(
+                "the experts are in %d shard groups, and --expert-groups asks for %d: those in use stand, and workers "
+                "started for others get none; another number takes another --namespace",
+                *(groups, self._asked),
+            )

@@ -22,14 +22,14 @@ _NO_CLUSTER = "Pods are not shown: here is neither a kubeconfig nor a pod's acco
 
 
 class Look:
-    """Reads what there is to read. ``cluster``: makes a reader of the release; None: Kubernetes is not asked."""
+    """Reads Kubernetes and Redis. ``cluster``: makes a reader of the release; None: Kubernetes is not read."""
 
     def __init__(self, cluster: Callable[[], ClusterReader] | None, queue: QueueReader | None) -> None:
         self._cluster = cluster
         self._queue = queue
 
     async def status(self) -> Status:
-        """Raises KubernetesUnavailable where the API server is all that could be asked, and does not tell."""
+        """The verdict. Raises KubernetesUnavailable where only the API server can be read, and it does not answer."""
         cluster, queue = await asyncio.gather(asyncio.to_thread(self._release), self._depths())
         if isinstance(cluster, KubernetesUnavailable) and queue is None:
             raise cluster
@@ -58,7 +58,7 @@ class Look:
 
 
 def _explained(reader: ClusterReader, pod: Pod) -> Pod:
-    """A pod that runs and is not ready knows best what it waits for."""
+    """``pod`` with what its own page says, where it runs and is not ready."""
     if not pod.why.startswith("runs, but is not ready"):
         return pod
     try:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         ConfigError: an option is wrong, or nothing says which deployment.
-        KubernetesUnavailable: there is nothing but the API server to ask, and it does not tell.
+        KubernetesUnavailable: only the API server can be read, and it does not answer.
     """
     parser = _parser()
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
@@ -117,9 +117,9 @@ async def _look(given: argparse.Namespace, settings: Settings) -> Status:
 
 def _reader_of(given: argparse.Namespace) -> Callable[[], ClusterReader]:
     def reader() -> ClusterReader:
-        get, namespace = connected(given.context)
+        client, namespace = connected(given.context)
         pod = socket.gethostname() if in_cluster() else ""
-        return ClusterReader(get, given.kube_namespace or namespace, given.release, pod)
+        return ClusterReader(client, given.kube_namespace or namespace, given.release, pod)
 
     return reader
 

@@ -1,4 +1,4 @@
-"""The Jobs that bring the model into its volume, for which all pods wait: what they do, and why they fail. Pure."""
+"""Jobs that bring the model into its volume, for which all pods wait: their state, and why they fail. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from services.status.reasons import Object, short, why_not_ready
 
 FETCH = "fetch"
-"""Role of such a Job and its pods."""
+"""Role of these Jobs and their pods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """A Job. ``over``: it makes no more pods. ``failed``: pods that did not bring the model.
-    ``why``: what the newest of them lacked, or what keeps a pod from being made; empty where nothing did."""
+    """A Job. ``over``: it makes no more pods. ``failed``: pods that did not bring the model. ``why``: what the newest
+    pod lacked, or what keeps a pod from being made; empty where nothing did."""
 
     name: str
     done: bool
@@ -24,7 +24,7 @@ class Fetch:
 
 
 def fetches(jobs: Iterable[Object], pods: Collection[Object], warnings: Mapping[str, str]) -> tuple[Fetch, ...]:
-    """``pods``: theirs may be among others. ``warnings``: the newest event about each object, by its uid."""
+    """The state of ``jobs``, whose pods are among ``pods``. ``warnings``: the newest event about an object, by uid."""
     return tuple(_fetch(job, _newest_first(job, pods), warnings) for job in jobs)
 
 
@@ -49,7 +49,7 @@ def _newest_first(job: Object, pods: Iterable[Object]) -> list[Object]:
 
 
 def _words(pods: Iterable[Object], warnings: Mapping[str, str]) -> Iterator[str]:
-    """Of each pod that lacks something. One that runs is ready, for it has no probe."""
+    """Reasons of the pods that lack something. A pod that runs is ready, for it has no probe."""
     for pod in pods:
         meta, conditions = pod["metadata"], pod.get("status", {}).get("conditions", ())
         ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

@@ -1,54 +1,38 @@
-"""The API server's word on a release: lists of its objects, by plain GETs. Nothing is changed."""
+"""A release as the API server has it: lists of its objects, by plain GETs. Nothing is changed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from services.errors import KubernetesForbidden, KubernetesUnavailable
 from services.kube import ACCOUNT, GROUP_OF, GROUPS_API, INSTANCE, NAME, ROLE
-from services.runtime.kube_client import client_of, get, in_pod_client, pod_namespace
+from services.runtime.kube_client import KubeClient, client_of, in_pod_client, pod_namespace
 from services.status.fetch import FETCH
 from services.status.reasons import Object
 from services.status.release import SERVING, Pod, Release, release, releases
 
-if TYPE_CHECKING:
-    from kubernetes.client.api_client import ApiClient
-
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = (5.0, 5.0)
 _HTTP_OK, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE = 200, 403, 404, 503
 _OURS = f"{INSTANCE},{NAME},{ROLE}"
-"""Of all releases."""
+"""Selector of the objects of all releases."""
 _GROUPS = "leaderworkersets"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """An HTTP answer of the API server, or of a pod behind it."""
-
-    status: int
-    text: str
-
-
-Get = Callable[[str, dict[str, str]], Answer]
-"""Path and query to an answer. Raises KubernetesUnavailable."""
-
-
 class ClusterReader:
-    """Looks at the releases of ``namespace``. ``name``: which one, where there are several; else that of ``pod``."""
+    """Looks at a release in ``namespace``: ``name``, or that of ``pod``, or the only one."""
 
-    def __init__(self, get: Get, namespace: str, name: str | None = None, pod: str = "") -> None:
-        self._get = get
+    def __init__(self, client: KubeClient, namespace: str, name: str | None = None, pod: str = "") -> None:
+        self._client = client
         self._namespace = namespace
         self._name = name
         self._pod = pod
 
     def read(self) -> Release:
-        """Without what the account may not list, as that of a scheduler may not list pods.
+        """The release, without what the account may not list: that of a scheduler may not list pods.
 
         Raises:
             KubernetesUnavailable: the API server does not answer or refuses, or knows no release.
@@ -72,13 +56,13 @@ class ClusterReader:
         return replace(found, hidden=hidden)
 
     def ready_page(self, pod: Pod) -> str:
-        """What a role that is not ready says that it waits for; empty where it cannot be asked."""
+        """What a role that is not ready waits for, by its own page; empty where the page cannot be read."""
         port = "8000" if pod.role == "gateway" else "9100"
-        answer = self._get(f"api/v1/namespaces/{self._namespace}/pods/{pod.name}:{port}/proxy/ready", {})
+        status, text = self._get("api/v1", f"pods/{pod.name}:{port}/proxy/ready", {})
         try:
-            said = json.loads(answer.text)
+            said = json.loads(text)
         except ValueError:  # a worker's page is plain text
-            return answer.text.strip() if answer.status == _UNAVAILABLE else ""
+            return text.strip() if status == _UNAVAILABLE else ""
         # The API server's own word, where it may not or cannot reach the pod, is a Status.
         return str(said["error"]["message"]) if "error" in said else ""
 
@@ -102,18 +86,18 @@ class ClusterReader:
         return names[0]
 
     def _stateful_sets(self) -> list[Object]:
-        """Without those that a LeaderWorkerSet makes of itself: they may carry its labels."""
+        """StatefulSets, but for those that the controller made from a LeaderWorkerSet, which may carry its labels."""
         found = self._list("apis/apps/v1", "statefulsets")
         return [each for each in found if GROUP_OF not in each["metadata"]["labels"]]
 
     def _groups(self, hidden: dict[str, str]) -> list[Object]:
-        """LeaderWorkerSets; none where the cluster does not know what that is."""
+        """LeaderWorkerSets; none where the cluster does not know the kind."""
         return self._allowed(f"apis/{GROUPS_API}", _GROUPS, hidden, may_lack=True)
 
     def _allowed(
         self, api: str, kind: str, hidden: dict[str, str], selector: str = _OURS, *, may_lack: bool = False
     ) -> list[Object]:
-        """Nothing where the account may not list them: then ``hidden`` has the reason."""
+        """The objects, or none where the account may not list them: then ``hidden`` has the reason."""
         try:
             return self._list(api, kind, selector, may_lack=may_lack)
         except KubernetesForbidden as error:
@@ -121,44 +105,44 @@ class ClusterReader:
             return []
 
     def _list(self, api: str, kind: str, selector: str = _OURS, *, may_lack: bool = False) -> list[Object]:
-        """Those on a request's path, and those that fetch the model. ``may_lack``: a cluster need not have such a kind.
+        """Objects of roles on a request's path, and of what fetches the model. ``may_lack``: the kind may be unknown.
 
         Raises:
             KubernetesForbidden: the account may not list them.
-            KubernetesUnavailable: no answer, or another than asked for.
+            KubernetesUnavailable: there is no answer, or another one than asked for.
         """
-        path = f"{api}/namespaces/{self._namespace}/{kind}"
-        answer = self._get(path, {"labelSelector": selector})
-        if may_lack and answer.status == _NOT_FOUND:
+        status, text = self._get(api, kind, {"labelSelector": selector})
+        if may_lack and status == _NOT_FOUND:
             return []
-        if answer.status != _HTTP_OK:
-            error = KubernetesForbidden if answer.status == _FORBIDDEN else KubernetesUnavailable
-            raise error(f"The API server refuses {kind}: {_message(answer)}")
-        items: list[Object] = json.loads(answer.text)["items"]
+        if status != _HTTP_OK:
+            error = KubernetesForbidden if status == _FORBIDDEN else KubernetesUnavailable
+            raise error(f"The API server refuses {kind}: {_message(status, text)}")
+        items: list[Object] = json.loads(text)["items"]
         return [each for each in items if each["metadata"]["labels"].get(ROLE) in (*SERVING, FETCH)]
 
     def _warnings(self) -> list[Object]:
-        """Of all objects there; none where the account may not see them, for they only add to the reasons."""
-        path = f"api/v1/namespaces/{self._namespace}/events"
-        answer = self._get(path, {"fieldSelector": "type=Warning"})
-        found: list[Object] = json.loads(answer.text)["items"] if answer.status == _HTTP_OK else []
+        """Warnings about all objects there. They only add to the reasons: none where the account may not see them."""
+        status, text = self._get("api/v1", "events", {"fieldSelector": "type=Warning"})
+        found: list[Object] = json.loads(text)["items"] if status == _HTTP_OK else []
         return found
 
     def _scaled(self, selector: str) -> bool | None:
-        """Whether it has ScaledObjects; None where the account may not know."""
-        answer = self._get(
-            f"apis/keda.sh/v1alpha1/namespaces/{self._namespace}/scaledobjects", {"labelSelector": selector}
-        )
-        if answer.status == _FORBIDDEN:
-            return None
-        return answer.status == _HTTP_OK and bool(json.loads(answer.text)["items"])
+        """Whether the release has ScaledObjects. None: the account may not know."""
+        status, text = self._get("apis/keda.sh/v1alpha1", "scaledobjects", {"labelSelector": selector})
+        return None if status == _FORBIDDEN else status == _HTTP_OK and bool(json.loads(text)["items"])
+
+    def _get(self, api: str, what: str, query: dict[str, str]) -> tuple[int, str]:
+        """Status and text of an answer of the API server, or of a pod behind it. Raises KubernetesUnavailable."""
+        path, accept = f"/{api}/namespaces/{self._namespace}/{what}", "application/json, text/plain"
+        with self._client.get(path, query, timeout_s=_TIMEOUT_S, accept=accept) as answer:
+            return answer.status, answer.text()
 
 
-def _message(answer: Answer) -> str:
+def _message(status: int, text: str) -> str:
     try:
-        return str(json.loads(answer.text)["message"])
+        return str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{answer.status} {answer.text[:200]}"
+        return f"{status} {text[:200]}"
 
 
 def in_cluster() -> bool:
@@ -167,23 +151,23 @@ def in_cluster() -> bool:
 
 
 def _kubeconfig() -> str:
-    """One path or several, as kubectl reads them."""
+    """Path of the kubeconfig, or several of them, as kubectl reads them."""
     return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
 
 
 def has_kubeconfig() -> bool:
-    """Whether there is one where kubectl would look."""
+    """Whether there is a kubeconfig where kubectl would look."""
     return any(Path(name).expanduser().is_file() for name in _kubeconfig().split(os.pathsep) if name)
 
 
-def connected(context: str | None) -> tuple[Get, str]:
-    """Requests with this pod's account, or as the kubeconfig says; and the namespace that goes with it.
+def connected(context: str | None) -> tuple[KubeClient, str]:
+    """A client with this pod's account, or the kubeconfig's, and the namespace that goes with it.
 
     Raises:
         KubernetesUnavailable: the package is missing, or the configuration is unusable.
     """
     if context is None and in_cluster():
-        return _getter(in_pod_client()), pod_namespace()
+        return KubeClient(in_pod_client()), pod_namespace()
     try:
         from kubernetes.client.configuration import Configuration
         from kubernetes.config import ConfigException, list_kube_config_contexts
@@ -198,19 +182,4 @@ def connected(context: str | None) -> tuple[Get, str]:
         namespace = str(named[0]["context"].get("namespace") or "default")
     except (ConfigException, OSError, ValueError, TypeError) as error:
         raise KubernetesUnavailable(f"The kubeconfig is unusable: {error}") from error
-    return _getter(client_of(settings)), namespace
-
-
-def _getter(client: ApiClient) -> Get:
-    from urllib3.exceptions import HTTPError
-
-    def ask(path: str, query: dict[str, str]) -> Answer:
-        accept = "application/json, text/plain"
-        response = get(client, f"/{path}", query, accept=accept, timeout_s=(_TIMEOUT_S, _TIMEOUT_S))
-        try:
-            body: bytes = response.read()  # type: ignore[no-untyped-call]
-        except (HTTPError, OSError) as error:
-            raise KubernetesUnavailable(f"The API server broke off: {error}") from error
-        return Answer(status=response.status, text=body.decode("utf-8", errors="replace"))
-
-    return ask
+    return KubeClient(client_of(settings)), namespace

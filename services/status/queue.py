@@ -1,4 +1,4 @@
-"""A deployment as Redis knows it: leader, gateways, workers, seats by shard group, queue. Reads only."""
+"""A deployment by Redis: leader, gateways, workers, seats by shard group, queue. Reads only."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 
-PATIENCE_S = 3.0
+TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """A shard group: seats that the table lists, and those of its workers that are on their way."""
+    """A shard group: ``seats`` that the table lists, and its other workers, counted by status in ``coming``."""
 
     seats: int
     coming: Mapping[str, int] = field(default_factory=dict)
-    """How many by status: waiting, loading, leaving."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queue:
-    """One look. ``problem``: why Redis is away; then nothing else is known."""
+    """A reading of Redis. ``problem``: why Redis is away; then nothing else is known."""
 
     problem: str = ""
     leader: str = ""
@@ -39,9 +38,9 @@ class Queue:
     workers: tuple[str, ...] = ()
     """Attention workers whose lease is live."""
     blocked: tuple[str, ...] = ()
-    """Those of them that take no requests now: they miss experts."""
+    """Attention workers that take no requests now, as they miss experts."""
     epoch: int = 0
-    """Of the routing table; 0: there is none."""
+    """Epoch of the routing table; 0: there is none."""
     groups: Mapping[int, Group] = field(default_factory=dict)
     surplus: tuple[int, ...] = ()
     """Groups that workers were started for and that the table does not have."""
@@ -49,11 +48,11 @@ class Queue:
     tokens: int = 0
     dead_letters: int = 0
     faults: str = ""
-    """Of the version of Redis."""
+    """Known faults of this version of Redis."""
 
 
 class QueueReader:
-    """Looks at one namespace of Redis. ``asked``: shard groups that the scheduler was told to make, if known."""
+    """Reads one namespace of Redis. ``asked``: number of shard groups that the scheduler is to make, if known."""
 
     def __init__(self, redis: Redis, namespace: str, asked: int | None = None) -> None:
         keys, limits = Keys(namespace), QueueLimits()
@@ -66,12 +65,12 @@ class QueueReader:
 
     async def read(self) -> Queue:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 return await self._read()
         except QueueUnavailable as error:
             return Queue(problem=error.message)
         except TimeoutError:
-            return Queue(problem=f"Redis does not answer within {PATIENCE_S:g} s.")
+            return Queue(problem=f"Redis does not answer within {TIMEOUT_S:g} s.")
 
     async def _read(self) -> Queue:
         seconds, microseconds = await command(self._redis, "TIME")
@@ -117,8 +116,8 @@ class QueueReader:
 
 
 def groups(table: RoutingTable | None, seats: list[SeatState], asked: int | None) -> dict[int, Group]:
-    """By number: those of the table; before there is one, those that were asked for, or that seats name. A seat counts
-    for its group once the table lists it and its worker is still there."""
+    """Groups by number: those of the table or, before there is one, those that are asked for or that seats name. A seat
+    counts for its group while the table lists it and its worker is there."""
     known = {state.number: state for state in seats}
     listed = {number: [seat.number for seat in its] for number, its in (table.seats_of if table else {}).items()}
     named = {group for state in seats if (group := _group(state)) is not None}

@@ -1,4 +1,4 @@
-"""Why a pod is not ready, or is not made: from what the API server says of its containers, and from events. Pure."""
+"""Reasons why a pod is not ready, or is not made, by its containers and by events. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ Object = Mapping[str, Any]
 _STILL_STARTING = ("ContainerCreating", "PodInitializing")
 _MAX_WORDS = 400
 _NOTE = '"level": "info"'
-"""In a line of a role's log as JSON."""
+"""Part of a JSON line of a role's log that is only informative."""
 
 
 def newest(events: Iterable[Object]) -> dict[str, str]:
-    """What the last warning about each object says, by its uid. Failing probes are left out: a pod that is not ready
-    says so itself."""
+    """The last warning about each object, by its uid. Failing probes are left out: a pod that is not ready says so."""
     found: dict[str, str] = {}
     for event in sorted(events, key=_moment):
         if (reason := event.get("reason")) != "Unhealthy":
@@ -25,8 +24,8 @@ def newest(events: Iterable[Object]) -> dict[str, str]:
 
 
 def _about(involved: Object) -> Iterator[str]:
-    """The uid; and the name of the workload for which a controller made it. A Deployment's ReplicaSets are named after
-    it and a hash; a LeaderWorkerSet's StatefulSets after it, those of the groups with a number."""
+    """The uid, and the name of the workload for which a controller made the object. A Deployment's ReplicaSets have its
+    name and a hash; a LeaderWorkerSet's StatefulSets have its name, those of the groups with a number."""
     name = str(involved.get("name", ""))
     yield str(involved.get("uid"))
     if involved.get("kind") in ("ReplicaSet", "StatefulSet"):
@@ -40,15 +39,16 @@ def _moment(event: Object) -> str:
 
 
 def why_not_ready(pod: Object, ready: bool, warning: str) -> str:
-    """Empty where it is. ``warning``: the newest event about it."""
+    """The reason, or empty where ``pod`` is ready. ``warning``: the newest event about the pod."""
     return short(_why(pod, ready, warning))
 
 
 def short(text: str) -> str:
-    """One line: the last three of a log but for its notes, without what the scheduler thought of preemption."""
+    """``text`` as one line: the last three lines of a log that are not informative, or a message of the Kubernetes
+    scheduler without its part on preemption."""
     lines: Sequence[str] = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    told = [line for line in lines if _NOTE not in line] or lines
-    words = " ".join(told[-3:]).partition(" preemption:")[0].strip()
+    warnings = [line for line in lines if _NOTE not in line] or lines
+    words = " ".join(warnings[-3:]).partition(" preemption:")[0].strip()
     return words if len(words) <= _MAX_WORDS else words[: _MAX_WORDS - 3] + "..."
 
 
@@ -68,7 +68,7 @@ def _why(pod: Object, ready: bool, warning: str) -> str:
 
 
 def _before(container: Object, warning: str) -> str:
-    """What keeps an init container from ending well; empty where it has, or is a sidecar that is ready."""
+    """What keeps an init container from ending well; empty where it has ended well, or is a sidecar that is ready."""
     if "running" in container.get("state", {}) and not container.get("ready"):
         return f"{container['name']} has not ended yet{_ended_before(container)}"
     trouble = _trouble(container, warning)
@@ -76,7 +76,7 @@ def _before(container: Object, warning: str) -> str:
 
 
 def _trouble(container: Object, warning: str) -> str:
-    """What one container lacks; empty where it lacks nothing, or only waits for another."""
+    """What one container lacks; empty where it lacks nothing, or waits for another container."""
     state, words = container.get("state", {}), _last_words(container)
     if waiting := state.get("waiting"):
         reason = str(waiting.get("reason", "waiting"))
@@ -98,7 +98,7 @@ def _ended_before(container: Object) -> str:
 
 
 def _last_words(container: Object) -> str:
-    """How the container ended last, and what it said."""
+    """How the container ended last, and its message."""
     for state in (container.get("state", {}), container.get("lastState", {})):
         if ended := state.get("terminated"):
             how = f"{ended.get('reason', 'no word')}, code {ended.get('exitCode')}"

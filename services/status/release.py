@@ -1,7 +1,4 @@
-"""A release as Kubernetes sees it: objects of its API in, workloads and pods with the reasons of what is wrong out.
-
-Pure: dicts as the API server sends them, no connection here.
-"""
+"""A release by the API's objects: dicts in, workloads and pods with the reasons of what is wrong out. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _NO_CONTROLLER = "does the LeaderWorkerSet controller run (https://lws.sigs.k8s.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pod:
-    """``why``: what keeps it from being ready; empty where nothing does."""
+    """A pod. ``why``: what keeps it from being ready; empty where nothing does."""
 
     name: str
     role: str
@@ -55,8 +52,8 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """``scaled``: whether KEDA counts some of its replicas, and so wakes them; None: not known.
-    ``hidden``: kinds of objects that the account may not list, and what the API server says of it."""
+    """A release. ``scaled``: whether KEDA scales some of its replicas, and so wakes them; None: it is not known.
+    ``hidden``: kinds of objects that the account may not list, with the API server's reason."""
 
     name: str
     namespace: str
@@ -65,6 +62,9 @@ class Release:
     scaled: bool | None = False
     hidden: Mapping[str, str] = field(default_factory=dict)
     fetches: tuple[Fetch, ...] = ()
+
+    def pods_of(self, workload: Workload) -> list[Pod]:
+        return [pod for pod in self.pods if (pod.role, pod.group) == (workload.role, workload.group)]
 
     @property
     def asleep(self) -> bool:
@@ -83,7 +83,8 @@ def release(
     events: Iterable[Object] = (),
     scaled: bool | None = False,
 ) -> Release:
-    """``jobs``: those that fetch the model. ``events``: warnings of the namespace; the newest of each object counts."""
+    """A release by its objects. ``jobs``: those that fetch the model. ``events``: warnings of the namespace, of which
+    the newest of each object counts."""
     warnings = newest(events)
     known = [_pod(each, warnings) for each in pods if each["metadata"].get("labels", {}).get(ROLE) in SERVING]
     pods_of = Counter((each.role, each.group) for each in known)
@@ -99,7 +100,7 @@ def release(
 
 
 def releases(workloads: Iterable[Object]) -> list[str]:
-    """Names of the releases that ``workloads`` are of."""
+    """Names of the releases that have ``workloads``."""
     return sorted({str(each["metadata"]["labels"][INSTANCE]) for each in workloads})
 
 

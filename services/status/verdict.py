@@ -1,4 +1,4 @@
-"""Whether the model can be served, and what is missing: from what Kubernetes and Redis say. Pure."""
+"""Judges by Kubernetes and Redis whether the model can be served, and what is missing. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.status.fetch import Fetch
 from services.status.queue import Queue
-from services.status.release import Pod, Release, Workload
+from services.status.release import Release, Workload
 
 _MAX_PODS = 3
 _NEEDED = {
@@ -15,20 +15,19 @@ _NEEDED = {
     "scheduler": ("Deployment",),
     "attention": ("Deployment", "LeaderWorkerSet"),
 }
-"""What every release has, and as what. Redis may be elsewhere, and experts in the attention workers."""
+"""Roles that every release has, with their kinds of workload. Redis may be elsewhere, experts in attention workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """``missing``: what a request would wait for, each with its reason. ``troubles``: what is wrong although others
-    serve. Kubernetes or Redis is None where it was not asked."""
+    """The verdict. ``missing``: what a request would wait for, with reasons. ``troubles``: what is wrong while requests
+    are served. ``notes``: what was not read, and why. Kubernetes or Redis is None where it was not read."""
 
     release: Release | None
     queue: Queue | None
     missing: tuple[str, ...]
     troubles: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What was not looked at, and why."""
 
     @property
     def asleep(self) -> bool:
@@ -40,7 +39,7 @@ class Status:
 
 
 def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = ()) -> Status:
-    """``release`` or ``queue`` may be None, not both."""
+    """The verdict on what was read; ``release`` or ``queue`` may be None, not both."""
     missing, troubles = _of_release(release, alone=queue is None) if release else ([], [])
     if queue is not None:
         missing += _of_queue(queue, asleep=release is not None and release.asleep)
@@ -74,7 +73,7 @@ def _of_release(release: Release, *, alone: bool) -> tuple[list[str], list[str]]
 
 
 def _absent(release: Release, *, alone: bool) -> list[str]:
-    """``alone``: Redis was not asked, which knows who is there."""
+    """Roles that have no workload. ``alone``: Redis, which knows what is registered, was not read."""
     absent = []
     for role, kinds in _NEEDED.items():
         seen = [kind for kind in kinds if f"{kind.lower()}s" not in release.hidden]
@@ -95,20 +94,16 @@ def _fetch(fetch: Fetch) -> str:
 
 
 def _stuck(release: Release, workload: Workload) -> bool:
-    """Whether pods of a new revision are not ready, though as many old ones as wanted are."""
-    return any(not pod.ready and pod.why != "leaving" for pod in _pods(release, workload))
+    """Whether pods of a new revision are not ready, though enough old ones are."""
+    return any(not pod.ready and pod.why != "leaving" for pod in release.pods_of(workload))
 
 
 def _reasons(release: Release, workload: Workload) -> str:
     reasons = [workload.why] if workload.why else []
-    pods = [pod for pod in _pods(release, workload) if not pod.ready]
+    pods = [pod for pod in release.pods_of(workload) if not pod.ready]
     reasons += [f"{pod.name}: {pod.why}" for pod in pods[:_MAX_PODS]]
     reasons += [f"and {len(pods) - _MAX_PODS} more"] if len(pods) > _MAX_PODS else []
     return "".join(f"\n{reason}" for reason in reasons) or ("" if workload.wanted else " (scaled to zero)")
-
-
-def _pods(release: Release, workload: Workload) -> list[Pod]:
-    return [pod for pod in release.pods if (pod.role, pod.group) == (workload.role, workload.group)]
 
 
 def _of_queue(queue: Queue, *, asleep: bool) -> list[str]:

@@ -60,8 +60,8 @@ def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
 def _release(release: Release) -> Iterator[str]:
     rows = [("workload", "ready", "restarts")]
     for each in release.workloads:
-        pods = [pod for pod in release.pods if (pod.role, pod.group) == (each.role, each.group)]
-        rows.append((each.title, f"{each.ready}/{each.wanted}", str(sum(pod.restarts for pod in pods))))
+        restarts = sum(pod.restarts for pod in release.pods_of(each))
+        rows.append((each.title, f"{each.ready}/{each.wanted}", str(restarts)))
     rows += [("model fetch", f"{int(each.done)}/1", str(each.failed)) for each in release.fetches]
     yield from _columns(rows)
 

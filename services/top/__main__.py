@@ -20,7 +20,7 @@ from services.top.readings import Reader, Reading
 from services.top.view import view
 
 WINDOW_S = 5.0
-"""Rates are means over about this long."""
+"""Time over which rates are means."""
 MAX_READINGS = 64
 
 
@@ -42,7 +42,7 @@ class Top:
         return 1 if now.problem else 0
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Until ``stop``."""
+        """Draw frames until ``stop``. Returns 0."""
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
             while not stop.is_set():
                 now = await self._look()

@@ -1,4 +1,4 @@
-"""Two readings to what is shown: numbers and words, one line per worker. No terminal here."""
+"""Turns two readings into what is shown: numbers and words, one line per worker. No terminal here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AWAY = "no metrics"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeatLine:
-    """One expert worker. ``rows_per_s`` and ``busy`` (share of the time) need two readings; None: not known."""
+    """An expert worker. ``rows_per_s`` and ``busy`` (share of the time) need two readings; None: they are not known."""
 
     seat: int
     group: int | None
@@ -30,7 +30,7 @@ class SeatLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLine:
-    """One attention worker. ``waits`` is the share of its time that it waits for experts."""
+    """An attention worker. ``waits`` is the share of its time that it waits for experts."""
 
     worker: str
     status: str
@@ -45,7 +45,7 @@ class WorkerLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLine:
-    """One shard group. ``share`` of all rows that expert workers computed between the readings."""
+    """A shard group. ``share``: its part of all rows that expert workers computed between the readings."""
 
     group: int
     seats: int
@@ -55,11 +55,11 @@ class GroupLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """``imbalance``: rows of the most loaded seat over those of the mean seat; None without load."""
+    """All that is shown. ``imbalance``: rows of the most loaded seat over those of the mean seat; None without load.
+    ``age_s``: time since Redis answered; None: it never did."""
 
     problem: str
     age_s: float | None
-    """Since Redis answered; None if it never did."""
     epoch: int
     queued: int | None
     queued_tokens: int | None
@@ -73,7 +73,7 @@ class Frame:
 
 
 def frame(before: Reading | None, now: Reading) -> Frame:
-    """``before`` is an earlier reading, for rates."""
+    """The frame of a reading; ``before`` is an earlier one, for rates."""
     seats = [*(_seat_line(state, before, now) for state in now.seats), *_gone(now)]
     workers = [_worker_line(state, before, now) for state in now.workers]
     loads = [line.rows_per_s for line in seats if line.rows_per_s is not None and line.status == "ready"]

@@ -1,6 +1,6 @@
-"""What `expertmesh top` knows: queue, routing table and workers from Redis, their numbers from their metrics pages.
+"""Reads for `expertmesh top`: queue, routing table and workers from Redis, workers' numbers from their metrics pages.
 
-Whatever does not answer is left out and named; what Redis said last stays in the picture. Reads only.
+A worker that does not answer is left out and named; what Redis said last stays. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 
-PATIENCE_S = 1.0
-"""How long Redis and each worker may take to answer before they count as away."""
+TIMEOUT_S = 1.0
+"""Time after which Redis, or a worker, that does not answer counts as away."""
 _EVERYWHERE = ("0.0.0.0", "::", "[::]")
 
 Page = Mapping[str, float]
@@ -34,13 +34,12 @@ Page = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One look. ``pages`` by worker id, without those that did not answer."""
+    """A reading. ``redis_at_s``: time of the last answer of Redis; 0: there was none. ``problem``: why Redis is away.
+    ``pages`` by worker id, without workers that did not answer."""
 
     at_s: float
     redis_at_s: float = 0.0
-    """When Redis answered last: what it said is from then. 0: it never did."""
     problem: str = ""
-    """Why Redis is away."""
     depth: QueueDepth | None = None
     table: RoutingTable | None = None
     seats: tuple[SeatState, ...] = ()
@@ -49,14 +48,14 @@ class Reading:
 
 
 class Reader:
-    """Looks at one namespace. ``clock`` counts seconds."""
+    """Reads one namespace. ``clock`` counts seconds."""
 
     def __init__(self, redis: Redis, namespace: str, clock: Callable[[], float] = time.monotonic) -> None:
         keys, limits = Keys(namespace), QueueLimits()
         self._queue = SchedulerQueue(redis, keys, limits)
         self._seats = SeatRegistry(redis, keys, limits)
         self._tables = TableReader(redis, keys, limits)
-        self._http = httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False)
         self._clock = clock
         self._last = Reading(at_s=0.0)
 
@@ -64,7 +63,7 @@ class Reader:
         await self._http.aclose()
 
     async def read(self) -> Reading:
-        """Takes :data:`PATIENCE_S` for Redis and again for the pages at most."""
+        """Takes at most :data:`TIMEOUT_S` for Redis and as long for the pages."""
         known = await self._read_redis()
         infos: list[WorkerInfo | ExpertInfo] = [
             *(state.info for state in known.workers),
@@ -78,7 +77,7 @@ class Reader:
 
     async def _read_redis(self) -> Reading:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 return Reading(
                     at_s=0.0,
                     depth=await self._queue.depth(),
@@ -90,7 +89,7 @@ class Reader:
         except QueueUnavailable as error:
             return replace(self._last, problem=error.message)
         except TimeoutError:
-            return replace(self._last, problem=f"Redis does not answer within {PATIENCE_S:g} s.")
+            return replace(self._last, problem=f"Redis does not answer within {TIMEOUT_S:g} s.")
 
     async def _page(self, url: str | None) -> Page | None:
         if url is None:
@@ -104,7 +103,7 @@ class Reader:
 
 
 def sums(text: str) -> Page:
-    """Raises ValueError where ``text`` is no metrics page."""
+    """The page in ``text``. Raises ValueError where it is no metrics page."""
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -114,7 +113,7 @@ def sums(text: str) -> Page:
 
 
 def _url(url: str | None, host: str) -> str | None:
-    """A worker that listens everywhere is asked at its host's name."""
+    """The URL of a worker's page: a worker that listens on all addresses is reached by its host's name."""
     parts = urlsplit(url or "")
     if parts.hostname not in _EVERYWHERE:
         return url

@@ -1,4 +1,4 @@
-"""A frame as rich draws it. Columns that do not fit the terminal are left out, the least important first."""
+"""Draws a frame with rich. Columns that do not fit the terminal are left out, the least important first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LineT = TypeVar("LineT")
 _GAP = 2
 _MAX_GROUPS = 8
 _FIXED_LINES = 11
-"""Two above the tables; of each of three tables its title, a blank line and how many lines are left out."""
+"""Two lines above the tables, and of each of three tables a title, a blank line and a count of lines left out."""
 _STYLES = {
     "ready": "green",
     "up": "green",
@@ -29,7 +29,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Column(Generic[LineT]):
-    """``width`` in characters; longer text is cut."""
+    """A column of ``width`` characters, to which text is cut."""
 
     title: str
     width: int
@@ -38,7 +38,7 @@ class _Column(Generic[LineT]):
 
 
 def view(frame: Frame, width: int, height: int | None = None) -> RenderableType:
-    """For a terminal of ``width`` columns and ``height`` lines; None: as many as it takes."""
+    """The frame for a terminal of ``width`` columns and ``height`` lines; None: as many lines as it takes."""
     spare = None if height is None else height - _FIXED_LINES - min(len(frame.groups), _MAX_GROUPS)
     workers = len(frame.workers) if spare is None else max(1, min(len(frame.workers), spare // 2))
     seats = None if spare is None else max(1, spare - workers)
@@ -77,7 +77,7 @@ def _head(frame: Frame) -> list[Text]:
 
 
 def _table(
-    columns: Sequence[_Column[LineT]], lines: Sequence[LineT], width: int, most: int | None, empty: str
+    columns: Sequence[_Column[LineT]], lines: Sequence[LineT], width: int, limit: int | None, empty: str
 ) -> list[RenderableType]:
     if not lines:
         return [Text(empty, style="dim")]
@@ -86,14 +86,14 @@ def _table(
     for column in shown:
         justify, size = ("right" if column.right else "left"), min(column.width, width)
         table.add_column(column.title, justify=justify, width=size, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    for line in lines[:most]:
+    for line in lines[:limit]:
         table.add_row(*(_styled(column.text(line)) for column in shown))
-    left = len(lines) - len(lines[:most])
+    left = len(lines) - len(lines[:limit])
     return [table, *([Text(f"... and {left} more", style="dim")] if left else [])]
 
 
 def _fitting(columns: Sequence[_Column[LineT]], width: int) -> list[_Column[LineT]]:
-    """The first columns that fit; one at least."""
+    """The first columns that fit ``width``; one at least."""
     taken: list[_Column[LineT]] = []
     used = 0
     for column in columns:

@@ -64,7 +64,7 @@ class Faults:
         self.done.append(Done(event=event, target=target, began=began, ended=time.perf_counter()))
 
     async def restart(self) -> None:
-        """Until cancelled: whatever process ends is started again."""
+        """Start processes that end again, until this is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for name, member in self.cluster.members.items():

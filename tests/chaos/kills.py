@@ -1,4 +1,4 @@
-"""One of several replicas killed in mid-stream, again and again: how long does any client wait?"""
+"""Kills one of several replicas in mid-stream, again and again: how long does any client wait?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.runtime.tasks import end_tasks
 
 AWAY_S = 4.0
 """The dead come back only when what their death did has been seen: starting a process takes a core for seconds."""
-_SETTLE_S = 3.5
+_RECOVERY_S = 3.5
 
 
 async def kill_replicas(
@@ -30,7 +30,7 @@ async def kill_replicas(
     try:
         for _ in range(options.kills):
             await asyncio.to_thread(cluster.wait_whole, READY_S)
-            await asyncio.sleep(_SETTLE_S + rng.random())
+            await asyncio.sleep(_RECOVERY_S + rng.random())
             target = rng.choice(cluster.of("experts"))
             await faults.make(Event(at=time.perf_counter() - start, kind="kill experts", target=target))
             await asyncio.sleep(AWAY_S)

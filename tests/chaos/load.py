@@ -34,7 +34,7 @@ class Job:
 
 
 def jobs(records: Sequence[Mapping[str, Any]], seed: int, shortest: int = 8, longest: int = 20) -> list[Job]:
-    """One for each recorded answer that is long enough, cut to a length drawn from ``shortest..longest``."""
+    """Jobs of the recorded answers that are long enough, cut to a length drawn from ``shortest..longest``."""
     rng = random.Random(seed)
     found = []
     for record in records:
@@ -81,7 +81,7 @@ class Load:
     in_flight: int = 0
 
     async def undisturbed(self, wanted: Sequence[Job]) -> list[Outcome]:
-        """Each job once. Remembers the texts that later answers must equal."""
+        """Run each job once, and remember the texts that later answers must equal."""
         todo = list(wanted)
         found = await self._clients(lambda: todo.pop() if todo else None)
         self.texts = {outcome.job: outcome.result.text for outcome in found}

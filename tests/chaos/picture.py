@@ -10,7 +10,7 @@ from pocket_moe.plots import Picture, Scale, steps
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT, _LANE = 980, 144, 24, 84, 300, 20
 _MIN_MS, _WORTH_SAYING_MS = 10.0, 500.0
-"""Below the one a second's figures are drawn at it; a wait above the other is written beside its event."""
+"""Figures below the first are drawn at it; waits above the second are written next to their event."""
 _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "kill experts": ("a", "kill -9, expert worker"),
     "kill attention": ("a", "kill -9, attention worker"),
@@ -47,7 +47,7 @@ def timeline(figures: Mapping[str, Any]) -> str:
 
 def _head(picture: Picture, figures: Mapping[str, Any]) -> None:
     wrong = ", ".join(f"{figures[kind]} {kind}" for kind in ("lost", "doubled", "changed"))
-    picture.text(_LEFT, 24, "What a client waits for the next token while the deployment falls apart", size=17)
+    picture.text(_LEFT, 24, "What a client waits for the next token while parts of the deployment die", size=17)
     said = f"{figures['requests']:,} requests, {figures['tokens']:,} tokens, {len(figures['events'])} events: {wrong}"
     picture.text(_LEFT, 43, said, size=12, style="mild")
     x = float(_LEFT)
@@ -72,7 +72,7 @@ def _axes(picture: Picture, x_axis: Scale, y_axis: _Logarithmic, last: float) ->
 def _lanes(
     picture: Picture, x_axis: Scale, lanes: Sequence[str], events: Sequence[Mapping[str, Any]], top: float
 ) -> None:
-    """One row for each kind: a bar as long as the event, and beside it the longest wait if that was long."""
+    """A row for each kind: a bar as long as the event, and next to it the longest wait if that was long."""
     for number, kind in enumerate(lanes):
         y = top + number * _LANE
         picture.text(_LEFT - 8, y + 10, _KINDS[kind][1], size=10, anchor="end")
@@ -86,7 +86,7 @@ def _lanes(
 
 
 def _say(picture: Picture, left: float, right: float, y: float, text: str) -> None:
-    """To the right of what is there; where the picture ends, to its left."""
+    """Write to the right of what is there, or to its left where the picture ends."""
     if right + 26 > _WIDTH - _RIGHT:
         picture.text(left - 3, y, text, size=9, anchor="end")
     else:
@@ -102,7 +102,7 @@ def _colour(event: Mapping[str, Any]) -> str:
 
 
 class _Logarithmic(Scale):
-    """From one power of ten to another."""
+    """A scale from one power of ten to another."""
 
     def __init__(self, low: int, high: int) -> None:
         super().__init__(low, high, _TOP + _PLOT, _TOP)

@@ -1,4 +1,4 @@
-"""From what clients saw and what happened to figures: JSON and lines for a terminal."""
+"""Turns what clients saw and what happened into figures: JSON, and lines for a terminal."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def longest_per_event(
     ]
 
 
-def longest_apart(gaps: Sequence[Gap], least_s: float) -> list[Gap]:
-    """Of waits of ``least_s`` or more that overlap, the longest one; in their order."""
+def longest_of_each_overlap(gaps: Sequence[Gap], least_s: float) -> list[Gap]:
+    """The longest one of each set of waits of ``least_s`` or more that overlap, in order."""
     found: list[Gap] = []
     for begin, end in sorted(gap for gap in gaps if gap[1] - gap[0] >= least_s):
         if found and begin < found[-1][1]:
@@ -73,7 +73,7 @@ def longest_apart(gaps: Sequence[Gap], least_s: float) -> list[Gap]:
 
 
 def _cause(begins: Sequence[float], begin: float, end: float) -> int | None:
-    """Which event a wait is due to: the one that came into it as it had just begun, else the last one before it."""
+    """The event that caused a wait: the one that came just after the wait began, else the last one before it."""
     after = bisect.bisect_right(begins, begin)
     if after < len(begins) and begins[after] < min(end, begin + _JUST_S):
         return after
@@ -128,7 +128,7 @@ def report(
 
 
 def summary(figures: dict[str, Any]) -> list[str]:
-    """For a terminal."""
+    """Lines for a terminal."""
     quiet = figures["undisturbed"]["inter_token_ms"]
     worst: dict[str, list[float]] = {}
     before = [event["before_ms"] / 1e3 for event in figures["events"]]

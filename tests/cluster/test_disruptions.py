@@ -27,7 +27,7 @@ TWICE = (
 )
 CLIENTS = 4
 LEAD_S = 2.0
-"""So that requests run when the disturbance comes."""
+"""Time for requests to run before the disturbance."""
 
 
 def _installed(cluster: Cluster, namespace: str, *settings: str) -> Release:
@@ -60,13 +60,13 @@ def _uids(release: Release, role: str | None = None) -> set[str]:
 
 
 def _kill(release: Release, *pods: str) -> None:
-    """Without time to drain: kubelet gives them 2 s."""
+    """Delete pods without time to drain: the kubelet gives them 2 s."""
     names = [f"pod/{pod}" for pod in pods]
     release.cluster.kubectl("-n", release.namespace, "delete", *names, "--force", "--grace-period=0", "--wait=false")
 
 
 def _lose(release: Release, *pods: str) -> None:
-    """As when their node is gone, and Kubernetes has noticed it."""
+    """Delete pods as if their node were gone, and Kubernetes had noticed it."""
     lose([pod for pod in release.pods() if pod["metadata"]["name"] in pods])
     _kill(release, *pods)
 
@@ -124,7 +124,7 @@ async def test_a_killed_redis_loses_nothing_that_it_admitted(doubled: Release) -
 
 
 async def test_what_waits_in_the_queue_outlives_redis(doubled: Release) -> None:
-    """Nobody serves meanwhile, so that requests can only wait."""
+    """No worker serves meanwhile, so that requests can only wait."""
     kubectl = partial(doubled.cluster.kubectl, "-n", doubled.namespace)
     [redis] = _names(doubled, "redis")
     stats = f"{{{doubled.namespace}.{NAME}}}:queue:stats"
@@ -223,7 +223,7 @@ async def test_an_eviction_is_refused_while_the_budget_is_used_up(doubled: Relea
     until(lambda: _whole(doubled, count), 120, "its successor is ready")
 
 
-def test_a_drain_stops_at_redis_where_it_is_told_to(doubled: Release) -> None:
+def test_a_drain_stops_at_redis_where_values_say_so(doubled: Release) -> None:
     budget = ("patch", "pdb", f"{PREFIX}-redis", "--patch", '{"spec": {"maxUnavailable": 0}}')  # redis.pdb's value
     doubled.cluster.kubectl("-n", doubled.namespace, *budget)
     [pod] = _names(doubled, "redis")

@@ -64,7 +64,7 @@ def test_helm_test_passes(installed: Installed) -> None:
 
 @pytest.mark.parametrize("role", ["gateway", "scheduler"])
 def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str) -> None:
-    """Of processor time: what else runs on this machine must not count."""
+    """The time is processor time: what else runs on this machine must not count."""
     release = installed.release
     look = f"import services.{role}.role, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
     python = ("deploy/" + f"{PREFIX}-{role}", "--", PYTHON, "-c", look)
@@ -74,7 +74,7 @@ def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str
 
 
 def test_the_control_image_stays_small(cluster: Cluster) -> None:
-    """Less than 250 MB, unpacked: it starts everywhere a gateway is needed in a hurry."""
+    """The image is less than 250 MB, unpacked: a gateway may be needed anywhere in a hurry."""
     [line] = [
         line for line in cluster.run("ctr", "images", "ls").splitlines() if f"library/expertmesh-control:{TAG} " in line
     ]

@@ -41,7 +41,7 @@ async def test_groups_come_and_go_by_load(lockstep: Scaled) -> None:
 
 
 async def test_a_rank_whose_pod_is_deleted_with_force_loses_no_request(lockstep: Scaled) -> None:
-    """Of the only group there is: what its ranks do not answer in a second goes on when they have met again."""
+    """There is one group: what its ranks do not answer in a second goes on when they are connected again."""
     before = lockstep.release.pods("attention")[0]
 
     def kill() -> None:

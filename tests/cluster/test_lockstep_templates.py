@@ -33,13 +33,13 @@ SCALED = {
 
 @pytest.fixture(scope="module")
 def namespace(bare_cluster: Cluster) -> Iterator[str]:
-    """With the controller's own definition where the cluster has it, else with ours."""
+    """A namespace, in a cluster with the controller's definition of LeaderWorkerSets or, without that, with ours."""
     with defined(bare_cluster), bare_cluster.namespace("t-lockstep-templates", level="privileged") as name:
         yield name
 
 
 def test_a_cluster_without_groups_says_so(bare_cluster: Cluster) -> None:
-    """Before anything is made, with and without autoscaling."""
+    """The chart fails before anything is made, with and without autoscaling."""
     if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
         pytest.skip("this cluster knows LeaderWorkerSets")
     for option in SCALED.values():

@@ -26,7 +26,7 @@ def _install(cluster: Cluster, namespace: str, *settings: str) -> Release:
 
 
 def _statuses(release: Release, role: str) -> list[dict[str, Any]]:
-    """Of all containers of ``role``, as far as Kubernetes knows them yet."""
+    """Statuses of all containers of ``role`` that Kubernetes knows yet."""
     return [each for pod in release.pods(role) for each in pod["status"].get("containerStatuses", [])]
 
 

@@ -24,7 +24,7 @@ KEYS = "tenants"
 SETTINGS = ("experts.replicas=2", f"auth.existingSecret={KEYS}")
 NEXT = f"{TAG}-next"
 """A tag of the same images."""
-PATIENCE_S = 25
+TIMEOUT_S = 25
 """How long a rollout that cannot work is waited for."""
 
 
@@ -80,7 +80,7 @@ class Day:
         return self.release.cluster.kubectl("-n", self.release.namespace, *words, text=text)
 
     def pods(self) -> dict[str, set[str]]:
-        """Their uids by role, without those that leave."""
+        """Uids of the pods by role, without pods that end."""
         found: dict[str, set[str]] = {}
         for pod in self.release.pods():
             if not is_leaving(pod):
@@ -156,7 +156,7 @@ async def test_a_rollout_that_cannot_work_takes_no_traffic_and_is_rolled_back(da
 
     def try_it() -> None:
         with pytest.raises(CommandFailed, match=r"context deadline exceeded|timed out waiting"):
-            day.upgrade(*STUCK, words=("--wait", "--timeout", f"{PATIENCE_S}s"))
+            day.upgrade(*STUCK, words=("--wait", "--timeout", f"{TIMEOUT_S}s"))
         said = troubles()
         for words in ("gateway: its rollout waits", "scheduler: its rollout waits", "ImagePull"):
             assert words in said
@@ -178,7 +178,7 @@ async def test_an_atomic_upgrade_that_crashes_leaves_everything_as_it_was(day: D
 
     def try_it() -> None:
         with pytest.raises(CommandFailed, match="release mesh failed, and has been rolled back due to atomic"):
-            day.upgrade(*CRASHING, words=("--atomic", "--timeout", f"{PATIENCE_S}s"))
+            day.upgrade(*CRASHING, words=("--atomic", "--timeout", f"{TIMEOUT_S}s"))
 
     await day.unharmed("an atomic upgrade that crashes", try_it)
     after = day.pods()

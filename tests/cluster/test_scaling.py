@@ -59,14 +59,14 @@ class Scaled:
         self.cluster.helm("upgrade", "--install", NAME, *chart, "--namespace", self.namespace, *words)
 
     def counts(self) -> dict[str, int]:
-        """Replicas that Kubernetes was told, of all that KEDA scales."""
+        """Replicas that are set in Kubernetes, of all that KEDA scales."""
         found = self.cluster.items(
             self.namespace, "statefulsets,deployments", "-l", f"app.kubernetes.io/instance={NAME}"
         )
-        told = {each["metadata"]["name"].removeprefix(f"{PREFIX}-"): each["spec"]["replicas"] for each in found}
-        return {name: told[name] for name in (HOT, COLD, "attention", "gateway")}
+        replicas = {each["metadata"]["name"].removeprefix(f"{PREFIX}-"): each["spec"]["replicas"] for each in found}
+        return {name: replicas[name] for name in (HOT, COLD, "attention", "gateway")}
 
-    def told(self, name: str) -> int:
+    def count(self, name: str) -> int:
         return self.counts()[name]
 
     def wanted(self, role: str, shard: str = "") -> float | None:
@@ -94,7 +94,7 @@ def scaled(cluster: Cluster) -> Iterator[Scaled]:
 
 def test_keda_takes_over_what_was_fixed_and_lowers_it_when_that_suffices(scaled: Scaled) -> None:
     until(lambda: scaled.wanted("experts", "1") == 1, 120, "one replica of group 1 suffices")
-    until(lambda: scaled.told(COLD) == 1, 120, "KEDA has followed")
+    until(lambda: scaled.count(COLD) == 1, 120, "KEDA has followed")
     until(lambda: (scaled.seats("0"), scaled.seats("1")) == (1, 1), 60, "the seat that left is out of the table")
     assert scaled.counts() == {HOT: 1, COLD: 1, "attention": 3, "gateway": 1}
 
@@ -110,13 +110,13 @@ async def test_a_hot_shard_gets_replicas_and_gives_them_back(scaled: Scaled) -> 
         await phase("calm", clients=1, rest_s=CALM_REST_S)
         await asyncio.sleep(25)
         await phase("hot", clients=CLIENTS, rest_s=0.0)
-        await asyncio.to_thread(until, lambda: scaled.told(HOT) == 3, 240, "KEDA has raised the hot group to three")
+        await asyncio.to_thread(until, lambda: scaled.count(HOT) == 3, 240, "KEDA has raised the hot group to three")
         await asyncio.to_thread(until, lambda: scaled.seats("0") == 3, 150, "all three serve")
         marks["three serve"] = time.time()
         await asyncio.sleep(25)
-        assert scaled.told(COLD) == 1, "the other group stays"
+        assert scaled.count(COLD) == 1, "the other group stays"
         await phase("calm again", clients=1, rest_s=CALM_REST_S)
-        await asyncio.to_thread(until, lambda: scaled.told(HOT) == 1, 240, "KEDA has lowered it to one")
+        await asyncio.to_thread(until, lambda: scaled.count(HOT) == 1, 240, "KEDA has lowered it to one")
         await asyncio.to_thread(until, lambda: scaled.seats("0") == 1, 60, "those that left are out of the table")
         marks["one serves"] = time.time()
         await asyncio.sleep(20)
@@ -147,7 +147,7 @@ def _draw(scaled: Scaled, marks: dict[str, float], ended: float, title: str) -> 
 
 
 def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -> None:
-    """With one attention worker, as a small model has."""
+    """There is one attention worker, as for a small model."""
     awake = ("autoscaling.attention.minReplicas=1", "autoscaling.attention.maxReplicas=1")
     scaled.upgrade("autoscaling.sleepAfterSeconds=10", *awake, wait=False)
     asleep = {HOT: 0, COLD: 0, "attention": 0, "gateway": 1}
@@ -165,11 +165,11 @@ def test_a_model_sleeps_stays_listed_and_is_woken_by_a_request(scaled: Scaled) -
     for _ in stream:
         pass
     scaled.upgrade(wait=False)
-    until(lambda: scaled.told("attention") == 3, 120, "it is awake, and as before")
+    until(lambda: scaled.count("attention") == 3, 120, "it is awake, and as before")
 
 
 def _woken(scaled: Scaled, began: float) -> list[tuple[str, float]]:
-    """When the scheduler wanted replicas, and when each pod was made and ready; s after ``began``."""
+    """Times in s after ``began``: when the scheduler wanted replicas, and when each pod was made and ready."""
     labels = f'namespace="{scaled.namespace}",role="attention"'
     wanted = scaled.prometheus.lines(f"max(expertmesh_wanted_replicas{{{labels}}})", began, time.time())
     at = [at - began for at, value in next(iter(wanted.values()), []) if value > 0]

@@ -1,5 +1,5 @@
 """Several attention workers in one pod, each with a seat for experts: they answer as recorded, by memory that they
-share. Under load one of them is killed, a pod of two is, and one is told to end."""
+share. Under load one of them is killed, a pod of two is, and one ends by SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 KILL = "import os, signal, sys; os.kill(int(sys.argv[1]), signal.SIGKILL)"
 ROWS = "expertmesh_experts_rows_total"
 LEAD_S = 2.0
-"""So that requests run when the disturbance comes."""
+"""Time for requests to run before the disturbance."""
 
 Pod = dict[str, Any]
 
@@ -44,7 +44,7 @@ def _set_up(release: Release, *settings: str) -> None:
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """With one pod of workers."""
+    """A release with one pod of workers."""
     with cluster.namespace("t-seats") as namespace:
         found = Release(cluster=cluster, namespace=namespace)
         _set_up(found)
@@ -53,7 +53,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture(scope="module")
 def two_pods(release: Release) -> Release:
-    """With two: each holds all shard groups."""
+    """The release with two pods, each of which holds all shard groups."""
     _set_up(release, "attention.replicas=2")
     until(lambda: _whole(release, 2), 60, "both pods are ready")
     return release
@@ -64,7 +64,7 @@ def _name(pod: Pod) -> str:
 
 
 def _workers(release: Release, pod: Pod) -> set[int]:
-    """Their numbers inside the pod."""
+    """Numbers of the workers inside the pod."""
     return {int(line) for line in release.python(_name(pod), FIND).split()}
 
 
@@ -82,7 +82,7 @@ def _ready(pod: Pod) -> bool:
 
 
 def _series(pod: Pod, name: str, **labels: str) -> float:
-    """Of all workers of the pod."""
+    """Values of a series of all workers of the pod."""
     page = _page(pod, "metrics")
     return metric_sum(page.text, name, **labels) if page is not None and page.status_code == 200 else 0.0
 
@@ -115,7 +115,7 @@ def test_workers_of_a_pod_answer_as_recorded_by_memory_that_they_share(release: 
 
 
 async def test_a_worker_that_is_killed_is_started_again_in_its_pod(release: Release) -> None:
-    """Nobody else has the experts that it held: steps of the other one wait for them."""
+    """No other worker has the experts that it held: steps of the other one wait for them."""
     [pod] = release.pods("attention")
     before = _workers(release, pod)
     victim, back = max(before), 0.0
@@ -144,7 +144,7 @@ def test_pods_reach_the_seats_of_one_another_and_nothing_else(two_pods: Release)
     assert reached == seats
 
 
-@pytest.mark.parametrize("how", [("--force", "--grace-period=0"), ()], ids=["killed", "told to end"])
+@pytest.mark.parametrize("how", [("--force", "--grace-period=0"), ()], ids=["killed", "ended"])
 async def test_a_pod_of_two_goes_and_nothing_is_lost_or_changed(two_pods: Release, how: tuple[str, ...]) -> None:
     pods, back = two_pods.pods("attention"), 0.0
     name = _name(pods[0])
@@ -156,6 +156,6 @@ async def test_a_pod_of_two_goes_and_nothing_is_lost_or_changed(two_pods: Releas
         back = until(lambda: _whole(two_pods, 2, without=name), 300, "another pod has its place, and is ready")
 
     outcome = await two_pods.under_load(remove, lead_s=LEAD_S)
-    print(f"\none pod of two {'killed' if how else 'told to end'}: whole again after {back:.0f} s; {outcome}")
+    print(f"\none pod of two {'killed' if how else 'ended'}: whole again after {back:.0f} s; {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
     assert outcome.finished > 5

@@ -23,7 +23,7 @@ AUTOSCALED = (
     *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true"),
     "autoscaling.prometheus.serverAddress=http://prometheus.monitoring:9090",
 )
-TOLD = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+PAGE = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
 SEES = ("deployments.apps", "statefulsets.apps")
 """What the scheduler may get, list and watch."""
 CONTEXT = {
@@ -36,17 +36,17 @@ CONTEXT = {
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """In a namespace that enforces `restricted`, beside a pod of somebody else. With autoscaling, as the scheduler asks
-    the API server then."""
+    """A release in a namespace that enforces `restricted`, with a pod of somebody else. It has autoscaling, as the
+    scheduler asks the API server then."""
     with cluster.namespace("t-security") as namespace:
-        _stranger(cluster, namespace, "stranger", {})
+        _foreign_pod(cluster, namespace, "foreign", {})
         wait = ("--wait", "--timeout", "10m")
         cluster.helm("install", NAME, *cluster.chart("dev", *AUTOSCALED), "--namespace", namespace, *wait)
-        cluster.kubectl("-n", namespace, "wait", "pod/stranger", "--for=condition=Ready", "--timeout=120s")
+        cluster.kubectl("-n", namespace, "wait", "pod/foreign", "--for=condition=Ready", "--timeout=120s")
         yield Release(cluster=cluster, namespace=namespace)
 
 
-def _stranger(cluster: Cluster, namespace: str, name: str, context: dict[str, object], **spec: object) -> str:
+def _foreign_pod(cluster: Cluster, namespace: str, name: str, context: dict[str, object], **spec: object) -> str:
     container = {
         "name": "main",
         "image": f"expertmesh-control:{TAG}",
@@ -66,7 +66,7 @@ def _labelled(release: Release, name: str, role: str) -> None:
     """A pod of somebody else with the labels of ``role``, running."""
     cluster, labels = release.cluster, release.pods(role)[0]["metadata"]["labels"]
     wanted = {key: value for key, value in labels.items() if key.startswith("app.kubernetes.io/")}
-    _stranger(cluster, release.namespace, name, {})
+    _foreign_pod(cluster, release.namespace, name, {})
     pairs = [f"{key}={value}" for key, value in wanted.items()]
     cluster.kubectl("-n", release.namespace, "label", "pod", name, *pairs)
     cluster.kubectl("-n", release.namespace, "wait", f"pod/{name}", "--for=condition=Ready", "--timeout=120s")
@@ -79,14 +79,14 @@ def _of(release: Release, role: str) -> tuple[str, str]:
 
 
 def test_the_namespace_would_refuse_another_pod(release: Release) -> None:
-    said = _stranger(release.cluster, release.namespace, "capable", {"capabilities": {}})
+    said = _foreign_pod(release.cluster, release.namespace, "capable", {"capabilities": {}})
     assert 'violates PodSecurity "restricted' in said
 
 
 def test_a_pod_of_somebody_else_reaches_the_gateway_alone(release: Release) -> None:
-    reached = {role for role in ROLES if release.reaches("stranger", _of(release, role)[1], PORTS[role])}
+    reached = {role for role in ROLES if release.reaches("foreign", _of(release, role)[1], PORTS[role])}
     assert reached == {"gateway"}
-    assert not release.reaches("stranger", _of(release, "experts")[1], 7100)
+    assert not release.reaches("foreign", _of(release, "experts")[1], 7100)
 
 
 def test_the_same_pod_with_the_label_of_a_role_reaches_what_that_role_does(release: Release) -> None:
@@ -98,7 +98,7 @@ def test_the_same_pod_with_the_label_of_a_role_reaches_what_that_role_does(relea
 
 
 def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
-    """From each role with a Python, to each port of each other."""
+    """Every role with a Python tries each port of every other role."""
     places = [*PORTS.items(), ("experts", 7100)]
     open_ = set()
     for source in ("gateway", "scheduler", "attention", "experts"):
@@ -117,16 +117,16 @@ def test_nothing_leaves_the_namespace_but_the_schedulers_question_to_the_api_ser
     assert [role for role in roles if release.reaches(_of(release, role)[0], api, 443)] == ["scheduler"]
 
 
-def test_the_scheduler_hears_how_many_replicas_there_are(release: Release) -> None:
-    python = ("deploy/" + f"{PREFIX}-scheduler", "--", PYTHON, "-c", TOLD)
+def test_the_scheduler_sees_how_many_replicas_there_are(release: Release) -> None:
+    python = ("deploy/" + f"{PREFIX}-scheduler", "--", PYTHON, "-c", PAGE)
 
-    def told() -> set[str]:
+    def shown() -> set[str]:
         page = release.cluster.kubectl("-n", release.namespace, "exec", *python)
         return {line for line in page.splitlines() if line.startswith("expertmesh_told_replicas{")}
 
     groups = {f'expertmesh_told_replicas{{role="experts",shard="{group}"}} 1.0' for group in range(2)}
     others = {f'expertmesh_told_replicas{{role="{role}",shard=""}} 1.0' for role in ("attention", "gateway")}
-    until(lambda: told() == groups | others, 60, "it shows what Kubernetes was told")
+    until(lambda: shown() == groups | others, 60, "it shows the replicas that are set")
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -33,7 +33,7 @@ def old_chart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 def _build(cluster: Cluster, tree: Path, name: str) -> None:
-    """In its tree: paths are those of that commit."""
+    """Build in the tree of the commit, whose paths may differ."""
     words = [cluster.tool, "build", "-t", f"{name}:{OLD}", *IMAGES[name]]
     done = subprocess.run(words, cwd=tree, env=cluster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,7 +18,7 @@ NONE = (0,) * LATENCY_BUCKETS
 HOT, COLD = Target("experts", 0), Target("experts", 1)
 ATTENTION, GATEWAY = Target("attention"), Target("gateway")
 OPTIONS = ScalingOptions(
-    bounds={role: Bounds(fewest=1, most=4) for role in ("experts", "attention", "gateway")},
+    bounds={role: Bounds(minimum=1, maximum=4) for role in ("experts", "attention", "gateway")},
     sleep_after_s=20.0,
     down_after_s=10.0,
 )

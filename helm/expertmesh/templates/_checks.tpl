@@ -124,7 +124,7 @@ experts.perGroup names group {{ $number }}, but experts.groups is {{ int $expert
 {{- end -}}
 {{- end -}}
 
-{{/* Several attention workers in a pod. What they have no choice about is not passed over: `expertmesh workers` would refuse some of it. */}}
+{{/* Several attention workers in a pod. Settings that they do not have are refused: `expertmesh workers` would refuse some of them. */}}
 {{- define "expertmesh.checks.workers" -}}
 {{- $attention := .Values.attention -}}
 {{- $layout := include "expertmesh.layout" (dict "root" $) -}}
@@ -181,7 +181,7 @@ set up the whole pod. Takes `name` and `values`. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* How KEDA asks Prometheus. What it needs is asked for whether or not the cluster has KEDA. */}}
+{{/* How KEDA asks Prometheus. The values are required whether or not the cluster has KEDA. */}}
 {{- define "expertmesh.checks.prometheus" -}}
 {{- $prometheus := .Values.autoscaling.prometheus -}}
 {{- if .Values.autoscaling.enabled -}}

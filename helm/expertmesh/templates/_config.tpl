@@ -30,7 +30,7 @@ the release's scheduler, if there is one.
 {{- end -}}
 {{- end -}}
 
-{{/* Where the experts are. Without the value, as in those of a chart before it, they are apart. */}}
+{{/* The layout. Without the value, as with values of an earlier chart, it is disaggregated. */}}
 {{- define "expertmesh.layout" -}}
 {{- .root.Values.layout | default "disaggregated" -}}
 {{- end -}}
@@ -42,7 +42,7 @@ the release's scheduler, if there is one.
 {{- if eq (include "expertmesh.layout" .) "colocated" }}{{ int $attention.colocated.groups | default (int $attention.workers) }}{{ end -}}
 {{- end -}}
 
-{{/* The value that says it. */}}
+{{/* The value that sets the number of shard groups. */}}
 {{- define "expertmesh.shardGroupsValue" -}}
 {{- if eq (include "expertmesh.layout" .) "disaggregated" -}}
 experts.groups
@@ -51,7 +51,7 @@ attention.colocated.groups{{ if not (int .root.Values.attention.colocated.groups
 {{- end -}}
 {{- end -}}
 
-{{/* What schedulers and attention workers know of the layout. Pods have no memory in common, workers of one pod do. */}}
+{{/* Settings of schedulers and attention workers for the layout. Pods have no memory in common, workers of one pod do. */}}
 {{- define "expertmesh.layoutConfig" -}}
 {{- $layout := include "expertmesh.layout" . -}}
 layout: {{ $layout }}
@@ -119,7 +119,7 @@ fabric_port: 7100
 {{- if and (.root.Values.fabric.tls).enabled (has (include "expertmesh.layout" .) (list "disaggregated" "colocated")) }}true{{ end -}}
 {{- end -}}
 
-{{/* The name in their certificate: one for all, which none of them has as its address. */}}
+{{/* The name in the certificate of workers: one for all, which is no worker's address. */}}
 {{- define "expertmesh.fabricName" -}}
 {{- $of := ternary "experts" "attention" (eq (include "expertmesh.layout" .) "disaggregated") -}}
 {{- (.root.Values.fabric.tls).serverName | default (printf "%s-%s.%s.svc" (include "expertmesh.fullname" .) $of .root.Release.Namespace) -}}

@@ -28,7 +28,7 @@
 {{- toYaml $result -}}
 {{- end -}}
 
-{{/* A name that may be too long: cut, with a hash, so that two that differ stay two. Takes `text` and `most`. */}}
+{{/* A name that may be too long: cut, with a hash, so that different names stay different. Takes `text` and `most`. */}}
 {{- define "expertmesh.cut" -}}
 {{- if gt (len .text) (int .most) -}}
 {{- printf "%s-%s" (trunc (int (sub .most 9)) .text) (sha256sum .text | trunc 8) -}}

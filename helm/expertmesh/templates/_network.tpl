@@ -18,7 +18,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Of an external Redis: the value, or what its URL says; with Sentinels theirs from the URL, and Redis' own. */}}
+{{/* Ports of an external Redis: the value, or that of its URL; with Sentinels their ports from the URL, and Redis' own. */}}
 {{- define "expertmesh.redisPorts" -}}
 {{- $url := .root.Values.redis.external.url | default "redis://" -}}
 {{- $hosts := splitList "," (regexReplaceAll "^[^:]*://(?:[^/?]*@)?([^/?]*).*$" $url "${1}") -}}
@@ -37,7 +37,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Those of the seats of a pod, the i-th at 7100 + i. */}}
+{{/* The ports of the seats of a pod: the i-th has 7100 + i. */}}
 {{- define "expertmesh.seatPorts" -}}
 ports: [{port: 7100, endPort: {{ add 7099 .root.Values.attention.workers }}}]
 {{- end -}}

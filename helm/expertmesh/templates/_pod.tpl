@@ -12,7 +12,7 @@ path of readiness), `startSeconds`, `graceSeconds`, and for expert workers `grou
 {{- $caKey := ternary "ca.crt" $values.redis.external.caKey $values.redis.enabled -}}
 {{- $encrypts := and $computes (include "expertmesh.fabricTls" .) -}}
 {{- $proves := or (eq .role "experts") (eq (include "expertmesh.layout" .) "colocated") -}}
-{{- $apart := and $computes (ne (include "expertmesh.layout" .) "local") -}}
+{{- $exchanges := and $computes (ne (include "expertmesh.layout" .) "local") -}}
 {{- $ranks := and (eq .role "attention") (eq (include "expertmesh.layout" .) "lockstep") -}}
 {{- $watches := and (eq .role "scheduler") (include "expertmesh.autoscaled" .) -}}
 {{- $ofDeployment := not (or (hasKey . "group") $ranks) -}}
@@ -92,7 +92,7 @@ spec:
         {{- if $computes }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
-        {{- if $apart }}
+        {{- if $exchanges }}
         - {name: fabric, mountPath: /etc/expertmesh/fabric, readOnly: true}
         {{- end }}
         {{- if $encrypts }}
@@ -122,7 +122,7 @@ spec:
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $values.fabric.shmSize }}}
     {{- end }}
-    {{- if $apart }}
+    {{- if $exchanges }}
     - name: fabric
       secret:
         secretName: {{ include "expertmesh.fabricSecret" . | quote }}
@@ -164,7 +164,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* An attention worker's, in whichever workload. Takes `root` and `role`. */}}
+{{/* The pod of an attention worker, in any kind of workload. Takes `root` and `role`. */}}
 {{- define "expertmesh.attentionPod" -}}
 {{- $values := .root.Values -}}
 {{- $attention := $values.attention -}}
@@ -178,7 +178,7 @@ spec:
 {{- include "expertmesh.pod" (merge (dict "image" $values.images.worker "port" "metrics" "ports" $ports "ready" "/ready" "startSeconds" 300) $own .) -}}
 {{- end -}}
 
-{{/* Which nodes a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector), `values`, and for expertmesh.tolerations `lostSeconds`. */}}
+{{/* The nodes that a pod may run on. Takes `root`, `selector` (a dict for expertmesh.selector), `values`, and for expertmesh.tolerations `lostSeconds`. */}}
 {{- define "expertmesh.placement" -}}
 {{- $values := .values -}}
 {{- with $values.priorityClassName }}
@@ -232,7 +232,7 @@ their node is gone for good, and a node that comes back late would only lose pod
 {{- toYaml $all -}}
 {{- end -}}
 
-{{/* Of several the later counts. What a container may is added and dropped apart: who adds one drops the others still. */}}
+{{/* A container's security context from several, of which the later ones count. Capabilities are merged by themselves: adding one still drops the others. */}}
 {{- define "expertmesh.securityContext" -}}
 {{- $capabilities := list -}}
 {{- range . }}{{ $capabilities = append $capabilities ((. | default dict).capabilities | default dict) }}{{ end -}}

@@ -37,7 +37,7 @@ include /run/redis/auth.conf
 {{- .root.Files.Get "files/redis-users.acl" | replace "{KEYPREFIX}" (printf "{%s}" (include "expertmesh.keyPrefix" .)) -}}
 {{- end -}}
 
-{{/* Their names, as a YAML list. */}}
+{{/* Names of the users, as a YAML list. */}}
 {{- define "expertmesh.redisUserNames" -}}
 {{- $names := list -}}
 {{- range .root.Files.Lines "files/redis-users.acl" }}{{ if . }}{{ $names = append $names (splitList " " . | rest | first) }}{{ end }}{{ end -}}
@@ -53,7 +53,7 @@ include /run/redis/auth.conf
 {{- if include "expertmesh.redisTls" . }}6380{{ else }}6379{{ end -}}
 {{- end -}}
 
-{{/* Of the policies: the one in use, and the one for pods of before. */}}
+{{/* Ports in the policies: the one in use, and the one for pods of an earlier release. */}}
 {{- define "expertmesh.redisOwnPorts" -}}
 [{port: {{ include "expertmesh.redisPort" . }}}{{ if and (include "expertmesh.redisTls" .) .root.Values.redis.tls.plaintext }}, {port: 6379}{{ end }}]
 {{- end -}}
@@ -99,7 +99,7 @@ unset REDISCLI_AUTH PASSWORD_DEFAULT{{ range $users }} PASSWORD_{{ upper . }}{{ 
 exec redis-server /etc/redis/redis.conf
 {{- end -}}
 
-{{/* Environment of its container: everybody's password, and that of the probe. */}}
+{{/* Environment of Redis' container: the passwords of all users, and that of the probe. */}}
 {{- define "expertmesh.redisServerEnv" -}}
 {{- $secret := include "expertmesh.redisSecret" . -}}
 {{- $users := include "expertmesh.redisUsersSecret" . -}}

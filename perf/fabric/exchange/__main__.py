@@ -1,5 +1,5 @@
-"""What the shared memory link does on one node: exact under churn, fast beside bare puts and NCCL, and how long a death
-is felt.
+"""What the shared memory link does on one node: exact under churn, its speed against bare puts and NCCL, and how long
+a death is felt.
 
     PYTHONPATH=.:kernels:tests python3 -m perf.fabric.exchange --out OUT   (2 or 4 GPUs; --device cpu: slowly)
 
@@ -67,7 +67,7 @@ class Bench:
         return good
 
     def memory(self) -> None:
-        """Both kinds of shared memory: put, kill -9 of the owner, put again. The rest uses the first that works."""
+        """Put into both kinds of shared memory, kill the owner, put again. The rest uses the first kind that works."""
         if self._options.device != "cuda":
             return
         works = []
@@ -129,7 +129,7 @@ class Bench:
                 self._note("square", kib=kib, **_short(found))
 
     def flat(self) -> None:
-        """Unsummed answers in float32 against a LocalLink of the same weights; summed ones beside them."""
+        """Unsummed answers in float32 against a LocalLink of the same weights; summed ones, too."""
         for unsummed, groups in ((True, 2), (True, 1), (False, 2)):
             world = World(
                 hidden=512, width=128, experts=16, slots=4, layers=4, groups=groups, rows=64, dtype="float32",
@@ -142,7 +142,7 @@ class Bench:
             self._children.end_all()
 
     def crowd(self) -> None:
-        """Experts alone, four at once, and beside kernels that wait: what waiting takes away from them."""
+        """Time experts alone, four at once, and with kernels that wait on the same GPU."""
         child = self._children.start("crowd", "crowd", gpu=self._gpus[-1])
         while "end" not in (found := child.answer(60)):
             self._note("crowd", **found)
@@ -238,12 +238,12 @@ class Bench:
         totals = [total for total in self._options.totals if total >= 2 * len(self._gpus)]
         found: dict[tuple[str, int], float] = {}
         self._options.deadline_ms = 500  # for lanes after this one, too
-        apart = World(**shapes, groups=half, rows=max(totals) // half)
-        workers, _ = self._start(apart, list(range(half)), attentions=half)
+        separate = World(**shapes, groups=half, rows=max(totals) // half)
+        workers, _ = self._start(separate, list(range(half)), attentions=half)
         for total in totals:
             rows = total // half
-            found["apart", total] = self._layer_us("apart", workers, [rows])
-            found["apart_pingpong", total] = self._layer_us("pingpong", workers, [rows // 2, rows - rows // 2])
+            found["disaggregated", total] = self._layer_us("disaggregated", workers, [rows])
+            found["pingpong", total] = self._layer_us("pingpong", workers, [rows // 2, rows - rows // 2])
         self._children.end_all()
         together = World(**shapes, groups=len(self._gpus), rows=max(totals) // len(self._gpus), micro_batches=1)
         workers = [
@@ -259,7 +259,7 @@ class Bench:
             rows = total // len(self._gpus)
             found["colocated", total] = self._layer_us("colocated", workers, [rows], shared_gpu=True)
         for total in totals:
-            row = {mode: found[mode, total] for mode in ("colocated", "apart", "apart_pingpong")}
+            row = {mode: found[mode, total] for mode in ("colocated", "disaggregated", "pingpong")}
             self._note("modes", total=total, **row, planner=_planned(len(self._gpus), half, total))
         for total in totals[:2]:  # last: they may not end
             us = self._layer_us("many wait", workers, [total // len(self._gpus)])
@@ -269,7 +269,7 @@ class Bench:
         self._profile(workers, totals[:2][-1], "one waits")
 
     def uneven(self) -> None:
-        """As the modes apart, with one GPU for attention: a split that the planner thinks well of."""
+        """The disaggregated modes with one GPU for attention: a split that the planner prefers."""
         experts = len(self._gpus) - 1
         self._expert_gpus = self._gpus[1:]
         self._options.deadline_ms = 500
@@ -277,8 +277,8 @@ class Bench:
         workers, _ = self._start(world, list(range(experts)), attentions=1)
         for total in self._options.totals:
             found = {
-                "apart": self._layer_us("apart", workers, [total]),
-                "apart_pingpong": self._layer_us("pingpong", workers, [total // 2, total - total // 2]),
+                "disaggregated": self._layer_us("disaggregated", workers, [total]),
+                "pingpong": self._layer_us("pingpong", workers, [total // 2, total - total // 2]),
             }
             self._note("uneven", total=total, **found, planner=_planned(len(self._gpus), 1, total))
 
@@ -295,7 +295,7 @@ class Bench:
         self._note("profile", total=total, what=what, **answer)
 
     def _layer_us(self, mode: str, workers: Sequence[Child], rows: list[int], shared_gpu: bool = False) -> float:
-        """Of the slowest worker; -1 if one failed."""
+        """Microseconds of a layer, of the slowest worker; -1 if one failed."""
         began = time.time()
         capture: dict[str, Any] = {"do": "capture", "rows": rows, "dense": True, "shared_gpu": shared_gpu}
         for command in (capture, {"do": "run", "label": f"modes-{mode}-{rows[0]}", "steps": 30}):
@@ -362,7 +362,7 @@ class Bench:
         """Microseconds of a bare round trip by size, the median."""
         ends = [
             self._children.start(
-                f"bare-{at}", "bare", gpu=gpu, memory=self._memory, asks=at == 0, most_kib=max(KIB), trips=48
+                f"bare-{at}", "bare", gpu=gpu, memory=self._memory, asks=at == 0, max_kib=max(KIB), trips=48
             )
             for at, gpu in enumerate((self._attention_gpus[0], self._expert_gpus[0]))
         ]
@@ -440,12 +440,11 @@ def _planned(gpus: int, attentions: int, total: int) -> dict[str, float]:
     layer = LayerTimes(
         Shapes(hidden=2048, expert_width=768, experts=128, top_k=8, layers=48, dense_weights=19_398_656),
         link,
-        link,
         Gpus(count=gpus, bandwidth=4.3e12, flops=790e12, memory=140e9),
         Batch(tokens=total),
     )
-    apart, pingpong = layer.apart(attentions)
-    found = {"colocated": layer.colocated(gpus), "apart": apart, "apart_pingpong": pingpong}
+    disaggregated, pingpong = layer.disaggregated(attentions)
+    found = {"colocated": layer.colocated(gpus, link), "disaggregated": disaggregated, "pingpong": pingpong}
     return {mode: round(1e6 * seconds, 1) for mode, seconds in found.items()}
 
 

@@ -113,14 +113,14 @@ class Attention:
         self._stop = threading.Event()
 
     def listen(self) -> None:
-        """In a thread: tables, marks and the end of a run take effect at once, the rest when its turn comes."""
+        """Handle commands in a thread: tables, marks and the end of a run take effect at once, the rest in its turn."""
         for command in self._parent.commands():
             if command["do"] == "table":
                 self._link.apply(self._world.table(command["epoch"], command["seats"]))
             elif command["do"] == "mark":
                 self._marks.append((time.time(), command["text"]))
             elif command["do"] == "shared":
-                self._parent.tell(shared=sorted(seat.link.seat.number for seat in self._link.peers.usable()))
+                self._parent.report(shared=sorted(seat.link.seat.number for seat in self._link.peers.usable()))
             elif command["do"] == "stop":
                 self._stop.set()
             else:
@@ -135,9 +135,9 @@ class Attention:
         with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
             while (command := self._commands.get()) is not None:
                 try:
-                    self._parent.tell(**doing[command.pop("do")](**command))
+                    self._parent.report(**doing[command.pop("do")](**command))
                 except Exception as error:  # noqa: BLE001 - the parent decides
-                    self._parent.tell(error=f"{type(error).__name__}: {error}")
+                    self._parent.report(error=f"{type(error).__name__}: {error}")
         self._link.close()
 
     def attach(self, seats: int, seconds: float = 60.0) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Attention:
         wrong = again = 0
         for at, micro_batches in enumerate(rows):
             calls = [whole_rows(count, self._world, self._device, 100 + at) for count in micro_batches]
-            _, tries = self._settled(micro_batches, lambda calls=calls: self._exchanges(calls, check=True))
+            _, tries = self._confirmed(micro_batches, lambda calls=calls: self._exchanges(calls, check=True))
             wrong, again = wrong + int(self._wrong), again + tries - 1
         return {"wrong": wrong, "again": again, "seats": self._link.shared()}
 
@@ -174,7 +174,7 @@ class Attention:
                 for layer in range(world.layers)
             ]
 
-        self._settled([rows], body)
+        self._confirmed([rows], body)
         more = bucket_of(rows, world.rows) - rows
         call = (
             F.pad(x_TD, (0, 0, 0, more)),
@@ -206,7 +206,7 @@ class Attention:
 
         self._body = body
         for _ in range(3):
-            self._settled(rows, body)
+            self._confirmed(rows, body)
         if not self._gpu:
             self._graph = type("Eager", (), {"replay": staticmethod(body)})
             return {}
@@ -235,7 +235,7 @@ class Attention:
         while len(log) < steps and time.time() < until and not self._stop.is_set():
             began = time.time()
             try:
-                begun_us, tries = self._settled(self._rows, self._replay)
+                begun_us, tries = self._confirmed(self._rows, self._replay)
             except Exception as error:  # noqa: BLE001 - the parent decides
                 errors.append(f"{type(error).__name__}: {error}")
                 break
@@ -256,7 +256,7 @@ class Attention:
     def profile(self, steps: int = 5) -> dict[str, Any]:
         """Name, count, mean and total microseconds of the kernels on this GPU during some steps, seats' included."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            tries = [self._settled(self._rows, self._replay)[1] for _ in range(steps)]
+            tries = [self._confirmed(self._rows, self._replay)[1] for _ in range(steps)]
         found = sorted(profiled.key_averages(), key=lambda entry: -entry.device_time_total)[:16]
         return {
             "again": sum(tries) - steps,
@@ -266,7 +266,7 @@ class Attention:
             ],
         }
 
-    def _settled(self, rows: list[int], body: Callable[[], None]) -> tuple[float, int]:
+    def _confirmed(self, rows: list[int], body: Callable[[], None]) -> tuple[float, int]:
         """Microseconds that beginning took, and how often it ran."""
         tries = 0
         while True:
@@ -359,7 +359,7 @@ def main() -> None:
         port = serve_seat(
             World(**facts["world"]), device_of(facts["gpu"]), facts["seat"], facts["group"], facts["memory"]
         ).address[1]
-    parent.tell(port=port, seat=facts.get("seat"), group=facts.get("group"))
+    parent.report(port=port, seat=facts.get("seat"), group=facts.get("group"))
     threading.Thread(target=worker.listen, daemon=True).start()
     worker.serve()
 

@@ -1,6 +1,6 @@
 """Round trips of bare puts, flags and waits in a graph, between two GPUs. ``-m perf.fabric.exchange.bare``, twice.
 
-Both sides replay their graph when told; the counter on the device goes on from replay to replay.
+Both sides replay their graph on command; the counter on the device goes on from replay to replay.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ DEADLINE_NS = 500_000_000
 
 
 class Bare:
-    """One end. ``peer``: addresses of the other end's rows and flags."""
+    """One end of the pair. ``_peer``, ``_peer_flags``: addresses of the other end's rows and flags."""
 
-    def __init__(self, memory: str, device: torch.device, asks: bool, most_bytes: int, trips: int) -> None:
+    def __init__(self, memory: str, device: torch.device, asks: bool, max_bytes: int, trips: int) -> None:
         self._asks, self._trips = asks, trips
         self._memory = memory_by(memory, device)
-        self.region = self._memory.share(FLAGS + most_bytes)
+        self.region = self._memory.share(FLAGS + max_bytes)
         self._flags = self.region.bytes[:FLAGS].view(torch.int64)
         inbox = self.region.bytes[FLAGS:].view(torch.bfloat16)
         self._source = torch.randn(inbox.numel(), device=device).bfloat16() if asks else inbox
@@ -83,17 +83,17 @@ class Bare:
 def main() -> None:
     parent = Parent()
     facts = parent.facts
-    end = Bare(facts["memory"], device_of(facts["gpu"]), facts["asks"], facts["most_kib"] << 10, facts["trips"])
-    parent.tell(handle=end.region.handle.hex())
+    end = Bare(facts["memory"], device_of(facts["gpu"]), facts["asks"], facts["max_kib"] << 10, facts["trips"])
+    parent.report(handle=end.region.handle.hex())
     commands = parent.commands()
     end.open(next(commands)["handle"])
     with torch.cuda.stream(end.stream):
         for command in commands:
             if command["do"] == "capture":
                 end.capture(command["kib"] << 10)
-                parent.tell(ready=True)
+                parent.report(ready=True)
             else:
-                parent.tell(us=end.go())
+                parent.report(us=end.go())
 
 
 if __name__ == "__main__":

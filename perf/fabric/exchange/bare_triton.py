@@ -28,7 +28,7 @@ def put(
 
 @triton.jit
 def wait(flags, counter, failed, PROGRAMS: tl.constexpr, deadline_ns):
-    """Until all flags are at counter[0]; then counter[0] += 1. At the deadline ``failed[0]`` = 1."""
+    """Waits until all flags are at counter[0]; then counter[0] += 1. At the deadline ``failed[0]`` = 1."""
     want = tl.load(counter)
     began = globaltimer()
     least = tl.zeros((), tl.int64)

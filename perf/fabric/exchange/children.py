@@ -53,7 +53,7 @@ class Child:
         return line
 
     def any_answer(self, seconds: float = 60.0) -> dict[str, Any]:
-        """It may name an error."""
+        """The next answer, which may be an error."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -137,12 +137,12 @@ class Parent:
         timer.start()
         self._lock = threading.Lock()
 
-    def tell(self, **answer: Any) -> None:
+    def report(self, **answer: Any) -> None:
         with self._lock:
             self._out.write(json.dumps(answer) + "\n")
             self._out.flush()
 
     def commands(self) -> Any:
-        """Until the parent closes the pipe."""
+        """Commands, until the parent closes the pipe."""
         for line in sys.stdin:
             yield json.loads(line)

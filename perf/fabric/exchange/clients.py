@@ -97,11 +97,11 @@ class Client:
             torch.cuda._sleep(1)
             stamp[(1,)](self._stamps, 0)
             self._stream.synchronize()
-            self._settled(self._layers)
+            self._confirmed(self._layers)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._layers()
-            self._settled(self._replay)
+            self._confirmed(self._replay)
 
     def run(self, begin: threading.Barrier) -> None:
         """Steps, one after the other, from a random moment on."""
@@ -114,7 +114,7 @@ class Client:
                 if self._case.stops and self._number == 0 and number % 3 == 0:
                     self._stop_amid(body)
                 began = time.perf_counter()
-                again += self._settled(body) - 1
+                again += self._confirmed(body) - 1
                 took_ms.append((time.perf_counter() - began) * 1e3)
                 first, last = self._stamps.tolist()
                 layer_us.append((last - first) / 1e3 / (LAYERS - 1))
@@ -137,13 +137,13 @@ class Client:
         timer.join()
         self.link.finish_step()
 
-    def _settled(self, body: Callable[[], None]) -> int:
+    def _confirmed(self, body: Callable[[], None]) -> int:
         for tries in range(1, 20):
             self.link.begin_step(tries, [self._case.world.rows])
             body()
             if self.link.finish_step():
                 return tries
-        raise AssertionError("a step never settled")
+        raise AssertionError("a step was never confirmed")
 
     def _layers(self) -> None:
         """Rows differ by step and layer, and so does what experts make of them: an old answer is a wrong one."""
@@ -174,7 +174,7 @@ def _measured(case: Case, device: torch.device, memory: str) -> dict[str, Any]:
     assert isinstance(host, SharedMemoryServer)
     began = time.perf_counter()
     clients = [Client(number, case, device, server, memory) for number in range(case.clients)]
-    for client in clients:  # all: nothing may be captured beside what ``prepare`` captures
+    for client in clients:  # all: only what ``prepare`` captures may be captured
         assert client.link.peers.wait_for(bool, 120.0), "no memory is shared"
     while case.way != "alone" and any(one.missing() for one in host._join_queue._groups.values()):
         time.sleep(0.01)
@@ -224,8 +224,8 @@ def main() -> None:
     log_to_stderr()
     device = device_of(parent.facts["gpu"])
     for case in cases(parent.facts["totals"]):
-        parent.tell(**measure(case, device, "vmm"))
-    parent.tell(end=True)
+        parent.report(**measure(case, device, "vmm"))
+    parent.report(end=True)
 
 
 if __name__ == "__main__":

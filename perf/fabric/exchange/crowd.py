@@ -1,4 +1,4 @@
-"""What experts cost beside kernels that wait on the same GPU, as where both parts share it. ``-m
+"""What experts cost next to kernels that wait on the same GPU, as in a colocated worker. ``-m
 perf.fabric.exchange.crowd``.
 
 A graph of expert calls, timed alone, four at once on streams of their own, and while waiting programs are resident.
@@ -39,9 +39,9 @@ class Crowd:
                 found = {"share": share, "rows": rows, "alone_us": self._timed(graphs[:1], None)}
                 found["four_us"] = self._timed(graphs, None)
                 for programs in (32, 128):
-                    found[f"beside_{programs}_us"] = self._timed(graphs[:1], self._answers_spin(programs, False))
-                found["beside_one_us"] = self._timed(graphs[:1], self._answers_spin(128, True))
-                found["beside_take_us"] = self._timed(graphs[:1], self._take_spin())
+                    found[f"next_to_{programs}_us"] = self._timed(graphs[:1], self._answers_spin(programs, False))
+                found["next_to_one_us"] = self._timed(graphs[:1], self._answers_spin(128, True))
+                found["next_to_take_us"] = self._timed(graphs[:1], self._take_spin())
                 yield found
 
     def _captured(
@@ -108,8 +108,8 @@ def main() -> None:
     parent = Parent()
     with torch.inference_mode():
         for found in Crowd(device_of(parent.facts["gpu"])).measure():
-            parent.tell(**found)
-    parent.tell(end=True)
+            parent.report(**found)
+    parent.report(end=True)
 
 
 if __name__ == "__main__":

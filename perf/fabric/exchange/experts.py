@@ -68,7 +68,7 @@ def main() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    parent.tell(port=server.address[1], seat=facts["seat"], group=facts["group"], seconds=time.time() - began)
+    parent.report(port=server.address[1], seat=facts["seat"], group=facts["group"], seconds=time.time() - began)
     for _ in parent.commands():
         pass
     server.close()

@@ -23,7 +23,7 @@ def main() -> None:
     began = time.perf_counter()
     region = memory.share(8192 + 2 * WORDS)
     shared_ms = (time.perf_counter() - began) * 1e3
-    parent.tell(handle=region.handle.hex(), ms=shared_ms)
+    parent.report(handle=region.handle.hex(), ms=shared_ms)
     ones = torch.ones(WORDS, device=device).bfloat16()
     counter = torch.ones(1, dtype=torch.int64, device=device)
     flags = torch.zeros(1, dtype=torch.int64, device=device)
@@ -34,18 +34,18 @@ def main() -> None:
             there = memory.open(bytes.fromhex(command["handle"]))
             target.fill_(there.address + 8192)
             flags.fill_(there.address)
-            parent.tell(ms=(time.perf_counter() - began) * 1e3)
+            parent.report(ms=(time.perf_counter() - began) * 1e3)
         elif command["do"] == "write":
             put[(2,)](ones, target, WORDS, 2048, 2, 0, flags, counter)
             torch.cuda.synchronize()
-            parent.tell(alive=float((ones @ ones).item()))
+            parent.report(alive=float((ones @ ones).item()))
         elif command["do"] == "close":
             began = time.perf_counter()
             there.close()
-            parent.tell(ms=(time.perf_counter() - began) * 1e3)
+            parent.report(ms=(time.perf_counter() - began) * 1e3)
         else:
             torch.cuda.synchronize()
-            parent.tell(sum=float(region.bytes[8192:].view(torch.bfloat16).float().sum()))
+            parent.report(sum=float(region.bytes[8192:].view(torch.bfloat16).float().sum()))
 
 
 if __name__ == "__main__":

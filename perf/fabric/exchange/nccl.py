@@ -27,8 +27,8 @@ def main() -> None:
     )  # fmt: skip
     for kib in facts["kib"]:
         for name, call in _exchanges(kib, rank, ranks, device).items():
-            parent.tell(what=name, kib=kib, us=_timed(call, device))
-    parent.tell(what="end")
+            parent.report(what=name, kib=kib, us=_timed(call, device))
+    parent.report(what="end")
     os._exit(0)
 
 

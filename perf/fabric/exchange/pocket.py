@@ -1,4 +1,4 @@
-"""The pocket model apart: what its attention and expert workers agree on in a measurement."""
+"""The pocket model with disaggregated experts: what its workers share in a measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TOKENS = 48
 
 
 class PocketWorld(World):
-    """With the model's own experts, in float32."""
+    """A world with the model's experts, in float32."""
 
     def shard(self, experts: dict[int, tuple[int, ...]], device: torch.device) -> ExpertShard:
         held = load_experts(POCKET / "model", SPEC, dtype=torch.float32, device=device, experts=experts)

@@ -66,7 +66,7 @@ class Decoding:
         self._stop = threading.Event()
 
     def listen(self) -> None:
-        """In a thread: tables, marks and the end take effect at once, the rest when its turn comes."""
+        """Handle commands in a thread: tables, marks and the end take effect at once, the rest in its turn."""
         for command in self._parent.commands():
             match command:
                 case {"do": "table", "epoch": epoch, "seats": seats}:
@@ -75,7 +75,7 @@ class Decoding:
                     self._marks.append((time.time(), text))
                 case {"do": "shared"}:
                     usable = sorted(seat.link.seat.number for seat in self._link.peers.usable())
-                    self._parent.tell(usable=usable, used=list(self._link.shared().values()))
+                    self._parent.report(usable=usable, used=list(self._link.shared().values()))
                 case {"do": "stop"}:
                     self._stop.set()
                 case _:
@@ -85,9 +85,9 @@ class Decoding:
     def serve(self) -> None:
         while (command := self._commands.get()) is not None:
             try:
-                self._parent.tell(**getattr(self, command.pop("do"))(**command))
+                self._parent.report(**getattr(self, command.pop("do"))(**command))
             except Exception as error:  # noqa: BLE001 - the parent decides
-                self._parent.tell(error=f"{type(error).__name__}: {error}")
+                self._parent.report(error=f"{type(error).__name__}: {error}")
         self._link.close()
 
     def attach(self, seats: int) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def main() -> None:
     parent = Parent()
     log_to_stderr()
     worker = Decoding(parent)
-    parent.tell(ready=True)
+    parent.report(ready=True)
     threading.Thread(target=worker.listen, daemon=True).start()
     worker.serve()
 

@@ -13,7 +13,7 @@ def main() -> None:
     log_to_stderr()
     facts = parent.facts
     server = serve_seat(pocket_world(facts["rows"]), device_of(facts["gpu"]), facts["seat"], 0, "vmm")
-    parent.tell(port=server.address[1], seat=facts["seat"], group=0)
+    parent.report(port=server.address[1], seat=facts["seat"], group=0)
     for _ in parent.commands():
         pass
     server.close()

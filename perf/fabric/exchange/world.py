@@ -1,4 +1,4 @@
-"""What both kinds of workers of a measurement agree on: shapes, the routing table, what experts compute."""
+"""What attention and expert workers of a measurement share: shapes, the routing table, what experts compute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Notes which files a process enters: imported by Python itself at its start, where PYTHONPATH begins with this folder.
 
-SIGUSR1 begins anew; SIGUSR2 writes what was entered since to ``TRACED_OUT/<pid>.json``: file or Lua script -> the time
+SIGUSR1 starts again; SIGUSR2 writes what was entered since to ``TRACED_OUT/<pid>.json``: file or Lua script -> the time
 of its first function call, by the monotonic clock.
 """
 

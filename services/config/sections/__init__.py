@@ -1,4 +1,4 @@
-"""The settings, in sections. A part that needs one section alone takes that class, of which ``Settings`` is one."""
+"""The settings, in sections. A part that needs only one section takes its class, which ``Settings`` extends."""
 
 from services.config.sections.engine import EngineSettings
 from services.config.sections.experts import ExpertSettings, Layout

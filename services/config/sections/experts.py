@@ -60,7 +60,7 @@ class ExpertSettings(BaseModel):
     experts_timeout: float = setting(
         30.0,
         "seconds for which a step waits for a shard group without workers, or a rank for the others; after ten times "
-        "as long, and a minute at least, a step counts as hung",
+        "as long, and a minute at least, a step counts as stuck",
         roles=(ATTENTION,),
         ge=0,
         le=3600,
@@ -105,8 +105,8 @@ class ExpertSettings(BaseModel):
     )
 
     @property
-    def apart(self) -> bool:
-        """Whether attention reaches experts by a link to seats: some may be in other processes."""
+    def uses_seats(self) -> bool:
+        """Whether attention reaches experts by a link to seats, some of which may be in other processes."""
         return self.layout in ("disaggregated", "colocated")
 
     @property
@@ -118,12 +118,12 @@ class ExpertSettings(BaseModel):
 
     @property
     def seats(self) -> int:
-        """How many seats for experts there are to start: those of expert workers, or of colocated attention workers."""
+        """How many seats for experts there are to start, of expert workers or of colocated attention workers."""
         return self.workers if self.layout == "colocated" else self.disaggregated_experts
 
     @property
     def step_timeout(self) -> float:
-        """Seconds after which a step of the engine counts as hung: the worker exits."""
+        """Seconds after which a step of the engine counts as stuck: the worker exits."""
         return max(60.0, 10 * self.experts_timeout)
 
     @property

@@ -12,7 +12,7 @@ from services.config.fields import ATTENTION, COMPUTING, EXPERTS, GATEWAY, SCHED
 
 
 class NetworkSettings(BaseModel):
-    """Where a process listens, and where others reach it."""
+    """The addresses on which a process listens, and under which others reach it."""
 
     host: str = setting("127.0.0.1", "address to listen on: REST on the gateway, metrics elsewhere", min_length=1)
     advertise: str | None = setting(

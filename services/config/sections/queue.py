@@ -11,7 +11,7 @@ from services.config.fields import GATEWAY, setting
 
 
 class QueueSettings(BaseModel):
-    """Where Redis is, what may wait in the queue, and how long who holds a request counts as alive."""
+    """The address of Redis, the bounds of the queue, and the leases of processes."""
 
     redis_url: str | None = setting(
         None, "redis://, rediss://, redis+sentinel:// or unix:// URL; `serve` without it runs a private Redis"
@@ -43,7 +43,7 @@ class QueueSettings(BaseModel):
 
     @property
     def gateway_lease(self) -> float:
-        """The same as ``lease`` of a gateway. It is longer: nobody can take over what only its clients wait for."""
+        """The ``lease`` of a gateway, longer than others: no process can take over a gateway's requests."""
         return 5 * self.lease
 
     @field_validator("redis_url")

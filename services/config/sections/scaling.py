@@ -84,4 +84,4 @@ class ScalingSettings(BaseModel):
         """Shard group -> its minimum and maximum of replicas, where it has its own."""
         parts = (part.partition("=") for part in self.shard_replicas.split(",") if part)
         pairs = ((shard, bounds.partition(":")) for shard, _, bounds in parts)
-        return {int(shard): (int(fewest), int(most)) for shard, (fewest, _, most) in pairs}
+        return {int(shard): (int(low), int(high)) for shard, (low, _, high) in pairs}

@@ -187,7 +187,7 @@ def guarded(what: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
         raise LockstepBroken(
-            f"The lock-step broke while {what}: {reason}", hint="All ranks start again; requests are kept."
+            f"The lock-step group failed while {what}: {reason}", hint="All ranks start again; requests are kept."
         ) from error
 
 

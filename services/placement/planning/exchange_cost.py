@@ -1,4 +1,4 @@
-"""What exchanging a layer's rows takes among co-located ranks on several nodes: flat or hierarchical, alpha and beta.
+"""Time that exchanging a layer's rows takes among ranks on several nodes: flat or hierarchical, alpha and beta.
 
     n nodes of L ranks, p = n L; every rank has T rows that choose K of E experts, E / p on each rank; D a bytes a row,
     s bytes for its choices; m messages of a rank each way, split into those inside the node and across nodes
@@ -30,14 +30,14 @@ from services.errors import ConfigError
 CHOICE_BYTES = 8
 HEADER_BYTES = 8
 TRIPS = 3
-"""Ready, out, back."""
+"""Messages one after the other: ready, out, back."""
 ALONE = 0.5
-"""Of the lesser of carrying and handling, what does not overlap: measured on simulated nodes."""
+"""Share of the lesser of carrying and handling that does not overlap with the other, measured on simulated nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """``across``: latency in seconds and bytes per second of one node; ``inside`` the same of one rank.
+    """Nodes and their links: latency in seconds and bytes per second, ``across`` of one node, ``inside`` of one rank.
 
     ``message_s``, ``byte_s``: processor seconds to hand one message, one byte, from rank to rank; ``ranks_at_once``:
     how many ranks have a processor at a time (None: all).
@@ -56,7 +56,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """``tokens`` of each rank in one step; ``row_bytes`` of one row."""
+    """The rows to exchange: ``tokens`` of each rank in one step, ``row_bytes`` each."""
 
     tokens: int
     row_bytes: int
@@ -66,7 +66,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Of one layer, both ways. ``messages`` and ``bytes`` are those of all ranks."""
+    """Cost of one layer's exchange, there and back. ``messages`` and ``bytes`` are those of all ranks."""
 
     seconds: float
     messages_across: float
@@ -76,7 +76,7 @@ class Cost:
 
 
 def exchange_cost(way: Literal["flat", "hierarchical"], nodes: Nodes, rows: Rows) -> Cost:
-    """The equations above.
+    """The cost by the equations of the module's docstring.
 
     Raises:
         ConfigError: a figure cannot be.
@@ -111,12 +111,6 @@ def exchange_cost(way: Literal["flat", "hierarchical"], nodes: Nodes, rows: Rows
     )
 
 
-def cheaper_exchange(nodes: Nodes, rows: Rows) -> Literal["flat", "hierarchical"]:
-    """Whichever takes less time; flat where both take as long."""
-    flat, hierarchical = exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
-    return "hierarchical" if hierarchical.seconds < flat.seconds else "flat"
-
-
 def _hit(rows: Rows, parts: int) -> float:
     """Chance that a row chooses an expert of one of ``parts`` equal parts."""
     others = rows.experts - max(rows.experts // parts, 1)
@@ -124,7 +118,7 @@ def _hit(rows: Rows, parts: int) -> float:
 
 
 def _inside(nodes: Nodes, rows: Rows) -> float:
-    """Rows of one rank that go to others of its node."""
+    """Rows of one rank that go to other ranks of its node."""
     return rows.tokens * _hit(rows, nodes.count * nodes.ranks) * (nodes.ranks - 1)
 
 

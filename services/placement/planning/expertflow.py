@@ -9,15 +9,13 @@ from services.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelPlan:
-    """What :func:`parallel_plan` decides.
+    """The kinds of parallelism that :func:`parallel_plan` decides on.
 
     ``data``, ``expert``: equations 3.1 and 3.2 hold. ``pipeline``: stages of several batches may overlap (3.3).
-    ``data_degree``: in-flight batches that have a device of their own. ``blocks``: blocks of fused experts a layer has;
-    ``blocks_per_device``: the most of them on one device.
+    ``blocks``: blocks of fused experts a layer has; ``blocks_per_device``: the most of them on one device.
     """
 
     data: bool
-    data_degree: int
     expert: bool
     blocks: int
     blocks_per_device: int
@@ -27,11 +25,9 @@ class ParallelPlan:
 def parallel_plan(P: int, D: int, E_total: int, E_block: int) -> ParallelPlan:
     """The plan for ``P`` in-flight batches on ``D`` devices, ``E_total`` experts a layer in blocks of ``E_block``.
 
-    - data parallelism   <=>  P > 1 and D > 1 (3.1); up to min(P, D) batches each have a device
+    - data parallelism   <=>  P > 1 and D > 1 (3.1)
     - expert parallelism <=>  E_total > E_block and D > 1 (3.2)
     - pipeline parallelism ==> P > D (3.3): a necessary condition, so ``pipeline`` says that it can occur
-
-    Which experts share a block is :func:`shard_groups`' choice: ``groups`` = blocks, ``limit`` = E_block.
 
     Example: ``parallel_plan(8, 4, 64, 8)`` has 8 blocks, 2 on each device, and all three kinds.
 
@@ -44,7 +40,6 @@ def parallel_plan(P: int, D: int, E_total: int, E_block: int) -> ParallelPlan:
     blocks = -(-E_total // E_block)
     return ParallelPlan(
         data=P > 1 and D > 1,
-        data_degree=min(P, D),
         expert=E_total > E_block and D > 1,
         blocks=blocks,
         blocks_per_device=-(-blocks // D),

@@ -1,4 +1,4 @@
-"""What a layer of one decode step takes, attention and experts on the same GPUs or apart: an estimate by equations.
+"""What a layer of one decode step takes, attention and experts co-located or disaggregated: an estimate by equations.
 
     T tokens a step, D hidden, I expert width, E experts, K chosen, b bytes a weight, a = 2 bytes an activation,
     W weights of the dense part (projections, router, shared experts), V bytes of keys and values read per token,
@@ -16,16 +16,16 @@ A link that joins has all senders' rows in one call, X(T, n). Through shared mem
     co-located by 1          A(U, 1) + L + X(U, 1),  U = T / N
     co-located by g, joined  A(U, g) + L + 2 C + X(U, g),  U = T g / N,  C for s U R(g) (g - 1) / g^2 rows
                  not joined  A(U, g) + 2 B + Y(U, g, g) + u (L + 2 latency)
-    apart, n + m = N         A(T, n) + L + 2 C + X(T, m),  C for max(T R(m) / n, s T R(m) / m) rows
+    disaggregated, n + m = N A(T, n) + L + 2 C + X(T, m),  C for max(T R(m) / n, s T R(m) / m) rows
                  not joined  Y(T, n, m) + u (A(T, n) + L + 2 C) for n > 1: another's call runs meanwhile
-    apart in ping-pong       max(2 (A + L), Y(T, 2 n, m) or 2 X, 2 C, A + L + 2 C + X),  of T / 2, and one call's X
+    the same in ping-pong    max(2 (A + L), Y(T, 2 n, m) or 2 X, 2 C, A + L + 2 C + X),  of T / 2, and one call's X
 
 u = 1/2: two seats that serve two senders in the same order hide one's dense part and exchange behind the other's call;
 in opposite orders both seats wait for it. Which happens is left to chance. The last row is MegaScale-Infer's condition:
 two micro-batches take turns, and each stage either is the one that never waits or is hidden.
 
 Left out: launches by the host (steps are taken to be CUDA graphs), attention's own kernel but for V, memory for keys
-and values, and that experts apart scale without attention.
+and values, and that disaggregated experts scale without attention.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from math import hypot
 ACTIVATION_BYTES = 2
 INF = float("inf")
 MARGIN = 0.25
-"""The estimates' greatest error against 20 measured layer times, none of which these figures were drawn from:
-Qwen3-30B-A3B's shapes in bfloat16 on 4 H200 (docs/log/2026-11.md, layer times by mode): see test_layer_times.py."""
+"""Greatest error of the estimates against 20 measured layer times, none of which these figures were drawn from:
+Qwen3-30B-A3B's shapes in bfloat16 on 4 H200 (docs/log/2026-11.md, layer times by mode). See test_layer_times.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shapes:
-    """A model, in elements; ``weight_bytes`` per weight (0.5 for int4). ``dense_weights`` of a layer, 0: 4 hidden^2."""
+    """A model's sizes in elements.
+
+    ``weight_bytes``: per weight (0.5 for int4). ``dense_weights``: of a layer; 0 stands for 4 hidden^2.
+    """
 
     hidden: int
     expert_width: int
@@ -55,7 +58,7 @@ class Shapes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Between two GPUs: bytes per second that one sends while it receives as many, seconds for an empty message.
+    """A link between two GPUs: bytes per second that one sends while it receives as many, seconds for an empty message.
 
     ``joined``: experts take the rows of all senders in one call.
     """
@@ -70,8 +73,8 @@ class Kernels:
     """What kernels cost beyond bytes and flops, on an H200 (kernels/bench/results.csv).
 
     ``launch_s``: a kernel with next to no work inside a CUDA graph (route, 1 row: 1.53 us). ``dense``: kernels of the
-    dense part. ``call``: of one call of the experts (1 row of Qwen3-30B's: 22.05 us, its bytes 17.56). ``grouped``:
-    share of a plain product's flops that grouped ones reach (8,192 rows of Qwen3-30B's: 449 of 790 Tflop/s).
+    dense part. ``call``: kernels of one call of the experts (1 row of Qwen3-30B's: 22.05 us, its bytes 17.56).
+    ``grouped``: share of a plain product's flops that grouped products reach (8,192 rows: 449 of 790 Tflop/s).
     """
 
     launch_s: float = 1.5e-6
@@ -82,7 +85,7 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:
-    """``count`` alike: bytes per second from memory, floating-point operations per second, bytes of memory."""
+    """``count`` equal GPUs: bytes per second from memory, floating-point operations per second, bytes of memory."""
 
     count: int
     bandwidth: float
@@ -101,24 +104,23 @@ class Batch:
 
 
 UNHIDDEN = 0.5
-"""u above."""
+"""The u of the equations."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
     """The equations of the module's docstring, seconds; inf where the weights do not fit.
 
-    ``together``: the link among GPUs that hold both parts; ``link``: between attention and experts apart.
+    ``link`` is between attention and disaggregated experts.
     """
 
     shapes: Shapes
     link: Link
-    together: Link
     gpus: Gpus
     batch: Batch
 
-    def colocated(self, degree: int) -> float:
-        """``degree`` GPUs share one copy of the experts and of the rows."""
+    def colocated(self, degree: int, link: Link) -> float:
+        """``degree`` GPUs share one copy of the experts and of the rows, over ``link``."""
         tokens = self.batch.tokens * degree / self.gpus.count
         if self._expert_bytes() / degree + self._dense_bytes() > self.gpus.memory / self.shapes.layers:
             return INF
@@ -126,14 +128,15 @@ class LayerTimes:
         if degree == 1:
             return dense + self._launches() + self._call(tokens, 1)
         rows = self.batch.skew * tokens * self._copies(degree) * (degree - 1) / degree**2
-        moving, waiting = 2 * self._moving(self.together, rows), 2 * self.together.latency
-        calls = self._calls(self.together, tokens, degree, degree)
-        if self.together.joined:
+        moving, waiting = 2 * self._moving(link, rows), 2 * link.latency
+        calls = self._calls(link, tokens, degree, degree)
+        if link.joined:
             return dense + self._launches() + moving + waiting + calls
         return dense + moving + calls + UNHIDDEN * (self._launches() + waiting)
 
-    def apart(self, attention: int) -> tuple[float, float]:
-        """One batch, and two micro-batches in ping-pong, on ``attention`` GPUs and the rest for experts."""
+    def disaggregated(self, attention: int) -> tuple[float, float]:
+        """Attention on ``attention`` GPUs and experts on the rest: with one batch, and with two micro-batches in
+        ping-pong."""
         experts = self.gpus.count - attention
         memory = self.gpus.memory / self.shapes.layers
         if self._expert_bytes() / experts > memory or self._dense_bytes() > memory:
@@ -141,7 +144,7 @@ class LayerTimes:
         return self._one_batch(attention, experts), self._pingpong(attention, experts)
 
     def exchange(self, attention: int) -> float:
-        """There and back, one batch apart."""
+        """Moving one batch's rows to disaggregated experts and back."""
         return 2 * self._one_way(self.batch.tokens, attention, self.gpus.count - attention)
 
     def _one_batch(self, attention: int, experts: int) -> float:

@@ -1,4 +1,4 @@
-"""The day by the policy, against servers that do not scale and against engines that scale whole."""
+"""Compares a day under the policy with servers that do not scale and with engines that scale as a whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from services.planner.day.trace import Trace
 from services.scheduler.scaling import ScalingOptions, Target
 
 SEARCHES, MAX_TIMES = 6, 2.0
-"""Replays to find the smallest fixed server that meets the targets as often, sized for up to so many times the peak."""
+"""Replays to find the smallest fixed server that meets the targets as often, and the largest size, in peaks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """``peak``: fixed, sized by the policy's rules for the day's peak minute; ``equal``: the smallest of that kind
-    that meets the targets as often as ``shards``, None where not even one for twice the peak does."""
+    """Outcomes of the day. ``peak``: fixed, sized by the policy's rules for the peak minute; ``equal``: the smallest
+    fixed server that meets the targets as often as ``shards``. None: not even one for twice the peak does."""
 
     shards: Outcome
     engines: Outcome
@@ -34,13 +34,19 @@ def compare(
     seed: int,
     progress: Callable[[str, int], None] = lambda _name, _minute: None,
 ) -> Comparison:
-    """``progress`` hears which replay has come to which minute."""
+    """Replay the day in every way. ``progress`` is called with the name and the minute of a replay."""
 
     def run(name: str, way: Way, start: Mapping[Target, int]) -> Outcome:
-        def told(minute: int) -> None:
-            progress(name, minute)
-
-        return replay(trace, plant, options, start, way=way, scale=scale, seed=seed, progress=told)
+        return replay(
+            trace,
+            plant,
+            options,
+            start,
+            way=way,
+            scale=scale,
+            seed=seed,
+            progress=lambda minute: progress(name, minute),
+        )
 
     first = sized(plant, options, trace.minutes[0], scale)
     shards = run("shard groups", "shards", first)
@@ -52,7 +58,7 @@ def compare(
     for number in range(1 + SEARCHES):
         part = (low + high) / 2 if number else high
         replicas = sized(plant, options, at_peak, scale * part)
-        tried = equal if equal and replicas == equal.most else run("fixed, as good", "fixed", replicas)
+        tried = equal if equal and replicas == equal.peak else run("fixed, as good", "fixed", replicas)
         if tried.attainment >= shards.attainment:
             equal, high = tried, part
         elif equal is None:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True, slots=True)
 class Fleet:
-    """``start_s``: from the wish to a replica that serves; ``drain_s``: from the other wish until it is gone."""
+    """Replicas of one target. They take ``start_s`` until they serve, and ``drain_s`` until they are gone."""
 
     start_s: float
     drain_s: float
     ready: int = 0
     starting: list[float] = field(default_factory=list)
-    """When each is ready, ascending."""
+    """Times at which these replicas will be ready, ascending."""
     draining: list[float] = field(default_factory=list)
-    """When each is gone, ascending."""
+    """Times at which these replicas will be gone, ascending."""
 
     @property
     def billed(self) -> int:
-        """Whatever occupies its place."""
+        """Replicas that occupy a place."""
         return self.ready + len(self.starting) + len(self.draining)
 
     @property
@@ -34,7 +34,7 @@ class Fleet:
             self.draining.pop(0)
 
     def want(self, replicas: int, at: float) -> None:
-        """The same wish again changes nothing. Of too many, those that have not started go first."""
+        """Start or end replicas until there are so many. Replicas that have not started end first."""
         while self.ready + len(self.starting) < replicas:
             self.starting.append(at + self.start_s)
         while self.ready + len(self.starting) > replicas and self.starting:

@@ -1,8 +1,8 @@
-"""How fast a server steps with so many replicas and so many sequences: a closed queue at each shard group.
+"""How fast a server steps, by its replicas and sequences: a closed queue at each shard group.
 
 Attention workers call every group in each step and wait for the slowest answer. At a seat that several workers call, a
-call meets those of the others (Schweitzer's approximation of mean-value analysis: what an arrival meets is what is
-there on average, but for its own share).
+call waits for the others' calls (Schweitzer's approximation of mean-value analysis: an arrival meets the mean number of
+calls, but for its own share).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from services.planner.day.times import ServiceTimes
 
 ROUNDS = 6
 MAX_PREFILL = 0.9
-"""Of a worker's time that prompts may take from decoding."""
+"""Share of a worker's time that prompts may take from decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """``batch``: sequences that decode, on all workers; ``prefill``: prompt tokens per second, of all; ``shares``: of
-    the rows, by shard group."""
+    """What the workers have to do together. ``batch``: sequences that decode; ``prefill``: prompt tokens per second;
+    ``shares``: share of the rows by shard group."""
 
     batch: float
     prefill: float
@@ -29,8 +29,8 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """``step_s``: seconds from token to token of a sequence. By group: seats busy, calls that wait for others, share of
-    the step that is waited for it."""
+    """How a server steps. ``step_s``: seconds from token to token of a sequence. ``callers``: workers that step. By
+    group: seats that are busy, calls that wait for others, share of the step that is spent waiting for the group."""
 
     step_s: float
     busy: tuple[float, ...]
@@ -40,7 +40,7 @@ class Flow:
 
 
 def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Demand, guess_s: float) -> Flow | None:
-    """None: something is not there at all. ``guess_s``: the step's time of a moment ago."""
+    """The flow. None: there is no attention worker, or a group without a seat. ``guess_s``: the step's last time."""
     if attention < 1 or min(seats) < 1:
         return None
     rows = max(1.0, demand.batch / attention)
@@ -74,13 +74,14 @@ def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Dema
 
 
 def _answer(alone_s: float, there: float, callers: float, prompts: float) -> float:
-    """Of a call that takes ``alone_s`` by itself, at a seat of which so many call."""
+    """Seconds until the answer to a call that takes ``alone_s`` without others: ``there`` calls are at the seat."""
     met = there * max(0.0, 1 - 1 / callers) if callers > 0 else 0.0
     return alone_s * (1 + met) / (1 - min(MAX_PREFILL, prompts))
 
 
 def _stalls(answers: Sequence[float], step_s: float) -> tuple[float, ...]:
-    """As :class:`services.fabric.wait_times.Stalls` counts: each moment is shared by those that are waited for."""
+    """Share of the step that is spent waiting for each group. Groups that are waited for at the same time share it, as
+    in :class:`services.fabric.wait_times.Stalls`."""
     stalls, before, share = [0.0] * len(answers), 0.0, 0.0
     order = sorted(range(len(answers)), key=lambda group: answers[group])
     for passed, group in enumerate(order):

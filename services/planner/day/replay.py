@@ -1,4 +1,4 @@
-"""The trace, tick by tick, through a server whose replicas somebody decides: the policy, or nobody."""
+"""Replays a trace, tick by tick, through a server whose replicas the policy decides, or which are fixed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from services.planner.day.trace import Minute, Trace
 from services.scheduler.scaling import ScalingOptions, State, Target, decide
 
 TICK_S = 2.0
-"""Of the simulated clock, and between two decisions; the server's leader decides every second."""
+"""Tick of the simulated clock, and time between two decisions; a real leader decides every second."""
 TAIL_S = 900.0
-"""After the trace: as long as requests may take to end."""
+"""Time after the trace that requests may take to end."""
 ATTENTION = Target("attention")
 Way = Literal["shards", "engines", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plant:
-    """What there is to run on. ``shares``: topic -> shard -> share of its rows."""
+    """The server and what its replicas take. ``shares``: topic -> shard -> share of the topic's rows."""
 
     times: ServiceTimes
     targets: Targets
@@ -56,24 +56,24 @@ class Plant:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """Of a replay. ``by_minute``: replicas that occupy a place, at the end of each minute."""
+    """Outcome of a replay. ``by_minute``: replicas that occupy a place, at the end of each minute."""
 
     way: Way
     gpu_hours: float = 0.0
     tally: Tally = field(default_factory=Tally)
     by_minute: list[dict[Target, int]] = field(default_factory=list)
     slo_by_minute: list[tuple[float, float]] = field(default_factory=list)
-    """Requests that ended, and those of them that met both targets, since the start."""
+    """Requests since the start that ended, and that also met both targets."""
     changes: int = 0
 
     @property
     def attainment(self) -> float:
-        """Share of the requests that met both targets; those given up met none."""
+        """Share of the requests that met both targets; requests that were given up count as missed."""
         total = self.tally.ended + self.tally.given_up
         return self.tally.both_met / total if total else 1.0
 
     @property
-    def most(self) -> dict[Target, int]:
+    def peak(self) -> dict[Target, int]:
         return {target: max(row[target] for row in self.by_minute) for target in self.by_minute[0]}
 
 
@@ -88,7 +88,7 @@ def replay(
     seed: int = 0,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """``start``: replicas at the beginning, and all the time where ``way`` is fixed. ``scale``: times the requests."""
+    """``start``: replicas at the beginning, or all day where ``way`` is fixed. ``scale``: factor on the requests."""
     server = Server(times=plant.times, targets=plant.targets, places=plant.places)
     fleets = {target: Fleet(start_s=plant.start_s, drain_s=plant.drain_s, ready=many) for target, many in start.items()}
     state = State.starting(0.0, start)
@@ -140,7 +140,7 @@ def _account(
 
 
 def _ticks(trace: Trace, server: Server) -> Iterator[tuple[float, Minute]]:
-    """Of every minute, then until what runs has ended."""
+    """Ticks with their minute of the trace, and idle ones until the last requests have ended."""
     each, first = int(60 / TICK_S), trace.minutes[0].number
     for minute in trace.minutes:
         for tick in range(each):
@@ -153,7 +153,7 @@ def _ticks(trace: Trace, server: Server) -> Iterator[tuple[float, Minute]]:
 
 
 def _came(mean: float, chance: random.Random) -> float:
-    """Poisson, or its normal neighbour where the mean is large."""
+    """A draw from Poisson's distribution, or from the normal one where the mean is large."""
     if mean > 30:
         return max(0.0, chance.gauss(mean, math.sqrt(mean)))
     if mean <= 0:

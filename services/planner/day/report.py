@@ -22,8 +22,8 @@ def show(console: Console, trace: Trace, plant: Plant, found: Comparison, *, gpu
 
 
 def _replicas(trace: Trace, plant: Plant, outcome: Outcome) -> Table:
-    """Most in each hour."""
-    table = Table(title="Attention workers and seats of each shard group, most in each hour", title_justify="left")
+    """The maximum of each hour."""
+    table = Table(title="Attention workers and seats of each shard group, maximum of each hour", title_justify="left")
     table.add_column("minute", justify="right")
     table.add_column("requests/s", justify="right")
     for target in (ATTENTION, *plant.shards):
@@ -46,7 +46,7 @@ def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
         total = max(tally.ended + tally.given_up, 1e-9)
         table.add_row(
             name,
-            _most(plant, outcome),
+            _peak(plant, outcome),
             f"{outcome.gpu_hours:.1f}",
             f"{outcome.gpu_hours * gpu_hour_cost:.0f}",
             *(f"{met / total:.1%}" for met in (tally.ttft_met, tally.tpot_met, tally.both_met)),
@@ -54,12 +54,11 @@ def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
     return table
 
 
-def _most(plant: Plant, outcome: Outcome) -> str:
-    """Attention workers, and of the shard groups the least and the most scaled."""
-    most = outcome.most
-    shards = [most[target] for target in plant.shards]
+def _peak(plant: Plant, outcome: Outcome) -> str:
+    """Replicas at the peak: of attention, and of the least and of the most scaled shard group."""
+    shards = [outcome.peak[target] for target in plant.shards]
     low, high = min(shards), max(shards)
-    return f"{most[ATTENTION]} + {len(shards)} x {low}" + (f"-{high}" if high > low else "")
+    return f"{outcome.peak[ATTENTION]} + {len(shards)} x {low}" + (f"-{high}" if high > low else "")
 
 
 def _named(found: Comparison) -> dict[str, Outcome]:
@@ -90,7 +89,7 @@ def _saved(mine: Outcome, other: Outcome) -> str:
 
 
 def figures(trace: Trace, plant: Plant, found: Comparison) -> dict[str, Any]:
-    """For plots and for comparisons; JSON."""
+    """All figures as JSON, for plots and comparisons."""
     return {
         "source": plant.times.source,
         "requests_per_s": [minute.requests_per_s for minute in trace.minutes],

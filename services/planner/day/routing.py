@@ -1,7 +1,7 @@
-"""From topics to shards: which share of a topic's rows each shard group takes.
+"""Which share of a topic's rows each shard group takes.
 
-The file is JSON: {"counts": {topic: one list for each layer of one count for each expert}}, as the pocket model's
-records/load.json. Groups are cut as the server cuts them first: evenly, by the experts' numbers.
+The file is JSON, such as the pocket model's records/load.json: {"counts": {topic: one list for each layer of one count
+for each expert}}. Groups are even, by the experts' numbers, as a server's first ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class _Routing(msgspec.Struct):
 
 
 def even_shares(topics: int, shards: int) -> list[list[float]]:
-    """Where nothing is known: each shard takes as many rows."""
+    """Equal shares of the rows, where nothing is known."""
     return [[1 / shards] * shards for _ in range(max(1, topics))]
 
 
 def read_shares(path: Path, topics: Sequence[str], shards: int) -> list[list[float]]:
-    """Topic -> shard -> share, mean over layers.
+    """Topic -> shard -> share of the rows, mean over layers.
 
     Raises:
-        ConfigError: the file is not as above, a topic is not in it, or the shards do not divide the experts.
+        ConfigError: the file has another form, a topic is not in it, or the shards do not divide the experts.
     """
     try:
         counts = msgspec.json.decode(path.expanduser().read_bytes(), type=_Routing).counts

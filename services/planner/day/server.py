@@ -1,7 +1,7 @@
-"""A model of the server under a trace: requests queue, get a place, a first token and the rest. A simulated clock.
+"""A model of the server under a trace, on a simulated clock: requests queue, get a place, a first token and the rest.
 
-Requests are counted in lots that came together and are alike; tokens tick for all running sequences alike, so that a
-lot ends when the count of tokens has gone as far as its answer is long.
+Requests are counted in lots that came at the same time and are alike. All running sequences get tokens at the same
+rate, so a lot ends when the count of tokens has grown by the length of its answers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from services.scheduler.scaling.meter import (
 from services.scheduler.scaling.rates import Places, Share, Smoothed
 
 LENGTHS = (0.4, 1.0, 1.6)
-"""Answers of a third of the requests each, times the mean."""
+"""Lengths of the answers, in means; each is that of a third of the requests."""
 PARTS = 6
-"""Of a tick, in each of which requests come, begin and end: shorter than most stay."""
+"""Parts of a tick, in each of which requests come, begin and end; a part is shorter than most requests stay."""
 NOTHING = 1e-6
-"""Of a request: less is what rounding leaves."""
-PATIENCE_S = 600.0
-"""A request that waits for longer is given up, as --request-timeout does."""
+"""A smaller part of a request is what rounding leaves."""
+TIMEOUT_S = 600.0
+"""A request that waits for longer is given up, as with --request-timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Seconds."""
+    """Targets of the latencies, seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -45,7 +45,7 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrivals:
-    """Requests of a tick; tokens of each."""
+    """Requests that come in a tick, and the tokens of each."""
 
     requests: float
     prompt: float
@@ -54,7 +54,7 @@ class Arrivals:
 
 @dataclass(slots=True)
 class Lot:
-    """Requests that came together; ``first``: when they have their first token."""
+    """Requests that came at the same time. ``first``: the time of their first token."""
 
     came: float
     requests: float
@@ -66,7 +66,7 @@ class Lot:
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Requests so far."""
+    """Counts of requests since the start."""
 
     ended: float = 0.0
     ttft_met: float = 0.0
@@ -77,7 +77,7 @@ class Tally:
 
 @dataclass(kw_only=True)
 class Server:
-    """``places``: sequences of one attention worker."""
+    """The model. ``places``: sequences that one attention worker runs."""
 
     times: ServiceTimes
     targets: Targets
@@ -93,7 +93,7 @@ class Server:
         self._step_s = self._at = 0.0
         self._flow: Flow | None = None
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
-        self._told = [[0.0] * LATENCY_BUCKETS for _ in range(2)]
+        self._latencies = [[0.0] * LATENCY_BUCKETS for _ in range(2)]
         self._work: dict[Target, Smoothed] = {}
         self._line, self._ended = Places(STAY_HALF_LIFE_S, LINE_S), 0.0
 
@@ -108,7 +108,7 @@ class Server:
         seats: Sequence[int],
         shares: Sequence[float],
     ) -> None:
-        """The ``passed_s`` after ``at``. ``attention``: workers that take requests; ``draining``: that end theirs."""
+        """Run for ``passed_s`` from ``at``. ``attention``: workers that take requests; ``draining``: that end."""
         computing = attention + (draining if self.running > NOTHING else 0)
         demand = Demand(batch=self.running, prefill=self._prefilled / passed_s, shares=shares)
         self._flow = flow(self.times, computing, seats, demand, self._step_s)
@@ -127,7 +127,7 @@ class Server:
                 self._admit(attention * self.places - self.running, capacity)
 
     def signals(self, at: float, passed_s: float, replicas: Mapping[Target, int], *, whole: bool) -> Signals:
-        """As the leader would have them. ``whole``: engines of attention and all shards, each to itself."""
+        """The signals that a leader would have. ``whole``: replicas are engines, each with attention and all shards."""
         now, attention = self._flow, replicas[Target("attention")]
         ended, self._ended = self.tally.ended - self._ended, self.tally.ended
         asked = self._line.asked(self.running, self.queued, ended, passed_s) / self.places
@@ -149,18 +149,18 @@ class Server:
                     useful=None if whole else max(1, attention),
                     stall=now.stall[group] if now and self.running > NOTHING else 0.0,
                 )
-        for share, told in zip((self._ttft, self._tpot), self._told, strict=True):
-            share.add(told, passed_s)
-        self._told = [[0.0] * LATENCY_BUCKETS for _ in range(2)]
+        for share, counts in zip((self._ttft, self._tpot), self._latencies, strict=True):
+            share.add(counts, passed_s)
+        self._latencies = [[0.0] * LATENCY_BUCKETS for _ in range(2)]
         active = self.queued + self.running > NOTHING
-        ttft, tpot, few = self._ttft.ratio(), self._tpot.ratio(), self._ttft.heard
+        ttft, tpot, few = self._ttft.ratio(), self._tpot.ratio(), self._ttft.counted
         return Signals(at=at, loads=loads, active=active, ttft=ttft, tpot=tpot, few=few)
 
     def _smooth(self, target: Target, work: float, passed_s: float) -> float:
         return self._work.setdefault(target, Smoothed(LOAD_HALF_LIFE_S)).add(work, passed_s)
 
     def _come(self, arrivals: Arrivals, length: float) -> None:
-        while self.queue and self._at - self.queue[0].came > PATIENCE_S:
+        while self.queue and self._at - self.queue[0].came > TIMEOUT_S:
             lot = self.queue.popleft()
             self.queued = max(0.0, self.queued - lot.requests)
             self.tally.given_up += lot.requests
@@ -188,7 +188,7 @@ class Server:
     def _begin(self, lot: Lot, first: float) -> None:
         lot.first, ttft_s = first, first - lot.came
         lot.on_time = ttft_s <= self.targets.ttft_s
-        self._told[0][latency_bucket(ttft_s, self.targets.ttft_s)] += lot.requests
+        self._latencies[0][latency_bucket(ttft_s, self.targets.ttft_s)] += lot.requests
         ends = self._tokens + (first - self._at) / self._step_s + lot.output
         heapq.heappush(self._ends, (ends, next(self._number), lot))
 
@@ -197,7 +197,7 @@ class Server:
             ends, _, lot = heapq.heappop(self._ends)
             ended = self._at - (self._tokens - ends) * self._step_s
             tpot_s = max(0.0, ended - lot.first) / lot.output
-            self._told[1][latency_bucket(tpot_s, self.targets.tpot_s)] += lot.requests
+            self._latencies[1][latency_bucket(tpot_s, self.targets.tpot_s)] += lot.requests
             met = tpot_s <= self.targets.tpot_s
             self.running = max(0.0, self.running - lot.requests)
             tally = self.tally

@@ -1,4 +1,4 @@
-"""How many replicas a steady load asks for, by the policy itself; for servers that do not scale."""
+"""Sizes servers that do not scale: how many replicas the policy wants for a steady load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def peak_of(trace: Trace) -> Minute:
 
 
 def sized(plant: Plant, options: ScalingOptions, minute: Minute, scale: float) -> dict[Target, int]:
-    """Replicas with which ``minute``, times ``scale``, could go on for ever; from few to as many as it takes."""
+    """Replicas that suffice for a load like ``minute``, times ``scale``, for any time."""
     awake = replace(options, sleep_after_s=0.0, down_after_s=0.0)
     wanted = dict.fromkeys((ATTENTION, *plant.shards), 1)
     for _ in range(ROUNDS):
@@ -45,7 +45,7 @@ def _steady(plant: Plant, minute: Minute, requests_per_s: float, replicas: dict[
         assert now is not None, "there is one of each"
         batch = min(4.0 * attention * plant.places, requests_per_s * minute.output_tokens * now.step_s)
     assert now is not None
-    # As if all attention workers were there: seats are not to be asked for in advance here.
+    # All attention workers count as ready: no seats are wanted in advance for those that start.
     loads = {ATTENTION: Load(work=batch / plant.places, ready=MANY)}
     for group, target in enumerate(plant.shards):
         work = now.busy[group] * held_back(now.callers, now.waiting[group])

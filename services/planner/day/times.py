@@ -1,4 +1,4 @@
-"""What a step and a prompt cost, and what is assumed where nothing was measured. Seconds.
+"""What a step and a prompt take, in seconds, and what is assumed where nothing was measured.
 
 One attention worker with B sequences in its batch steps in
 
@@ -18,8 +18,8 @@ from services.errors import ConfigError
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The defaults are a guess at a model of 30 billion parameters, 3 of them active, on GPUs of one host; measure your
-    own with ``python -m loadgen.measure_times``."""
+    """Seconds by part. The defaults are a guess at a model of 30 billion parameters, 3 of them active, on GPUs of one
+    host; ``python -m loadgen.measure_times`` measures yours."""
 
     attention_step: float = 0.006
     attention_row: float = 0.00008
@@ -29,11 +29,12 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     experts_row: float = 0.00016
     experts_prefill: float = 0.00004
     source: str = "assumed"
-    """Where they are from; printed."""
+    """Origin of the times, which is printed."""
 
 
 def read_times(path: Path | None) -> ServiceTimes:
-    """
+    """The times in a file, or the defaults.
+
     Raises:
         ConfigError: there is no such file, or it has other keys or values than :class:`ServiceTimes`.
     """

@@ -1,7 +1,7 @@
-"""Keeps in step with one kind of workload: list, then watch, on a thread of its own, for as long as the process lives.
+"""Follows one kind of workload: list, then watch, on a thread of its own, for as long as the process lives.
 
 A watch that the API server ends is resumed where it ended. After anything else (a version too old, a broken connection,
-a refused token) everything is listed anew, by a new connection.
+a refused token) everything is listed again, by a new connection.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from services.scheduler.kube.api import Api, Json, Kind
 from services.scheduler.kube.workloads import Workload, workload
 
 STALE_S = 60.0
-"""Without a word from the API server nothing is known any more. A watch that ends says one, see ``WATCH_S``."""
-
+"""What was known is dropped after this time without an answer. A watch that ends is one, see ``WATCH_S``."""
 MAX_PAUSE_S = 5.0
-"""Between two attempts while the API server is away."""
+"""Longest pause between two attempts while the API server is away."""
 BRIEF_S = 1.0
-"""A watch that ends sooner is no watch: something between cuts it."""
+"""A watch that ends sooner was cut by something in between."""
 
 log = logging.getLogger(__name__)
 
 
 class Follower:
-    """``connect`` makes a connection; it is asked for a new one after each failure."""
+    """Knows the workloads of ``kind``. ``connect`` makes a connection, and a new one after each failure."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Follower:
         self._kind, self._connect, self._stale_s, self._clock = kind, connect, stale_s, clock
         self._lock = threading.Lock()
         self._found: dict[str, Workload] = {}
-        self._heard: float | None = None
+        self._answered_at: float | None = None
         self._stopped = threading.Event()
         self._api: Api | None = None
         self._backoff = Backoff(max_s=MAX_PAUSE_S)
@@ -52,7 +51,7 @@ class Follower:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; a connection that is being made may take a little longer, and keeps no process alive."""
+        """End the thread. A connection that is being made may take a little longer; it keeps no process alive."""
         self._stopped.set()
         if self._api is not None:
             self._api.close()
@@ -61,10 +60,10 @@ class Follower:
 
     @property
     def workloads(self) -> Mapping[str, Workload] | None:
-        """By name; None: not known (any more)."""
+        """Workloads by name. None: they are not known, or not any more."""
         with self._lock:
-            known = self._heard is not None and self._clock() - self._heard < self._stale_s
-            return dict(self._found) if known else None
+            at = self._answered_at
+            return dict(self._found) if at is not None and self._clock() - at < self._stale_s else None
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -73,7 +72,7 @@ class Follower:
                 self._follow(self._api)
             except WatchExpired:
                 self._stopped.wait(self._backoff.failed())
-            except Exception as error:  # noqa: BLE001  whatever it is: what is known grows stale, and is asked for again
+            except Exception as error:  # noqa: BLE001  what is known grows stale, and is asked for again
                 self._failed(error)
 
     def _follow(self, api: Api) -> None:
@@ -92,7 +91,7 @@ class Follower:
                 self._backoff.succeeded()
 
     def _take(self, event: Json) -> str:
-        """Notes what ``event`` tells; the version up to which everything is known."""
+        """Note ``event``. Returns the version up to which everything is known."""
         item = event["object"]
         name = item["metadata"].get("name")
         if event["type"] != "BOOKMARK":
@@ -106,7 +105,7 @@ class Follower:
 
     def _answered(self) -> None:
         with self._lock:
-            self._heard = self._clock()
+            self._answered_at = self._clock()
         if self._away:
             self._away = False
             log.info("%s: the API server of Kubernetes answers again", self._kind)

@@ -1,4 +1,4 @@
-"""Replica counts of this release by what Kubernetes says, and which seats leave by them."""
+"""Replica counts of this release as Kubernetes has them, and the seats that leave by these counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KubeReplicas:
             each.close()
 
     def counts(self) -> Mapping[Target, Replicas] | None:
-        """What Kubernetes was told and what is ready; None while that is not known."""
+        """Replicas that are set and that are ready, by target. None: they are not known."""
         found: list[Workload] = []
         for each in self._all:
             if (workloads := each.workloads) is None:
@@ -39,13 +39,13 @@ class KubeReplicas:
         return summed(found)
 
     def staying(self, seats: Sequence[SeatState]) -> list[SeatState]:
-        """``seats``, those that leave marked as if they had been asked to; see :func:`without_leaving`."""
+        """``seats``, with those that leave marked as dismissed; see :func:`without_leaving`."""
         sets = self._sets.workloads
         return list(seats) if sets is None else without_leaving(seats, sets)
 
 
 def summed(workloads: Sequence[Workload]) -> dict[Target, Replicas]:
-    """By target: there may be several sets of one role."""
+    """Replicas by target, of which there may be several sets."""
     found: dict[Target, Replicas] = {}
     for each in workloads:
         before = found.get(each.target, Replicas(wanted=0, ready=0))
@@ -56,11 +56,11 @@ def summed(workloads: Sequence[Workload]) -> dict[Target, Replicas]:
 
 
 def without_leaving(seats: Sequence[SeatState], sets: Mapping[str, Workload]) -> list[SeatState]:
-    """Marks seats in pods beyond their set's replicas as dismissed: the next table does without them, before SIGTERM
-    reaches them. A set of which nothing is known says nothing.
+    """``seats``, with those in pods beyond their set's replicas marked as dismissed: the next table does without them,
+    before SIGTERM reaches them. Seats of unknown sets stay.
 
-    Nothing of this is written down: once the count is higher again, the seat counts again. And no group loses its last
-    seat by it: that one leaves when its worker says so.
+    Nothing of this is stored: once the count is higher again, the seat counts again. No group loses its last ready seat
+    by it: that one leaves when its worker asks to.
     """
     leaving = {seat.number for seat in seats if _beyond(seat, sets)}
     served = {

@@ -1,4 +1,4 @@
-"""A workload of this release, as far as the scheduler asks: whose replicas they are, and how many."""
+"""What the scheduler asks of a workload of this release: whose replicas it has, and how many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.scheduler.scaling.targets import Replicas, ScaledRole, Target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """``first`` is the ordinal of its first pod (StatefulSets)."""
+    """A set of replicas. ``first`` is the ordinal of its first pod (StatefulSets)."""
 
     name: str
     target: Target
@@ -26,7 +26,7 @@ class Workload:
 
 
 def workload(found: Json) -> Workload | None:
-    """None for what is nobody's replicas, such as Redis, and for what was made of a LeaderWorkerSet."""
+    """``found``, an object of the API. None: it is not scaled, such as Redis, or was made from a LeaderWorkerSet."""
     labels = found["metadata"].get("labels") or {}
     role, shard = labels.get(ROLE), labels.get(SHARD)
     if role not in get_args(ScaledRole) or GROUP_OF in labels or (shard is not None and not shard.isdecimal()):
@@ -42,6 +42,6 @@ def workload(found: Json) -> Workload | None:
 
 
 def ordinal_of(pod: str) -> tuple[str, int] | None:
-    """The StatefulSet and the number in the name of one of its pods; None where that is no such name."""
+    """The StatefulSet and the number in the name of one of its pods. None: ``pod`` is no such name."""
     parts = re.fullmatch(r"(.+)-(0|[1-9][0-9]*)", pod)
     return (parts[1], int(parts[2])) if parts else None

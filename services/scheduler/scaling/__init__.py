@@ -1,7 +1,7 @@
 """How many replicas of each shard group, of attention workers and of gateways the load asks for. No I/O in the policy.
 
-In: what heartbeats and gateways tell, and how many replicas there are (:class:`ReplicaCounts`). Out: absolute targets,
-which the leading scheduler shows as a series for whoever sets replica counts (docs/autoscaling.md).
+In: what heartbeats and gateways report, and how many replicas there are (:class:`ReplicaCounts`). Out: absolute
+targets, which the leading scheduler publishes as series (docs/autoscaling.md).
 """
 
 from services.scheduler.scaling.autoscaler import Autoscaler, Decision, Sources

@@ -1,4 +1,4 @@
-"""The leader's turn at scaling: read the loads, decide, show and keep the targets. One per term."""
+"""Scaling by the leader: reads the loads, decides, shows the targets and keeps them for the next leader."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from services.queue.seats import SeatRegistry
 from services.scheduler.scaling.meter import GroupReading, Meter, Reading
 from services.scheduler.scaling.policy import State, decide
 from services.scheduler.scaling.signals import Signals
-from services.scheduler.scaling.targets import (
-    ReplicaCounts,
-    ScalingOptions,
-    Target,
-    pack_targets,
-    unpack_targets,
-)
+from services.scheduler.scaling.targets import ReplicaCounts, ScalingOptions, Target, pack_targets, unpack_targets
 from services.scheduler.scaling.together import together
 
 log = logging.getLogger(__name__)
@@ -27,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What is wanted, and what it follows from; for series."""
+    """A decision and what it follows from, for series."""
 
     state: State
     signals: Signals
@@ -36,7 +30,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Where loads are read. ``counts`` None: nobody knows what was asked for."""
+    """Sources of loads. ``counts`` None: the replicas that are set are not known."""
 
     queue: SchedulerQueue
     registry: SeatRegistry
@@ -45,7 +39,8 @@ class Sources:
 
 
 class Autoscaler:
-    """One term's. ``groups``: shard groups that there are at least; ``on_decision`` hears of each."""
+    """Scales during one term. ``groups``: how many shard groups there are at least; ``on_decision``: is called with
+    each decision."""
 
     def __init__(
         self,
@@ -64,7 +59,8 @@ class Autoscaler:
         self._state: State | None = None
 
     async def turn(self, epoch: int) -> None:
-        """
+        """Read, decide and keep the targets.
+
         Raises:
             StaleLeader: another scheduler leads.
             QueueUnavailable: Redis does not answer.
@@ -76,7 +72,7 @@ class Autoscaler:
         before = self._state or await self._inherited(reading)
         state = decide(signals, before, self._options)
         if self._state is None or state.targets != before.targets:
-            self._say(before, state)
+            self._log(before.targets, state.targets)
             await self._sources.loads.keep_targets(epoch, pack_targets(state.targets, self._options.ranks))
         self._state = state
         self._on_decision(Decision(state=state, signals=signals, groups=dict(self._meter.groups)))
@@ -93,12 +89,12 @@ class Autoscaler:
         )
 
     async def _inherited(self, reading: Reading) -> State:
-        """What the leader before wanted or what was asked for, whichever is more: the one may be of long ago, the other
-        on its way. Where neither is known, what is there. Within the bounds, but for what sleeps."""
+        """The state to start from: what the last leader wanted or what is set, whichever is more, as either may be old.
+        Where neither is known, it is what is registered. All is within the bounds, but for what sleeps."""
         kept = unpack_targets(await self._sources.loads.targets(), self._options.ranks)
         asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
-        told = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
-        found = {**_there(reading, self._options.ranks), **told}
+        known = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
+        found = _registered(reading, self._options.ranks) | known
         wanted = {
             target: many and self._options.bounds_of(target).clamp(many)
             for target, many in found.items()
@@ -106,17 +102,16 @@ class Autoscaler:
         }
         return State.starting(reading.at, wanted)
 
-    def _say(self, before: State, state: State) -> None:
-        told = before.targets
-        for target, wanted in state.targets.items():
-            if told.get(target) != wanted:
-                log.info("%s: %d replicas wanted (%s before)", target.name, wanted, told.get(target, "none"))
+    def _log(self, before: Mapping[Target, int], now: Mapping[Target, int]) -> None:
+        for target, wanted in now.items():
+            if before.get(target) != wanted:
+                log.info("%s: %d replicas wanted (%s before)", target.name, wanted, before.get(target, "none"))
 
 
-def _there(reading: Reading, ranks: int) -> dict[Target, int]:
-    """Targets of which something is registered: of nothing it is not known whether it sleeps or starts."""
+def _registered(reading: Reading, ranks: int) -> dict[Target, int]:
+    """Registered replicas by target, without targets that have none: these may sleep, or start."""
     groups = [seat.report.group for seat in reading.seats if seat.report.group is not None]
-    there = {Target("experts", group): groups.count(group) for group in set(groups)}
-    there[Target("attention")] = -(-len(reading.workers) // ranks)
-    there[Target("gateway")] = len(reading.loads.gateways)
-    return {target: many for target, many in there.items() if many}
+    found = {Target("experts", group): groups.count(group) for group in set(groups)}
+    found[Target("attention")] = -(-len(reading.workers) // ranks)
+    found[Target("gateway")] = len(reading.loads.gateways)
+    return {target: count for target, count in found.items() if count}

@@ -1,10 +1,10 @@
-"""What the leader reads from Redis, as the policy's signals. In: a reading every second or two. Out: work by target.
+"""Turns what the leader reads from Redis every second or two into the policy's signals: work by target.
 
-A shard group's work is the time that its seats compute, and what they would compute in addition if nobody waited for
-another. A attention workers that step call the experts, W calls on average wait behind others: A - W of the A make
-progress, and without waiting the calls would come A / (A - W) times as fast (each worker has one exchange under way, or
-one for each micro-batch: a closed queue). Two workers call a seat that computes all the time (busy 1, A = 2), and half
-of the time one of them waits for the other (W = 0.5): the work is 1 * 2 / 1.5 = 1.33 replicas.
+A shard group's work is the time that its seats compute, and what they would compute in addition if no call waited for
+another. Of A attention workers that step, W on average wait behind others: A - W of them make progress, and without
+waiting the calls would come A / (A - W) times as fast (each worker has one exchange under way, or one for each
+micro-batch: a closed queue). Two workers call a seat that computes all the time (busy 1, A = 2), and half of the time
+one of them waits for the other (W = 0.5): the work is 1 * 2 / 1.5 = 1.33 replicas.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from services.scheduler.scaling.targets import Replicas, Target
 LOAD_HALF_LIFE_S = 4.0
 LATENCY_HALF_LIFE_S = 10.0
 STAY_HALF_LIFE_S, LINE_S = 30.0, 10.0
-"""See :class:`Places`: how sequences' stay fades, and how long a line may take to go."""
+"""Arguments of :class:`Places`."""
 MAX_HELD_BACK = 4.0
-"""How many times the work may be taken for what it was measured as, where most workers wait."""
+"""Limit of the factor on measured work, where most workers wait."""
 SLOTS, TOKENS = 64, 65_536
-"""Of an attention worker, before there was one."""
+"""Assumed size of an attention worker before there was one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """All from one moment; ``at`` in seconds. ``counts`` None: not known."""
+    """What is known at one moment; ``at`` is in seconds. ``counts`` None: they are not known."""
 
     at: float
     seats: Sequence[SeatState]
@@ -44,40 +44,42 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReading:
-    """Of a shard group, for series: means over its seats."""
+    """A shard group for series: means over its seats of rows that are accepted and not answered, of the share of time
+    that they are ``busy``, and of calls that wait for others. ``stall`` is :attr:`Load.stall`."""
 
     rows: float
-    """Accepted and not answered."""
     busy: float
     waiting: float
-    """Calls that wait for others."""
     stall: float
 
 
 class Meter:
-    """One leader's. ``groups``: shard groups that there are at least; ``lease_s``: who is silent for so long is not
-    known; ``ranks``: so many attention workers are one replica."""
+    """Measures for one leader.
+
+    ``groups``: how many shard groups there are at least; ``lease_s``: reports older than this do not count; ``ranks``:
+    attention workers that are one replica.
+    """
 
     def __init__(self, *, groups: int, lease_s: float, ranks: int = 1) -> None:
         self._groups = set(range(groups))
         self._lease_s, self._ranks = lease_s, ranks
-        self._seats, self._workers, self._lockways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
+        self._seats, self._workers, self._gateways = (Rates(LOAD_HALF_LIFE_S) for _ in range(3))
         self._ttft, self._tpot = Share(LATENCY_HALF_LIFE_S), Share(LATENCY_HALF_LIFE_S)
-        self._told: dict[str, GatewayLoad] = {}
+        self._reported: dict[str, GatewayLoad] = {}
         self._places, self._demand = Places(STAY_HALF_LIFE_S, LINE_S), Smoothed(LOAD_HALF_LIFE_S)
         self._ended = 0
         self._slots, self._tokens = float(SLOTS), float(TOKENS)
         self._at: float | None = None
         self.groups: dict[int, GroupReading] = {}
-        """What was last read of each group."""
+        """Last reading of each group."""
 
     def signals(self, reading: Reading) -> Signals:
         passed_s = 0.0 if self._at is None else reading.at - self._at
         self._at = reading.at
         self._groups |= {seat.report.group for seat in reading.seats if seat.report.group is not None}
-        arrived = self._hear_gateways(reading, passed_s)
-        self._hear_workers(reading)
-        self._hear_seats(reading)
+        arrived = self._note_gateways(reading, passed_s)
+        self._note_workers(reading)
+        self._note_seats(reading)
         loads = self._of_groups(reading)
         loads[Target("attention")] = self._of_attention(reading, passed_s)
         loads[Target("gateway")] = self._of_gateways(reading)
@@ -88,34 +90,34 @@ class Meter:
             active=under_way > 0 or arrived,
             ttft=self._ttft.ratio(),
             tpot=self._tpot.ratio(),
-            few=self._ttft.heard,
+            few=self._ttft.counted,
         )
 
-    def _hear_gateways(self, reading: Reading, passed_s: float) -> bool:
-        """Whether a request came since the last reading."""
-        told, first = reading.loads.gateways, not self._told
-        news = [] if first else [_since(load, self._told.get(name)) for name, load in told.items()]
-        self._told |= told
+    def _note_gateways(self, reading: Reading, passed_s: float) -> bool:
+        """Returns whether a request came since the last reading."""
+        reported, first = reading.loads.gateways, not self._reported
+        news = [] if first else [_since(load, self._reported.get(name)) for name, load in reported.items()]
+        self._reported |= reported
         self._ttft.add(_sums([load.ttft for load in news]), passed_s)
         self._tpot.add(_sums([load.tpot for load in news]), passed_s)
-        for name, load in told.items():
-            self._lockways.tell(name, load.up_s, {"cpu": load.cpu_s}, reading.at)
-        self._lockways.keep(told)
+        for name, load in reported.items():
+            self._gateways.note(name, load.up_s, {"cpu": load.cpu_s}, reading.at)
+        self._gateways.keep(reported)
         self._ended = sum(load.ended for load in news)
         return any(load.came for load in news)
 
-    def _hear_workers(self, reading: Reading) -> None:
+    def _note_workers(self, reading: Reading) -> None:
         for name, load in reading.loads.workers.items():
             if load is not None:
                 stalls = {f"stalled {group}": seconds for group, seconds in load.stalled_s.items()}
-                self._workers.tell(name, load.up_s, {"busy": load.busy_s, **stalls}, reading.at)
+                self._workers.note(name, load.up_s, {"busy": load.busy_s, **stalls}, reading.at)
         self._workers.keep(reading.loads.workers)
 
-    def _hear_seats(self, reading: Reading) -> None:
+    def _note_seats(self, reading: Reading) -> None:
         for seat in reading.seats:
             if (load := seat.report.load) is not None:
                 totals = {"busy": load.busy_s, "waited": load.waited_s}
-                self._seats.tell(seat.info.id, load.up_s, totals, reading.at)
+                self._seats.note(seat.info.id, load.up_s, totals, reading.at)
         self._seats.keep([seat.info.id for seat in reading.seats])
 
     def _of_groups(self, reading: Reading) -> dict[Target, Load]:
@@ -131,7 +133,7 @@ class Meter:
         }
 
     def _of_group(self, group: int, seats: Sequence[SeatState], reading: Reading, callers: float, useful: int) -> Load:
-        """``callers``, ``useful``: exchanges that attention workers have under way at a time, mean and most."""
+        """``callers``, ``useful``: exchanges that attention workers have under way at a time, mean and maximum."""
         names = [seat.info.id for seat in seats]
         busy, waiting = self._seats.total("busy", names), self._seats.total("waited", names)
         stall = self._stall(group, reading)
@@ -156,7 +158,7 @@ class Meter:
         return sum(self._workers.of(name, "busy") * _lanes(load) for name, load in reading.loads.workers.items())
 
     def _stall(self, group: int, reading: Reading) -> float:
-        """Share of the time in steps."""
+        """Share of the attention workers' time in steps that they spend waiting for ``group``."""
         busy = self._workers.total("busy", reading.loads.workers)
         return min(1.0, self._workers.total(f"stalled {group}", reading.loads.workers) / busy) if busy > 0 else 0.0
 
@@ -178,13 +180,13 @@ class Meter:
 
     def _of_gateways(self, reading: Reading) -> Load:
         names = reading.loads.gateways
-        fresh = bool(names) and all(self._lockways.fresh(name, reading.at, self._lease_s) for name in names)
+        fresh = bool(names) and all(self._gateways.fresh(name, reading.at, self._lease_s) for name in names)
         known = fresh and len(names) >= _ready(reading, Target("gateway"))
-        return Load(work=self._lockways.total("cpu", names), ready=len(names), known=known)
+        return Load(work=self._gateways.total("cpu", names), ready=len(names), known=known)
 
 
 def held_back(callers: float, waiting: float) -> float:
-    """How many times as fast calls would come if none of ``callers`` waited for another, of which ``waiting`` do.
+    """How many times as fast calls would come if none of ``callers``, of which ``waiting`` wait, waited for another.
 
     >>> held_back(2, 0.5)
     1.3333333333333333
@@ -199,13 +201,13 @@ def _lanes(load: WorkerLoad | None) -> int:
 
 
 def _ready(reading: Reading, target: Target) -> int:
-    """As whoever starts replicas sees them; 0: not known."""
+    """Ready replicas by the counts; 0: they are not known."""
     replicas = reading.counts.get(target) if reading.counts else None
     return replicas.ready if replicas else 0
 
 
 def _since(load: GatewayLoad, earlier: GatewayLoad | None) -> GatewayLoad:
-    """What came after ``earlier``; all where that is none or of a process before."""
+    """The load since ``earlier``; all of it, where that is None or of an earlier process."""
     if earlier is None or earlier.up_s > load.up_s:
         return load
     return GatewayLoad(

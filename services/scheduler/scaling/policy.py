@@ -1,17 +1,17 @@
 """How many replicas are wanted. Pure: signals and the state before in, the state after out; no I/O, no clock.
 
     need    = work / utilisation[role] * boost * coming     in replicas, for each shard group and role by itself
-    wanted  = highest need of the last --scale-down-after seconds, rounded up, within the bounds; to get along with
-              fewer, a quarter less than what they are meant for
+    wanted  = highest need of the last --scale-down-after seconds, rounded up, within the bounds; for fewer replicas
+              than now they must be used a quarter less than that
 
-``work`` says how many replicas would just do what is asked for, however many there are (:class:`Load`), so a wish is
-the same while replicas start and nothing is asked for twice; more replicas come at once, fewer only when fewer have
-sufficed for a while. ``boost`` is the latencies' say: where nine of ten requests miss a target, the target that is to
-blame gets as many replicas more as the latency is too high, once those asked for are there and had time to show what
-they change; it fades while latencies are well below the targets, or requests are too few to tell. ``coming``, of shard
-groups: how many times the attention workers that are there are needed for the load; those that start bring as much more
-work, and seats take as long to start. Where signals are missing the wish stands, or rises.
-Without requests for ``sleep_after_s`` all shard groups and attention workers are wanted no more, together.
+``work`` says how many replicas would just do the work, however many there are (:class:`Load`), so what is wanted stays
+the same while replicas start; more replicas come at once, fewer only when fewer have sufficed for a while. ``boost``
+follows the latencies: where the 90th percentile misses its target, the cause of that gets as many more replicas as the
+latency is too high, once those wanted are there and had time to show what they change; the boost fades while latencies
+are well below their targets, or requests are few. ``coming``, for shard groups: how many times the ready attention
+workers are needed for the load; those that start bring as much more work, and seats take as long to start. Where
+signals are missing, the wanted number stays or rises.
+Without requests for ``sleep_after_s`` no shard groups and no attention workers are wanted.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from services.scheduler.scaling.signals import Load, Signals
 from services.scheduler.scaling.targets import ScaledRole, ScalingOptions, Target
 
 UTILISATION: Mapping[ScaledRole, float] = {"experts": 0.7, "attention": 0.8, "gateway": 0.6}
-"""Of the time that a seat computes, of an attention worker's places, of a gateway's core."""
+"""Share of the time that a seat computes, of an attention worker's places, of a gateway's core."""
 TOLERANCE = 0.1
-"""Of a replica: a need that is no further above a whole number is not rounded up."""
+"""A need that is no further above a whole number of replicas is not rounded up."""
 ROOMY = 0.75
-"""Fewer replicas are wanted only where they would be used less than those that more are wanted for: work that fewer do
-takes longer, and more of it is under way at a time."""
+"""Fewer replicas are wanted only where they would have this share of the utilisation: work that fewer do takes longer,
+and more of it is under way at a time."""
 MAX_COMING = 3.0
-"""Times the work that more attention workers may be expected to bring."""
+"""Limit of the factor on work that more attention workers may bring."""
 MAX_BOOST = 4.0
-"""A target that no number of replicas can meet costs no more than so many times what the load needs."""
+"""A latency that no number of replicas can meet costs at most this many times what the load needs."""
 MAX_RATIO = 2.0
-SETTLE_S = 45.0
-"""After replicas came or went, before latencies say that they are too few."""
+REACTION_S = 45.0
+"""How long replicas that came or went need before latencies show whether they suffice."""
 COMFORTABLE = 0.8
-"""Latencies over their targets below which a boost fades; between this and 1 it stands."""
+"""Latency in targets below which a boost fades; between this and 1 it stays."""
 BOOST_HALF_LIFE_S = 120.0
 STALLED, MOSTLY_STALLED = 0.2, 0.5
-"""Share of steps spent waiting for a shard group from which on it is to blame for time per token, and for TTFT."""
+"""Share of steps spent waiting for a shard group from which on it is the cause of TPOT, and of TTFT."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
-    """What is remembered of one target. ``highest``: (time, replicas), the replicas falling: maxima of what came
-    after, within the window."""
+    """What is remembered of one target. ``highest``: (time, replicas) with falling replicas, each the maximum of those
+    that came later, within the window."""
 
     highest: tuple[tuple[float, int], ...] = ()
     boost: float = 1.0
     need: float = 0.0
     ready: int = 0
     came_at: float = -math.inf
-    """When more or fewer became ready, fewer wanted, or a boost rose: latencies of before say nothing."""
+    """When the ready replicas changed, fewer were wanted, or a boost rose: earlier latencies do not count."""
 
     @property
     def wanted(self) -> int:
@@ -63,7 +63,7 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """After a decision. Make the first one with :meth:`starting`."""
+    """The state after a decision. :meth:`starting` makes the first one."""
 
     at: float
     active_at: float
@@ -72,7 +72,7 @@ class State:
 
     @classmethod
     def starting(cls, at: float, targets: Mapping[Target, int]) -> State:
-        """A leader that just took over: ``targets`` stand until fewer have sufficed for as long as it must be."""
+        """The state of a new leader: ``targets`` stay until fewer have sufficed for long enough."""
         courses = {target: Course(highest=((at, wanted),)) for target, wanted in targets.items()}
         model = [course.wanted for target, course in courses.items() if target.sleeps]
         return cls(at=at, active_at=at, courses=courses, asleep=bool(model) and not any(model))
@@ -86,23 +86,23 @@ class State:
 
 
 def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
-    """The next state; its :attr:`State.targets` are what is wanted from ``signals.at`` on.
+    """The next state; its :attr:`State.targets` are wanted from ``signals.at`` on.
 
-    A target without a load in ``signals`` is not decided about and keeps what it had.
+    A target without a load in ``signals`` keeps what it had.
     """
     active_at = signals.at if signals.active else state.active_at
     idle_s = signals.at - active_at
     may_sleep = options.sleep_after_s > 0 and not signals.active
     asleep = may_sleep and (state.asleep or idle_s >= options.sleep_after_s)
-    blamed, incurable = _blamed(signals, state, options)
+    causes, incurable = _causes(signals, state, options)
     calm = _comfortable(signals)
     courses, coming = dict(state.courses), 1.0
     for target, load in sorted(signals.loads.items(), key=lambda item: item[0].role != "attention"):
         before = state.courses.get(target, Course())
         if state.asleep and not asleep and target.sleeps:
-            before = Course()  # awake: what was wanted before it fell asleep says nothing
+            before = Course()  # what was wanted before the model fell asleep does not count
         fading_s = signals.at - state.at if calm or (incurable and target.role == "attention") else 0.0
-        boosted = _boosted(before, load, target, blamed.get(target), signals.at, fading_s)
+        boosted = _boosted(before, load, target, causes.get(target), signals.at, fading_s)
         courses[target] = _next(boosted, load, target, signals.at, options, coming if target.role == "experts" else 1.0)
         if target.role == "attention":
             coming = max(1.0, min(MAX_COMING, load.work / UTILISATION["attention"] / max(1, load.ready)))
@@ -110,7 +110,7 @@ def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
 
 
 def _next(course: Course, load: Load, target: Target, at: float, options: ScalingOptions, coming: float) -> Course:
-    """``course`` with this moment's need; ``coming``: so many times the work will there be."""
+    """``course`` with the need of this moment; ``coming`` is the factor by which the work will grow."""
     need = load.work / UTILISATION[target.role] * course.boost * coming
     if load.useful is not None:
         need = min(need, math.ceil(load.useful * coming))
@@ -128,13 +128,13 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
 
 
 def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at: float, fading_s: float) -> Course:
-    """``course`` with the boost that latencies ask for; ``ratio``: of the worst that ``target`` is to blame for, else
-    its boost fades for ``fading_s``."""
+    """``course`` with the boost that latencies ask for. ``ratio``: the worst latency that ``target`` causes, over its
+    target. None: it causes none, and its boost fades for ``fading_s``."""
     boost, came_at = course.boost, course.came_at
     base = load.work / UTILISATION[target.role]
     if ratio is not None:
-        settled = load.ready >= course.wanted and load.ready == course.ready
-        if settled and base > 0 and at - came_at >= SETTLE_S:
+        stable = load.ready >= course.wanted and load.ready == course.ready
+        if stable and base > 0 and at - came_at >= REACTION_S:
             wished = load.ready * min(ratio, MAX_RATIO) / base
             if wished > boost:
                 boost, came_at = min(MAX_BOOST, wished), at
@@ -144,8 +144,8 @@ def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at
 
 
 def _comfortable(signals: Signals) -> bool:
-    """Latencies are well below their targets, or few requests come, and go. Where many are stuck, or gateways are not
-    heard, nobody knows."""
+    """Whether latencies are well below their targets, or few requests come and they end. It is not known where many are
+    stuck, or gateways do not report."""
     ratios = [ratio for ratio in (signals.ttft, signals.tpot) if ratio is not None]
     if ratios:
         return max(ratios) < COMFORTABLE
@@ -153,16 +153,17 @@ def _comfortable(signals: Signals) -> bool:
     return (signals.few or not signals.active) and gateways is not None and gateways.known
 
 
-def _blamed(signals: Signals, state: State, options: ScalingOptions) -> tuple[dict[Target, float], bool]:
-    """Targets that are to blame for latencies above their targets, and by how much these are missed; whether one is
-    missed that only groups could cure which have their most."""
+def _causes(signals: Signals, state: State, options: ScalingOptions) -> tuple[dict[Target, float], bool]:
+    """What causes latencies above their targets, and these latencies in targets; and whether there is one that only
+    groups which have their maximum could cure."""
     attention = Target("attention")
     if attention not in signals.loads:
         return {}, False
     groups = [target for target in signals.loads if target.role == "experts"]
     groups.sort(key=lambda target: (-signals.loads[target].stall, target.shard or 0))
-    full = sum(signals.loads[group].stall for group in groups if _wanted(group, state) >= options.bounds_of(group).most)
-    blamed: dict[Target, float] = {}
+    at_maximum = [group for group in groups if _wanted(group, state) >= options.bounds_of(group).maximum]
+    full = sum(signals.loads[group].stall for group in at_maximum)
+    causes: dict[Target, float] = {}
     incurable = False
     for ratio, stalled in ((signals.tpot, STALLED), (signals.ttft, MOSTLY_STALLED)):
         if ratio is None or ratio <= 1:
@@ -170,20 +171,20 @@ def _blamed(signals: Signals, state: State, options: ScalingOptions) -> tuple[di
         waited_for = [group for group in groups if signals.loads[group].stall >= stalled]
         target = _cure(waited_for, full, signals, state, options)
         if target is not None:
-            blamed[target] = max(ratio, blamed.get(target, 0.0))
+            causes[target] = max(ratio, causes.get(target, 0.0))
         incurable |= target is None
-    return blamed, incurable
+    return causes, incurable
 
 
 def _cure(
     waited_for: Sequence[Target], full: float, signals: Signals, state: State, options: ScalingOptions
 ) -> Target | None:
-    """Of what more replicas help: the first of the groups ``waited_for``, longest first, that may have more with
-    something to do. Else of attention; but of nothing where those that have the most that they may have are most of a
-    step (``full``: their share), as more attention workers would wait for the same seats."""
+    """The target of which more replicas help: the first of ``waited_for`` (the longest wait first) that may have more
+    with something to do, or else attention. None: groups that have their maximum take most of a step (``full`` is their
+    share), so that more attention workers would wait for the same seats."""
     for group in waited_for:
         wanted, useful = _wanted(group, state), signals.loads[group].useful
-        if wanted < options.bounds_of(group).most and (useful is None or wanted < useful):
+        if wanted < options.bounds_of(group).maximum and (useful is None or wanted < useful):
             return group
     return None if full >= MOSTLY_STALLED else Target("attention")
 

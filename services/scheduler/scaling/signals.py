@@ -10,33 +10,33 @@ from services.scheduler.scaling.targets import Target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Of one target, all its replicas together.
+    """The load of one target, of all its replicas together.
 
-    ``work`` is in replicas: so many, busy all the time, would just do what is asked for. It must not depend on how many
-    there are, or those that start would be asked for again.
+    ``work`` is in replicas: that many, busy all the time, would just do the work. It must not depend on how many there
+    are, or replicas that start would be asked for again.
     """
 
     work: float
     ready: int
     known: bool = True
-    """Whether every replica told its load lately. Where not, there may be more work than ``work``."""
+    """Whether every replica reported its load lately. Else there may be more work than ``work``."""
     useful: int | None = None
-    """More replicas than this have nothing to do; None: no such bound."""
+    """Replicas above this number have nothing to do. None: there is no such bound."""
     stall: float = 0.0
-    """Of a shard group: share of the attention workers' steps that is spent waiting for it, 0 to 1."""
+    """Share of the attention workers' steps that is spent waiting for this shard group, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signals:
-    """``at`` in seconds by the reader's own clock, which never goes back."""
+    """Loads and latencies at one moment. ``at`` is in seconds by the reader's monotonic clock."""
 
     at: float
     loads: Mapping[Target, Load]
     active: bool
-    """Requests wait or run, or came since the reading before."""
+    """Whether requests wait or run, or came since the last reading."""
     ttft: float | None = None
-    """Nine of ten requests lately had their first token within so many times the target; None: too few to tell."""
+    """90th percentile of the last times to first token, in targets. None: there were too few."""
     tpot: float | None = None
-    """Likewise for the time between tokens."""
+    """90th percentile of the last times between tokens, in targets. None: there were too few."""
     few: bool = False
-    """Requests had their tokens lately, if too few to tell more."""
+    """Whether requests had their tokens lately, though there may be too few for a percentile."""

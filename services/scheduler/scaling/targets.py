@@ -15,7 +15,7 @@ ScaledRole = Literal["experts", "attention", "gateway"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One number that is decided: replicas of a shard group (``shard`` is its number), or of a whole role (None)."""
+    """What has its own number of replicas: the shard group with number ``shard``, or a whole role (None)."""
 
     role: ScaledRole
     shard: int | None = None
@@ -31,35 +31,35 @@ class Target:
 
     @property
     def sleeps(self) -> bool:
-        """Whether it goes with the model. Gateways stay: they take the request that wakes it."""
+        """Whether the target sleeps with the model. Gateways stay: they take the request that wakes it."""
         return self.role != "gateway"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """``wanted`` is what whoever starts replicas was told last, ``ready`` how many of them serve."""
+    """``wanted`` is the number that is set for whoever starts replicas, ``ready`` how many of them serve."""
 
     wanted: int
     ready: int
 
 
 class ReplicaCounts(Protocol):
-    """Who knows what was asked for and not only what is there."""
+    """A source that knows which replicas are set, not only which are registered."""
 
     def counts(self) -> Mapping[Target, Replicas] | None:
-        """By target; None: not known (any more), then what is registered in Redis stands in. Must not block."""
+        """Replicas by target, without blocking. None: they are not known; what is registered in Redis counts then."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Fewest replicas while the model is awake, and most."""
+    """Limits of a target's replicas; the minimum holds while the model is awake."""
 
-    fewest: int
-    most: int
+    minimum: int
+    maximum: int
 
     def clamp(self, replicas: int) -> int:
-        return max(self.fewest, min(self.most, replicas))
+        return max(self.minimum, min(self.maximum, replicas))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,18 +67,18 @@ class ScalingOptions:
     """What an operator sets. Times in seconds."""
 
     bounds: Mapping[ScaledRole, Bounds]
-    """Those of ``experts`` hold for each shard group without its own."""
+    """Bounds by role; ``experts`` has those of each shard group without bounds of its own."""
     shards: Mapping[int, Bounds] = field(default_factory=dict)
     """Shard groups with bounds of their own."""
     sleep_after_s: float = 0.0
-    """Without requests; 0: the model never sleeps."""
+    """Time without requests after which the model sleeps; 0: it never does."""
     down_after_s: float = 120.0
-    """For so long fewer replicas must have sufficed before there are fewer."""
+    """Time for which fewer replicas must have sufficed before fewer are wanted."""
     ranks: int = 1
-    """Attention workers that come and go together: that many are one replica."""
+    """Attention workers that are one replica: they come and go together."""
     groups: int | None = None
-    """Shard groups whose seats are the ``ranks`` workers of each replica of attention, in turn, and nowhere else; None:
-    experts are targets of their own."""
+    """Shard groups whose only seats are the ``ranks`` workers of each replica of attention, in turn. None: experts are
+    targets of their own."""
 
     def bounds_of(self, target: Target) -> Bounds:
         own = None if target.shard is None else self.shards.get(target.shard)
@@ -88,11 +88,11 @@ class ScalingOptions:
     def of(cls, settings: Settings) -> ScalingOptions:
         return cls(
             bounds={
-                "experts": Bounds(fewest=settings.min_replicas, most=settings.max_replicas),
-                "attention": Bounds(fewest=settings.min_attention, most=settings.max_attention),
-                "gateway": Bounds(fewest=settings.min_gateways, most=settings.max_gateways),
+                "experts": Bounds(minimum=settings.min_replicas, maximum=settings.max_replicas),
+                "attention": Bounds(minimum=settings.min_attention, maximum=settings.max_attention),
+                "gateway": Bounds(minimum=settings.min_gateways, maximum=settings.max_gateways),
             },
-            shards={shard: Bounds(fewest=few, most=many) for shard, (few, many) in settings.shard_bounds().items()},
+            shards={shard: Bounds(minimum=low, maximum=high) for shard, (low, high) in settings.shard_bounds().items()},
             sleep_after_s=settings.sleep_after,
             down_after_s=settings.scale_down_after,
             ranks=settings.workers if settings.layout in ("colocated", "lockstep") else 1,
@@ -100,29 +100,29 @@ class ScalingOptions:
         )
 
     def decides(self, target: Target) -> bool:
-        """Whether it is wanted by itself."""
+        """Whether ``target`` has a number of its own."""
         return self.groups is None or target.role != "experts"
 
     def seats_of(self, group: int) -> float:
-        """In each replica of attention. Where a replica has not all groups: on average."""
-        assert self.groups is not None, "asked of replicas with seats alone"
+        """Seats of ``group`` in each replica of attention; the mean, where a replica does not have all groups."""
+        assert self.groups is not None, "only replicas with seats have them"
         if self.ranks < self.groups:
             return self.ranks / self.groups
         return self.ranks // self.groups + (group < self.ranks % self.groups)
 
 
 _RANKS = "ranks"
-"""Beside the targets: what one of attention is, where that is not one worker."""
+"""Key for the workers of a replica of attention, where that is not one; stored with the targets."""
 
 
 def pack_targets(targets: Mapping[Target, int], ranks: int) -> bytes:
-    """As a leader keeps them for its successor: JSON, readable for an operator too."""
+    """``targets`` as JSON, for the next leader and for operators."""
     unit = {} if ranks == 1 else {_RANKS: ranks}
     return msgspec.json.encode({target.name: wanted for target, wanted in targets.items()} | unit)
 
 
 def unpack_targets(kept: bytes | None, ranks: int) -> dict[Target, int]:
-    """Nothing where ``kept`` is of a version that is not understood; nothing of attention where its unit is another."""
+    """The targets in ``kept``: none if its format is unknown, none of attention if it counts other replicas."""
     try:
         read = msgspec.json.decode(kept or b"{}", type=dict[str, int])
         unit = read.pop(_RANKS, 1)

@@ -1,4 +1,4 @@
-"""Where each replica of attention holds seats, too: what shard groups need is wanted of attention. Pure."""
+"""One target for attention and experts, where each replica of attention holds seats. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from services.scheduler.scaling.targets import Target
 
 
 def together(signals: Signals, seats_of: Callable[[int], float]) -> Signals:
-    """``signals`` with one target for attention and experts, whichever needs more of it.
+    """``signals`` with one target for attention and experts, whose work is that of whichever needs more replicas.
 
     Args:
-        seats_of: of a shard group, by its number, in each replica.
+        seats_of: seats of the shard group with this number in each replica.
     """
     groups = {target: load for target, load in signals.loads.items() if target.role == "experts"}
     attention = signals.loads[Target("attention")]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pocket_moe.records import ExpertTrace
-from services.placement.load import Load, imbalance
-from services.placement.single_experts import Placement, device_loads, experts_to_load, place_experts
+from services.placement.load import Load, peak_load
+from services.placement.single_experts import Placement, place_experts
 from testkit.fabric.eplb import eplb
 
 Planner = Callable[[Sequence[Load], Placement | None], Placement]
@@ -36,6 +36,30 @@ def replay(windows: Sequence[Load], planner: Planner, devices: int) -> Score:
         placement = planned
         imbalances.append(imbalance(device_loads(windows[position + 1], placement), [1.0] * devices))
     return Score(imbalance=sum(imbalances) / len(imbalances), worst=max(imbalances), moves=moves)
+
+
+def experts_to_load(before: Placement, after: Placement) -> int:
+    """How many times a device has to load an expert that it does not hold, over all layers."""
+    return sum(
+        len(set(new) - set(old))
+        for layer, placed in after.items()
+        for old, new in zip(before.get(layer, ((),) * len(placed)), placed, strict=True)
+    )
+
+
+def device_loads(load: Load, placement: Placement) -> list[list[float]]:
+    """``[layers, devices]``: the load of each device, every expert's split evenly over its replicas."""
+    return [_layer_loads(load[layer], placed) for layer, placed in placement.items()]
+
+
+def _layer_loads(loads_E: Sequence[float], placed: Sequence[tuple[int, ...]]) -> list[float]:
+    copies = [sum(held.count(expert) for held in placed) for expert in range(len(loads_E))]
+    return [sum(loads_E[expert] / copies[expert] for expert in held) for held in placed]
+
+
+def imbalance(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
+    """max / mean: the peak load over that of a perfect split, 1 at best."""
+    return peak_load(loads_LB, capacity_B) * sum(capacity_B) / sum(map(sum, loads_LB))
 
 
 class Documents:

@@ -28,7 +28,7 @@ from services.queue.tables import TableReader, unused
 from services.routing import RoutingTable
 
 CONNECTIONS = 256
-"""Of a process to Redis, which its members share."""
+"""Connections of a process to Redis, which its members share."""
 START_S = 3.0
 """Many that start together do so within this time, each at its own moment: so do pods."""
 
@@ -45,7 +45,7 @@ class FleetShape:
     groups: int
     pinned: bool
     rows_per_s: float
-    """That every seat counts for each of its experts."""
+    """Rows that every seat counts for each of its experts."""
     fingerprint: str = "fleet"
 
     def limits(self) -> QueueLimits:
@@ -53,7 +53,7 @@ class FleetShape:
 
 
 class Member:
-    """One expert worker, ready as soon as it hears what it is to hold."""
+    """An expert worker that is ready as soon as it knows its group."""
 
     def __init__(self, shape: FleetShape, queue: ExpertQueue, reader: TableReader, info: ExpertInfo) -> None:
         self._shape, self._queue, self._reader, self.info = shape, queue, reader, info
@@ -84,7 +84,7 @@ class Member:
         await self._leave()
 
     async def _beat(self) -> bool:
-        """Whether there is news to tell at once."""
+        """Whether there is news to report at once."""
         report, rows, now = self._report(), None, time.monotonic()
         if self._held and now >= self._rows_due:
             self._rows_due = now + ROWS_S
@@ -134,7 +134,7 @@ class ExpertFleet:
         self._numbers = itertools.count()
 
     def start(self, count: int) -> list[str]:
-        """Their ids."""
+        """Start members. Returns their ids."""
         members = [
             Member(self._shape, self._queue, self._reader, self._info(next(self._numbers))) for _ in range(count)
         ]
@@ -144,7 +144,7 @@ class ExpertFleet:
         return [member.info.id for member in members]
 
     def leave(self, count: int) -> list[str]:
-        """As by SIGTERM."""
+        """Make members leave as after SIGTERM."""
         names = self._last(count)
         for name in names:
             task, member = self._running.pop(name)

@@ -20,7 +20,7 @@ from testkit.fleet.experts import FleetShape
 
 
 class NoLink:
-    """Where tables end."""
+    """A link that takes tables and does nothing."""
 
     def __init__(self) -> None:
         self.table: RoutingTable | None = None
@@ -50,7 +50,7 @@ class NoLink:
 
 
 class Front:
-    """All of them in one process, or each kind in one of its own: decoding tables must not hold up who measures."""
+    """Readers and servers, in one process or in one each: decoding tables must not hold up measurements."""
 
     def __init__(self, shape: FleetShape) -> None:
         self._shape, self._keys = shape, Keys(shape.namespace)
@@ -61,7 +61,7 @@ class Front:
         self._numbers = itertools.count()
 
     def follow(self, workers: int) -> None:
-        """So many readers of the table."""
+        """Start readers of the table."""
         redis = connect(self._shape.url, max_connections=2 * workers)
         for number in range(workers):
             link, name = NoLink(), f"attention-{number}"
@@ -73,7 +73,7 @@ class Front:
             self._tasks.append(asyncio.create_task(follower.run()))
 
     def serve(self, workers: int, gateways: int, requests_per_s: float) -> None:
-        """The same workers' inboxes, and who fills them."""
+        """Start the same workers' inboxes, and what fills them."""
         redis = connect(self._shape.url, max_connections=3 * workers)
         queue = WorkerQueue(redis, self._keys, self._shape.limits())
         for number in range(workers):

@@ -24,7 +24,7 @@ class Series:
 
 
 def series_of(scheduler_page: str, *, layers: int, num_experts: int, by_layer: bool) -> dict[str, Series]:
-    """By role, of one process of it that has seen traffic; the scheduler's page is given."""
+    """Series by role, of one process of it that has seen traffic; the scheduler's page is given."""
     disable_created_metrics()  # as run_role does
     gateway, attention, experts = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     served = GatewayMetrics(gateway)

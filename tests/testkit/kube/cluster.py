@@ -24,7 +24,7 @@ IMAGES = {
 }
 """Name -> what the build takes."""
 TAG = os.environ.get("KUBE_TAG", "dev")
-"""Of these images: trees that share a cluster differ in it."""
+"""Tag of the images; trees that share a cluster differ in it."""
 LOCAL = [
     *("--set", f"images.control.tag={TAG}", "--set", f"images.worker.tag={TAG}"),
     *("--set", "images.redis.repository=expertmesh-redis", "--set", f"images.redis.tag={TAG}"),
@@ -100,7 +100,7 @@ class Cluster:
                 self._remove(name)
 
     def _remove(self, namespace: str) -> None:
-        """Its pods at once: they would wait for one another to drain."""
+        """Delete a namespace, its pods at once: else they would wait for one another to drain."""
         self.kubectl("delete", "namespace", namespace, "--wait=false", check=False)
         everything = ("pods", "--all", "--force", "--grace-period=0", "--wait=false")
         self.kubectl("-n", namespace, "delete", *everything, check=False)

@@ -45,7 +45,7 @@ def defined(cluster: Cluster) -> Iterator[bool]:
 
 @contextmanager
 def controlled(cluster: Cluster, namespace: str) -> Iterator[None]:
-    """Its LeaderWorkerSets have pods meanwhile."""
+    """Give LeaderWorkerSets their pods while the context is open."""
     over = threading.Event()
     controller = _Controller(new_client_from_config(config_file=cluster.environment["KUBECONFIG"]), namespace)
 
@@ -102,8 +102,8 @@ class _Controller:
         for pod, found in pods.items():
             labels = found["metadata"]["labels"]
             group, rank = (int(labels[f"{LABELS}/{index}"]) for index in ("group-index", "worker-index"))
-            told = "deletionTimestamp" in found["metadata"]
-            if group >= replicas and not told and (rank == 0 or _pod_name(name, group, 0) not in pods):
+            ending = "deletionTimestamp" in found["metadata"]
+            if group >= replicas and not ending and (rank == 0 or _pod_name(name, group, 0) not in pods):
                 self._core.delete_namespaced_pod(pod, self._namespace)
 
     def _service(self, each: Json) -> None:
@@ -134,11 +134,11 @@ def _pod(each: Json, group: int, rank: int) -> Json:
     pod["metadata"] |= {"name": own, "ownerReferences": [owner | {"controller": True}]}
     pod["metadata"]["labels"] |= {f"{LABELS}/{key}": value for key, value in labels.items()}
     pod["spec"] |= {"hostname": own, "subdomain": name}
-    told = {
+    given = {
         "LWS_LEADER_ADDRESS": f"{leader}.{name}.{each['metadata']['namespace']}",
         "LWS_GROUP_SIZE": str(template["size"]),
         "LWS_WORKER_INDEX": str(rank),
     }
     for container in pod["spec"]["containers"]:
-        container["env"] = [{"name": key, "value": value} for key, value in told.items()] + container["env"]
+        container["env"] = [{"name": key, "value": value} for key, value in given.items()] + container["env"]
     return {"apiVersion": "v1", "kind": "Pod"} | pod

@@ -23,7 +23,7 @@ def lose(pods: Sequence[dict[str, Any]]) -> None:
 
 
 def _processes(uid: str) -> list[int]:
-    """Those in the pod's cgroup."""
+    """Processes in the pod's cgroup."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -9,7 +9,7 @@ import httpx
 from testkit.kube.cluster import Cluster
 
 ADDRESS = "http://prometheus.monitoring.svc.cluster.local:9090"
-"""As pods know it."""
+"""Address of Prometheus inside the cluster."""
 Line = list[tuple[float, float]]
 """Unix time and value."""
 
@@ -26,12 +26,12 @@ class Prometheus:
         return cls(url=f"http://{service['spec']['clusterIP']}:9090")
 
     def value(self, query: str) -> float | None:
-        """Of the one series that ``query`` finds now; None where it finds none."""
+        """Value of the one series that ``query`` finds now; None where it finds none."""
         result = self._ask("query", query=query)
         return float(result[0]["value"][1]) if result else None
 
     def lines(self, query: str, began: float, ended: float, step_s: float = 1.0) -> dict[str, Line]:
-        """By the values of the series' labels, in the order of the labels."""
+        """Lines by the values of the series' labels, in the order of the labels."""
         found = self._ask("query_range", query=query, start=str(began), end=str(ended), step=str(step_s))
         return {
             " ".join(value for _, value in sorted(series["metric"].items()) if value): [

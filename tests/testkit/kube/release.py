@@ -22,11 +22,11 @@ NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
 ROLE = "app.kubernetes.io/component"
 PYTHON = "/opt/expertmesh/bin/python"
-"""In the images."""
+"""Path of Python in the images."""
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 REST_S = 10.0
 """How long the resting client leaves its connection idle between two requests; it keeps it for much longer."""
-MAX_PATIENCE_S = 180.0
+RETRY_TIMEOUT_S = 180.0
 """How long a client tries to have one request answered."""
 
 
@@ -42,9 +42,9 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     longest_gap_s: float = 0.0
-    """Between two chunks of one stream, or before the first."""
+    """Longest time between two chunks of one stream, or before the first."""
     gap_at_s: float = 0.0
-    """When it ended, after the load began."""
+    """End of that gap, after the load began."""
 
     def note_gap(self, since: float, now: float) -> None:
         if now - since > self.longest_gap_s:
@@ -64,8 +64,8 @@ class Manner:
     comes_back: bool = False
     takes_up: bool = False
     silence_s: float = 300.0
-    """After so long without a byte a connection counts as broken. A gateway says something every 15 s once an answer
-    has begun."""
+    """Time without a byte after which a connection counts as broken. A gateway sends something every 15 s once an
+    answer has begun."""
 
 
 PLAIN = Manner()
@@ -74,7 +74,7 @@ TAKES_UP = Manner(comes_back=True, takes_up=True, silence_s=20.0)
 
 
 def is_leaving(pod: dict[str, Any]) -> bool:
-    """Whether the pod was told to end. Helm's --wait does not wait for these, which may still have streams."""
+    """Whether the pod is ending. Helm's --wait does not wait for such pods, which may still have streams."""
     return "deletionTimestamp" in pod["metadata"]
 
 
@@ -132,7 +132,7 @@ class Release:
         begins ``lead_s`` after them. One more client, with a connection of its own, rests between its requests.
         Whatever ``manner`` does not make good has failed."""
         outcome, over, records = Outcome(), asyncio.Event(), recorded()
-        async with self._patient(manner) as busy, self._patient(manner) as resting:
+        async with self._client(manner) as busy, self._client(manner) as resting:
             users = [_User(busy, records[number::clients], over, outcome, manner) for number in range(clients)]
             users.append(_User(resting, records, over, outcome, manner, rest_s=REST_S))
             tasks = [asyncio.create_task(user.ask_on()) for user in users]
@@ -144,7 +144,7 @@ class Release:
                 await asyncio.gather(*tasks)
         return outcome
 
-    def _patient(self, manner: Manner) -> AsyncOpenAI:
+    def _client(self, manner: Manner) -> AsyncOpenAI:
         pool = httpx2.Limits(keepalive_expiry=10 * REST_S)
         http = DefaultAsyncHttpxClient(limits=pool)
         silence = httpx2.Timeout(300, read=manner.silence_s)
@@ -186,7 +186,7 @@ class _User:
 
     async def _answer(self, prompt: str) -> str:
         """The text of the one stream that came to its end. Those that broke must have begun as it does."""
-        key, parts, patience = uuid.uuid4().hex, [], time.monotonic() + MAX_PATIENCE_S
+        key, parts, deadline = uuid.uuid4().hex, [], time.monotonic() + RETRY_TIMEOUT_S
         while True:
             parts.append("")
             try:
@@ -194,7 +194,7 @@ class _User:
                     parts[-1] += piece
                 break
             except (APIStatusError, APIConnectionError, httpx2.TransportError) as error:
-                if time.monotonic() > patience or not self._made_good(error):
+                if time.monotonic() > deadline or not self._made_good(error):
                     raise
                 await asyncio.sleep(_retry_after(error))
         assert all(parts[-1].startswith(part) for part in parts), parts

@@ -57,12 +57,12 @@ class Scaled:
         until(lambda: self.registered() == self.workers, 120, "Prometheus knows it")
 
     def replicas(self) -> tuple[int, int]:
-        """Told and ready."""
+        """Replicas that are set and that are ready."""
         found = self.cluster.get(self.namespace, self.kind, f"{PREFIX}-attention")
         return found["spec"]["replicas"], found.get("status", {}).get("readyReplicas", 0)
 
     def asleep(self) -> bool:
-        """As `expertmesh status` has it, which misses nothing."""
+        """Whether the model is asleep, and `expertmesh status` misses nothing."""
         words = ("-m", "services", "status", "--kube-namespace", self.namespace, "--json")
         found = json.loads(self.cluster.run(sys.executable, *words))
         assert found["missing"] == found["troubles"] == []
@@ -78,7 +78,7 @@ class Scaled:
         return Prometheus.of(self.cluster).value(f'max(expertmesh_workers{{namespace="{self.namespace}"}})')
 
     async def grows_and_shrinks(self) -> None:
-        """With the load; what goes drains."""
+        """Check that replicas follow the load, and that those that end drain."""
         tide, marks = Tide(release=self.release, clients=CLIENTS), {"one replica": time.time()}
         async with tide.flowing(CLIENTS):
             await asyncio.to_thread(

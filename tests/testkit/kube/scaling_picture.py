@@ -17,7 +17,7 @@ from testkit.kube.prometheus import Line, Prometheus
 _WIDTH, _LEFT, _RIGHT, _TOP, _GAP = 980, 150, 24, 78, 34
 _LATENCY, _LANE = 150, 64
 _COUNTS = (("wanted", "d"), ("told", "b"), ("ready", "a"))
-"""Series and colours of a lane: wanted by the scheduler, told to Kubernetes, ready."""
+"""Series and colours of a lane: wanted by the scheduler, set in Kubernetes, ready."""
 _QUANTILE = "histogram_quantile(0.99, sum by (le) (rate(expertmesh_inter_token_latency_seconds_bucket{%s}[10s]))) * 1e3"
 
 
@@ -72,7 +72,7 @@ def _legend(picture: Picture) -> None:
 
 
 def _plot(picture: Picture, x_axis: Scale, top: float, line: Line, name: str, unit: str, style: str) -> float:
-    """Where the next one begins."""
+    """Draw a plot. Returns where the next one begins."""
     bottom = top + _LATENCY
     y_axis = Scale(0, max([value for _, value in line if value == value], default=1.0) * 1.05, bottom, top)
     for value in steps(0, max([value for _, value in line if value == value], default=1.0), 3):
@@ -85,12 +85,12 @@ def _plot(picture: Picture, x_axis: Scale, top: float, line: Line, name: str, un
 
 
 def _lane(picture: Picture, x_axis: Scale, top: float, target: str, lines: Mapping[str, Line]) -> float:
-    """Steps of one target's counts; one beside the other where they are the same."""
+    """Steps of one target's counts, drawn next to each other where they are the same."""
     bottom = top + _LANE
-    most = max([value for line in lines.values() for _, value in line], default=1.0)
-    y_axis = Scale(0, max(most, 1.0), bottom, top + 6)
+    highest = max([value for line in lines.values() for _, value in line], default=1.0)
+    y_axis = Scale(0, max(highest, 1.0), bottom, top + 6)
     picture.text(8, top + 14, target.replace("experts ", "experts of group "))
-    for value in range(int(most) + 1):
+    for value in range(int(highest) + 1):
         picture.rule(_LEFT, y_axis.at(value), _WIDTH - _RIGHT, y_axis.at(value))
         picture.text(_LEFT - 8, y_axis.at(value) + 4, str(value), anchor="end", style="mild")
     for shift, (name, style) in zip((-2.0, 0.0, 2.0), _COUNTS, strict=True):

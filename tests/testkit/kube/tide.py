@@ -37,11 +37,11 @@ class Tide:
     met: list[Met] = field(default_factory=list)
 
     @asynccontextmanager
-    async def flowing(self, most: int) -> AsyncIterator[Tide]:
-        """Until the end of the block, and of the requests that are under way then."""
+    async def flowing(self, limit: int) -> AsyncIterator[Tide]:
+        """Send requests until the end of the block, and wait for those that are under way then."""
         over, records, key = asyncio.Event(), recorded(), self.release.key
         async with AsyncOpenAI(base_url=f"{self.release.url}/v1", api_key=key, timeout=300, max_retries=0) as openai:
-            clients = [asyncio.create_task(self._client(openai, number, records, over)) for number in range(most)]
+            clients = [asyncio.create_task(self._client(openai, number, records, over)) for number in range(limit)]
             try:
                 yield self
             finally:

@@ -74,7 +74,7 @@ class ApiServer:
 
     @contextmanager
     def serving(self, port: int = 0) -> Iterator[str]:
-        """Its address."""
+        """Serve while the context is open, at the address that it returns."""
         api = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ from chaos.faults import Done
 from chaos.load import Job, Outcome, faults_of, jobs, judge
 from chaos.picture import timeline
 from chaos.plan import KINDS, LEADER, NEED_CABLES, Event, planned
-from chaos.report import longest_apart, longest_per_event, report, summary
+from chaos.report import longest_of_each_overlap, longest_per_event, report, summary
 
 from loadgen.client import StreamResult
 
@@ -88,8 +88,8 @@ def test_a_gap_is_due_to_the_event_that_came_into_it_or_to_the_last_one_before()
 
 def test_of_long_waits_at_one_time_the_longest_is_told() -> None:
     gaps = [(5.0, 5.2), (1.0, 1.5), (1.1, 1.8), (1.2, 1.3), (5.2, 5.5), (3.0, 3.05)]
-    assert longest_apart(gaps, 0.1) == [(1.1, 1.8), (5.0, 5.2), (5.2, 5.5)]
-    assert longest_apart(gaps, 1.0) == []
+    assert longest_of_each_overlap(gaps, 0.1) == [(1.1, 1.8), (5.0, 5.2), (5.2, 5.5)]
+    assert longest_of_each_overlap(gaps, 1.0) == []
 
 
 def test_the_report_counts_and_the_picture_shows() -> None:

@@ -32,8 +32,7 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
-    """Objects by kind and name, of ``settings`` (``path=value``) over a profile, in a cluster with ``apis`` beside
-    Kubernetes's own."""
+    """Objects by kind and name, of ``settings`` (``path=value``) over a profile, in a cluster with ``apis``, too."""
 
     def run(
         *settings: str,

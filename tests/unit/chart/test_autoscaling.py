@@ -72,7 +72,7 @@ def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
 
 @pytest.mark.parametrize("where", ["lockstep", "local", "colocated"])
 def test_bounds_of_expert_workers_that_there_are_not_do_not_reach_the_scheduler(render: Render, where: str) -> None:
-    """It would refuse these."""
+    """The scheduler would refuse these bounds."""
     odd = ("autoscaling.experts.minReplicas=5", "experts.perGroup.0.minReplicas=9")
     rendered = render(*ON, f"layout={where}", *odd, apis=KEDA)
     config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
@@ -104,7 +104,7 @@ def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
     assert config["shard_replicas"] == "0=1:6,1=2:8"
 
 
-def test_the_scheduler_reads_what_it_is_told(render: Render, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_reads_its_configuration(render: Render, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://:x@host:6379/0")
     seconds = {"sleepAfter": 900, "scaleDownAfter": 60, "targetTtft": 3}
     objects = render(*ON, *(f"autoscaling.{name}Seconds={value}" for name, value in seconds.items()), apis=KEDA)

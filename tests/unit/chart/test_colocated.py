@@ -73,14 +73,14 @@ def test_one_container_runs_the_workers_of_a_node(render: Render) -> None:
     ]
 
 
-def test_there_are_no_expert_workers_beside_them(render: Render) -> None:
+def test_there_are_no_expert_workers(render: Render) -> None:
     objects = render(*SEATS, *SCALED, "experts.groups=3", "metrics.prometheusRule.enabled=true", apis=KEDA)
     assert not [name for _, name in objects if "experts" in name]
     assert ("Secret", "mesh-expertmesh-fabric") in objects
 
 
 @pytest.mark.parametrize(("groups", "found"), [(0, 4), (1, 1), (4, 4)])
-def test_workers_and_scheduler_are_told_the_same(
+def test_workers_and_scheduler_are_configured_alike(
     render: Render, read: Callable[[Objects], Settings], groups: int, found: int
 ) -> None:
     objects = render(
@@ -91,11 +91,11 @@ def test_workers_and_scheduler_are_told_the_same(
     assert (settings.fabric_port, settings.metrics_port, settings.fabric_shared) == (7100, 9100, "host")
     assert settings.fabric_secret_file == Path("/etc/expertmesh/fabric/secret")
     assert (settings.drain_timeout, settings.host) == (60, "0.0.0.0")
-    assert not {"fabric_lane", "expert_group"} & config(objects).keys(), "settled by itself"
+    assert not {"fabric_lane", "expert_group"} & config(objects).keys(), "they follow from the layout"
     assert config(objects, "scheduler")["expert_groups"] == found
 
 
-def test_memory_is_shared_unless_told_otherwise(render: Render, read: Callable[[Objects], Settings]) -> None:
+def test_memory_is_shared_unless_values_say_otherwise(render: Render, read: Callable[[Objects], Settings]) -> None:
     assert read(render(*SEATS)).fabric_shared == "auto"
     assert read(render(*SEATS, "attention.colocated.shared=off")).fabric_shared == "off"
 
@@ -111,8 +111,8 @@ def test_settings_of_both_roles_reach_the_workers_and_those_of_attention_count_m
     )
     settings = read(render(*SEATS, *given, "config.dtype=float16", "experts.config.dtype=bfloat16"))
     assert (settings.lease, settings.expert_capacity, settings.dtype) == (5, 9, "bfloat16")
-    apart = config(render(*given))
-    assert (apart["lease"], "expert_capacity" in apart) == (5, False), (
+    separate = config(render(*given))
+    assert (separate["lease"], "expert_capacity" in separate) == (5, False), (
         "expert workers elsewhere have a file of their own"
     )
 
@@ -142,8 +142,8 @@ def test_a_pod_counts_as_one_replica_where_keda_counts(render: Render) -> None:
     assert scaled == {"mesh-expertmesh-gateway", "mesh-expertmesh-attention"}
     target = named(objects, "ScaledObject", "attention")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) in objects
-    told = config(objects, "scheduler")
-    assert (told["workers"], told["layout"], told["max_attention"], told["expert_groups"]) == (4, "colocated", 3, 4)
+    found = config(objects, "scheduler")
+    assert (found["workers"], found["layout"], found["max_attention"], found["expert_groups"]) == (4, "colocated", 3, 4)
     assert [rule["apiGroups"] for rule in named(objects, "Role", "scheduler")["rules"]] == [["apps"]]
 
 
@@ -186,21 +186,21 @@ def test_what_workers_of_a_pod_could_not_be_is_refused(
     assert says in refused(*settings)
 
 
-def settled() -> set[str]:
+def fixed() -> set[str]:
     """What the chart lets a user say to attention workers, and one with a seat has no choice about."""
     schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]
-    told = {name for role in (ATTENTION, EXPERTS) for name in schema[f"{role}Settings"]["properties"]}
-    return told & {*Settings.model_fields} - {*concerned(COLOCATED)}
+    known = {name for role in (ATTENTION, EXPERTS) for name in schema[f"{role}Settings"]["properties"]}
+    return known & {*Settings.model_fields} - {*concerned(COLOCATED)}
 
 
 @pytest.mark.parametrize("where", ["config", "attention.config"])
 def test_what_a_worker_with_a_seat_has_no_choice_about_is_refused(refused: Callable[..., str], where: str) -> None:
-    names = settled()
+    names = fixed()
     assert names >= {"overlap", "expert_slots", "lockstep_exchange"}
     good = {"overlap": "off", "lockstep_exchange": "flat"}
     said = refused(*(f"{where}.{name}={good.get(name, 1)}" for name in names))
-    told = [line.split()[0] for line in said.splitlines() if "have no choice about it" in line]
-    assert set(told) == {f"{where}.{name}" for name in names}
+    refused = [line.split()[0] for line in said.splitlines() if "have no choice about it" in line]
+    assert set(refused) == {f"{where}.{name}" for name in names}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_can_be_meant_is_taken(render: Render, settings: list[str]) -> None
     assert render(*settings)
 
 
-def test_workers_that_end_inside_a_pod_that_runs_on_are_told(render: Render) -> None:
+def test_workers_that_end_inside_a_pod_that_runs_on_are_alerted_on(render: Render) -> None:
     alerts = ("ExpertmeshWorkerStartsAgain", "ExpertmeshWorkerAway")
     rules = "metrics.prometheusRule.enabled=true"
     groups = named(render(*SEATS, rules), "PrometheusRule", "alerts")["spec"]["groups"]

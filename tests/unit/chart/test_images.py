@@ -25,7 +25,7 @@ Suites: bookworm-security
 
 
 def apt_commands() -> list[str]:
-    """Each RUN with apt-get, as its shell gets it."""
+    """RUN commands with apt-get, as the shell gets them."""
     joined = DOCKERFILE.read_text().replace("\\\n", "")
     return [text for text in re.findall(r"^RUN (.*)", joined, re.MULTILINE) if "apt-get" in text]
 

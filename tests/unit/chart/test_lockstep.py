@@ -37,13 +37,13 @@ def test_a_rank_knows_its_number_its_node_and_where_rank_0_is(render: Render) ->
 def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Render) -> None:
     objects = render(*LOCKSTEP)
     config = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
-    told = ("layout", "workers", "fabric_secret_file", "expert_slices")
-    assert tuple(config[name] for name in told) == ("lockstep", 4, "/etc/expertmesh/fabric/secret", 2)
+    names = ("layout", "workers", "fabric_secret_file", "expert_slices")
+    assert tuple(config[name] for name in names) == ("lockstep", 4, "/etc/expertmesh/fabric/secret", 2)
     assert named(objects, "Secret", "fabric")
     policy = named(objects, "NetworkPolicy", "attention")["spec"]
 
     def roles(rules: list[dict[str, Any]], way: str) -> set[tuple[str, bool]]:
-        """Who, and whether on every port."""
+        """Roles that may connect, and whether to every port."""
         return {
             (peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "ports" not in rule)
             for rule in rules
@@ -55,8 +55,8 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
     assert roles(policy["egress"], "to") == {("attention", True), ("redis", False)}
 
 
-def test_a_cluster_that_knows_no_groups_is_told_of(helm: Any) -> None:
-    """Where none is seen, as by tools that render alone, nothing is."""
+def test_a_cluster_that_knows_no_groups_is_refused(helm: Any) -> None:
+    """Tools that render alone see no cluster, and nothing is refused."""
     words = ["template", "mesh", str(CHART), *(word for each in LOCKSTEP for word in ("--set", each))]
     apis = [("--api-versions", each) for each in ("apiregistration.k8s.io/v1", "leaderworkerset.x-k8s.io/v1")]
     seen = helm(*words, *apis[0])

@@ -14,7 +14,7 @@ PREFETCH = ("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.pr
 
 
 def path_of(objects: Objects) -> str:
-    """Where the attention workers look for the model."""
+    """The path at which attention workers look for the model."""
     path: str = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])["model"]
     return path
 

@@ -25,10 +25,10 @@ def borne(seconds: int) -> list[dict[str, Any]]:
 
 def test_a_lost_node_is_left_by_what_gets_a_successor(render: Render) -> None:
     objects = render()
-    told = {name: template["spec"].get("tolerations") for name, template in pods(objects)}
-    assert told.pop("mesh-expertmesh-redis") is None
-    assert {told.pop(f"mesh-expertmesh-experts-{group}") for group in range(2)} == {None}
-    assert told == {f"mesh-expertmesh-{role}": borne(30) for role in DEPLOYED}
+    found = {name: template["spec"].get("tolerations") for name, template in pods(objects)}
+    assert found.pop("mesh-expertmesh-redis") is None
+    assert {found.pop(f"mesh-expertmesh-experts-{group}") for group in range(2)} == {None}
+    assert found == {f"mesh-expertmesh-{role}": borne(30) for role in DEPLOYED}
 
 
 def test_how_long_a_lost_node_is_borne_may_be_the_clusters_own(render: Render) -> None:
@@ -105,11 +105,11 @@ PLACED = {
 
 @pytest.mark.parametrize("value", PLACED)
 def test_what_runs_once_is_placed_as_well(render: Render, value: str) -> None:
-    (given, told), where = PLACED[value], ("test", "model.pvc.prefetch")
+    (given, wanted), where = PLACED[value], ("test", "model.pvc.prefetch")
     objects = render(*PREFETCH, *(f"{prefix}.{value}={given}" for prefix in where))
-    assert told.items() <= named(objects, "Pod", "test")["spec"].items()
-    assert told.items() <= pod(objects, "Job", "fetch").items()
-    assert not told.items() <= pod(objects, "StatefulSet", "redis").items()
+    assert wanted.items() <= named(objects, "Pod", "test")["spec"].items()
+    assert wanted.items() <= pod(objects, "Job", "fetch").items()
+    assert not wanted.items() <= pod(objects, "StatefulSet", "redis").items()
 
 
 def test_the_smallest_containers_have_their_resources_from_values(render: Render) -> None:

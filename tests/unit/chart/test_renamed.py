@@ -44,7 +44,7 @@ def test_old_values_name_the_new_ones(said: Callable[..., list[str]]) -> None:
 
 
 def test_values_of_an_earlier_chart_as_a_whole_name_the_way_to_take_this_ones(said: Callable[..., list[str]]) -> None:
-    """As ``helm upgrade --reuse-values`` brings them."""
+    """``helm upgrade --reuse-values`` brings them all."""
     lines = said("layout=null", "attention.workers=null", "attention.colocated=null", "attention.experts=tcp")
     [line] = [line for line in lines if line.startswith("attention.experts")]
     assert "With --reset-then-reuse-values instead of --reuse-values" in line

@@ -77,13 +77,13 @@ def test_keys_move_to_another_name(kept: Kept, settings: list[str], names: list[
     assert kept(API_KEYS, found, *settings) == dict(zip(names, (KEY, FILE), strict=True))
 
 
-def test_a_plain_key_that_was_taken_away_is_not_drawn_anew(kept: Kept) -> None:
+def test_a_plain_key_that_was_taken_away_is_not_drawn_again(kept: Kept) -> None:
     """The file would not have its hash."""
     assert kept(API_KEYS, {"keys.yaml": FILE, "note": "of ours"}) == {"keys.yaml": FILE}
 
 
 @pytest.mark.parametrize("found", [{"api-key": KEY}, {"api-key": KEY, "a.yaml": FILE, "b.yaml": OTHER}])
-def test_a_file_that_cannot_be_told_is_asked_for(kept: Kept, found: dict[str, str]) -> None:
+def test_a_file_that_is_not_known_is_asked_for(kept: Kept, found: dict[str, str]) -> None:
     said = kept(API_KEYS, found)
     assert (
         f"auth.key is keys.yaml, but the Secret kept that is kept has {', '.join(sorted(found))}. Set auth.key" in said

@@ -57,8 +57,8 @@ def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another
     assert attention == {"maxSurge": 0, "maxUnavailable": 1}
     gateway = named(objects, "Deployment", "gateway")["spec"]["strategy"]["rollingUpdate"]
     assert gateway == {"maxSurge": 1, "maxUnavailable": 0}
-    patience = config(objects, "attention")["experts_timeout"]
-    assert patience > 120, "long enough to load weights"
+    timeout = config(objects, "attention")["experts_timeout"]
+    assert timeout > 120, "long enough to load weights"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_role_trusts_the_authority_of_an_external_redis(render: Render) ->
     assert seen == 5
 
 
-def test_roles_listen_where_they_are_told(render: Render) -> None:
+def test_roles_listen_where_values_say(render: Render) -> None:
     objects = render("bindAddress=::")
     assert {config(objects, role)["host"] for role in ("gateway", "scheduler", "attention", "experts")} == {"::"}
 
@@ -124,9 +124,9 @@ def test_a_command_in_a_pod_speaks_of_its_release(render: Render) -> None:
     for name, template in pods(render()):
         [container] = template["spec"]["containers"]
         if "redis" not in name:
-            told = {each["name"]: each.get("value") for each in container["env"]}
+            given = {each["name"]: each.get("value") for each in container["env"]}
             [mount] = [each for each in container["volumeMounts"] if each["name"] == "config"]
-            assert told["EXPERTMESH_CONFIG"] == f"{mount['mountPath']}/config.yaml"
+            assert given["EXPERTMESH_CONFIG"] == f"{mount['mountPath']}/config.yaml"
 
 
 @pytest.mark.parametrize(

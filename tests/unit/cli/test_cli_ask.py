@@ -40,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the test's output is the test's."""
+        """Log nothing: the output is the test's."""
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_a_folder_is_not_filled_from_its_own_inside(source: Path) -> None:
             fetch(str(inside), source, {})
 
 
-def test_what_no_digest_covers_is_told(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_without_a_digest_are_named(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fetch(str(source), tmp_path / "some", {"model.safetensors": DIGEST})
     assert "no digest was given for 1 of 2 files: config.json" in caplog.text
     caplog.clear()

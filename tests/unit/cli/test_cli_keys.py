@@ -52,7 +52,7 @@ def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_limits_of_a_key_are_changed_and_its_secret_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of keys that an earlier release wrote: it granted priority 0 to each."""
+    """Keys that an earlier release wrote have priority 0."""
     file = tmp_path / "keys.yaml"
     at = ["--api-keys-file", str(file)]
     secret = _create(capsys, "old", *at, "--priority", "0", "--burst", "2")

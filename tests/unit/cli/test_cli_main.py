@@ -77,7 +77,7 @@ def test_version_is_light() -> None:
 
 
 @pytest.mark.parametrize(("pid", "code"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
-def test_the_first_process_of_a_container_ends_when_told_though_its_role_still_loads(pid: int, code: int) -> None:
+def test_the_first_process_of_a_container_ends_at_sigterm_though_its_role_still_loads(pid: int, code: int) -> None:
     """There the kernel drops a signal without a handler: what ends process 2 must be a handler in process 1."""
     lines = f"""
 import os, time
@@ -102,7 +102,7 @@ def test_serve_without_a_model_says_what_to_do() -> None:
     assert ran.stderr.count("\n") == 1
 
 
-def test_config_tells_values_and_origins(
+def test_config_shows_values_and_origins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mesh.yaml"

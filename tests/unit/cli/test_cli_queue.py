@@ -25,7 +25,7 @@ from services.queue.worker_side import WorkerQueue
 
 
 @dataclass
-class Mesh:
+class Deployment:
     """A leading scheduler and one worker, moved by hand; the first lost attempt of a request is its last."""
 
     url: str
@@ -76,7 +76,7 @@ def _request(request_id: str) -> GenerateRequest:
 
 
 @pytest.fixture
-async def mesh(redis_url: str) -> AsyncIterator[Mesh]:
+async def deployment(redis_url: str) -> AsyncIterator[Deployment]:
     redis, keys, limits = Redis.from_url(redis_url), Keys("expertmesh"), QueueLimits(max_attempts=1)
     scheduler, worker = SchedulerQueue(redis, keys, limits), WorkerQueue(redis, keys, limits)
     epoch = await scheduler.campaign("leader", 60)
@@ -93,34 +93,34 @@ async def mesh(redis_url: str) -> AsyncIterator[Mesh]:
         version="0",
     )
     await worker.register(info, 60, credit_tokens=1000, credit_requests=10)
-    yield Mesh(redis_url, redis, scheduler, worker, DeadLetters(redis, keys, limits), keys, epoch)
+    yield Deployment(redis_url, redis, scheduler, worker, DeadLetters(redis, keys, limits), keys, epoch)
     await redis.aclose()
 
 
-async def test_an_empty_list(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await mesh.run("list") == 0
+async def test_an_empty_list(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await deployment.run("list") == 0
     assert capsys.readouterr().out == "no dead letters\n"
 
 
-async def test_list_show_and_drop(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
-    await mesh.kill("r1")
-    assert await mesh.run("list") == 0
+async def test_list_show_and_drop(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    await deployment.kill("r1")
+    assert await deployment.run("list") == 0
     assert capsys.readouterr().out.startswith("r1  20")
-    assert await mesh.run("show", "r1") == 0
+    assert await deployment.run("show", "r1") == 0
     shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     rows = {name.strip(): value.strip() for name, value in shown.items()}
     assert (rows["tenant"], rows["prompt"], rows["last worker"]) == ("alice", "11 12", "w")
-    assert await mesh.run("drop", "r1") == 0
-    assert await mesh.letters.list() == []
+    assert await deployment.run("drop", "r1") == 0
+    assert await deployment.letters.list() == []
 
 
 async def test_a_prompt_does_not_steer_the_terminal(
-    mesh: Mesh, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await mesh.kill("r1")
+    await deployment.kill("r1")
     monkeypatch.setattr(queue_cli, "load_codec", lambda *_: _Steering())
     monkeypatch.setattr(queue_cli, "read_tokenizer_config", lambda _: None)
-    assert await mesh.run("show", "r1", "--model", "any") == 0
+    assert await deployment.run("show", "r1", "--model", "any") == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert len(out.splitlines()) == 10
@@ -132,37 +132,37 @@ class _Steering:
         return "\x1b[31mred\ntenant  mallory" if token_ids else ""
 
 
-async def test_retry_follows_to_the_end(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
-    mesh.scheduler = SchedulerQueue(mesh.redis, mesh.keys, QueueLimits(max_attempts=1))
-    await mesh.kill("r1")
-    mesh.scheduler = SchedulerQueue(mesh.redis, mesh.keys, QueueLimits(max_attempts=5))
-    retry = asyncio.create_task(mesh.run("retry", "r1"))
-    first = await mesh.assigned()
+async def test_retry_follows_to_the_end(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    deployment.scheduler = SchedulerQueue(deployment.redis, deployment.keys, QueueLimits(max_attempts=1))
+    await deployment.kill("r1")
+    deployment.scheduler = SchedulerQueue(deployment.redis, deployment.keys, QueueLimits(max_attempts=5))
+    retry = asyncio.create_task(deployment.run("retry", "r1"))
+    first = await deployment.assigned()
     assert first.token_ids == [11, 12]
-    await mesh.worker.publish("w", [_token(first, 0, 21)])
-    await mesh.lose("r1")
-    second = await mesh.assigned()
+    await deployment.worker.publish("w", [_token(first, 0, 21)])
+    await deployment.lose("r1")
+    second = await deployment.assigned()
     assert second.attempt > first.attempt
     assert second.token_ids == [11, 12, 21], "what was delivered is not computed again"
     last = TokenEvent(request_id="r1", attempt=second.attempt, index=2, token_id=23, finish="length")
-    await mesh.worker.publish("w", [_token(second, 1, 22), last])
+    await deployment.worker.publish("w", [_token(second, 1, 22), last])
     assert await retry == 0
     assert capsys.readouterr().out == "21 22 23\nfinished: length, 3 tokens\n"
-    assert await mesh.letters.list() == []
+    assert await deployment.letters.list() == []
 
 
 def _token(request: GenerateRequest, index: int, token_id: int) -> TokenEvent:
     return TokenEvent(request_id=request.id, attempt=request.attempt, index=index, token_id=token_id)
 
 
-async def test_a_retry_that_fails_again_says_so(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
-    await mesh.kill("r1")
-    retry = asyncio.create_task(mesh.run("retry", "r1"))
-    await mesh.assigned()
-    await mesh.lose("r1")
+async def test_a_retry_that_fails_again_says_so(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    await deployment.kill("r1")
+    retry = asyncio.create_task(deployment.run("retry", "r1"))
+    await deployment.assigned()
+    await deployment.lose("r1")
     assert await retry == 1
     assert "failed: " in capsys.readouterr().out
-    assert [letter.request.id for letter in await mesh.letters.list()] == ["r1"]
+    assert [letter.request.id for letter in await deployment.letters.list()] == ["r1"]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ async def test_a_retry_that_fails_again_says_so(mesh: Mesh, capsys: pytest.Captu
     ],
 )
 async def test_mistakes(
-    mesh: Mesh, argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+    deployment: Deployment, argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await mesh.run(*argv) == code
+    assert await deployment.run(*argv) == code
     assert message in capsys.readouterr().err
 
 
@@ -189,14 +189,14 @@ def test_without_redis_it_says_what_to_do(tmp_path: Path, capsys: pytest.Capture
     assert "Traceback" not in capsys.readouterr().err
 
 
-async def test_what_could_not_be_read_is_listed(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await mesh.run("unreadable") == 0
+async def test_what_could_not_be_read_is_listed(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await deployment.run("unreadable") == 0
     assert capsys.readouterr().out == "nothing was unreadable\n"
-    quarantine = Quarantine(Scripts(mesh.redis, mesh.keys, QueueLimits()), "gateway")
+    quarantine = Quarantine(Scripts(deployment.redis, deployment.keys, QueueLimits()), "gateway")
     await quarantine.put(
         "event", "r1\x1b[2J", UnreadableMessage("a list of events of 3 bytes: \x1b[31mno"), b"\xc1\x1b["
     )
-    assert await mesh.run("unreadable") == 0
+    assert await deployment.run("unreadable") == 0
     first, data = capsys.readouterr().out.splitlines()
     assert "event of r1\\x1b[2J  read by gateway  a list of events of 3 bytes: \\x1b[31mno" in first
     assert data == r"    b'\xc1\x1b['"

@@ -192,20 +192,22 @@ def test_a_role_on_its_own_needs_redis_and_perhaps_a_model() -> None:
 
 _WORKERS = ("--redis-url", "redis://h", "--model", "m", "--fabric-secret-file", "s")
 _COLOCATED = ("--layout", "colocated", "--workers", "2")
-_APART = ("--layout", "disaggregated", "--expert-workers")
+_SEPARATE = ("--layout", "disaggregated", "--expert-workers")
 
 
 def test_workers_of_one_machine_take_what_theirs_take_and_their_number() -> None:
     settings = load_settings([*_WORKERS, *_COLOCATED, "--fabric-port", "7100"], role="workers")
     assert (settings.workers, settings.fabric_port) == (2, 7100)
-    assert "--overlap" in {option(name) for name in concerned("workers")}, "attention and experts may be apart"
+    assert "--overlap" in {option(name) for name in concerned("workers")}, (
+        "attention and experts may be in separate processes"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         (["--workers", "0"], "There is no worker to start"),
-        ([*_APART, "0", "--workers", "0"], "There is no worker to start"),
+        ([*_SEPARATE, "0", "--workers", "0"], "There is no worker to start"),
         ([*_COLOCATED, "--expert-workers", "1"], "is given, but with --layout colocated there are none"),
         (["--expert-workers", "1"], "Give --layout disaggregated, too"),
         (["--expert-groups", "1"], "with --layout local experts are in no groups"),
@@ -213,8 +215,8 @@ def test_workers_of_one_machine_take_what_theirs_take_and_their_number() -> None
         ([*_COLOCATED, "--fabric-lane", "nccl"], "--fabric-lane nccl cannot be with --layout colocated"),
         ([*_COLOCATED, "--overlap", "on"], "--overlap on cannot be with --layout colocated"),
         ([*_COLOCATED, "--metrics-port", "65534"], "--metrics-port 65534 leaves no room"),
-        ([*_APART, "3", "--fabric-port", "65534"], "--fabric-port 65534 leaves no room"),
-        ([*_APART, "1", "--metrics-port", "71", "--fabric-port", "73"], "71 to 73 and seats on ports 73 to"),
+        ([*_SEPARATE, "3", "--fabric-port", "65534"], "--fabric-port 65534 leaves no room"),
+        ([*_SEPARATE, "1", "--metrics-port", "71", "--fabric-port", "73"], "71 to 73 and seats on ports 73 to"),
         (["--layout", "lockstep"], "in lock-step are started one by one"),
         (["--rank", "1"], "--rank does not concern"),
     ],
@@ -402,7 +404,7 @@ def test_an_attention_worker_with_a_seat_takes_the_options_of_both() -> None:
             load_settings([*argv, option_, "1"], role="colocated")
 
 
-def test_what_it_has_no_choice_about_is_settled() -> None:
+def test_settings_that_follow_from_the_role_are_fixed() -> None:
     both = colocated(Settings(layout="lockstep", fabric_shared="host"))
     assert (both.layout, both.overlap, both.fabric_lane, both.fabric_shared) == ("colocated", "off", "tcp", "host")
     for asked in ({"overlap": "on"}, {"fabric_lane": "nccl"}, {"expert_slots": 4}):

@@ -1,4 +1,4 @@
-"""Attention and experts together or apart: the limits of the equations."""
+"""Attention and experts co-located or disaggregated: the limits of the equations."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ GPUS = Gpus(count=32, bandwidth=4.8e12, flops=800e12, memory=141e9)
 
 
 @pytest.mark.parametrize("tokens", [16, 1024, 65536])
-def test_a_slow_link_and_small_experts_stay_together(tokens: int) -> None:
+def test_a_slow_link_and_small_experts_stay_colocated(tokens: int) -> None:
     mode = choose_mode(SMALL, TCP, GPUS, Batch(tokens=tokens))
     assert (mode.choice, mode.degree) == ("colocated", 1)
     assert mode.reason.startswith("Co-located, all experts on every GPU: a layer takes")
 
 
-def test_big_experts_and_a_big_batch_go_apart_in_ping_pong() -> None:
+def test_big_experts_and_a_big_batch_are_disaggregated_in_ping_pong() -> None:
     mode = choose_mode(BIG, NVLINK, GPUS, Batch(tokens=4096))
-    assert mode.choice == "apart_pingpong"
+    assert mode.choice == "pingpong"
     assert mode.attention + mode.experts == 32
     assert mode.reason == (
-        f"Apart, in ping-pong: a layer takes {mode.apart_pingpong_s * 1e6:.1f} us on {mode.attention} + "
+        f"Disaggregated, in ping-pong: a layer takes {mode.pingpong_s * 1e6:.1f} us on {mode.attention} + "
         f"{mode.experts} GPUs and {mode.colocated_s * 1e6:.1f} us on the same 32."
     )
 
 
-def test_small_experts_with_the_same_batch_and_link_stay_together() -> None:
+def test_small_experts_with_the_same_batch_and_link_stay_colocated() -> None:
     assert choose_mode(SMALL, NVLINK, GPUS, Batch(tokens=4096)).choice == "colocated"
 
 
-def test_the_same_experts_with_a_small_batch_stay_together() -> None:
+def test_the_same_experts_with_a_small_batch_stay_colocated() -> None:
     assert choose_mode(BIG, NVLINK, GPUS, Batch(tokens=32)).choice == "colocated"
 
 
 def test_ping_pong_hides_the_link_where_work_is_in_proportion_to_rows() -> None:
     mode = choose_mode(BIG, Link(bandwidth=100e9, latency=0), GPUS, Batch(tokens=65536))
-    assert mode.apart_pingpong_s < 0.6 * mode.apart_s
+    assert mode.pingpong_s < 0.6 * mode.disaggregated_s
 
 
 def test_ping_pong_is_no_gain_where_weights_are_read_twice() -> None:
     two = dataclasses.replace(GPUS, count=2, memory=1e15)
     mode = choose_mode(BIG, Link(bandwidth=1e15, latency=0), two, Batch(tokens=256))
-    assert mode.apart_pingpong_s > 1.8 * mode.apart_s
+    assert mode.pingpong_s > 1.8 * mode.disaggregated_s
 
 
 def test_one_gpu_has_no_choice() -> None:
@@ -68,22 +68,34 @@ def test_the_hand_computed_layer() -> None:
     shared = choose_mode(shapes, Link(bandwidth=1.0, latency=5), dataclasses.replace(gpus, memory=750), Batch(tokens=4))
     rows = 2 * (2 * (1 - 0.5**2)) * 1 / 2  # two tokens each, 1.5 GPUs per row, half of them the other one
     assert shared.colocated_s == pytest.approx(400 + 21 + 2 * (5 + rows * 2 * 10 / 1) + 300 + 14)
-    assert shared.apart_s == pytest.approx(400 + 21 + 2 * (5 + 4 * 10 * 2) + 600 + 14)
-    assert shared.apart_pingpong_s == pytest.approx(max(842, 1228, 421 + 614 + 2 * (5 + 2 * 10 * 2)))
+    assert shared.disaggregated_s == pytest.approx(400 + 21 + 2 * (5 + 4 * 10 * 2) + 600 + 14)
+    assert shared.pingpong_s == pytest.approx(max(842, 1228, 421 + 614 + 2 * (5 + 2 * 10 * 2)))
+
+
+def test_gpus_that_share_experts_may_have_another_link_by_their_number() -> None:
+    few = dataclasses.replace(GPUS, count=4, memory=80e9)
+    slow = Link(bandwidth=400e9, latency=1e-3)
+
+    def together(degree: int) -> Link:
+        return NVLINK if degree <= 2 else slow
+
+    big = dataclasses.replace(BIG, layers=10)
+    assert choose_mode(big, slow, few, Batch(tokens=8), together=together).degree == 2
+    assert choose_mode(big, slow, few, Batch(tokens=8), together=lambda _: NVLINK).degree == 4
 
 
 def test_hot_experts_cost_time_where_gpus_share_them() -> None:
     even, hot = (choose_mode(BIG, NVLINK, GPUS, Batch(tokens=4096, skew=skew)) for skew in (1.0, 2.0))
     assert hot.colocated_s > even.colocated_s
-    assert hot.apart_s > even.apart_s
+    assert hot.disaggregated_s > even.disaggregated_s
 
 
-def test_memory_forces_the_experts_apart() -> None:
+def test_memory_forces_the_experts_elsewhere() -> None:
     shapes = Shapes(hidden=1000, expert_width=10, experts=2, top_k=1, layers=1, weight_bytes=1)
     gpus = Gpus(count=2, bandwidth=1e9, flops=1e12, memory=4.02e6)
     mode = choose_mode(shapes, NVLINK, gpus, Batch(tokens=4))
     assert mode.colocated_s == float("inf")
-    assert mode.reason == "Apart: 2 GPUs have no memory for attention beside the experts."
+    assert mode.reason == "Disaggregated: no GPU of 2 has memory for attention and its share of the experts."
 
 
 @pytest.mark.parametrize(

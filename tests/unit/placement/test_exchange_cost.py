@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 
 from services.errors import ConfigError
-from services.placement.planning.exchange_cost import Nodes, Rows, cheaper_exchange, exchange_cost
+from services.placement.planning.exchange_cost import Nodes, Rows, exchange_cost
 
 ROWS = Rows(tokens=256, row_bytes=4096, experts=64, top_k=8)
 NODES = Nodes(count=4, ranks=4, across_latency=20e-6, across_bandwidth=1e9, inside_latency=5e-6, inside_bandwidth=400e9)
+
+
+def cheaper_exchange(nodes: Nodes, rows: Rows) -> str:
+    flat, hierarchical = exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
+    return "hierarchical" if hierarchical.seconds < flat.seconds else "flat"
 
 
 def test_messages() -> None:

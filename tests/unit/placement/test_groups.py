@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import ConfigError
-from services.placement.groups import group_loads, shard_groups
-from services.placement.load import imbalance, peak_load, smoothed
+from services.placement.groups import group_loads, regrouped
+from services.placement.load import Load, checked_load, peak_load, smoothed
 from services.placement.planning.expertflow import parallel_plan
-from services.routing import RoutingTable
+from services.routing import RoutingTable, ShardGroup
 
 LOAD = st.integers(1, 3).flatmap(
     lambda layers: st.integers(2, 12).flatmap(
@@ -36,7 +36,7 @@ def test_expertflows_equations(
 ) -> None:
     plan = parallel_plan(P, D, E_total, E_block)
     assert (plan.data, plan.expert, plan.pipeline) == (data, expert, pipeline)
-    assert (plan.data_degree, plan.blocks, plan.blocks_per_device) == (min(P, D), blocks, each)
+    assert (plan.blocks, plan.blocks_per_device) == (blocks, each)
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -47,6 +47,15 @@ def test_a_plan_of_nothing_is_refused_by_name(position: int) -> None:
         parallel_plan(*numbers)
 
 
+def grouped(
+    load: Load, groups: int, *, limit: int | None = None, capacities: list[float] | None = None
+) -> tuple[ShardGroup, ...]:
+    """Groups of experts that were in none."""
+    empty = [ShardGroup(number=number, experts={}) for number in range(groups)]
+    capacities = capacities or [1.0] * groups
+    return regrouped(checked_load(load), empty, limit=limit, capacities=capacities, prices=[0.0] * groups)
+
+
 @given(LOAD, st.data())
 def test_every_expert_is_in_one_group_within_memory(rows: list[list[int]], data: st.DataObject) -> None:
     experts = len(rows[0])
@@ -54,53 +63,35 @@ def test_every_expert_is_in_one_group_within_memory(rows: list[list[int]], data:
     limit = data.draw(st.integers(-(-experts // count), experts))
     capacities = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
     load = dict(enumerate(rows))
-    groups = shard_groups(load, groups=count, limit=limit, capacities=capacities)
+    groups = grouped(load, count, limit=limit, capacities=capacities)
     table = RoutingTable(epoch=1, fingerprint="", num_experts=experts, groups=groups)
     assert set(table.group_of) == set(load)
     assert all(1 <= len(ids) <= limit for group in groups for ids in group.experts.values())
-    assert groups == shard_groups(load, groups=count, limit=limit, capacities=capacities)
+    assert groups == grouped(load, count, limit=limit, capacities=capacities)
 
 
-def test_popular_experts_are_apart_and_groups_are_of_unequal_size() -> None:
-    groups = shard_groups({0: [90, 10, 10, 10, 10, 10, 10, 30]}, groups=2)
+def test_popular_experts_are_separate_and_groups_are_of_unequal_size() -> None:
+    groups = grouped({0: [90, 10, 10, 10, 10, 10, 10, 30]}, 2)
     assert [group.experts[0] for group in groups] == [(0,), (1, 2, 3, 4, 5, 6, 7)]
 
 
 def test_exchanges_find_what_the_greedy_misses() -> None:
-    groups = shard_groups({0: [8, 7, 6, 5, 4]}, groups=2)
+    groups = grouped({0: [8, 7, 6, 5, 4]}, 2)
     assert group_loads({0: [8, 7, 6, 5, 4]}, groups) == [[15, 15]]
 
 
 def test_a_group_with_stronger_seats_takes_more() -> None:
     load = {0: [1.0] * 12}
-    assert group_loads(load, shard_groups(load, groups=2, capacities=[2, 1])) == [[8, 4]]
+    assert group_loads(load, grouped(load, 2, capacities=[2, 1])) == [[8, 4]]
 
 
 def test_without_load_groups_are_even() -> None:
-    groups = shard_groups({3: [0.0] * 6}, groups=3)
+    groups = grouped({3: [0.0] * 6}, 3)
     assert [len(group.experts[3]) for group in groups] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("load", "options", "said"),
-    [
-        ({0: [1.0, 2.0]}, {"groups": 3}, "2 experts cannot be split into 3"),
-        ({0: [1.0] * 8}, {"groups": 2, "limit": 3}, "at most 3 experts a layer cannot hold 8"),
-        ({0: [1.0] * 8}, {"groups": 2, "capacities": [1.0, 0.0]}, "capacities, all above 0"),
-        ({0: [1.0], 1: [1.0, 2.0]}, {"groups": 1}, "all with the same experts"),
-        ({}, {"groups": 1}, "needs layers"),
-        ({0: [1.0, float("nan")]}, {"groups": 1}, "layer 0 is negative or not finite"),
-        ({0: [1.0, -1.0]}, {"groups": 1}, "layer 0 is negative or not finite"),
-    ],
-)
-def test_what_cannot_be_is_refused(load: dict[int, list[float]], options: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        shard_groups(load, **options)
-
-
-def test_strain_adds_the_slowest_of_each_layer() -> None:
+def test_the_peak_load_adds_the_slowest_of_each_layer() -> None:
     assert peak_load([[2, 4], [6, 2]], [1, 2]) == 2 + 6
-    assert imbalance([[3, 1], [1, 3]], [1, 1]) == pytest.approx(1.5)
     assert peak_load([[1, 1]], [1, 0]) == float("inf")
 
 

@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.fabric.eplb import eplb
-from testkit.fabric.placement_replay import greedy, helped_greedy, ours, replay, shifting
+from testkit.fabric.placement_replay import (
+    device_loads,
+    experts_to_load,
+    greedy,
+    helped_greedy,
+    imbalance,
+    ours,
+    replay,
+    shifting,
+)
 
 from pocket_moe.records import ExpertTrace
 from services.errors import ConfigError
-from services.placement.load import Load, imbalance, peak_load
-from services.placement.single_experts import Placement, device_loads, experts_to_load, place_experts
+from services.placement.load import Load, peak_load
+from services.placement.single_experts import Placement, place_experts
 
 TRACE = Path(__file__).resolve().parents[3] / "examples/pocket-moe/records/experts.npz"
 

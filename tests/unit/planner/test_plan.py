@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,29 @@ def test_experts_that_fit_no_gpu_are_shared(capsys: pytest.CaptureFixture[str], 
     assert "2 x `expertmesh attention --layout lockstep --workers 2" in text, "nothing is shared across nodes"
 
 
+def colocated_us(text: str, tokens: int) -> float:
+    [found] = re.findall(rf"│ +{tokens} │ +([0-9.]+) │", text)
+    return float(found)
+
+
+def test_the_estimate_is_of_the_layout_that_is_named(capsys: pytest.CaptureFixture[str], big: str) -> None:
+    """GPUs of one node that share experts have seats, those of several nodes are in lock-step."""
+    words = ("--model", big, "--gpu", "l40s")
+    serve = f"Run: expertmesh serve --model {big} --layout colocated"
+    _, alone = said(capsys, *words, "--gpus", "4", "--tokens", "8")
+    _, text = said(capsys, *words, "--gpus", "8", "--nodes", "2", "--tokens", "16", "--across-us", "50000")
+    assert colocated_us(text, 16) == colocated_us(alone, 8), "no row of a copy leaves its node"
+    assert f"{serve} --workers 4 --expert-groups 2, on each of 2 nodes\n" in text
+    _, text = said(capsys, *words, "--gpus", "4", "--nodes", "2", "--tokens", "16", "--across-us", "50000")
+    assert f"{serve} --workers 2, on each of 2 nodes\n" in text
+    _, text = said(capsys, *words, "--gpus", "2", "--nodes", "2", "--tokens", "8", "--across-us", "1")
+    assert colocated_us(text, 8) > 2 * 2500, "lock-step's latency, there and back"
+    assert "Run: 2 x `expertmesh attention --layout lockstep --workers 2" in text
+    fast = ("--across-us", "1", "--lockstep-us", "1", "--across-gb", "1")
+    _, text = said(capsys, *words, "--gpus", "4", "--nodes", "4", "--tokens", "1", *fast)
+    assert "Run: 2 times 2 x `expertmesh attention --layout lockstep --workers 2" in text
+
+
 def test_across_nodes_it_compares_both_exchanges(capsys: pytest.CaptureFixture[str], big: str) -> None:
     words = ("--gpus", "16", "--nodes", "4", "--tokens", "16,65536", "--batches", "32", "--block", "8")
     code, text = said(capsys, "--model", big, *words)
@@ -70,7 +94,7 @@ def test_it_says_what_it_assumes_and_how_far_off_it_was(capsys: pytest.CaptureFi
     assert "nothing was measured of other splits.\n" in text
     _, text = said(capsys, "--model", big, "--gpus", "4", "--gpu", "h100", "--nodes", "2", "--weight-bits", "8")
     assert "nothing was measured of other splits, the h100, 8-bit weights, several nodes.\n" in text
-    assert "a guess: give --across-us, --across-gb" in text
+    assert "a guess: set --across-us, --across-gb" in text
     assert "by lock-step over NCCL, 5,000 us a layer" in text
 
 

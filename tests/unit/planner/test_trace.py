@@ -30,9 +30,9 @@ HEAD = "minute,requests_per_s,prompt_tokens_mean,output_tokens_mean"
 SHIPPED = Path(__file__).resolve().parents[3] / "loadgen/day"
 OPTIONS = ScalingOptions(
     bounds={
-        "experts": Bounds(fewest=1, most=32),
-        "attention": Bounds(fewest=1, most=32),
-        "gateway": Bounds(fewest=1, most=1),
+        "experts": Bounds(minimum=1, maximum=32),
+        "attention": Bounds(minimum=1, maximum=32),
+        "gateway": Bounds(minimum=1, maximum=1),
     }
 )
 PLANT = Plant(
@@ -240,8 +240,8 @@ def test_it_sleeps_through_silence_and_no_request_is_lost() -> None:
 def test_only_the_shard_whose_topic_is_asked_for_grows() -> None:
     plant = replace(PLANT, shares=[[0.95, 0.05]], times=ServiceTimes(experts_step=0.0002))
     outcome = replay(trace_of([200.0] * 15), plant, OPTIONS, start(), way="shards")
-    most = outcome.most
-    assert most[Target("experts", 0)] >= 3 * most[Target("experts", 1)]
+    peak = outcome.peak
+    assert peak[Target("experts", 0)] >= 3 * peak[Target("experts", 1)]
 
 
 def test_equal_is_the_smallest_fixed_server_that_is_as_good() -> None:

@@ -12,7 +12,7 @@ import pytest
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.experts import ExpertPlacement, intentions, told_whole
+from services.scheduler.experts import ExpertPlacement, are_whole, intentions
 from services.scheduler.load import LoadMeter
 from services.scheduler.room import Shortage
 
@@ -47,13 +47,13 @@ def test_the_first_seats_get_the_groups_in_turn() -> None:
     assert (table.epoch, table.groups, [found.number for found in table.seats]) == (5, GROUPS, [1, 2])
 
 
-def test_groups_that_seats_were_told_are_whole_if_they_hold_every_expert_once() -> None:
+def test_assigned_groups_are_whole_if_they_hold_every_expert_once() -> None:
     info = seat(1).info
-    assert told_whole(dict(enumerate(GROUPS)), info)
-    assert not told_whole({0: GROUPS[0]}, info)
-    assert not told_whole({0: GROUPS[0], 1: even_groups([1, 3], 8, 3)[1]}, info)
-    assert not told_whole({}, info)
-    assert not told_whole(dict(enumerate(even_groups([1], 8, 2))), info)
+    assert are_whole(dict(enumerate(GROUPS)), info)
+    assert not are_whole({0: GROUPS[0]}, info)
+    assert not are_whole({0: GROUPS[0], 1: even_groups([1, 3], 8, 3)[1]}, info)
+    assert not are_whole({}, info)
+    assert not are_whole(dict(enumerate(even_groups([1], 8, 2))), info)
 
 
 def test_a_seat_goes_where_there_is_the_least_capacity_or_where_it_asks_to() -> None:
@@ -86,8 +86,8 @@ def test_a_seat_that_there_is_no_group_for_holds_up_nobody(caplog: pytest.LogCap
     shortage = Shortage()
     for _ in range(2):
         shortage.note([*serving, lost, seat(4, wish=7)], GROUPS)
-    told = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert told == [
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert said == [
         "seat 3 has room for none of the 2 groups",
         "seat 4 asks for group 7, which is none or has room for none of the 2 groups",
     ]
@@ -105,8 +105,8 @@ def assigned(*seats: SeatState) -> list[tuple[SeatState, ShardGroup]]:
     return list(intentions(seats, None, GROUPS, following=5).assign)
 
 
-def roomy(state: SeatState, most: int) -> SeatState:
-    return replace(state, info=msgspec.structs.replace(state.info, max_experts=most))
+def roomy(state: SeatState, limit: int) -> SeatState:
+    return replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
 
 
 def test_a_table_lists_the_seats_that_are_ready_with_their_group_and_is_written_once() -> None:
@@ -255,7 +255,7 @@ async def test_load_and_plans_of_another_model_are_forgotten() -> None:
     other = replace(other, info=msgspec.structs.replace(other.info, fingerprint="g"))
     redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), [other])
     placement = ExpertPlacement(redis, redis, groups=2)
-    placement._meter._load = {1: [1.0] * 8}
+    placement._meter.load = {1: [1.0] * 8}
     placement._repartitioner.target = GROUPS
     await placement.turn(1)
     assert placement._meter.load is None
@@ -278,8 +278,8 @@ async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.
         await placement.turn(1)
     assert weighed == [2]
     redis._seats = [*seats, seat(3)]
-    assert await placement.turn(1), "the seat is told its group"
-    assert await placement.turn(1), "it may not have heard: it is told again until it shows"
+    assert await placement.turn(1), "the seat is assigned its group"
+    assert await placement.turn(1), "it may not have read that: it is assigned again until it shows"
     redis._seats = seats
     for _ in range(3):
         await placement.turn(1)
@@ -292,10 +292,10 @@ async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.
 async def test_the_load_is_followed_although_a_seat_has_no_place() -> None:
     seats = [seat(1, 0), seat(2, 1)]
     redis: Any = Quiet(published(*seats), seats)
-    for others, settled in (([seat(3, wish=2)], True), ([seat(3)], False)):
+    for others, stable in (([seat(3, wish=2)], True), ([seat(3)], False)):
         placement = ExpertPlacement(redis, redis, groups=2, clock=lambda: 1e6)
-        placement._table, placement._changed_at, placement._meter._load = published(*seats), 0.0, HOT
-        assert (await placement._measured([*seats, *others]) is not None) is settled
+        placement._table, placement._changed_at, placement._meter.load = published(*seats), 0.0, HOT
+        assert (await placement._measured([*seats, *others]) is not None) is stable
 
 
 async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,19 +17,20 @@ from testkit.kube.workload_api import ApiServer, stateful_set
 from services.errors import ConfigError, KubernetesUnavailable
 from services.messages import ExpertInfo, SeatReport
 from services.queue.seats import SeatState
-from services.scheduler.kube import Api, KubeReplicas, Observed, own_namespace
+from services.scheduler.kube import Api, KubeReplicas, Observed
+from services.scheduler.kube import connecting as connecting_in_pod
 from services.scheduler.kube.follower import Follower
 from services.scheduler.kube.replicas import without_leaving
 from services.scheduler.kube.workloads import Workload, ordinal_of, workload
 from services.scheduler.scaling import Replicas, Target
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 EXPERTS = Target("experts", 0)
 Connect = Callable[[], Api]
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
@@ -61,7 +62,7 @@ def replicas(server: ApiServer) -> Iterator[KubeReplicas]:
         found.close()
 
 
-def told(replicas: KubeReplicas, target: Target = EXPERTS) -> int | None:
+def count(replicas: KubeReplicas, target: Target = EXPERTS) -> int | None:
     counts = replicas.counts()
     return counts[target].wanted if counts and target in counts else None
 
@@ -100,33 +101,33 @@ def test_groups_of_attention_workers_are_counted_once(server: ApiServer) -> None
 
 
 def test_what_changes_is_heard_of(server: ApiServer, replicas: KubeReplicas) -> None:
-    until(lambda: told(replicas) == 2)
+    until(lambda: count(replicas) == 2)
     server.put("statefulsets", stateful_set("mesh-experts-0", 5, ready=2))
-    until(lambda: told(replicas) == 5)
+    until(lambda: count(replicas) == 5)
     server.put("statefulsets", stateful_set("mesh-experts-0", 0))
-    until(lambda: told(replicas) == 0)
+    until(lambda: count(replicas) == 0)
     server.put("statefulsets", stateful_set("mesh-experts-1", 3, shard="1"))
-    until(lambda: told(replicas, Target("experts", 1)) == 3)
+    until(lambda: count(replicas, Target("experts", 1)) == 3)
     server.delete("statefulsets", "mesh-experts-1")
-    until(lambda: told(replicas, Target("experts", 1)) is None)
-    assert told(replicas) == 0
+    until(lambda: count(replicas, Target("experts", 1)) is None)
+    assert count(replicas) == 0
 
 
 def test_a_watch_that_ends_is_resumed_where_it_ended(server: ApiServer, replicas: KubeReplicas) -> None:
     server.watch_s, server.bookmarks = 0.05, True
-    until(lambda: told(replicas) == 2)
+    until(lambda: count(replicas) == 2)
     until(lambda: sum("watch" in line for line in server.asked) > 6)
     server.put("statefulsets", stateful_set("mesh-experts-0", 4))
-    until(lambda: told(replicas) == 4)
+    until(lambda: count(replicas) == 4)
     until(lambda: max(server.watched_from) == server.version)
     assert sum("list" in line for line in server.asked) == 2
 
 
-def test_a_version_that_is_forgotten_is_listed_anew(server: ApiServer, replicas: KubeReplicas) -> None:
+def test_a_version_that_is_forgotten_is_listed_again(server: ApiServer, replicas: KubeReplicas) -> None:
     until(lambda: sum("watch" in line for line in server.asked) == 2)
     server.forget()
     server.put("statefulsets", stateful_set("mesh-experts-0", 3))
-    until(lambda: told(replicas) == 3)
+    until(lambda: count(replicas) == 3)
     assert sum("list" in line for line in server.asked) >= 3
 
 
@@ -134,18 +135,18 @@ def test_a_broken_connection_costs_no_change(server: ApiServer, replicas: KubeRe
     until(lambda: sum("watch" in line for line in server.asked) == 2)
     server.cut()
     server.put("statefulsets", stateful_set("mesh-experts-0", 6))
-    until(lambda: told(replicas) == 6)
+    until(lambda: count(replicas) == 6)
 
 
 def test_an_api_server_that_restarts_is_found_again_and_held_meanwhile(server: ApiServer) -> None:
     with server.serving() as url:
         replicas = KubeReplicas(connecting(url))
         replicas.start()
-        until(lambda: told(replicas) == 2)
-    assert told(replicas) == 2, "what was known holds for a while"
+        until(lambda: count(replicas) == 2)
+    assert count(replicas) == 2, "what was known holds for a while"
     server.put("statefulsets", stateful_set("mesh-experts-0", 3))
     with server.serving(port=int(url.rsplit(":", 1)[1])):
-        until(lambda: told(replicas) == 3)
+        until(lambda: count(replicas) == 3)
         replicas.close()
 
 
@@ -180,10 +181,10 @@ def test_missing_rights_are_said_once_with_what_to_do(
     until(lambda: len(server.asked) > 12 and bool(said()))
     assert len(said()) <= 2, "once for each kind"
     server.refusal = None
-    until(lambda: told(replicas) == 2)
+    until(lambda: count(replicas) == 2)
 
 
-def test_a_token_that_was_renewed_is_read_anew(server: ApiServer, tmp_path: Path) -> None:
+def test_a_token_that_was_renewed_is_read_again(server: ApiServer, tmp_path: Path) -> None:
     token, authority = tmp_path / "token", tmp_path / "ca.crt"
     token.write_text("first")
     authority.write_text("an authority")
@@ -195,19 +196,19 @@ def test_a_token_that_was_renewed_is_read_anew(server: ApiServer, tmp_path: Path
         configuration = Configuration()
         InClusterConfigLoader(str(token), str(authority), environ=environ).load_and_set(configuration)
         configuration.host, configuration.retries = url, False
-        configuration.refresh_api_key_hook = None  # within its minute: what is told here is the refusal's effect
+        configuration.refresh_api_key_hook = None  # within its minute: this is the effect of the refusal
         return Api(ApiClient(configuration), namespace="there", selector="a=b")
 
     with server.serving() as url:
         replicas = KubeReplicas(connect)
         replicas.start()
-        until(lambda: told(replicas) == 2)
+        until(lambda: count(replicas) == 2)
         server.token = "second"
         server.cut()
         until(lambda: server.refused > 2)
         token.write_text("second")
         server.put("statefulsets", stateful_set("mesh-experts-0", 7))
-        until(lambda: told(replicas) == 7)
+        until(lambda: count(replicas) == 7)
         replicas.close()
 
 
@@ -242,8 +243,8 @@ def test_what_answers_but_is_no_api_server_does_no_harm() -> None:
 
 
 def test_outside_of_a_pod_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--kubernetes on is for pods"):
-        own_namespace(tmp_path)
+    with pytest.raises(ConfigError, match="--kubernetes-selector is for pods"):
+        connecting_in_pod("a=b", tmp_path)
 
 
 def test_the_package_is_imported_where_it_is_needed_alone() -> None:
@@ -256,10 +257,10 @@ def test_the_package_is_imported_where_it_is_needed_alone() -> None:
 
 
 def test_a_scheduler_that_watches_is_loaded_in_two_seconds() -> None:
-    """Of processor time: what else runs on this machine must not count."""
+    """The time is processor time: what else runs on this machine must not count."""
     look = (
-        "import services.scheduler.role, time\nfrom services.scheduler.kube import connect_in_cluster\n"
-        "try: connect_in_cluster()\nexcept Exception as error: assert 'autoscaling.enabled' in str(error), error\n"
+        "import services.scheduler.role, time\nfrom services.runtime.kube_client import in_pod_client\n"
+        "try: in_pod_client()\nexcept Exception as error: assert 'no way to the API server' in str(error), error\n"
         "print(time.process_time())"
     )
     took = [
@@ -279,7 +280,7 @@ def test_a_scheduler_that_watches_is_loaded_in_two_seconds() -> None:
         ("", None),
     ],
 )
-def test_a_pods_name_tells_its_set_and_ordinal(pod: str, parts: tuple[str, int] | None) -> None:
+def test_a_pods_name_has_its_set_and_ordinal(pod: str, parts: tuple[str, int] | None) -> None:
     assert ordinal_of(pod) == parts
 
 
@@ -328,14 +329,14 @@ def test_of_whom_nothing_is_known_nobody_leaves() -> None:
     assert leaving([seat(1, "s-0-0"), seat(2, None), seat(3, "t-0-9")], 1) == set()
 
 
-def test_a_wish_that_nobody_heeds_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wanted_count_that_nobody_sets_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     observed = Observed(lambda: now[0])
     caplog.set_level("INFO")
-    for second, wanted, told in ((0, 3, 1), (60, 3, 2), (80, 3, 3), (85, 3, 1), (170, 2, 1), (176, 3, 1), (300, 3, 1)):
+    for second, wanted, found in ((0, 3, 1), (60, 3, 2), (80, 3, 3), (85, 3, 1), (170, 2, 1), (176, 3, 1), (300, 3, 1)):
         now[0] = second
-        observed.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=told, ready=1)})
+        observed.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=found, ready=1)})
         assert [record.levelname for record in caplog.records] == (["WARNING"] if second >= 176 else [])
-    assert caplog.records[0].getMessage().startswith("experts/0: 3 replicas are wanted, and Kubernetes has been told 1")
+    assert caplog.records[0].getMessage().startswith("experts/0: 3 replicas are wanted, and Kubernetes has had 1")
     observed.note({EXPERTS: 3}, {EXPERTS: Replicas(wanted=3, ready=1)})
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]

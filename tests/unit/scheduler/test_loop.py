@@ -164,11 +164,11 @@ async def test_credit_is_never_exceeded_and_all_of_it_is_used(server: RedisServe
         worker = deployment.worker(engine=engine, credit_requests=3)
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=20)
-        most = 0
+        peak = 0
         while not all(stream.end for stream in streams):
-            most = max(most, len(worker.worker.held()))
+            peak = max(peak, len(worker.worker.held()))
             await asyncio.sleep(0.001)
-        assert most == 3
+        assert peak == 3
         await finish(streams)
         check(streams, 20)
 
@@ -179,12 +179,12 @@ async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
         worker = deployment.worker(engine=SteppingEngine(step_s=0.005), credit_tokens=50)
         client = await deployment.client()
         streams = await client.submit(*PROMPTS[:6], max_tokens=20)  # 23 tokens each: two at a time
-        most = 0
+        peak = 0
         async with asyncio.timeout(10):
             while not all(stream.end for stream in streams):
-                most = max(most, len(worker.worker.held()))
+                peak = max(peak, len(worker.worker.held()))
                 await asyncio.sleep(0.001)
-        assert most == 2
+        assert peak == 2
         await finish(streams)
         check(streams, 20)
 

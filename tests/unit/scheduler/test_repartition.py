@@ -14,7 +14,7 @@ from services.messages import ExpertInfo, SeatReport
 from services.placement import Hysteresis, Plan
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.repartition import PATIENCE, Groups, Repartitioner, next_step
+from services.scheduler.repartition import TIMEOUT, Groups, Repartitioner, next_step
 from services.scheduler.room import rooms_of
 
 OLD = even_groups([0], 8, 3)
@@ -38,7 +38,7 @@ def seat(number: int, group: ShardGroup, status: Any = "ready") -> SeatState:
 
 
 def seats(*replicas: int) -> list[SeatState]:
-    """So many of each group of the old cut."""
+    """Seats by the number of them in each group of the old cut."""
     held = [group for group, count in zip(OLD, replicas, strict=True) for _ in range(count)]
     return [seat(number, group) for number, group in enumerate(held)]
 
@@ -54,8 +54,8 @@ def test_seats_without_room_for_what_their_group_becomes_keep_the_cut() -> None:
     assert next_step([*here[:4], roomy(1)(here[4])], OLD, NEW) is not None, "group 2 stays as it is"
 
 
-def roomy(most: int) -> Callable[[SeatState], SeatState]:
-    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=most))
+def roomy(limit: int) -> Callable[[SeatState], SeatState]:
+    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
 
 
 def test_half_of_the_seats_of_each_group_that_changes_go_ahead() -> None:
@@ -128,9 +128,7 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
 
     def plan(*_: object, limit: int, **__: object) -> Plan:
         asked.append(limit)
-        return Plan(
-            table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), moves=(), before=2, after=1
-        )
+        return Plan(table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), before=2, after=1)
 
     clock = Clock()
     repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
@@ -162,7 +160,7 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
     assert repartitioner.target is None
 
     def other(*_: object, **__: object) -> Plan:
-        return Plan(table=TABLE, moves=(), before=1, after=1)
+        return Plan(table=TABLE, before=1, after=1)
 
     repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=other)
     repartitioner.follow(TABLE, LOAD)
@@ -173,22 +171,20 @@ def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cann
 
 def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
     def plan(*_: object, **__: object) -> Plan:
-        return Plan(
-            table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), moves=(), before=2, after=1
-        )
+        return Plan(table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), before=2, after=1)
 
     clock = Clock()
     repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
     repartitioner.follow(TABLE, LOAD)
     planned(repartitioner)
     repartitioner.follow(TABLE, LOAD)
-    clock.now += PATIENCE * HOLD["wait_s"]
+    clock.now += TIMEOUT * HOLD["wait_s"]
     assert not repartitioner.late
     clock.now += 1
     assert repartitioner.late
     repartitioner.give_up()
     assert not repartitioner.late
-    clock.now += PATIENCE * HOLD["wait_s"] - 1
+    clock.now += TIMEOUT * HOLD["wait_s"] - 1
     repartitioner.follow(TABLE, LOAD)
     assert repartitioner._planned is None
     clock.now += 1
@@ -196,8 +192,8 @@ def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
     assert repartitioner._planned is not None
 
 
-def test_one_small_seat_keeps_no_others_from_being_cut_anew() -> None:
-    """Where each group had to fit it, three groups of 2 would not hold 8 experts."""
+def test_one_small_seat_keeps_no_others_from_being_repartitioned() -> None:
+    """If each group had to fit it, three groups of 2 would not hold 8 experts."""
     small = roomy(2)
     here = [small(seat(0, OLD[0])), *(seat(number, group) for number, group in ((1, OLD[0]), (2, OLD[1])))]
     here += [seat(number, group) for number, group in ((3, OLD[1]), (4, OLD[2]), (5, OLD[2]))]

@@ -1,4 +1,4 @@
-"""Totals that members tell become work, share and ratios."""
+"""Totals that members report become work, share and ratios."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_group_asks_for_the_time_that_its_seats_compute() -> None:
 
 
 def test_calls_that_wait_for_others_are_work_held_back() -> None:
-    """As the module's docstring computes."""
+    """The numbers are those of the module's docstring."""
     seats = [seat("a", 0, 10, 1.0, 0.5)], [seat("a", 0, 12, 1.0, 0.5)]
     loads = after(reading(10, seats=seats[0]), reading(12, seats=seats[1])).loads
     assert loads[HOT].work == pytest.approx(1.333, abs=1e-3)
@@ -131,12 +131,12 @@ def test_replicas_that_nobody_registered_make_a_target_unknown() -> None:
 
 def test_a_worker_that_restarts_counts_from_its_second_report() -> None:
     rates = Rates(half_life_s=4.0)
-    rates.tell("a", 10, {"busy": 5}, at=0)
-    rates.tell("a", 12, {"busy": 7}, at=1)
+    rates.note("a", 10, {"busy": 5}, at=0)
+    rates.note("a", 12, {"busy": 7}, at=1)
     assert rates.of("a", "busy") == 1.0
-    rates.tell("a", 2, {"busy": 1}, at=2)
+    rates.note("a", 2, {"busy": 1}, at=2)
     assert not rates.fresh("a", 2, LEASE_S)
-    rates.tell("a", 4, {"busy": 2}, at=3)
+    rates.note("a", 4, {"busy": 2}, at=3)
     assert rates.of("a", "busy") == 0.5
 
 
@@ -177,7 +177,7 @@ def test_activity_is_what_runs_waits_or_came_since() -> None:
     loads = [Loads(workers={}, gateways={"g": gateway(at, came=came)}) for at, came in ((10, 3), (11, 3), (12, 4))]
     readings = [reading(10 + second, **idle, loads=each) for second, each in enumerate(loads)]
     assert not after(readings[0]).active
-    assert not after(*readings[:2]).active, "what a gateway told before this leader's term says nothing"
+    assert not after(*readings[:2]).active, "what a gateway reported before this leader's term does not count"
     assert after(*readings).active, "it came and went between two looks"
 
 
@@ -190,9 +190,9 @@ def test_nine_of_ten_latencies_are_within_the_ratio() -> None:
 
 def test_one_answer_lately_is_few() -> None:
     one = tuple(float(number == 0) for number in range(LATENCY_BUCKETS))
-    told = [gateway(10), gateway(11, ttft=one), *(gateway(seconds, ttft=one) for seconds in range(12, 60))]
+    reports = [gateway(10), gateway(11, ttft=one), *(gateway(seconds, ttft=one) for seconds in range(12, 60))]
     meter, few = Meter(groups=2, lease_s=LEASE_S), []
-    for number, each in enumerate(told):
+    for number, each in enumerate(reports):
         few.append(meter.signals(reading(10 + number, loads=Loads(workers={}, gateways={"g": each}))).few)
     assert few[:2] == [False, True]
     assert not few[-1]

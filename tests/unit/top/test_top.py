@@ -96,7 +96,7 @@ def test_rates_shares_and_imbalance() -> None:
     assert [(line.running, line.waiting, line.assigned) for line in seen.workers] == [(2, 1, 3)]
 
 
-def test_a_counter_that_began_anew_gives_no_negative_rate() -> None:
+def test_a_counter_that_restarted_gives_no_negative_rate() -> None:
     assert frame(NOW, replace(NOW, at_s=14.0, pages=rows(10, 10, 10))).seats[0].rows_per_s == 0
 
 

@@ -20,7 +20,7 @@ from services.placement import place_experts
 
 HIDDEN = 8
 EXPERTS = 16
-BROKE = "The lock-step broke while"
+BROKE = "The lock-step group failed while"
 ROW_BYTES = HIDDEN * 4
 
 

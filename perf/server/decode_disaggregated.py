@@ -1,4 +1,6 @@
-"""Decoding by graph with experts apart, over shared memory, while expert workers die and join; see decode_graphs.py."""
+"""Decodes by graph with disaggregated experts over shared memory while expert workers die and join; see
+decode_graphs.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from perf.fabric.exchange.children import Child, Children
 ROWS = 64
 
 
-class Apart:
+class Disaggregated:
     """An attention worker on the first GPU, replicas of all experts on the others."""
 
     def __init__(self, out: Path, gpus: int, limit_s: float) -> None:
@@ -39,9 +41,9 @@ class Apart:
         attention.answer(120)
         self._publish(attention, seats)
         attached = attention.ask(200, do="attach", seats=2)
-        print("   apart", attached, flush=True)
+        print("   disaggregated", attached, flush=True)
         warm = attention.ask(120, do="run", for_s=2.0)
-        print("   apart warm:", warm, flush=True)
+        print("   disaggregated warm:", warm, flush=True)
         attention.send(do="run", for_s=60.0)
         time.sleep(1.5)
         self._kill(attention, seats, "kill of one of two")
