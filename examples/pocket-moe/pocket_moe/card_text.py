@@ -233,7 +233,7 @@ def _same_logits(record: Mapping[str, Any]) -> list[str]:
 def _sources(facts: Facts) -> str:
     sources = facts.manifest["sources"]
     text = prose(
-        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. The `README.md` beside",
+        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. The `README.md` with",
         "the weights has all notices, `manifest.json` each licence as the package's copyright file has it (some refer",
         "to `/usr/share/common-licenses` of a Debian system).",
     )

@@ -54,7 +54,7 @@ def _speculator(record: Mapping[str, Any], index: int) -> str:
         "A small dense model that proposes tokens for expertmesh's pocket Mixture-of-Experts. It has no tokenizer and",
         f"takes that of its target, `examples/pocket-moe/model` of that project. {learned} Its first choice is the",
         f"target's greedy token at {shares['teacher_forcing']:.3f} of positions of held-out text and at",
-        f"{shares['own_output']:.3f} of the target's own; the `MODEL_CARD.md` beside that folder has the rest.",
+        f"{shares['own_output']:.3f} of the target's own; the `MODEL_CARD.md` above that folder has the rest.",
     )
 
 
