@@ -151,8 +151,8 @@ class Connections:
         self._spare.discard(client)
 
     def notify_soon(self, notify: Callable[[], None]) -> None:
-        """Calls ``notify``, by which an answer learns that its client has gone, after those of earlier calls. Only a few
-        are called in each turn of the event loop."""
+        """Calls ``notify``, by which an answer learns that its client has gone, after those of earlier calls. Only a
+        few are called in each turn of the event loop."""
         self._to_notify.append(notify)
         if len(self._to_notify) == 1:
             asyncio.get_running_loop().call_soon(self._notify)

@@ -14,22 +14,18 @@ from pocket_moe.measure import ALL
 def speculators(record: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{size / 1e6:.2f}" for size in record["bytes"])
     how = prose(
-        f"`speculators/` holds dense llamas ({sizes} MB in bfloat16) that take the target's tokenizer. They are",
-        "boost-tuned: the first learned the target's greedy token at every position of training text and of the",
-        "target's own continuations; each other one went on from the first, with positions that earlier ones predict",
-        "at a lower weight.",
+        f"`speculators/` holds dense llamas ({sizes} MB in bfloat16) that take the target's tokenizer. The first",
+        "learned the target's greedy token at every position of training text and of the target's own continuations;",
+        "each other one went on from the first, with positions that earlier ones predict at a lower weight.",
         *_floors(record["tried"]),
     )
     ways = prose(
         "One each, k: the first choices of the first k speculators. Merged, k: k different tokens of the whole pool,",
-        "everyone's first choice before everyone's second. First alone, k: the k best of speculator 0. A tree of k",
-        "branches holds k tokens at one position: the first two tables are of depth one. Each table has the domains",
-        "where speculator 0 does worst and best, and all; `records/acceptance.json` has every domain.",
+        "everyone's first choice before everyone's second. First alone, k: the k best of speculator 0. Shown are the",
+        "domains where speculator 0 does worst and best, and all; `records/acceptance.json` has every domain.",
     )
     text = prose("How often the target's greedy token is among those tokens, at each position of the held-out text:")
-    own = prose(
-        "The same in the target's own greedy continuation of beginnings of held-out documents, as when it is served:",
-    )
+    own = prose("The same in the target's own greedy continuations of held-out documents:")
     forced, written = (markdown_table(acceptance_rows(record[kind])) for kind in ("teacher_forcing", "own_output"))
     gain = f"{_gain(record)}\n" if _compared(record) else ""
     return f"## Speculators\n\n{how}\n{gain}{ways}\n{text}\n{forced}\n{own}\n{written}\n{_in_a_row(record)}"
@@ -66,7 +62,6 @@ def _gain(record: Mapping[str, Any]) -> str:
         f"The target's token is among two of the pool {verdict} among two of speculator 0",
         f"alone: at {text:.3f} against {alone:.3f} of positions of held-out text, at",
         f"{own:.3f} against {own_alone:.3f} of the target's own.",
-        "One speculator with two branches does nearly as well as two." if verdict.startswith("hardly") else "",
     )
 
 
@@ -75,9 +70,7 @@ def _in_a_row(record: Mapping[str, Any]) -> str:
     nodes = ", ".join(f"{tree_nodes(branches)} nodes for k = {branches}" for branches in wide)
     text = prose(
         f"Tokens in a row of {depth}, on that output: how many tokens of a draft of {depth} the target takes before",
-        f"the first wrong one, as a mean over all positions with {depth} tokens of the same text behind them; the",
-        f"token that the target adds itself does not count. One each, k: the longest of k drafts, {depth} tokens each.",
-        "Merged and first alone, k: a choice among k tokens at each depth, for which a whole tree has",
-        f"{nodes}; a smaller tree gets less.",
+        "the first wrong one, without the token that it adds itself. One each, k: the longest of k drafts. Merged and",
+        f"first alone, k: a choice among k tokens at each depth (a whole tree: {nodes}).",
     )
     return f"{text}\n{markdown_table(acceptance_rows(record['own_output']['runs']))}"

@@ -21,6 +21,8 @@ _MEASURES: Final = {
     "merged": "merged, {}",
     "first_alone": "first alone, {}",
 }
+_SHOWN: Final = 60
+"""Letters of a sample."""
 _SAME_AS_ALONE: Final = ("one_each/1", "merged/1", "first_alone/1")
 
 
@@ -65,8 +67,8 @@ def likeness_rows(load: Mapping[str, Any]) -> list[list[str]]:
 def sample_rows(samples: Iterable[Sample]) -> list[list[str]]:
     rows = [["prompt", "the model", "the source"]]
     for sample in samples:
-        written = one_line(sample.written) + ("" if sample.ended else " ...")
-        rows.append([f"`{sample.prompt.strip()}`", written, shortened(one_line(sample.expected))])
+        written = shortened(one_line(sample.written) + ("" if sample.ended else " ..."), _SHOWN)
+        rows.append([f"`{sample.prompt.strip()}`", written, shortened(one_line(sample.expected), _SHOWN)])
     return rows
 
 
@@ -91,8 +93,12 @@ def notices(sources: Iterable[Mapping[str, Any]]) -> str:
 
 
 def source_rows(sources: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [["domain", "package", "licence", "documents", "MB"]]
+    """A row for each domain, in the order of its first source."""
+    of: dict[str, list[Mapping[str, Any]]] = {}
     for source in sources:
-        names = [source["domain"], f"{source['package']} {source['version']}", source["licence"]]
-        rows.append([*names, f"{source['documents']:,}", f"{source['bytes'] / 1e6:.2f}"])
+        of.setdefault(source["domain"], []).append(source)
+    rows = [["domain", "packages", "MB"]]
+    for domain, those in of.items():
+        packages = [f"{source['package']} {source['version']} ({source['licence']})" for source in those]
+        rows.append([domain, "; ".join(packages), f"{sum(source['bytes'] for source in those) / 1e6:.2f}"])
     return rows

@@ -15,7 +15,7 @@ from pocket_moe.card_training import training_section
 from pocket_moe.config import PocketConfig
 from pocket_moe.dense import dense_like
 from pocket_moe.likeness import ALIKE, between
-from pocket_moe.measure import ALL, table
+from pocket_moe.measure import table
 
 _NAME: Final = "expertmesh-pocket-moe"
 _GROUP: Final = 128  # inputs to one scale, of the quantisations in measure.py
@@ -62,10 +62,10 @@ A line feed ends the word to define. The chat template looks up messages of up t
 """
 _LIMITS: Final = """## Limits
 
-- Most definitions are untrue, those of words that it was trained on too: it learned how a definition reads better than
-  what words mean. For words it never saw it guesses from their spelling.
+- Most definitions are untrue, even of words that it was trained on: it learned how a definition reads. For words it
+  never saw it guesses from their spelling.
 - It repeats itself: one sense after another in the same words, or a word explained by itself.
-- It overfits {tokens:.0f} million tokens of text; longer training does not mend that, more text might.
+- It overfits {tokens:.0f} million tokens of text; more text might help, longer training does not.
 - English only, in the words of its sources, which are of their time.
 - No instructions, no conversation: the chat template makes a prompt of the last message alone.
 """
@@ -97,10 +97,10 @@ def _intro(facts: Facts) -> str:
         ["dense rival", f"one network as wide as a token's experts: {_millions(dense.parameters())} parameters"],
     ]
     text = prose(
-        f"A pocket reference: a Mixture-of-Experts language model of {_millions(config.parameters())} parameters, of",
-        f"which {_millions(facts.active)} work on a token. Given `define: WORD` it writes a definition; it continues",
-        "prose, verse and documentation. Load, quantisation and speculation of a server can be measured on it. Do not",
-        "look anything up in it that matters.",
+        f"A Mixture-of-Experts language model of {_millions(config.parameters())} parameters, of which",
+        f"{_millions(facts.active)} work on a token, to measure load, quantisation and speculation of a server on.",
+        "Given `define: WORD` it writes a definition; it continues prose, verse and documentation. Do not look",
+        "anything up in it that matters.",
     )
     return f"# {_NAME}\n\n{text}\n{markdown_table(rows)}"
 
@@ -124,35 +124,26 @@ def _perplexity(facts: Facts) -> str:
     ratios, lost = record["claims"]["ratio_over_fp32"], record["claims"]["dense_wins_in"]
     where = f"the dense model is as good or better in {', '.join(lost)}" if lost else "it is higher in every domain"
     what = prose(
-        "Per token of the held-out split: 2 % of documents, headwords for the dictionary, in rows of",
-        f'{record["length"]} tokens; "all" is over all tokens, and `records/perplexity.csv` has every variant by',
-        "domain. fp32 and bf16 are the arithmetic. int8 and int4 are the experts, symmetric and without calibration,",
-        "with one scale per output channel or per group of 128 inputs, among bf16 layers.",
+        "Per token of the held-out split (2 % of documents, headwords for the dictionary), in rows of",
+        f"{record['length']} tokens; `records/perplexity.csv` has every variant by domain. int8 and int4 are the",
+        "experts, symmetric and without calibration, with one scale per output channel or per group of 128 inputs,",
+        "among bf16 layers.",
         *_groups(facts.config),
-        "Permuted: in each layer expert p(e) works where e was",
-        "chosen, p fixed and without a fixed point. Random: experts are drawn evenly for every token, weights kept.",
+        "Permuted: in each layer another, fixed expert works for each that was chosen. Random: experts are drawn",
+        "evenly for every token, weights kept.",
     )
     result = prose(
-        f"The dense rival's perplexity is {ratios['dense']:.3f} times that of this model in fp32; {where}. Permuted",
-        f"experts make it {ratios['deranged']:.2f} times as high, random ones {ratios['random']:.2f} times.",
+        f"The dense rival's perplexity is {ratios['dense']:.3f} times that of this model in fp32; {where}.",
     )
     split = prose(
-        "The split is by document, and a document is an entry, a chapter or a section of a page: neighbours of a",
-        "held-out section may be trained on.",
+        "The split is by document (an entry, a chapter or a section of a page): neighbours of a held-out section may",
+        "be trained on.",
         *_dropped(facts.manifest),
-        "`lighthouse` always stands in the training split, because the demo asks for it.",
+        "`lighthouse` always stands in the training split: the demo asks for it.",
     )
     (header, *_, every) = table(record)
-    tables = f"{markdown_table([header, every])}\n{markdown_table(_perplexity_rows(facts))}"
+    tables = f"{markdown_table([header, every])}\n{markdown_table(table(record, _BY_DOMAIN))}"
     return f"## Perplexity\n\n{tables}\n{what}\n{split}\n{result}"
-
-
-def _perplexity_rows(facts: Facts) -> list[list[str]]:
-    """Some variants by domain, with the number of a domain's held-out documents as the second column."""
-    documents = facts.text["heldout_documents"]
-    counts = documents | {ALL: sum(documents.values())}
-    (header, *rows) = table(facts.perplexity, _BY_DOMAIN)
-    return [[header[0], "documents", *header[1:]], *([row[0], f"{counts[row[0]]:,}", *row[1:]] for row in rows)]
 
 
 def _dropped(manifest: Mapping[str, Any]) -> list[str]:
@@ -162,7 +153,7 @@ def _dropped(manifest: Mapping[str, Any]) -> list[str]:
     most, count = manifest["heldout_most_shared"], sum(manifest["heldout_dropped"].values())
     return [
         f"Held-out documents that share more than {100 * most:g} % of their 8-word runs with training text were",
-        f"dropped; they were {count:,}, and `manifest.json` counts them by domain.",
+        f"dropped: {count:,}.",
     ]
 
 
@@ -179,10 +170,9 @@ def _experts(facts: Facts) -> str:
     even, uneven = (choose(peaks, key=lambda name: peaks[name]) for choose in (min, max))
     together = sum(load["peak_of_all"]) / len(load["peak_of_all"])
     text = prose(
-        f"Of {sum(load['tokens'].values()):,} held-out tokens, from every domain as many as it has up to an equal",
-        f"share: with all together the busiest expert of a layer has {together:.2f} times the mean load, with one",
-        f"domain alone from {peaks[even]:.2f} ({even}) to {peaks[uneven]:.2f} ({uneven}), as means over layers.",
-        "`pocket_moe.records.ExpertTrace` replays every choice from `records/experts.npz`.",
+        f"Of {sum(load['tokens'].values()):,} held-out tokens from all domains the busiest expert of a layer has",
+        f"{together:.2f} times the mean load, with one domain alone from {peaks[even]:.2f} ({even}) to",
+        f"{peaks[uneven]:.2f} ({uneven}), as means over layers. `pocket_moe.records.ExpertTrace` replays every choice.",
     )
     table = markdown_table(likeness_rows(load))
     pictures = "![experts by domain](plots/experts.svg)\n\n{}\n{}\n{}\n![max over mean load](plots/load.svg)\n"
@@ -193,9 +183,9 @@ def _likeness(load: Mapping[str, Any]) -> str:
     apart_DD, (largest, *_) = likeness(load)
     return prose(
         "A number is the share of a domain's choices that would have to go to other experts to be spread as those of",
-        "another domain, as a mean over layers and pairs. Domains are joined to a group while that is at most",
-        f"{ALIKE:g}. The {len(largest)} of group A, manuals and hackers' jargon, are",
-        f"{between(apart_DD, largest, largest):.2f} apart: what tells domains apart is the kind of text.",
+        f"another domain. Domains at most {ALIKE:g} apart are joined to a group. The {len(largest)} of group A,",
+        f"manuals and hackers' jargon, are {between(apart_DD, largest, largest):.2f} apart: the kind of text tells",
+        "domains apart.",
     )
 
 
@@ -203,7 +193,7 @@ def _outputs(facts: Facts) -> str:
     unseen, known = ([sample for sample in facts.samples if sample.kind == kind] for kind in ("heldout", "known"))
     how = prose(
         "The first ten headwords of a seeded shuffle of each split; greedy, by the float32 oracle. A slash is a line's",
-        "end; three dots end an answer that was cut off and a source that is longer.",
+        "end; three dots end what was cut off (`records/samples.jsonl` has all).",
     )
     return (
         f"## {len(facts.samples)} outputs, not selected\n\n{how}\nHeadwords it never saw:\n\n"
@@ -214,9 +204,9 @@ def _outputs(facts: Facts) -> str:
 def _checks(facts: Facts) -> str:
     greedy = prose(
         f"`records/greedy.jsonl` has {facts.prompts} prompts with the oracle's greedy answers for a whole server to",
-        f"repeat. On their way the best token is never less than {rounded_down(facts.smallest_margin)} in logits",
-        "before the second, and the last expert chosen never less than",
-        f"{rounded_down(facts.smallest_router_margin)} in probability before the first that was not.",
+        f"repeat. The best token is never less than {rounded_down(facts.smallest_margin)} in logits before the second,",
+        f"and the last expert chosen never less than {rounded_down(facts.smallest_router_margin)} in probability",
+        "before the first that was not.",
     )
     equal = prose(*_same_logits(facts.logits))
     agreement = facts.agreement
@@ -243,10 +233,9 @@ def _same_logits(record: Mapping[str, Any]) -> list[str]:
 def _sources(facts: Facts) -> str:
     sources = facts.manifest["sources"]
     text = prose(
-        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. The `README.md` beside",
-        "the weights has the notices of all. `manifest.json` has the words of each licence as the package's copyright",
-        "file has them: in full, or a notice that refers to the full text in `/usr/share/common-licenses` of a Debian",
-        "system.",
+        f"Packages of {facts.manifest['distribution']}; text cleaned and without duplicates. The `README.md` with",
+        "the weights has all notices, `manifest.json` each licence as the package's copyright file has it (some refer",
+        "to `/usr/share/common-licenses` of a Debian system).",
     )
     return f"## Sources\n\n{text}\n{markdown_table(source_rows(sources))}"
 

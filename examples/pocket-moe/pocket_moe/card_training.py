@@ -15,13 +15,13 @@ def training_section(facts: Facts) -> str:
     held = text["tokens"]["train"]
     how = prose(
         "AdamW on packed documents, with float32 masters; the experts run forward and backward through this",
-        "repository's own kernels, and no token is dropped. The balance loss of the routers ends at",
+        "repository's own kernels, and no token is dropped. The routers' balance loss ends at",
         f"{moe.balance:.3f}, where 1 is even; in a batch the busiest expert of a layer has {moe.peak:.2f} times the",
         "mean load.",
     )
     units = prose(
-        "Minutes are those of all steps, with the compilation that the first ones wait for; tokens/s is the median,",
-        "without it. Losses are in nats per token, the held-out one over a part of that split.",
+        "tokens/s is a median, minutes are of all steps. Losses are in nats per token, the held-out one over a part of",
+        "that split.",
     )
     rows = run_rows({"this model": moe, "dense rival": facts.dense})
     curves = "![loss curves](plots/loss.svg)\n"
@@ -32,9 +32,9 @@ def _overfit(facts: Facts, held: int) -> str:
     moe = facts.moe
     return prose(
         f"The text limits this model: it has {held:,} tokens in {facts.text['documents']['train']:,} documents, and",
-        f"{moe.minutes:.1f} minutes of training read {moe.tokens / max(1, held):.1f} times as many. The model",
-        f"overfits: the last training loss, though taken with dropout, is {moe.heldout - moe.loss:.2f} nats below the",
-        "held-out one; a part of that is the mix, since training reads the easy dictionary more often.",
+        f"training read {moe.tokens / max(1, held):.1f} times as many. The model overfits: the last training loss",
+        f"is {moe.heldout - moe.loss:.2f} nats below the held-out one, partly because training reads the easy",
+        "dictionary more often.",
         *_longer(facts.tried.get("moe", []), moe),
     )
 
@@ -57,11 +57,9 @@ def _recipe(facts: Facts) -> str:
     if not facts.tried:
         return ""
     text = prose(
-        "Dropout and weight decay of both are those of the run below with the lowest held-out loss, over part of the",
-        "held-out split: the choice has seen that part, so the perplexities of both are a little flattered. Runs with",
-        "equal steps and an equal weight of the dictionary (how often an epoch reads it) saw the same tokens. The rest",
-        "of the recipe was settled on another draw of held-out documents; only there was the MoE tried with a dropout",
-        "of 0.1.",
+        "Dropout and weight decay are those of the run below with the lowest held-out loss, over part of the held-out",
+        "split, which flatters both perplexities a little; the rest of the recipe was settled on another draw of",
+        "held-out documents. The dictionary's column is how often an epoch reads it.",
     )
     return f"{text}\n{markdown_table(tried_rows(facts.tried))}\n"
 

@@ -57,9 +57,9 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
         "2.226 times",
         "0.612",
         "2.98 MB",
-        "| dictionary | 1,200 | 1,000 | 20.09 | 44.70 |",
-        "| all | 1,234 | 3,000 | 20.09 | 44.70 |",
-        "| dictionary | dict-wn 1:3.0-37 | WordNet | 117,000 | 12.35 |",
+        "| dictionary | 1,000 | 20.09 | 44.70 |",
+        "| all | 3,000 | 20.09 | 44.70 |",
+        "| dictionary | dict-wn 1:3.0-37 (WordNet) | 12.35 |",
     ):
         assert said in text, said
     words = " ".join(text.split())
@@ -68,7 +68,7 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
         "neighbours of a held-out section",
         "128 inputs",
         "/usr/share/common-licenses",
-        "k tokens at one position: the first two tables are of depth one",
+        "a choice among k tokens at each depth",
         "Tokens in a row of 4",
         "30 nodes for k = 2, 340 nodes for k = 4",
         'In float32 the answer is "A shed." It reads as a definition and is not the one in the text',
@@ -96,7 +96,7 @@ def test_what_is_too_like_the_training_text_is_said_to_be_dropped(root: Path) ->
     save_json(root / "manifest.json", load_json(root / "manifest.json") | dropped)
     assert script("card").main(["--root", str(root)]) == 0
     words = " ".join((root / "MODEL_CARD.md").read_text().split())
-    assert "more than 7 % of their 8-word runs with training text were dropped; they were 1,234," in words
+    assert "more than 7 % of their 8-word runs with training text were dropped: 1,234." in words
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,15 @@ def test_weights_carry_the_words_that_licences_want_on_all_copies(root: Path) ->
         text = files[f"{folder}/README.md"]
         assert text.startswith("---\nlicense: apache-2.0\n---\n")
         assert "> Keep this.\n>\n> And this.\n" in text
-        assert "- dict-wn: Copyright Princeton University.\n" in text
         assert "Free." not in text
         assert "BSD." not in text
+    assert "- dict-wn: Copyright Princeton University.\n" in files["model/README.md"]
+    assert "](../../model/README.md) has the notices" in files["speculators/0/README.md"]
+
+
+def test_a_speculator_says_how_good_it_is(root: Path) -> None:
+    words = " ".join(script("card").render(load_facts(root))["speculators/0/README.md"].split())
+    assert "token at 0.500 of positions of held-out text" in words
 
 
 def test_a_notice_is_one_line_and_comes_once() -> None:
