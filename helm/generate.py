@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from values_table import Value, documented, table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,7 +23,7 @@ from services.queue.acl import RULES, permissions, user_line  # noqa: E402
 from services.queue.keys import Keys  # noqa: E402
 
 CHART = ROOT / "helm/expertmesh"
-MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- values: end -->")
+MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- /values -->")
 OWNED = {
     *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "redis_url", "redis_url_file"),
     *("namespace", "layout", "workers", "expert_workers", "expert_groups", "expert_group", "fabric_port"),
@@ -61,48 +61,6 @@ NAMED = dict.fromkeys((*_NAMES, *_CLASSES), "objectName") | {
     "shmSize": "size",
 }
 """Key -> the definition that holds for it everywhere."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Value:
-    """One documented value: its dotted path, default, description and, where given, its schema."""
-
-    path: tuple[str, ...]
-    default: Any
-    description: str
-    schema: dict[str, Any] | None
-
-
-def documented(text: str) -> Iterator[Value]:
-    """The values of ``text`` that have a description, in order."""
-    defaults = yaml.safe_load(text)
-    path: list[str] = []
-    description, schema = "", None
-    for line in text.splitlines():
-        words = line.strip()
-        if words.startswith("# --"):
-            description = words.removeprefix("# --").strip()
-        elif words.startswith("# @schema"):
-            schema = json.loads(words.removeprefix("# @schema"))
-        elif key := re.match(r"( *)([A-Za-z0-9]+):", line):
-            path[len(key[1]) // 2 :] = [key[2]]
-            if description:
-                yield Value(path=tuple(path), default=_at(defaults, path), description=description, schema=schema)
-            description, schema = "", None
-
-
-def _at(values: Any, path: list[str]) -> Any:
-    for key in path:
-        values = values[key]
-    return values
-
-
-def table(values: list[Value]) -> str:
-    rows = ["| value | default | |", "| --- | --- | --- |"]
-    for value in values:
-        default = json.dumps(value.default, ensure_ascii=False).replace("|", "\\|")
-        rows.append(f"| `{'.'.join(value.path)}` | `{default}` | {value.description.replace('|', chr(92) + '|')} |")
-    return "\n".join(rows)
 
 
 def schema(values: list[Value], text: str) -> dict[str, Any]:
