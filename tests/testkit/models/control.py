@@ -18,7 +18,7 @@ from torch import Tensor
 
 from services.attention.step import runner
 from services.attention.step.engine import Engine, EngineOptions
-from services.fabric.link import Certain
+from services.fabric.link import SynchronousLink
 from services.messages import GenerateRequest, SamplingParams
 from services.model.dense import DenseModel
 from services.model.inputs import PagedKV, StepInputs
@@ -66,7 +66,7 @@ class CostlessModel:
         return self._logits_RV[: len(x_RD)]
 
 
-class CostlessLink(Certain):
+class CostlessLink(SynchronousLink):
     """Experts that are elsewhere and answer at once."""
 
     def dispatch(self, _layer: int, x_TD: Tensor, _expert_ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
