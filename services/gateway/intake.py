@@ -1,4 +1,4 @@
-"""From a parsed body to an admitted job: model name, limits, sampling, admission.
+"""Makes admitted jobs of parsed bodies: model name, limits, sampling, admission.
 
 In: bodies of ``schema.py`` and the :class:`Caller`. Out: a :class:`Job` with its sequences in the queue.
 """

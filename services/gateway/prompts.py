@@ -197,10 +197,10 @@ _SURELY = 0.9
 """A text with at most this share of the context by its samples is tokenized whole. Samples are taken at random, so that
 no client can write a text that is sparse just there."""
 _SLACK = 256
-"""By how many tokens a cut may raise the count. A token depends on its neighbours, so a cut changes a few tokens next
-to it; mostly none at a space, where :func:`_cut` looks for one. The maximum is for tokenizers that make one token of a
-long unknown word: they look at a hundred letters of it, and may know its beginning. A text is refused when its pieces
-exceed the context by this for each cut, which no text that fits does."""
+"""The number of tokens by which a cut may raise the count. A token depends on its neighbours, so a cut changes a few
+tokens next to it; mostly none at a space, where :func:`_cut` looks for one. The maximum is for tokenizers that make one
+token of a long unknown word: they look at a hundred letters of it, and may know its beginning. A text is refused when
+its pieces exceed the context by this for each cut, which no text that fits does."""
 _SEARCHED = 1024  # characters before the place of a cut
 _BEFORE_SPACE = re.compile(r".*\S(?=\s)", re.DOTALL)
 

@@ -1,7 +1,7 @@
 -- Library: gateways that lag behind what is published for them.
 
 -- The id of the last entry that a gateway has handled if the gateway lags, else nil. A gateway lags when its stream
--- takes more than C.lag_bytes and has an entry that is not handled and older than C.lag_ms. A gateway that has not
+-- takes more than C.lag_bytes and has an entry older than C.lag_ms that is not handled. A gateway that has not
 -- reported lately what it has handled (release 2d85cd8 never does), or whose keys are damaged, does not lag: events
 -- are published.
 local function overdue(gateway)
