@@ -155,7 +155,8 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
 
 def _in_one_node(degree: int, given: Namespace) -> bool:
     """Whether every ``degree`` GPUs that share experts are of one node: they have seats, those of several lock-step."""
-    return given.gpus // given.nodes % degree == 0
+    here: int = given.gpus // given.nodes
+    return here % degree == 0
 
 
 def _dense_weights(spec: ModelSpec) -> int:
