@@ -11,7 +11,7 @@
 # make cluster-dry    its part that needs no images: a real API server accepts what the chart renders; says so where none can run
 # make fleet  the control plane with 2,000 expert workers that compute nothing: times, CPU, Redis, series; 3 minutes
 # make fleet-nodes  the chart on 500 fake nodes of a cluster (KUBE_TOOL): objects, Helm's release, pods, KEDA
-# make demo-model   make the pocket model of examples/ anew (a smoke run where there is no GPU)
+# make demo-model   make the pocket model of examples/ again (a smoke run where there is no GPU)
 
 PYTHON ?= python3
 TORCH := torch==2.13.0

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def regenerate(text: str, records: Iterable[Mapping[str, str]]) -> str:
-    """``text`` with the tables between markers made anew."""
+    """``text`` with the tables between markers made again."""
     latest = _latest(records)
 
     def table(match: re.Match[str]) -> str:

@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """What is measured. No defaults here, so that what was given can be told from what was not."""
+    """What is measured. No defaults here, so that what was given can be distinguished from what was not."""
     several, absent = "several separated by commas", argparse.SUPPRESS
     shapes = f"{', '.join(SHAPES)} or NAME/DIVISOR; {several}"
     cases = parser.add_argument_group("without --suite")

@@ -3,7 +3,7 @@
     python -m bench.tune --shape qwen3-30b,olmoe --rows 1,8,32,128 --dtype bf16 --budget-s 300
 
 A pool of processes compiles every candidate first (into Triton's cache on disk), then each is timed here.
-What the table has with a time is skipped, so an interrupted run goes on where it stopped; ``--again`` measures anew.
+What the table has with a time is skipped, so an interrupted run goes on where it stopped; ``--again`` measures again.
 """
 
 from __future__ import annotations

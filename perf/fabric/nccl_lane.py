@@ -160,7 +160,7 @@ class Bench:
         self.report("bare groups of two, both directions", create_s=pair.times[0], first_use_s=pair.times[1])
         for size in (65536, 524288) if self.quick else (65536, 524288, 4 << 20, 64 << 20):
             times = 5 if self.quick else 200 if size < 1 << 20 else 30
-            self.bare.tell(f"{size} {times + 5}")
+            self.bare.write(f"{size} {times + 5}")
             self.bare.hear("go")
             sent = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
             came = torch.zeros_like(sent)

@@ -38,7 +38,7 @@ def test_an_older_half_serves_with_a_newer_one_by_every_way(last: Path, older: s
     with peer(experts, role="serve") as seat, peer(attention, role="use", port=seat.hear()["port"]) as user:
         assert [user.hear().get("way") for _ in WAYS] == WAYS
         assert user.code() == 0
-        seat.tell()
+        seat.go_on()
         assert seat.hear()["calls"] >= 2, "rows in frames and by the lane"
         assert seat.code() == 0
 
@@ -83,6 +83,6 @@ def test_experts_of_the_last_release_are_refused_by_name_and_live(last: Path) ->
         for spoken in (SPOKEN, Versions(1, 3)):
             with linked(table_of(seat), spoken=spoken, timing=GENEROUS) as link:
                 assert torch.equal(send(link, ONES), ONES)
-        older.tell()
+        older.go_on()
         assert older.hear()["calls"] == 2
         assert older.code() == 0

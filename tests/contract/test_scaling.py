@@ -28,10 +28,10 @@ class Known:
     """Replica counts that a test sets."""
 
     def __init__(self) -> None:
-        self.told: Mapping[Target, Replicas] | None = None
+        self.counted: Mapping[Target, Replicas] | None = None
 
     def counts(self) -> Mapping[Target, Replicas] | None:
-        return self.told
+        return self.counted
 
 
 class Stage:
@@ -53,7 +53,7 @@ class Stage:
             sources, options, groups=2, lease_s=60.0, on_decision=self.decisions.append, clock=lambda: self.at
         )
 
-    async def tell(self, *, busy: float) -> None:
+    async def report(self, *, busy: float) -> None:
         """One round of heartbeats, a second after the one before: in it the hot seat was so busy."""
         self.busy_s += busy
         for worker, group, busy_s in (("e0", 0, self.busy_s), ("e1", 1, 0.1 * self.at)):
@@ -68,11 +68,13 @@ class Stage:
             notes = LoadNotes(redis, self.floor.keys, member_id=member, lease_s=60.0, read=read)
             await notes.note()
 
-    async def turns(self, leader: Autoscaler, count: int, *, busy: float = 0.1, tell: bool = True) -> dict[Target, int]:
+    async def turns(
+        self, leader: Autoscaler, count: int, *, busy: float = 0.1, report: bool = True
+    ) -> dict[Target, int]:
         for _ in range(count):
             self.at += 1
-            if tell:
-                await self.tell(busy=busy)
+            if report:
+                await self.report(busy=busy)
             await leader.turn(self.floor.e)
         return self.decisions[-1].state.targets
 
@@ -82,18 +84,18 @@ async def stage(floor) -> Stage:
     made = Stage(floor)
     await floor.join("e0", "e1")
     await floor.bench.add_worker("w")
-    await made.tell(busy=0.1)
+    await made.report(busy=0.1)
     return made
 
 
-async def test_loads_come_back_as_they_were_told_and_expire(stage):
+async def test_loads_come_back_as_they_were_reported_and_expire(stage):
     loads = await stage.reader.loads()
     assert loads.workers == {"w": WorkerLoad(up_s=100.0, busy_s=100.0, lanes=2)}
     assert loads.gateways["g1"].up_s == 100.0
     assert 0 < await stage.floor.redis.pttl(stage.floor.keys.load("w")) <= 60_000
     await stage.floor.redis.delete(stage.floor.keys.load("w"), stage.floor.keys.load("g1"))
     loads = await stage.reader.loads()
-    assert (loads.workers, loads.gateways) == ({"w": None}, {}), "who told nothing is known to be there"
+    assert (loads.workers, loads.gateways) == ({"w": None}, {}), "who reported nothing is known to be there"
 
 
 async def test_who_has_no_lease_is_not_listed(stage):
@@ -121,7 +123,7 @@ async def test_the_hot_shard_grows_and_a_successor_holds_it(stage):
 async def test_targets_that_redis_lost_are_those_asked_for_or_there(stage):
     await stage.turns(stage.leader(), 1)
     await stage.floor.redis.delete(stage.floor.keys.targets)
-    stage.known.told = {HOT: Replicas(wanted=3, ready=1), ATTENTION: Replicas(wanted=2, ready=1)}
+    stage.known.counted = {HOT: Replicas(wanted=3, ready=1), ATTENTION: Replicas(wanted=2, ready=1)}
     assert await stage.turns(stage.leader(), 2) == {HOT: 3, COLD: 1, ATTENTION: 2, GATEWAY: 1}
 
 
@@ -157,7 +159,7 @@ async def test_replicas_with_seats_are_wanted_as_attention_alone(stage):
 
 async def test_targets_of_long_ago_take_nothing_away_that_is_asked_for_now(stage):
     await stage.reader.keep_targets(stage.floor.e, b'{"experts/0":1,"experts/1":0,"attention":0,"gateway":1}')
-    stage.known.told = {HOT: Replicas(wanted=3, ready=3), ATTENTION: Replicas(wanted=2, ready=2)}
+    stage.known.counted = {HOT: Replicas(wanted=3, ready=3), ATTENTION: Replicas(wanted=2, ready=2)}
     assert await stage.turns(stage.leader(), 1) == {HOT: 3, COLD: 1, ATTENTION: 2, GATEWAY: 1}
 
 
@@ -174,7 +176,7 @@ async def test_heartbeats_that_stop_shrink_nothing(stage):
     await stage.bench.admit(stage.bench.request("r"))
     for _ in range(3):
         stage.at += 12
-        assert (await stage.turns(leader, 1, tell=False))[HOT] == 2
+        assert (await stage.turns(leader, 1, report=False))[HOT] == 2
 
 
 async def test_it_sleeps_whole_and_wakes_with_the_first_request(stage):

@@ -89,7 +89,7 @@ def test_ranks_give_the_recorded_answers_and_killed_ones_lose_no_request(tmp_pat
 
 
 def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> None:
-    """One is told to end, amid requests and then while nobody asks; the others drain with it, and all meet anew."""
+    """One is to end, amid requests and then while nobody asks; the others drain with it, and all meet again."""
     with bench(tmp_path) as stage:
         server = serve(stage, 3)
         wanted = recorded()[:64]

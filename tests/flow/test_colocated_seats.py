@@ -42,7 +42,7 @@ async def disturbed(server: Server, wanted: list[dict[str, Any]], victim: psutil
 
 
 @pytest.mark.parametrize(("shared", "teams"), [("off", "off"), ("host", "off"), ("host", "auto")])
-def test_recorded_answers_by_several_seats_beside_attention(tmp_path: Path, shared: str, teams: str) -> None:
+def test_recorded_answers_by_several_colocated_workers(tmp_path: Path, shared: str, teams: str) -> None:
     with bench(tmp_path) as stage:
         server = serve(stage, 2, fabric_shared=shared, joint_steps=teams)
         wanted = recorded()[:32]
@@ -59,7 +59,7 @@ def test_recorded_answers_by_several_seats_beside_attention(tmp_path: Path, shar
 def test_where_another_seat_holds_the_same_nobody_waits_for_the_dead_one(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Three workers, one group: two may go at any time. One is killed, one is told to leave, both come again."""
+    """Three workers, one group: two may go at any time. One is killed, one is asked to leave, both come again."""
     with bench(tmp_path) as stage:
         server = serve(stage, 3, expert_groups=1, **options)
         wanted = recorded()[:64]

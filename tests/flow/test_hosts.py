@@ -37,15 +37,15 @@ def contents(results: list[StreamResult]) -> list[tuple[object, ...]]:
     return [(result.error, result.token_ids, result.text, result.finish_reason) for result in results]
 
 
-def test_hosts_apart_answer_as_one_process(network: Network, pocket: Server, tmp_path: Path) -> None:
+def test_separate_hosts_answer_as_one_process(network: Network, pocket: Server, tmp_path: Path) -> None:
     together = asyncio.run(answers(pocket.url))
     with bench(tmp_path) as stage:
         shape = Shape(attention=2, experts=3, groups=2, schedulers=1)
         cluster = Cluster(stage, network.host, POCKET / "model", shape)
         cluster.start()
-        apart = asyncio.run(answers(cluster.server.url))
-    assert contents(apart) == contents(together)
-    for body, record, result in zip(bodies(), recorded(), apart, strict=False):
+        separate = asyncio.run(answers(cluster.server.url))
+    assert contents(separate) == contents(together)
+    for body, record, result in zip(bodies(), recorded(), separate, strict=False):
         assert len(result.token_ids) == body["max_tokens"]
         known = [token for token in record["output_ids"] if token != END][: body["max_tokens"]]
         assert result.token_ids[: len(known)] == known

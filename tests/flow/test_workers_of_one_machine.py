@@ -15,7 +15,7 @@ from testkit.processes.one_machine import Deployment
 from testkit.processes.servers import bench
 
 WORKERS = 2
-"""Of both kinds, on each machine."""
+"""Attention and expert workers on each machine."""
 
 pytestmark = pytest.mark.alone
 
@@ -27,14 +27,14 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 
 @pytest.fixture
-def patient(tmp_path: Path) -> Iterator[Deployment]:
+def long_leases(tmp_path: Path) -> Iterator[Deployment]:
     """Leases last for longer than a test: nobody waits for one to expire."""
     with bench(tmp_path) as stage:
         yield Deployment(stage, groups=WORKERS, lease_s=120.0)
 
 
-def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(patient: Deployment) -> None:
-    machine = patient.machine(layout="colocated", workers=WORKERS, expert_groups=WORKERS, fabric_shared="host")
+def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(long_leases: Deployment) -> None:
+    machine = long_leases.machine(layout="colocated", workers=WORKERS, expert_groups=WORKERS, fabric_shared="host")
     victim, began = machine.of_role("colocated")[1], time.monotonic()
     asyncio.run(answers_while(machine, victim.kill))
     machine.wait_ready()
@@ -49,7 +49,7 @@ def test_one_that_is_killed_comes_again_in_place_and_nothing_is_lost(patient: De
 
 
 def test_machines_come_and_go_under_load(deployment: Deployment) -> None:
-    """Each holds all groups: the second one is told to end, then the first one dies with all that it started."""
+    """Each holds all groups: the second one is asked to end, then the first one dies with all that it started."""
     options = {"layout": "colocated", "workers": WORKERS, "expert_groups": WORKERS}
     first, second = deployment.machine(**options), deployment.machine(**options)
     asyncio.run(answers_while(first, lambda: second.proc.popen.send_signal(signal.SIGTERM)))

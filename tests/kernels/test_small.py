@@ -155,9 +155,9 @@ def test_shard_of_experts_and_masked_tokens() -> None:
 def test_a_bad_token_stays_alone(bad: float) -> None:
     """All tokens share both experts, so the bad one is a neighbour in every block."""
     layer = random_layer(6, experts=2, slots=2)
-    spoiled_TD = layer.x_TD.clone()
-    spoiled_TD[2, 3] = bad
-    actual_TD = small(layer.but(x_TD=spoiled_TD))
+    bad_TD = layer.x_TD.clone()
+    bad_TD[2, 3] = bad
+    actual_TD = small(layer.but(x_TD=bad_TD))
     assert actual_TD[2].isnan().any()
     others = torch.arange(6) != 2
     assert torch.equal(actual_TD[others], small(layer)[others])

@@ -83,7 +83,7 @@ printf 'requirepass %s\n' "$REDISCLI_AUTH" > /run/redis/auth.conf
 {{- end }}
 {{- if include "expertmesh.redisTls" $scope }}
 files() { cat /etc/redis-tls/tls.crt /etc/redis-tls/tls.key /etc/redis-tls/ca.crt | sha256sum; }
-renew() { # tells the server of a renewed certificate: by itself it reads one as it starts
+renew() { # has the server read a renewed certificate: by itself it reads one only as it starts
   known=$(files)
   while sleep 60 && kill -0 $$; do # as long as the server, which has this shell's number
     found=$(files)

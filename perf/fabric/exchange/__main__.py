@@ -67,7 +67,7 @@ class Bench:
         return good
 
     def memory(self) -> None:
-        """Put into both kinds of shared memory, kill the owner, put again. The rest uses the first kind that works."""
+        """Put into each kind of shared memory, kill the owner, put again. The rest uses the first kind that works."""
         if self._options.device != "cuda":
             return
         works = []
@@ -178,7 +178,7 @@ class Bench:
         gone["child"].terminate()
         self._note("join", what="leave", exit=gone["child"].wait(20))
         time.sleep(1.0)
-        self._tell_runs("join", attention)
+        self._report_runs("join", attention)
 
     def kill(self) -> None:
         """Two replicas, each used by an attention worker; kill -9 of one at a random moment, again and again. The next
@@ -209,7 +209,7 @@ class Bench:
             self._note("kill", kill=kill, shared_after_s=self._all_shared(attention, seats))
         self._mark(attention, "calm")
         time.sleep(1.5)
-        self._tell_runs("kill", attention, killed)
+        self._report_runs("kill", attention, killed)
 
     def _newcomer(self, starting: list[Child], gpu: int, seconds: float = 60.0) -> dict[str, Any] | None:
         """The next seat of that GPU to be ready."""
@@ -325,7 +325,7 @@ class Bench:
             self._note("exact", what="odd shapes", **odd)
             worker.ask(do="capture", rows=[64])
 
-    def _tell_runs(self, lane: str, attention: Sequence[Child], killed: Sequence[tuple[float, int]] = ()) -> None:
+    def _report_runs(self, lane: str, attention: Sequence[Child], killed: Sequence[tuple[float, int]] = ()) -> None:
         for worker in attention:
             worker.send(do="stop")
         for at, found in enumerate([worker.answer() for worker in attention]):
@@ -335,10 +335,10 @@ class Bench:
             for text, window in windows.items():
                 if not text.startswith("kill"):
                     self._note(lane, what=text, **window)
-            self._tell_phases(at, found, killed)
+            self._report_phases(at, found, killed)
             self._results.append({"lane": lane, "what": "slow steps", "worker": at, "steps": found["slow"]})
 
-    def _tell_phases(self, worker: int, found: dict[str, Any], killed: Sequence[tuple[float, int]]) -> None:
+    def _report_phases(self, worker: int, found: dict[str, Any], killed: Sequence[tuple[float, int]]) -> None:
         """Milliseconds after each kill at which this attention worker saw the connection end, and so on; in the first
         place the longest step that ended within the next 300 ms."""
         for kill, (when, seat) in enumerate(killed):

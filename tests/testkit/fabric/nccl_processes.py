@@ -57,7 +57,7 @@ class Process:
     def _lines_of(self, word: str) -> list[str]:
         return [line for line in self._lines if line.startswith(word + " ")]
 
-    def tell(self, line: str) -> None:
+    def write(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

@@ -116,11 +116,11 @@ def random_experts(
 
 
 def request(name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> GenerateRequest:
-    """Greedy and to ``max_tokens`` unless told."""
-    told = {"temperature": 0.0, "seed": 1, "ignore_eos": True} | sampling
+    """Greedy and to ``max_tokens`` unless it says otherwise."""
+    sampling = {"temperature": 0.0, "seed": 1, "ignore_eos": True} | sampling
     return GenerateRequest(
         id=name, attempt=1, token_ids=prompt, prompt_len=len(prompt), deadline_ms=10**15, priority=5, tenant="t",
-        reply_to="g", sampling=SamplingParams(max_tokens=max_tokens, **told),
+        reply_to="g", sampling=SamplingParams(max_tokens=max_tokens, **sampling),
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ class Runner:
 
 
 class _Watch:
-    """A pytest plugin that tells assertions from every other failure."""
+    """A pytest plugin that distinguishes assertions from every other failure."""
 
     def __init__(self) -> None:
         self.passed = 0

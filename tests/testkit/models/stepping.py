@@ -33,12 +33,12 @@ class _Sequence:
 @dataclass
 class SteppingEngine:
     """One token per request and step. ``gate``, when cleared, holds steps back; ``fail`` makes the next one raise;
-    ``starving`` ends all that is held for want of experts."""
+    ``without_experts`` ends all that is held for want of experts."""
 
     step_s: float = 0.001
     gate: threading.Event = field(default_factory=threading.Event)
     fail: bool = False
-    starving: bool = False
+    without_experts: bool = False
     steps: int = 0
     added: list[tuple[str, int]] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class SteppingEngine:
         time.sleep(self.step_s)
         self.steps += 1
         for sequence in list(self._sequences.values()):
-            if self.starving:
+            if self.without_experts:
                 self._end(sequence, "error", ExpertUnavailable("No replica.", retry_after_s=3.0).info())
             else:
                 self._advance(sequence)

@@ -23,7 +23,7 @@ class Cable:
         self._wire: subprocess.Popen[bytes] | None = None
 
     def cut(self) -> None:
-        """Pull it: from now on nothing arrives, in either direction, and nobody is told."""
+        """Pull it: from now on nothing arrives, in either direction, and nobody is notified."""
         run("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def mend(self) -> None:

@@ -22,7 +22,7 @@ from testkit.processes.netns import open_network
 from testkit.processes.servers import Bench, Proc, Server, flags, free_port, metric_sum, wait_until
 
 REDIS_PORT, READY_S = 6379, 300.0
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 """How long a step waits for a group without workers: a busy machine may take a minute to start one."""
 
 
@@ -208,7 +208,7 @@ class Cluster:
         role = name.partition("-")[0]
         ports = {"port": free_port()} if role == "gateway" else {"metrics_port": free_port()}
         compute: dict[str, object] = {"dtype": "float32", "threads": 1, "fabric_secret_file": self._secret}
-        attention = compute | {"model": self._model, "kv_blocks": 1024, "experts_timeout": PATIENCE_S}
+        attention = compute | {"model": self._model, "kv_blocks": 1024, "experts_timeout": TIMEOUT_S}
         own: dict[str, dict[str, object]] = {
             "redis": {},
             "gateway": {"model": self._model, "served_model_name": "pocket", "auth": "off"},

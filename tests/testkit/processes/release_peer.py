@@ -89,7 +89,7 @@ def use(given: Mapping[str, Any]) -> None:
 
 
 def hopeless(given: Mapping[str, Any]) -> None:
-    """Connects again and again, until told otherwise."""
+    """Connects again and again, until it is asked to end."""
     with tcp.linked(tcp.table_of(seat(given["port"])), ready=False) as link:
         (only,) = link._seats.links.values()
         while only.problem is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _SCRIPT = Path(__file__).with_name("release_peer.py")
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 class Peer:
@@ -29,10 +29,10 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._overdue = threading.Timer(_PATIENCE_S, self._process.kill)
+        self._overdue = threading.Timer(_TIMEOUT_S, self._process.kill)
         self._overdue.start()
-        told = self.hear().get("code", "")
-        assert Path(told).is_relative_to(folder), f"it runs the code in {told}"
+        code = self.hear().get("code", "")
+        assert Path(code).is_relative_to(folder), f"it runs the code in {code}"
 
     def hear(self) -> dict[str, Any]:
         """What it says next; {} once it has ended."""
@@ -40,13 +40,13 @@ class Peer:
         line = self._process.stdout.readline()
         return json.loads(line) if line else {}
 
-    def tell(self) -> None:
+    def go_on(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write("go on\n")
         self._process.stdin.flush()
 
     def code(self) -> int:
-        """How it ends, once there is nothing more to tell it."""
+        """How it ends, once its input is closed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._process.wait()

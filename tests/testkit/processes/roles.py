@@ -57,7 +57,7 @@ class RunningWorker(Running):
     refused: list[int] = field(default_factory=list)
     held_back: list[float] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
-    """What the worker is told that it lacks."""
+    """What the worker lacks, by its answer."""
 
 
 @dataclass

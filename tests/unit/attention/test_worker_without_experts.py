@@ -42,7 +42,7 @@ async def test_what_streams_goes_on_at_a_worker_that_has_experts(server: RedisSe
             await stream.first_token.wait()
         first.lacks.append("experts of group 0")
         await eventually(partial(credit, deployment, [0]))
-        first.engine.starving = True
+        first.engine.without_experts = True
         await eventually(lambda: not first.worker.held())
         second = deployment.worker()
         await finish(streams)
@@ -90,7 +90,7 @@ async def test_at_the_cap_of_attempts_the_request_ends_with_the_typed_error(serv
     """The experts look as if they could be reached, and fail each time."""
     async with Deployment(server.url, lease_s=30, max_attempts=3) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(starving=True))
+        worker = deployment.worker(engine=SteppingEngine(without_experts=True))
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=5)
         await finish(streams)
@@ -102,7 +102,7 @@ async def test_at_the_cap_of_attempts_the_request_ends_with_the_typed_error(serv
         queue = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
         assert (await queue.depth()).dead_letters == 0
         assert [state.outstanding_requests for state in await queue.workers()] == [0]
-        worker.engine.starving = False
+        worker.engine.without_experts = False
         streams = await client.submit([9], max_tokens=5)
         await finish(streams)
         check(streams, 5)

@@ -105,7 +105,7 @@ def test_a_wrong_or_unwritten_output_has_no_time(fault: float, row: int) -> None
     bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
     case = make("fused_moe", find("tiny"), 20, "fp32", bank, uniform(20, 8, 2))
 
-    def spoilt(inner: object) -> Call:
+    def broken(inner: object) -> Call:
         call = PROVIDERS["ours"](inner)  # type: ignore[arg-type]
 
         def run_once(number: int) -> object:
@@ -115,7 +115,7 @@ def test_a_wrong_or_unwritten_output_has_no_time(fault: float, row: int) -> None
 
         return run_once
 
-    (found,) = measure_case(case, {"peer": spoilt}, CPU)
+    (found,) = measure_case(case, {"peer": broken}, CPU)
     assert found.timing is None
     assert found.error.startswith("wrong: deviates")
 

@@ -113,7 +113,7 @@ def test_without_interpreter_or_gpu_it_says_what_to_set(
         ("one two three four five six seven eight nine ten eleven", "names begin with "),
     ],
 )
-def test_a_name_that_matches_nothing_is_told_what_is_near(
+def test_a_name_that_matches_nothing_is_answered_with_what_is_near(
     text: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A second one that matches must not hide it.

@@ -86,7 +86,7 @@ def test_a_gap_is_due_to_the_event_that_came_into_it_or_to_the_last_one_before()
     assert [row["before_ms"] for row in longest_per_event(done, gaps, 0.0)] == [8000, 0]
 
 
-def test_of_long_waits_at_one_time_the_longest_is_told() -> None:
+def test_of_long_waits_at_one_time_the_longest_is_reported() -> None:
     gaps = [(5.0, 5.2), (1.0, 1.5), (1.1, 1.8), (1.2, 1.3), (5.2, 5.5), (3.0, 3.05)]
     assert longest_of_each_overlap(gaps, 0.1) == [(1.1, 1.8), (5.0, 5.2), (5.2, 5.5)]
     assert longest_of_each_overlap(gaps, 1.0) == []

@@ -28,12 +28,28 @@ RETIRED = {
     r"(can|to) be had": "is available",
     r"strains?": "peak load",
     r"on_duty": "run_role_service",
+    r"(?<![.'\"])(told|tells?|telling)": "report, say, know",
+    r"anew": "again, from scratch",
+    r"(_)?patien(t|ce)(_s)?": "timeout, grace period",
+    r"guests?": "client",
+    r"strangers?": "unknown client or request",
+    r"(?<!['\"])spoil(s|t|ed)?": "invalidate, corrupt",
+    r"starv(es|ed|ing|e)": "wait, get nothing",
+    r"(?<!['\"])blam(e|es|ed)": "hold responsible, suspect",
+    r"linger(s|ed|ing)?": "wait for peers to drain",
+    r"fewest": "least, minimum",
+    r"tickets?": "memory handle",
+    r"(attention worker of both kinds|by turns|made-up requests?)": "colocated, alternately, dummy requests",
+    r"donors?": "weight sources",
+    r"pulse": "heartbeats",
+    r"hung": "stuck, published",
     r"take_down": "withdraw",
     r"Symm(Link|Host|Lane|Handle|Options)": "SharedMemory...",
     r"Mesh(Broken|Left|Experts|Observer|Routes|Shape|Traffic)": "Lockstep...",
     r"_?(MOST|FEWEST)_\w+": "MAX_, MIN_",
 }
-"""Pattern of whole words, any case where it is in lower case -> what is said instead."""
+"""Pattern of whole words, any case where it is in lower case -> what is said instead. Names in quotes that processes of
+earlier releases read stay."""
 ALLOWED = (
     "docs/glossary.md",
     "CHANGELOG.md",

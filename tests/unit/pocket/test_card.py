@@ -125,7 +125,7 @@ def test_a_record_of_other_weights_is_refused(root: Path, record: str, key: str,
 
 
 def test_all_records_are_refused_for_another_model(root: Path) -> None:
-    (root / "model/model.safetensors").write_text("trained anew")
+    (root / "model/model.safetensors").write_text("trained again")
     with pytest.raises(PocketError, match="was not measured on the model"):
         load_facts(root)
     (root / "model/model.safetensors").unlink()

@@ -122,7 +122,7 @@ def test_a_missing_package_is_named(tmp_path: Path, data: ModuleType, capsys: py
     assert "apt-get update" in shown
 
 
-def test_a_machine_without_apt_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_apt_gets_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     packages = Packages(tmp_path, offline=False, report=print)
     with pytest.raises(PocketError, match="dict-wn cannot be downloaded: there is no apt-get"):
@@ -136,9 +136,9 @@ def test_too_little_text_and_unknown_packages(
     assert _run(data, tmp_path) == 1
     assert "too small for a tokenizer of 8192 entries" in capsys.readouterr().err
     assert _run(data, tmp_path, "--packages", "no-such") == 1
-    told = capsys.readouterr().err
-    assert "has no package no-such" in told
-    assert "--packages names what to keep, such as " in told
+    said = capsys.readouterr().err
+    assert "has no package no-such" in said
+    assert "--packages names what to keep, such as " in said
 
 
 def test_the_list_of_sources_is_checked(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_new_model_clears_what_was_measured_of_the_old_one(root: Path) -> None
     assert measured[0].exists(), "the same model keeps its records"
 
 
-def test_a_failed_claim_is_told_at_the_end(root: Path) -> None:
+def test_a_failed_claim_is_reported_at_the_end(root: Path) -> None:
     done, calls = rebuild(root, FAILING="evaluate agree", STATUS="3")
     assert (done.returncode, names(calls)) == (3, SCRIPTS)
     assert "failed: evaluate.py agree.py" in done.stderr

@@ -1,4 +1,4 @@
-"""Training: what a run leaves behind, and what its user is told when it cannot be."""
+"""Training: what a run leaves behind, and what its user reads when it cannot be."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_training_goes_on_from_exported_weights(train: Callable[..., int], work:
     assert train("third", "--kind", "dense", "--start", str(work / "runs/first/model")) == 1
 
 
-def test_the_user_is_told_what_does_not_fit(
+def test_the_user_reads_what_does_not_fit(
     train: Callable[..., int], work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def says(*words: str) -> None:
@@ -168,12 +168,12 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     at: int,
 ) -> None:
-    def spoil(trainer: runs.Trainer) -> None:
+    def corrupt(trainer: runs.Trainer) -> None:
         if trainer.steps == at:
             with torch.no_grad():
                 trainer.model.norm.fill_(float("nan"))
 
-    before_step(monkeypatch, spoil)
+    before_step(monkeypatch, corrupt)
     assert train("run", "--save-every", "6") == 1
     kept = 6 * (at // 6)
     said = capsys.readouterr().err

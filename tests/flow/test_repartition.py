@@ -1,4 +1,4 @@
-"""The groups are cut anew while answers stream: no token changes, and no table leaves an expert without a seat."""
+"""The groups are partitioned again while answers stream: no token changes, and every expert keeps a seat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testkit.processes.servers import bench, free_port, wait_until
 
 from services.routing import RoutingTable, decode_table
 
-PATIENCE_S = 300
+TIMEOUT_S = 300
 UNEVEN = "verse"
 """The domain whose rows are spread least evenly over the two groups, layer by layer: most others are within what a cut
 has to save (records/load.json)."""
@@ -26,12 +26,12 @@ def table_of(client: redis.Redis) -> RoutingTable:
     return decode_table(fields[b"t"])
 
 
-async def ask_until_cut_anew(url: str, client: redis.Redis) -> list[RoutingTable]:
+async def ask_until_partitioned_again(url: str, client: redis.Redis) -> list[RoutingTable]:
     """Every table seen on the way."""
     wanted = [record for record in recorded() if record["domain"] == UNEVEN]
     tables = [table_of(client)]
     asking = asyncio.create_task(complete_all(url, wanted, at_once=32))
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while tables[-1].groups == tables[0].groups or len(tables[-1].seats) < len(tables[0].seats) or not asking.done():
         assert time.monotonic() < end, "the groups stayed as they were"
         await asyncio.sleep(0.05)
@@ -44,7 +44,7 @@ async def ask_until_cut_anew(url: str, client: redis.Redis) -> list[RoutingTable
     return tables
 
 
-def test_no_token_changes_while_the_groups_are_cut_anew(tmp_path: Path) -> None:
+def test_no_token_changes_while_the_groups_are_partitioned_again(tmp_path: Path) -> None:
     with bench(tmp_path) as stage:
         port = free_port()
         stage.redis(port=port)
@@ -61,7 +61,7 @@ def test_no_token_changes_while_the_groups_are_cut_anew(tmp_path: Path) -> None:
         )
         wait_until(lambda: server.metric("expertmesh_expert_seats") == 4, 60, "all seats are listed")
         with redis.Redis(port=port) as client:
-            tables = asyncio.run(ask_until_cut_anew(server.url, client))
+            tables = asyncio.run(ask_until_partitioned_again(server.url, client))
         server.proc.stop()
     for table in tables:
         assert all(table.seats_of.values()), f"a group of table {table.epoch} has no seat"

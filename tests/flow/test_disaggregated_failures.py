@@ -1,4 +1,4 @@
-"""Attention and experts apart: the recorded answers while attention workers die, all experts go, or Redis does."""
+"""Disaggregated experts: the recorded answers while attention workers die, all experts go, or Redis does."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def start(stage: Bench, **options: object) -> Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with bench(tmp_path_factory.mktemp("apart")) as stage:
+    with bench(tmp_path_factory.mktemp("disaggregated")) as stage:
         yield start(stage, experts_timeout=0.5)
 
 
-def test_an_attention_worker_killed_while_experts_are_apart_loses_nothing(server: Server) -> None:
+def test_an_attention_worker_killed_with_disaggregated_experts_loses_nothing(server: Server) -> None:
     victim = server.of_role("attention")[0]
     asyncio.run(answers_while(server, victim.kill))
     assert server.metric("expertmesh_lost_attempts_total") > 0
     wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "another one was started")
 
 
-def test_experts_that_are_all_gone_for_longer_than_the_patience_cost_no_request(server: Server) -> None:
+def test_experts_that_are_all_gone_for_longer_than_the_timeout_cost_no_request(server: Server) -> None:
     def kill_experts() -> None:
         """Those that the supervisor starts meanwhile, too: three lives of each are short enough to be forgiven."""
         for _ in range(3):
