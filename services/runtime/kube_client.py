@@ -1,7 +1,7 @@
-"""A read-only client of the Kubernetes API server: how to make one, and a GET.
+"""The API server of Kubernetes, for those who look and change nothing: a client of it, and a GET.
 
-The `kubernetes` package is imported where it is used: most processes never ask. Its generated calls and models are not
-used; images leave them out (helm/images/Dockerfile).
+The `kubernetes` package is imported where it is used, for most processes never ask. Its generated calls and models are
+not used: images leave them out (helm/images/Dockerfile).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def in_pod_client() -> ApiClient:
-    """A client with the rights of this pod's service account. It reads the token again whenever that was renewed.
+    """A client with what this pod's service account has, its token read anew as it is renewed.
 
     Raises:
         KubernetesUnavailable: this is no pod, or one without a token.
@@ -38,7 +38,7 @@ def in_pod_client() -> ApiClient:
 
 
 def client_of(configuration: Configuration) -> ApiClient:
-    """A client without retries: its user decides whether to ask again."""
+    """One that asks once: whether to ask again is for its user to say."""
     from kubernetes.client.api_client import ApiClient
 
     configuration.retries = False
@@ -46,7 +46,7 @@ def client_of(configuration: Configuration) -> ApiClient:
 
 
 def pod_namespace(account: Path = ACCOUNT) -> str:
-    """Name of the namespace. Raises KubernetesUnavailable where this is no pod, or one without a token."""
+    """Raises KubernetesUnavailable where this is no pod, or one without a token."""
     try:
         return (account / "namespace").read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -56,7 +56,7 @@ def pod_namespace(account: Path = ACCOUNT) -> str:
 def get(
     client: ApiClient, path: str, query: Mapping[str, str], *, accept: str, timeout_s: tuple[float, float]
 ) -> RESTResponse:
-    """The answer, whatever its status, with its body unread. ``timeout_s``: to connect, and between two bytes.
+    """The answer, whatever its status, its body not read yet. ``timeout_s``: to connect, and between bytes.
 
     Raises:
         KubernetesUnavailable: there is none.

@@ -43,7 +43,7 @@ async def test_what_streams_goes_on_at_a_worker_that_has_experts(server: RedisSe
         first.lacks.append("experts of group 0")
         await eventually(partial(credit, deployment, [0]))
         first.engine.starving = True
-        await eventually(lambda: not first.worker._in_flight.held())
+        await eventually(lambda: not first.worker.held())
         second = deployment.worker()
         await finish(streams)
         check(streams, 400)
@@ -58,13 +58,13 @@ async def test_what_waits_goes_to_a_worker_that_has_experts_without_counting_as_
         first.engine.gate.clear()  # a step that waits for experts
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=5)
-        await eventually(lambda: len(first.worker._in_flight.held()) == len(streams))
+        await eventually(lambda: len(first.worker.held()) == len(streams))
         first.lacks.append("experts of group 0")
         deployment.worker()
         await finish(streams)
         check(streams, 5)
         first.engine.gate.set()
-        await eventually(lambda: not first.worker._in_flight.held())
+        await eventually(lambda: not first.worker.held())
 
 
 async def test_a_worker_without_experts_is_given_nothing_until_they_are_back(server: RedisServer) -> None:

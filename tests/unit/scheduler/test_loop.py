@@ -166,7 +166,7 @@ async def test_credit_is_never_exceeded_and_all_of_it_is_used(server: RedisServe
         streams = await client.submit(*PROMPTS, max_tokens=20)
         most = 0
         while not all(stream.end for stream in streams):
-            most = max(most, len(worker.worker._in_flight.held()))
+            most = max(most, len(worker.worker.held()))
             await asyncio.sleep(0.001)
         assert most == 3
         await finish(streams)
@@ -182,7 +182,7 @@ async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
         most = 0
         async with asyncio.timeout(10):
             while not all(stream.end for stream in streams):
-                most = max(most, len(worker.worker._in_flight.held()))
+                most = max(most, len(worker.worker.held()))
                 await asyncio.sleep(0.001)
         assert most == 2
         await finish(streams)
@@ -197,7 +197,7 @@ async def test_while_all_credit_is_used_the_loop_sleeps(server: RedisServer) -> 
         worker = deployment.worker(engine=engine, credit_requests=1)
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=2)
-        await eventually(lambda: worker.worker._in_flight.held())
+        await eventually(lambda: worker.worker.held())
         await eventually(lambda: scheduler.value("queue_requests") == 15)
         before = await calls(deployment)
         await asyncio.sleep(2.0)
