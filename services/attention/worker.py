@@ -120,6 +120,10 @@ class AttentionWorker:
         """Announce, from any thread, that the engine has work from elsewhere."""
         self._thread.nudge()
 
+    def held(self) -> dict[str, int]:
+        """Request id -> attempt, of requests that have been accepted and not ended in Redis."""
+        return self._in_flight.held()
+
     def missing(self) -> list[str]:
         """Names of things that the worker waits for before it takes requests; for /ready."""
         if not self._registration.registered:

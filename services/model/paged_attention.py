@@ -91,7 +91,7 @@ class WindowPlanner:
         prompts = [rows for rows in inputs.sequences if rows.length > 1]
         decodes: list[DecodeGroup] = []
         if inputs.decodes is not None:
-            decodes += self._decode_groups(inputs.decodes, np.arange(len(inputs.decodes)), window)
+            decodes += self._decode_groups(inputs.decodes, np.arange(len(inputs.decodes.kv_len_B)), window)
         if few:
             decodes += self._decode_groups(self._as_arrays(few), np.array([rows.start for rows in few]), window)
         if len(decodes) == 1 and not prompts:

@@ -83,8 +83,9 @@ class Children:
             await side_work
             await stop.wait()
 
-        ends = await first_done(stop.wait(), side(), *(_kept_alive(child) for _, child in self._children))
-        return 0 if stop.is_set() else next(code for code in ends[2:] if code is not None)
+        kept = (_kept_alive(child) for _, child in self._children)
+        stopped, _, *codes = await first_done(stop.wait(), side(), *kept)
+        return 0 if stopped else next(code for code in codes if code is not None)
 
     async def stop(self, settings: Settings) -> None:
         """Stop the children role by role, in the order of the modules; last those that all others need."""

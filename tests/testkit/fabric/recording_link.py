@@ -12,8 +12,7 @@ from services.fabric.link import ExpertLink, SynchronousLink
 
 @dataclass
 class RecordingLink(SynchronousLink):
-    """Passes calls on to ``link`` and records them as ``(what, layer, rows)``. ``fail``: number of a combine, and its
-    error."""
+    """Passes on to ``link`` and notes ``(what, layer, rows)``. ``fail``, where set, is raised by that combine."""
 
     link: ExpertLink[Any]
     calls: list[tuple[str, int, int]] = field(default_factory=list)

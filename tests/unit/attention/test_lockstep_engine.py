@@ -59,12 +59,12 @@ def test_a_rank_that_leaves_wakes_the_others_and_each_is_notified_once() -> None
         return LockstepEngine(idle, lockstep)
 
     leaver, other = engine(), engine()
-    notified: list[str] = []
-    leaver.on_leave, other.on_leave = (lambda: notified.append("leaver")), (lambda: notified.append("other"))
+    leaving: list[str] = []
+    leaver.on_leave, other.on_leave = (lambda: leaving.append("leaver")), (lambda: leaving.append("other"))
     assert not leaver.has_work
     leaver.leave()
     assert leaver.has_work
     for each in (leaver, other, other):
         each.step()
-    assert (agreed[0], agreed[1], notified, signals) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
+    assert (agreed[0], agreed[1], leaving, signals) == ([0, 1, 0], [0, 0, 0], ["other"], [0])
     assert not leaver.has_work

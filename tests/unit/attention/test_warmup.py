@@ -56,7 +56,7 @@ def test_nothing_of_it_is_left(
     assert engine.stats() == before
     assert not engine.held()
     assert "warmed up after" in caplog.text
-    dummy = next(dummy_batches(engine._limits, engine.kv_tokens))[0].token_ids[:20]
+    dummy = next(dummy_batches(engine._limits, 4096))[0].token_ids[:20]
     assert _answer(engine, dummy) == _answer(fresh, dummy)
     assert engine.stats().prefix_hit_tokens == fresh.stats().prefix_hit_tokens == 0
 

@@ -43,7 +43,7 @@ async def test_assigned_requests_stream_their_tokens_and_return_their_credit(ser
         streams = await client.submit(*PROMPTS, max_tokens=20)
         await finish(streams)
         check(streams, 20)
-        await eventually(lambda: not worker.worker._in_flight.held())
+        await eventually(lambda: not worker.worker.held())
         [state] = await SchedulerQueue(deployment.connection(), KEYS, deployment.limits).workers()
         assert (state.info.id, state.outstanding_tokens, state.outstanding_requests) == (worker.info.id, 0, 0)
         assert worker.refused == []
@@ -82,7 +82,7 @@ async def test_a_cancel_stops_the_engine_within_a_step_and_frees_the_credit(serv
         await stream.first_token.wait()
         engine.gate.clear()  # the step under way lasts until the worker has heard
         assert await client.queue.cancel([stream.request.id]) == 1
-        await eventually(lambda: not worker.worker._in_flight.held())
+        await eventually(lambda: not worker.worker.held())
         steps = engine.steps
         engine.gate.set()
         await eventually(lambda: engine.cancelled_after)
@@ -104,7 +104,7 @@ async def test_a_taken_over_request_is_dropped_in_silence(server: RedisServer) -
         await stream.first_token.wait()
         await deployment.connection().hset(KEYS.request(stream.request.id), "attempt", 7)
         await eventually(lambda: worker.engine.cancelled == [(stream.request.id, 1)])
-        await eventually(lambda: not worker.worker._in_flight.held())
+        await eventually(lambda: not worker.worker.held())
         assert worker.refused
 
 
@@ -116,9 +116,9 @@ async def test_a_stale_idle_attempt_is_found_by_the_heartbeat(server: RedisServe
         worker = deployment.worker(engine=engine)
         client = await deployment.client()
         [stream] = await client.submit([1])
-        await eventually(lambda: worker.worker._in_flight.held())
+        await eventually(lambda: worker.worker.held())
         await deployment.connection().delete(KEYS.request(stream.request.id))
-        await eventually(lambda: not worker.worker._in_flight.held())
+        await eventually(lambda: not worker.worker.held())
 
 
 async def test_assignments_of_earlier_or_equal_attempts_are_ignored(server: RedisServer) -> None:
