@@ -158,10 +158,11 @@ class Connections:
             asyncio.get_running_loop().call_soon(self._notify)
 
     def _notify(self) -> None:
-        for _ in range(min(_NOTIFIED_AT_ONCE, len(self._to_notify))):
-            self._to_notify.popleft()()
+        batch = [self._to_notify.popleft() for _ in range(min(_NOTIFIED_AT_ONCE, len(self._to_notify)))]
         if self._to_notify:
             asyncio.get_running_loop().call_soon(self._notify)
+        for notify in batch:
+            notify()
 
     def wait(self, client: Client, wait: Wait, seconds: float) -> None:
         """Gives ``client`` this many seconds, from now, for ``wait``."""

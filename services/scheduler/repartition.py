@@ -22,7 +22,7 @@ from services.routing import RoutingTable, ShardGroup
 log = logging.getLogger(__name__)
 
 Groups = tuple[ShardGroup, ...]
-TIMEOUT = 10
+TIMEOUT_WAITS = 10
 """Time limit of a change, in waiting times of the hysteresis; after a failure the next change waits as long."""
 SLACK = 1.25
 """Limit of a group's size, in even shares of a layer's experts; the room of its seats is another."""
@@ -109,12 +109,12 @@ class Repartitioner:
     @property
     def late(self) -> bool:
         """Whether the seats that went ahead have had their time: one of them may never be ready."""
-        return self.target is not None and self._clock() > self._since + TIMEOUT * self._hysteresis.wait_s
+        return self.target is not None and self._clock() > self._since + TIMEOUT_WAITS * self._hysteresis.wait_s
 
     def give_up(self) -> None:
         if self.target is not None:
             log.warning("the groups stay as they are: too few seats are ready, or have room, to change them under load")
-            self._next = self._clock() + TIMEOUT * self._hysteresis.wait_s
+            self._next = self._clock() + TIMEOUT_WAITS * self._hysteresis.wait_s
         self.target = None
 
     def follow(self, table: RoutingTable, load: Load | None, rooms: Mapping[int, int] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 from msgspec import structs
@@ -54,10 +55,12 @@ async def test_a_worker_whose_lease_was_lost_gets_its_seat_back(floor):
     assert (await floor.experts.heartbeat("e1", WAITING)).number == number
 
 
-async def test_a_lapsed_seat_that_was_not_reaped_is_only_renewed(floor):
+async def test_a_lapsed_seat_that_was_not_reaped_is_only_renewed(floor, monkeypatch):
     (number,) = await floor.join("e1")
     await floor.lapse("e1")
     assert "e1" in await floor.seats()
+    entered = AsyncMock(side_effect=AssertionError("it joined again"))
+    monkeypatch.setattr(floor.experts, "_enter", entered)
     orders = await floor.experts.heartbeat("e1", WAITING)
     assert orders.number == number
     assert (await floor.registry.reap(floor.e)).seats == ()

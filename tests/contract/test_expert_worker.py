@@ -244,7 +244,7 @@ async def test_a_group_without_workers_gets_one_that_first_leaves_the_table(floo
         stage.tasks[alone][2].cancel()
         lost = await stage.table()
         await floor.lapse(alone)
-        await stage.until(lambda: {w.group.number for n, w in workers.items() if n != alone and w.group} == {0, 1})
+        await stage.until(lambda: {w.held.group.number for n, w in workers.items() if n != alone and w.held} == {0, 1})
         await stage.until(lambda: all(w.status == "ready" for n, w in workers.items() if n != alone))
         await stage.until_listed(*(workers.keys() - {alone}))
         table = await stage.table()

@@ -10,7 +10,7 @@ import openai
 import pytest
 from testkit.processes.servers import Server
 
-CHAT = [{"role": "user", "content": "Grüße, 世界! Speak about lighthouses."}]
+CHAT = [{"role": "user", "content": "Grüße, 世界! Tell me about lighthouses."}]
 
 
 @pytest.fixture(scope="module")

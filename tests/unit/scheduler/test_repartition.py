@@ -14,7 +14,7 @@ from services.messages import ExpertInfo, SeatReport
 from services.placement import Hysteresis, Plan
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.repartition import TIMEOUT, Groups, Repartitioner, next_step
+from services.scheduler.repartition import TIMEOUT_WAITS, Groups, Repartitioner, next_step
 from services.scheduler.room import rooms_of
 
 OLD = even_groups([0], 8, 3)
@@ -178,13 +178,13 @@ def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
     repartitioner.follow(TABLE, LOAD)
     planned(repartitioner)
     repartitioner.follow(TABLE, LOAD)
-    clock.now += TIMEOUT * HOLD["wait_s"]
+    clock.now += TIMEOUT_WAITS * HOLD["wait_s"]
     assert not repartitioner.late
     clock.now += 1
     assert repartitioner.late
     repartitioner.give_up()
     assert not repartitioner.late
-    clock.now += TIMEOUT * HOLD["wait_s"] - 1
+    clock.now += TIMEOUT_WAITS * HOLD["wait_s"] - 1
     repartitioner.follow(TABLE, LOAD)
     assert repartitioner._planned is None
     clock.now += 1

@@ -154,7 +154,7 @@ class JoinQueue:
     def _of(self, client: Client) -> _LayoutGroup:
         group = self._groups.get(client.layout)
         if group is None or client not in group.clients:
-            raise WireError(f"Client {client.place} begins a step before its steps are prepared.")
+            raise WireError(f"Client {client.place} begins or stops a step before its steps are prepared.")
         return group
 
     def _hold(self, group: _LayoutGroup, pending: PendingStep, now: float, *, awaited: bool) -> bool:

@@ -211,7 +211,7 @@ def wake_ups_of(count: int, store: TCPStore) -> tuple[list[StoreWakeUp], list[th
     return [wake_up_at(store, event.set, keeper=rank == 0) for rank, event in enumerate(events)], events
 
 
-def test_one_ring_wakes_all_also_those_that_listen_later(store: TCPStore) -> None:
+def test_one_signal_wakes_all_also_those_that_listen_later(store: TCPStore) -> None:
     wake_ups, events = wake_ups_of(3, store)
     for period in range(4):
         wake_ups[0].listen(period)

@@ -165,7 +165,7 @@ def test_an_admitted_peer_that_falls_silent_is_dropped(server: ExpertServer) -> 
     assert ended(admitted(server))
 
 
-def test_a_unknown_client_cannot_hold_more_than_a_handshake(server: ExpertServer) -> None:
+def test_an_unknown_client_cannot_hold_more_than_a_handshake(server: ExpertServer) -> None:
     stream = talk(server)
     stream.send([memoryview(FIXED.pack(MAGIC, HANDSHAKE, Kind.DISPATCH, 10, 1 << 20))])
     with pytest.raises(WireError, match="at most 4096"):

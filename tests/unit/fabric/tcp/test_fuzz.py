@@ -319,7 +319,7 @@ def test_memory_handles_are_refused_by_type_whatever_they_say() -> None:
         {},
         optional={
             "kind": st.sampled_from(["host", "cuda", ""]),
-            "post": st.one_of(st.just(honest.post), st.text(max_size=200), st.just("\0" * 150)),
+            "server": st.one_of(st.just(honest.server), st.text(max_size=200), st.just("\0" * 150)),
             "key": st.one_of(st.just(honest.key), st.binary(max_size=64)),
             "size": numbers,
             "nonce_at": numbers,

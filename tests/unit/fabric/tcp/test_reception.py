@@ -31,12 +31,12 @@ from services.fabric.tcp.tls import ClientTls, server_tls
 
 GENEROUS = Timing(handshake_s=60.0, alive_s=0.5, silence_s=30.0)
 """No connection ends for being late while a test runs."""
-UNKNOWN = 300
+UNKNOWN_CLIENTS = 300
 ONES = torch.ones(3, 4)
 
 
 @contextmanager
-def idle(address: tuple[str, int], count: int = UNKNOWN) -> Iterator[list[socket.socket]]:
+def idle(address: tuple[str, int], count: int = UNKNOWN_CLIENTS) -> Iterator[list[socket.socket]]:
     """Connections that say nothing."""
     with ExitStack() as stack:
         yield [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
@@ -61,7 +61,9 @@ def test_idle_unknown_clients_keep_no_attention_worker_out(encrypted: bool, tmp_
             with linked(table_of(seat_of(server, 0)), timing=GENEROUS, tls=tls) as link:
                 assert torch.equal(send(link, ONES), 2 * ONES)
                 with idle(server.address):
-                    wait_until(lambda: server.faults.totals()["crowded"] >= 2 * UNKNOWN - MAX_UNPROVEN, 30, "more")
+                    wait_until(
+                        lambda: server.faults.totals()["crowded"] >= 2 * UNKNOWN_CLIENTS - MAX_UNPROVEN, 30, "more"
+                    )
                     assert threads(server) <= MAX_UNPROVEN + 1
                     assert torch.equal(send(link, ONES), 2 * ONES)
                 assert [seat.connections for seat in link._seats.links.values()] == [1], "who has proven itself stays"
@@ -83,7 +85,7 @@ def dripped(sock: socket.socket, data: bytes) -> int:
     return len(data)
 
 
-def test_a_unknown_client_that_drips_bytes_is_disconnected_when_a_handshake_must_be_over() -> None:
+def test_an_unknown_client_that_drips_bytes_is_disconnected_when_a_handshake_must_be_over() -> None:
     server = serve(timing=Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0))
     try:
         began = time.monotonic()

@@ -307,7 +307,7 @@ def test_a_client_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> N
 def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
     scene.enter(Fake(0))
     unknown = Fake(1)
-    with pytest.raises(WireError, match="Client 1 has no part"):
+    with pytest.raises(WireError, match="Client 1 begins or stops a step before"):
         scene.begin(unknown)
     with pytest.raises(WireError):
         scene.join_queue.stop(unknown, unknown.give_up)

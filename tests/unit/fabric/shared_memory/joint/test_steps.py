@@ -58,11 +58,11 @@ class Seat:
         )  # fmt: skip
         self.server: ExpertServer = serve(scaled, memory=self.host, experts=GROUPS[0].experts)
 
-    def group(self) -> list[_LayoutGroup]:
+    def groups(self) -> list[_LayoutGroup]:
         return list(self.host._join_queue._groups.values())
 
     def waiting(self) -> int:
-        return sum(len(one.held) for one in self.group())
+        return sum(len(one.held) for one in self.groups())
 
     def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.broken.is_set():
@@ -99,7 +99,7 @@ def clients(seat: Seat, count: int, *, deadline_s: float = LONG_S) -> Iterator[l
             found.append(link)
         stack.callback(seat.freed.set)
         if seat.join_rows and count > 1:
-            wait_until(lambda: not any(one.missing() for one in seat.group()), LONG_S, "joint steps are made")
+            wait_until(lambda: not any(one.missing() for one in seat.groups()), LONG_S, "joint steps are made")
         yield found
 
 
@@ -354,7 +354,7 @@ def test_a_joint_step_takes_one_step_at_a_time(together: Callable[[set[int]], No
         parts = [pool.submit(step, link, 3, 1) for link in links]
         assert seat.holding.wait(LONG_S)
         assert seat.calls == [6], "the first layer is computed"
-        (group,) = seat.group()
+        (group,) = seat.groups()
         step_of = Step(epoch=0, step=0, base=0, bucket=8, micro_batches=1)
         assert not any(
             joint_step.fits([PendingStep(client, step_of) for client in group.clients])
