@@ -47,7 +47,7 @@ _OPTIONS = (
 
 
 def within_descriptors(bounds: Bounds) -> Bounds:
-    """``bounds`` with as many connections as this process may have descriptors for. Raises the soft limit first."""
+    """Returns ``bounds`` with as many connections as this process may have descriptors. Raises the soft limit first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = bounds.connections + bounds.spare + RESERVE
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def any_of(words: Iterable[str]) -> str:
-    """An expression that matches any of ``words``; no word may be empty.
+    """Returns an expression that matches any of ``words``; no word may be empty.
 
     The words form a tree, so that matching at a place reads at most as many characters as the longest word has.
 
@@ -18,7 +18,7 @@ def any_of(words: Iterable[str]) -> str:
 
 
 def _branches(words: list[str], depth: int) -> str:
-    """An expression for the rest of ``words``, which are sorted and have the first ``depth`` characters in common."""
+    """Returns an expression for the rest of ``words``, which are sorted and share the first ``depth`` characters."""
     ended = len(words[0]) == depth
     rest = words[1:] if ended else words
     if not rest:

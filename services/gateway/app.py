@@ -70,7 +70,7 @@ class Parts:
 
 
 def build_app(parts: Parts) -> ASGIApp:
-    """The whole HTTP interface as one ASGI application."""
+    """Builds the whole HTTP interface as one ASGI application."""
     app = FastAPI(
         title="expertmesh",
         version=parts.version,
@@ -94,7 +94,7 @@ def build_app(parts: Parts) -> ASGIApp:
 
 
 def build_metrics_app(parts: Parts) -> ASGIApp:
-    """/metrics alone, for a port that clients do not reach."""
+    """Builds an application that serves /metrics alone, for a port that clients do not reach."""
     app = FastAPI(openapi_url=None)
     _add_metrics(app, parts)
     return app
@@ -144,7 +144,7 @@ def _add_models(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/v1/models", responses=openapi.refusals(401))
     async def models(authorization: Authorization = None) -> shapes.ModelList:
-        """The served model, also while no worker runs."""
+        """Returns the served model, also while no worker runs."""
         await parts.authenticator.identify(authorization)
         return shapes.ModelList(data=[card()])
 
@@ -168,17 +168,17 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
 
     @app.post("/tokenize", **openapi.post(TokenizeBody, shapes.TokenizeResponse, *_POSTED))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a text or of messages."""
+        """Returns the token ids of a text or of messages."""
         return await respond(request, texts, routes.tokenize)
 
     @app.post("/detokenize", **openapi.post(DetokenizeBody, shapes.DetokenizeResponse, *_POSTED))
     async def detokenize(request: Request) -> Response:
-        """The text of token ids, special tokens included."""
+        """Returns the text of token ids, special tokens included."""
         return await respond(request, tokens, routes.detokenize)
 
     @app.get("/tokenizer_info", responses=openapi.refusals(401))
     async def tokenizer_info(authorization: Authorization = None) -> shapes.TokenizerInfo:
-        """Special tokens and the chat template."""
+        """Returns the special tokens and the chat template."""
         await parts.authenticator.identify(authorization)
         model = parts.intake.prompts.model
         return shapes.TokenizerInfo(
@@ -189,12 +189,12 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
 def _add_operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/health", responses=openapi.refusals())
     async def health() -> shapes.Status:
-        """200 while the process lives."""
+        """Answers 200 while the process lives."""
         return shapes.Status(status="ok")
 
     @app.get("/ready", responses=openapi.refusals())
     async def ready() -> shapes.Status:
-        """200 when a request would be served; otherwise 503, naming what is missing."""
+        """Answers 200 when a request would be served; otherwise 503, naming what is missing."""
         missing = ["shutting down"] if parts.intake.leaving else await parts.readiness.missing()
         if missing:
             raise NotReady(f"Not ready; missing: {', '.join(missing)}.", retry_after_s=1.0)
@@ -202,7 +202,7 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/accepting", responses=openapi.refusals())
     async def accepting() -> shapes.Status:
-        """200 while requests may come here, though they may have to wait for a worker; for load balancers."""
+        """Answers 200 while requests may come here, though they may have to wait for a worker; for load balancers."""
         if parts.intake.leaving:
             raise NotReady("This gateway is shutting down.", retry_after_s=1.0)
         if not parts.readiness.connected():
@@ -234,5 +234,5 @@ def _add_metrics(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/metrics", responses=text | openapi.refusals(), response_class=Response)
     async def metrics() -> Response:
-        """Prometheus series of this process and its siblings."""
+        """Returns the Prometheus series of this process and its siblings."""
         return Response(await page.get(), headers={"content-type": CONTENT_TYPE})

@@ -61,7 +61,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     most_urgent: int = 0
 
     def priority(self, asked: int | None) -> int:
-        """The priority to queue with. Raises InvalidRequest where ``asked`` is more urgent than the key may have."""
+        """Returns the priority to queue with. Raises InvalidRequest if the key may have none as urgent as ``asked``."""
         if asked is None:
             return max(DEFAULT_PRIORITY, self.most_urgent)
         if asked < self.most_urgent:
@@ -74,12 +74,12 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(secret: str) -> str:
-    """The hash that is kept of ``secret``. Keys are long random strings, so one plain round is enough."""
+    """Returns the hash that is kept of ``secret``. Keys are long random strings, so one plain round is enough."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def read_key_file(path: Path) -> dict[str, ApiKey]:
-    """The keys of ``path`` by hash.
+    """Returns the keys of ``path`` by hash.
 
     Raises:
         ConfigError: the file is missing or malformed, or names a hash twice.
@@ -91,7 +91,7 @@ def read_key_file(path: Path) -> dict[str, ApiKey]:
 
 
 def parse_keys(path: Path, content: bytes) -> dict[str, ApiKey]:
-    """The keys in ``content``, the text of the file ``path``, by hash. Raises ConfigError."""
+    """Returns the keys in ``content``, the text of the file ``path``, by hash. Raises ConfigError."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where the package has it
     try:
         listed = msgspec.convert(yaml.load(content, Loader=loader), _KeyFile)
@@ -128,7 +128,7 @@ class Authenticator:
         self._store = store
 
     async def identify(self, authorization: str | None) -> Caller:
-        """The caller. Raises Unauthorized where keys are on and the header carries no known key."""
+        """Returns the caller. Raises Unauthorized where keys are on and the header carries no known key."""
         if self._store is None:
             return Caller()
         secret = _bearer(authorization)
@@ -143,27 +143,27 @@ class Authenticator:
         return Caller(tenant=key.name, limits=limits, most_urgent=key.priority)
 
     def recall(self, authorization: str | None) -> str:
-        """The tenant of a key that was seen before, else ''. It answers at once and checks nothing, so use it only to
-        order requests."""
+        """Returns the tenant of a key that was seen before, else ''. It answers at once and checks nothing, so use it
+        only to order requests."""
         secret = _bearer(authorization) if self._store else ""
         key = self._store.recall(digest(secret)) if self._store and secret else None
         return key.name if key else ""
 
 
 def _bearer(authorization: str | None) -> str:
-    """The secret of an ``Authorization`` header; empty where it has none."""
+    """Returns the secret of an ``Authorization`` header; empty where it has none."""
     scheme, _, secret = (authorization or "").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else ""
 
 
 def keys_required(auth: str, host: str) -> bool:
-    """Whether clients need a key: ``auto`` asks for one unless only this machine can connect."""
+    """Says whether clients need a key: ``auto`` asks for one unless only this machine can connect."""
     return auth == "required" or (auth == "auto" and not is_loopback(host))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is an address of the loopback interface, or exactly ``localhost``: DNS may give any other name
-    any address."""
+    """Says whether ``host`` is an address of the loopback interface, or exactly ``localhost``: DNS may give any other
+    name any address."""
     if host.lower() == "localhost":
         return True
     try:

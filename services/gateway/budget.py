@@ -29,12 +29,12 @@ class Demand:
     echo: bool
 
     def scores(self, max_tokens: int) -> int:
-        """The maximum of log-probabilities in the answer. A prompt is scored once, however many choices it has."""
+        """Returns the maximum of log-probabilities in the answer. A prompt is scored once for all of its choices."""
         others = self._scores(max_tokens, 0, echo=False) * (self.n - 1) * len(self.lengths)
         return others + sum(self._scores(max_tokens, length, echo=self.echo) for length in self.lengths)
 
     def cost(self, max_tokens: int) -> int:
-        """Tokens that the queue charges for all sequences together."""
+        """Returns the tokens that the queue charges for all sequences together."""
         tokens = self.n * (sum(self.lengths) + len(self.lengths) * max_tokens)
         other = _charged(self._scores(max_tokens, 0, echo=False)) * (self.n - 1) * len(self.lengths)
         firsts = sum(_charged(self._scores(max_tokens, length, echo=self.echo)) for length in self.lengths)
@@ -74,7 +74,7 @@ class Budget:
             )
 
     def largest_max_tokens(self, demand: Demand, room: int) -> int:
-        """The largest ``max_tokens`` up to ``room`` that fits; 1 where none does, so that :meth:`check` refuses it."""
+        """Returns the largest ``max_tokens`` up to ``room`` that fits; 1 if none does, which :meth:`check` refuses."""
         low, high = 1, max(1, room)
         while low < high:
             middle = (low + high + 1) // 2
@@ -102,7 +102,7 @@ class _Tenant:
     jobs: dict[int, weakref.ref[Job]] = field(default_factory=dict)
 
     def victims(self, size: Callable[[Job], int]) -> Iterator[Job]:
-        """The tenant's jobs in the order in which they have to end: first those that nobody reads, then the largest."""
+        """Returns the tenant's jobs in the order to end them: first those that nobody reads, then the largest."""
         found = [job for job in (ref() for ref in self.jobs.values()) if job is not None]
         return iter(sorted(found, key=lambda job: (job.read, -size(job))))
 
@@ -173,8 +173,8 @@ class Holdings:
         return self.total > self.limit
 
     def excess(self) -> list[Job]:
-        """Jobs that have to end so that the others fit, each of the tenant that holds the maximum at that point. A
-        tenant within its share loses none."""
+        """Returns the jobs that have to end so that the others fit, each of the tenant that holds the maximum at that
+        point. A tenant within its share loses none."""
         jobs: list[Job] = []
         over, held = self.total - self.limit, {name: tenant.held for name, tenant in self._tenants.items()}
         share = self.limit / max(1, len(held))

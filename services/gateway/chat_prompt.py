@@ -47,7 +47,7 @@ class ChatEncoder:
         self._orders = _Orders()
 
     def token_ids(self, chat: Conversation, *, parse_special_tokens: bool = False) -> list[int]:
-        """The prompt for ``chat``. With ``parse_special_tokens`` control tokens that texts spell become control tokens.
+        """Returns the prompt for ``chat``. With ``parse_special_tokens`` control tokens that texts spell count as such.
 
         Raises:
             InvalidRequest: the template refuses the messages, or fails on them.
@@ -62,12 +62,12 @@ class ChatEncoder:
         return self._codec.encode(self._render(chat), add_special_tokens=False)
 
     def _joint_if_harmless(self, chat: Conversation) -> list[int] | None:
-        """The ids of :meth:`_joint`; None where they have control tokens which are not the template's."""
+        """Returns the ids of :meth:`_joint`; None where they have control tokens which are not the template's."""
         token_ids = self._joint(chat)
         return token_ids if self._as_without_words(chat, self._controls.among(token_ids)) else None
 
     def _around_spelled(self, chat: Conversation) -> list[int] | None:
-        """Ids with stand-ins for control tokens that texts spell; None where texts make control tokens all the same."""
+        """Returns ids with stand-ins for control tokens that texts spell; None if texts still make control tokens."""
         stand_ins = StandIns(self._template.source)
 
         def change(text: str) -> str:
@@ -80,13 +80,13 @@ class ChatEncoder:
         return self._encode(text, spans, stand_ins)
 
     def _without_looking(self, chat: Conversation) -> list[int]:
-        """Ids with a stand-in for each whole text, so that the template cannot look into any."""
+        """Returns ids with a stand-in for each whole text, so that the template cannot look into any."""
         stand_ins = StandIns(self._template.source)
         text = self._render(self._silenced(chat, stand_ins.hide), stand_ins)
         return self._encode(text, self._controls.spans(text), stand_ins)
 
     def _encode(self, text: str, spans: Sequence[Span], stand_ins: StandIns) -> list[int]:
-        """Ids of ``text`` with control tokens at ``spans`` and nowhere else."""
+        """Returns ids of ``text`` with control tokens at ``spans`` and nowhere else."""
         pieces: list[str | int] = []
         position = 0
         for span in spans:
@@ -106,7 +106,7 @@ class ChatEncoder:
         return text
 
     def _as_without_words(self, chat: Conversation, controls: Sequence[int]) -> bool:
-        """Whether ``chat`` without words has the same ``controls``; true where the template refuses to render it."""
+        """Says whether ``chat`` without words has the same ``controls``; true if the template refuses to render it."""
         silent = self._silenced(chat, lambda _text: self._a_word)
         key = _digest(msgspec.msgpack.encode((silent.messages, silent.add_generation_prompt, silent.options)))
         expected = self._orders.get(key, lambda: self._order_in(silent))
@@ -120,7 +120,7 @@ class ChatEncoder:
         return _order([span.token_id for span in self._controls.spans(text)])
 
     def _silenced(self, chat: Conversation, hide: Callable[[str], str]) -> Conversation:
-        """``chat`` without words; white space and options that cannot be a part of a control token stay."""
+        """Returns ``chat`` without words; white space and options that cannot be a part of a control token stay."""
 
         def said(text: str) -> str:
             return hide(text) if text.strip() or self._spelled.search(text) else text
@@ -128,7 +128,7 @@ class ChatEncoder:
         return chat.with_texts(said, lambda text: hide(text) if self._may_be_part(text) else text)
 
     def _may_be_part(self, text: str) -> bool:
-        """Whether ``text`` holds a control token's string or a stand-in, is inside one, or begins or ends one."""
+        """Says whether ``text`` holds a control token's string or a stand-in, is inside one, or begins or ends one."""
         if not text or self._to_hide.search(text) or text in self._strings:
             return bool(text)
         lengths = range(1, min(len(text), self._longest))
@@ -145,7 +145,7 @@ class _Orders:
         self._lock = Lock()
 
     def get(self, kind: bytes, find: Callable[[], bytes | None]) -> bytes | None:
-        """The result of ``find``, or its former result for the same ``kind``."""
+        """Returns the result of ``find``, or its former result for the same ``kind``."""
         with self._lock:
             if kind in self._known:
                 self._known.move_to_end(kind)

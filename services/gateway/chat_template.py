@@ -42,7 +42,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: object, indent: int | None = None, **_options: object) -> str:
-    """JSON without HTML escapes, unlike Jinja's own filter: templates print it into a prompt."""
+    """Returns JSON without HTML escapes, unlike Jinja's own filter: templates print it into a prompt."""
     encoded = msgspec.json.encode(value)
     return (msgspec.json.format(encoded, indent=indent) if indent else msgspec.json.format(encoded, indent=0)).decode()
 
@@ -75,7 +75,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, options: Mapping[str, Any]
     ) -> str:
-        """The prompt for ``messages``; ``options`` are the template's own switches (``enable_thinking``, ...).
+        """Renders the prompt for ``messages``; ``options`` are the template's own switches (``enable_thinking``, ...).
 
         Raises:
             InvalidRequest: the template refuses these messages or fails on them.
@@ -98,7 +98,7 @@ class ChatTemplate:
 
 
 def _configured(value: object) -> str | None:
-    """``chat_template`` of the configuration: a string, or a list of named ones with one called ``default``."""
+    """Returns ``chat_template`` of the configuration: a string, or a list of named ones with one called ``default``."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -116,7 +116,7 @@ def _read(path: Path) -> str:
 
 
 def load_chat_template(model_dir: Path, config: Mapping[str, object], special: SpecialTokens) -> ChatTemplate | None:
-    """The template file of the checkpoint, else the template in its tokenizer configuration, else None.
+    """Returns the template file of the checkpoint, else the template in its tokenizer configuration, else None.
 
     Raises:
         CheckpointError: the template cannot be read, or does not parse.

@@ -334,7 +334,7 @@ class Connection(HttpToolsProtocol):
                 self._close()
 
     def _write_timeout_s(self) -> float:
-        """How long the peer may take to read the written bytes."""
+        """Returns how long the peer may take to read the written bytes."""
         waiting, bounds = self._inner.get_write_buffer_size(), self._bounds
         return bounds.stall_s + waiting / bounds.min_rate if waiting else bounds.closing_s
 

@@ -208,8 +208,8 @@ class Connections:
             client.expire(wait)
 
     def _excused(self, client: Client, wait: Wait) -> bool:
-        """Whether the wait goes on: bytes that have come and are not read yet were in time, and are read until the next
-        look."""
+        """Says whether the wait goes on: bytes that have come and are not read yet were in time, and are read until the
+        next look."""
         if wait is Wait.BODY and client.paused:
             return True
         if wait in (Wait.STALL, Wait.CLOSING) or client in self._graced or not client.unread:
@@ -290,7 +290,7 @@ class Tally:
         return self._wire_bytes - self._body_bytes > self._bounds.framing_bytes + self._body_bytes // _CONTENT_SHARE
 
     def unwanted(self) -> bool:
-        """Whether too much has come of a body that nobody reads."""
+        """Says whether too much has come of a body that nobody reads."""
         return self._wire_bytes > self._bounds.rest_bytes
 
     def ahead(self, size: int) -> bool:

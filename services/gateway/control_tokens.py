@@ -46,18 +46,18 @@ class ControlTokens:
         self._found = {_known(self._finder, added[token_id].content): token_id for token_id in self.ids}
 
     def among(self, token_ids: Iterable[int]) -> list[int]:
-        """The control tokens in ``token_ids``, in their order."""
+        """Returns the control tokens in ``token_ids``, in their order."""
         controls = self.ids
         return [token_id for token_id in token_ids if token_id in controls]
 
     def spans(self, text: str) -> list[Span]:
-        """Where the tokenizer finds control tokens in ``text``; they include the white space that they swallow."""
+        """Returns where the tokenizer finds control tokens in ``text``; they include white space that they swallow."""
         encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
         found = [(index, self._found.get(token_id)) for index, token_id in enumerate(encoding.ids)]
         return [Span(*_place(encoding, index), token_id) for index, token_id in found if token_id is not None]
 
     def encode(self, pieces: Sequence[str | int]) -> list[int]:
-        """Token ids of ``pieces``, texts and ids of control tokens; no text becomes a control token.
+        """Returns token ids of ``pieces``, texts and ids of control tokens; no text becomes a control token.
 
         Where no text spells a control token, the ids equal those of one joined text. There is one exception: some
         tokenizers add a space to a text; here the text after each control token gets that space, too.
@@ -97,14 +97,14 @@ class _PlainText:
 
 
 def _unknown_ids(tokenizer: Tokenizer) -> set[int]:
-    """Ids of the token for characters that the tokenizer does not know: any text may hold such characters."""
+    """Returns ids of the token for characters that the tokenizer does not know: any text may hold such characters."""
     found = set(tokenizer.encode(_UNKNOWN, add_special_tokens=False).ids)
     named = getattr(tokenizer.model, "unk_token", None)
     return found | ({_known(tokenizer, named)} if named is not None else set())
 
 
 def _spelling(codec: TextCodec, string: str, special: Collection[int]) -> list[int] | None:
-    """Ids of ``string`` as mere text where the model makes a special token of it by itself, else None.
+    """Returns ids of ``string`` as mere text where the model makes a special token of it by itself, else None.
 
     Some models have merges that end in ``</s>``, or know it as a piece. The ids are empty where the string can be
     written in no other way.
@@ -117,27 +117,27 @@ def _spelling(codec: TextCodec, string: str, special: Collection[int]) -> list[i
 
 
 def _fillers(tokenizer: Tokenizer, mark: str) -> list[str]:
-    """Tokens to add first where the vocabulary leaves ids out, so that no token added later gets one of its ids."""
+    """Returns tokens to add first where the vocabulary leaves ids out, so that no later token gets one of its ids."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     return [f"{mark}{missing}" for missing in range(1 + max(vocabulary.values(), default=-1) - len(vocabulary))]
 
 
 def _scanner(added: Iterable[AddedToken]) -> Tokenizer:
-    """A tokenizer that finds added tokens and makes one unknown token of the text between two of them."""
+    """Returns a tokenizer that finds added tokens and makes one unknown token of the text between two of them."""
     scanner = Tokenizer(models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
     scanner.add_tokens(list(added))
     return scanner
 
 
 def _place(encoding: Encoding, index: int) -> tuple[int, int]:
-    """The characters of the token at ``index``, which stands in the text."""
+    """Returns the characters of the token at ``index``, which stands in the text."""
     place: tuple[int, int] | None = encoding.token_to_chars(index)
     assert place is not None
     return place
 
 
 def _known(tokenizer: Tokenizer, string: str) -> int:
-    """The id of the token ``string``, which ``tokenizer`` has."""
+    """Returns the id of the token ``string``, which ``tokenizer`` has."""
     token_id = tokenizer.token_to_id(string)
     assert token_id is not None
     return token_id

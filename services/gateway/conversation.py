@@ -23,12 +23,12 @@ class Conversation:
     options: Mapping[str, Any]
 
     def texts(self) -> list[str]:
-        """Everything that the client wrote."""
+        """Returns everything that the client wrote."""
         said = (text for message in self.messages for name, text in message.items() if name != "role")
         return [*said, *(value for value in self.options.values() if isinstance(value, str))]
 
     def with_texts(self, said: Callable[[str], str], option: Callable[[str], str]) -> Conversation:
-        """A copy with other texts: ``said`` changes the texts of messages, ``option`` the strings of options."""
+        """Returns a copy with other texts: ``said`` changes texts of messages, ``option`` the strings of options."""
         return Conversation(
             messages=[
                 {name: text if name == "role" else said(text) for name, text in message.items()}
@@ -49,7 +49,7 @@ class StandIns:
         self._texts: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
-        """The character for ``text``. Raises InvalidRequest when there are no more."""
+        """Returns the character for ``text``. Raises InvalidRequest when there are no more."""
         char = self._chars.get(text)
         if char is None:
             char = next(self._free, None)
@@ -59,5 +59,5 @@ class StandIns:
         return char
 
     def reveal(self, text: str) -> str:
-        """``text`` with the texts that its characters stand in for."""
+        """Returns ``text`` with the texts that its characters stand in for."""
         return re.sub(STAND_IN, lambda found: self._texts.get(found[0], found[0]), text)

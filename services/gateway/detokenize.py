@@ -80,7 +80,7 @@ class WindowDetokenizer:
 
 
 def detokenizer(codec: TextCodec, prompt_tail: Sequence[int] = ()) -> Detokenizer:
-    """A detokenizer for text that continues ``prompt_tail``."""
+    """Returns a detokenizer for text that continues ``prompt_tail``."""
     return ByteDetokenizer(codec) if codec.byte_level else WindowDetokenizer(codec, prompt_tail)
 
 
@@ -104,11 +104,11 @@ class StopSet:
         self._link(ends)
 
     def finder(self) -> StopStrings:
-        """A finder for one sequence."""
+        """Returns a finder for one sequence."""
         return StopStrings(self)
 
     def step(self, state: int, code: int) -> int:
-        """The state of a text that was in ``state`` before the character ``code``."""
+        """Returns the state of a text that was in ``state`` before the character ``code``."""
         following, branches = self._following, self._branches
         while following[state] != code:
             if state in branches and (then := branches[state].get(code)):
@@ -127,7 +127,7 @@ class StopSet:
         return self._grow(state, codes[depth:]) if depth < len(codes) else state
 
     def _then(self, state: int, code: int) -> int:
-        """The state after ``state`` and ``code`` where a stop string begins so, else 0."""
+        """Returns the state after ``state`` and ``code`` where a stop string begins so, else 0."""
         return state + 1 if self._following[state] == code else self._branches.get(state, {}).get(code, 0)
 
     def _grow(self, state: int, codes: array[int]) -> int:
@@ -165,8 +165,8 @@ class StopStrings:
         self._held = ""  # that beginning
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Text that may go out, and whether a stop string was found, which never goes out. Of stop strings that end in
-        ``piece`` the one that begins first counts."""
+        """Returns text that may go out, and whether a stop string was found, which never goes out. Of stop strings that
+        end in ``piece`` the one that begins first counts."""
         if not self._held and self._set.firsts.isdisjoint(piece):
             return piece, False
         text = self._held + piece
@@ -183,7 +183,7 @@ class StopStrings:
         return held
 
     def _follow(self, piece: str) -> int | None:
-        """Where a stop string begins, counted from the start of the held text; None while none has come."""
+        """Returns where a stop string begins, counted from the start of the held text; None while none has come."""
         state, step, found = self._state, self._set.step, self._set.found
         begins = []
         for end, code in enumerate(map(ord, piece), start=len(self._held) + 1):

@@ -96,7 +96,7 @@ class Echo:
 
 
 def _begun() -> Scores:
-    """Scores that begin with a prompt's first token, which has none."""
+    """Returns scores that begin with a prompt's first token, which has none."""
     scores = Scores()
     scores.add(None)
     return scores

@@ -40,7 +40,7 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
-    """Headers that say when to retry: in at most 120 seconds, or not at all where no retry can help."""
+    """Returns headers that say when to retry: in at most 120 seconds, or not at all where no retry can help."""
     headers = {}
     if isinstance(error, TooManyRequests | Unavailable):
         wait_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
@@ -51,7 +51,7 @@ def retry_headers(error: RequestError) -> dict[str, str]:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """A response with the status, body and headers of ``error``."""
+    """Returns a response with the status, body and headers of ``error``."""
     return Response(
         msgspec.json.encode(error_body(error)),
         status_code=error.status,
@@ -61,7 +61,7 @@ def error_response(error: RequestError, headers: dict[str, str] | None = None) -
 
 
 def on_request_error(refusals: Refusals) -> Handler:
-    """A handler that answers with the error; ``refusals`` counts errors that keep clients out."""
+    """Returns a handler that answers with the error; ``refusals`` counts errors that keep clients out."""
 
     async def answer(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

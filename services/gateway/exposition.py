@@ -27,7 +27,7 @@ class _Family:
 
 
 def _label(sample: str, labels: str) -> str:
-    """``sample`` with ``labels`` put before its own.
+    """Returns ``sample`` with ``labels`` put before its own.
 
     >>> _label('up{a="b"} 1', 'role="x"')
     'up{role="x",a="b"} 1'
@@ -39,7 +39,7 @@ def _label(sample: str, labels: str) -> str:
 
 
 def merge(pages: Iterable[tuple[str, str]]) -> str:
-    """One exposition from (labels, page) pairs. A metric's samples stay together, as the format demands."""
+    """Merges (labels, page) pairs into one exposition. A metric's samples stay together, as the format demands."""
     families: dict[str, _Family] = {}
     for labels, page in pages:
         family = _Family()
@@ -63,7 +63,7 @@ class Upstream:
 
 
 def parse_upstreams(entries: Sequence[str]) -> list[Upstream]:
-    """Siblings from ``role=url`` entries. Raises ConfigError for anything else."""
+    """Parses siblings from ``role=url`` entries. Raises ConfigError for anything else."""
     pairs = [entry.partition("=")[::2] for entry in entries]
     if any(not role or not url for role, url in pairs):
         raise ConfigError(
@@ -92,7 +92,7 @@ class Siblings:
         await self._client.aclose()
 
     async def page(self, own: str) -> str:
-        """``own`` and the siblings' series in one exposition; ``own`` as it is where there are no siblings."""
+        """Returns ``own`` and the siblings' series in one exposition; ``own`` as it is where there are no siblings."""
         if not self._upstreams:
             return own
         pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))

@@ -36,7 +36,7 @@ class Room:
         self._sum = 0
 
     def open(self, tenant: str) -> Hold:
-        """A hold for ``tenant``, empty at first; closing it gives back what it took."""
+        """Returns a hold for ``tenant``, empty at first; closing it gives back what it took."""
         return Hold(self, tenant)
 
     def take(self, tenant: str, amount: int) -> None:
@@ -110,8 +110,8 @@ class Rooms:
     def of(
         cls, metrics: GatewayMetrics, *, connections: int, shared: bool, max_body: int, body_bytes: int = _BODY_BYTES
     ) -> Rooms:
-        """The rooms of a gateway with this many ``connections``. Without keys (not ``shared``) all clients are one
-        tenant, who may take everything."""
+        """Returns the rooms of a gateway with this many ``connections``. Without keys (not ``shared``) all clients are
+        one tenant, who may take everything."""
         requests_share = max(1, connections // _REQUESTS_OF_ONE) if shared else connections
         bodies_share = max(body_bytes // _BODIES_OF_ONE, max_body) if shared else body_bytes
         return cls(
@@ -133,7 +133,7 @@ class Guard:
         self._limit = max_body_bytes
 
     async def enter(self, request: Request) -> Caller:
-        """The caller, charged with ``request``. The request keeps its room until it is answered.
+        """Returns the caller, charged with ``request``. The request keeps its room until it is answered.
 
         Raises:
             Unauthorized: no key, or an unknown one.
@@ -149,7 +149,7 @@ class Guard:
 
     @asynccontextmanager
     async def body(self, parser: Parser[B], request: Request, caller: Caller) -> AsyncIterator[B]:
-        """The body of ``request``; its bytes keep their room until the block ends. Raises the fault of a wrong body."""
+        """Yields ``request``'s body; its bytes keep room until the block ends. Raises the fault of a wrong body."""
         declared = self._declared(request)
         with self._rooms.bodies.open(caller.tenant) as hold:
             hold.grow(_need(declared))

@@ -26,12 +26,12 @@ class Readiness:
         self._connected = False
 
     def connected(self) -> bool:
-        """Whether Redis has answered once. While it is away later, this gateway still answers clients with errors."""
+        """Says whether Redis has answered once. While it is away later, this gateway answers clients with errors."""
         self._connected = self._connected or self._follower.up
         return self._connected
 
     async def missing(self) -> list[str]:
-        """Names of what is missing: ``api keys``, ``redis``, ``scheduler``, ``worker``."""
+        """Returns the names of what is missing: ``api keys``, ``redis``, ``scheduler``, ``worker``."""
         keys = [] if self._keys is None or await self._keys.usable() else ["api keys"]
         if not self._follower.up:
             return [*keys, "redis"]

@@ -50,7 +50,7 @@ def new_origin() -> Origin:
 
 
 def fingerprint(path: str, body: bytes) -> str:
-    """A hash of a request's content, in which all requests with one key must agree."""
+    """Returns a hash of a request's content, in which all requests with one key must agree."""
     return hashlib.sha256(path.encode() + b"\n" + body).hexdigest()
 
 
@@ -91,7 +91,7 @@ class KeyedJobs:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, key: str, body_fingerprint: str, start: Start) -> Job:
-        """The job of ``key``; ``start`` begins it where there is none to attach to.
+        """Returns the job of ``key``; ``start`` begins it where there is none to attach to.
 
         Raises:
             Conflict: the key was used with another body.
@@ -172,5 +172,5 @@ class KeyedJobs:
 
 
 def _reusable(job: asyncio.Future[Job]) -> bool:
-    """Whether a retry gets this job: not one that failed or was cancelled, which the retry runs again."""
+    """Says whether a retry gets this job: not one that failed or was cancelled, which the retry runs again."""
     return not job.cancelled() and job.result().error is None

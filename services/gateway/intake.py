@@ -96,7 +96,7 @@ class Intake:
         return self._table.holdings
 
     async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
-        """The job for ``POST /v1/completions``. Raises RequestError for a fault of the client or a refusal."""
+        """Returns the job for ``POST /v1/completions``. Raises RequestError for a fault of the client or a refusal."""
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(len(body.prompts) * (body.n or 1), caller)
@@ -115,7 +115,7 @@ class Intake:
         return await self._run(body, plan, body.max_tokens, caller, key)
 
     async def chat(self, body: ChatBody, caller: Caller, key: str | None = None) -> Job:
-        """The job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
+        """Returns the job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(body.n or 1, caller)
@@ -165,7 +165,7 @@ class Intake:
             )
 
     async def _run(self, body: GenerationBody, plan: _Plan, wanted: int | None, caller: Caller, key: str | None) -> Job:
-        """The job of ``plan`` with ``wanted`` tokens; by default with as many of the plan's as the budget admits."""
+        """Returns the job of ``plan`` with ``wanted`` tokens, by default as many of the plan's as the budget admits."""
         if wanted is None:
             wanted = self._budget.largest_max_tokens(plan.demand, plan.max_tokens)
         plan = replace(plan, max_tokens=wanted)
@@ -183,7 +183,7 @@ class Intake:
         return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
 
     async def _echoes(self, plan: _Plan, caller: Caller, loan: Loan) -> list[Spelled]:
-        """The texts of prompts that the answer repeats. Raises InvalidRequest where they are too long."""
+        """Returns the texts of prompts that the answer repeats. Raises InvalidRequest where they are too long."""
         echoes: list[Spelled] = []
         for prompt in plan.prompts if plan.echo else ():
             echoes.append(await self._echo(prompt, caller))
@@ -198,7 +198,7 @@ class Intake:
         return echoes
 
     async def _echo(self, prompt: Prompt, caller: Caller) -> Spelled:
-        """The text of ``prompt``, also where the client sent token ids."""
+        """Returns the text of ``prompt``, also where the client sent token ids."""
 
         def spell() -> Spelled:
             return Spelled.of(self.prompts.model.codec.decode(prompt.token_ids) if prompt.text is None else prompt.text)

@@ -170,7 +170,7 @@ class Choice:
         self.request = msgspec.structs.replace(self.request, attempt=request.attempt, deadline_ms=request.deadline_ms)
 
     def resubmission(self, attempt: int) -> GenerateRequest:
-        """The request for ``attempt``, with the delivered tokens; a prompt that is scored is not scored again."""
+        """Returns the request for ``attempt``, with the delivered tokens; a scored prompt is not scored again."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs is not None and self.echo is not None and self.echo.complete:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -180,7 +180,7 @@ class Choice:
         return self.request
 
     def _take_scores(self, event: TokenEvent) -> bool:
-        """False where scores of the prompt are missing before this event."""
+        """Returns False where scores of the prompt are missing before this event."""
         if self.echo is None:
             return True
         if event.scores is not None:
@@ -295,7 +295,7 @@ class Job:
         return [choice for choice in self.choices if choice.finish is None]
 
     def open(self, *, at_end: bool) -> Reader:
-        """A new reader, awake at once where there is something to read already.
+        """Returns a new reader, awake at once where there is something to read already.
 
         Raises:
             WorkLimited: the job has the maximum of readers.

@@ -66,7 +66,7 @@ class FileKeys:
         return self._keys.get(sha256)
 
     async def usable(self) -> bool:
-        """Whether there are keys: the file's, or its former ones while it is broken."""
+        """Says whether there are keys: the file's, or its former ones while it is broken."""
         stamp = self._look()
         if stamp != self._stamp:
             async with self._following:
@@ -135,7 +135,7 @@ class RedisKeys:
         self._asking: asyncio.Task[None] | None = None
 
     async def usable(self) -> bool:
-        """Always true: others check whether Redis answers."""
+        """Returns True: others check whether Redis answers."""
         return True
 
     async def find(self, sha256: str) -> ApiKey | None:

@@ -106,7 +106,7 @@ class MemoryGiver:
 
 
 def held_bytes() -> int:
-    """The resident bytes of this process; 0 where the system does not say."""
+    """Returns the resident bytes of this process; 0 where the system does not say."""
     try:
         with open(_STATM, encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -37,13 +37,13 @@ _FULL_RETRY_S = 2.0
 
 
 def request_id(headers: Headers) -> str:
-    """The client's ``X-Request-Id`` without characters that could break a log or a header; a new id if none is left."""
+    """Returns ``X-Request-Id`` without characters that could break a log or a header; a new id if none is left."""
     given = _UNSAFE.sub("", headers.get("x-request-id", ""))[:_MAX_ID]
     return given or uuid.uuid4().hex
 
 
 def until_answered(scope: Scope) -> ExitStack:
-    """A stack that closes when the request is answered, or its client has left."""
+    """Returns a stack that closes when the request is answered, or its client has left."""
     stack: ExitStack = scope[_UNTIL_ANSWERED]
     return stack
 
@@ -141,7 +141,7 @@ class SameMachine:
 
 
 def _host_of(header: str) -> str:
-    """The host of a Host header: without the port, and without the brackets of an IPv6 address."""
+    """Returns the host of a Host header: without the port, and without the brackets of an IPv6 address."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].removesuffix(".")

@@ -57,7 +57,7 @@ class Offload:
         long: bool = False,
         owed: bool = False,
     ) -> T:
-        """What ``work`` returns or raises. Cancelling removes a piece that waits; a running piece goes on unheard.
+        """Returns or raises what ``work`` does. Cancelling removes a piece that waits; a running piece goes on unheard.
 
         ``releases_lock`` says that the work releases the interpreter's lock, ``long`` that it then takes more than a
         tenth of a second. ``owed`` work belongs to an admitted request and is never refused.

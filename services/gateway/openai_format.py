@@ -32,22 +32,22 @@ _encode = msgspec.json.Encoder().encode
 
 
 def finite(logprob: float) -> float:
-    """``logprob``, or the lowest number where JSON cannot represent it."""
+    """Returns ``logprob``, or the lowest number where JSON cannot represent it."""
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Returns OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_event(error: RequestError) -> bytes:
-    """The event that ends a stream which cannot go on."""
+    """Returns the event that ends a stream which cannot go on."""
     return b"data: " + _encode(error_body(error)) + b"\n\n"
 
 
 def usage_body(job: Job) -> dict[str, Any]:
-    """Token counts of ``job``. A prompt counts once however many choices it has."""
+    """Returns the token counts of ``job``. A prompt counts once however many choices it has."""
     firsts = job.choices[:: job.n]
     prompt, completion = sum(len(c.prompt) for c in firsts), sum(len(c.generated) for c in job.choices)
     return {
@@ -82,23 +82,23 @@ class Format(ABC):
         self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def opening(self, choice: Choice) -> bytes:  # noqa: ARG002 - the dialect decides
-        """Events before a choice's first chunk."""
+        """Returns the events before a choice's first chunk."""
         return b""
 
     @abstractmethod
     def _content(self, text: str) -> bytes:
-        """The members of a chunk's choice that carry ``text``."""
+        """Returns the members of a chunk's choice that carry ``text``."""
 
     @abstractmethod
     def _around_content(self) -> tuple[bytes, bytes]:
-        """The JSON before and after the characters of the text in a choice of a whole answer."""
+        """Returns the JSON before and after the characters of the text in a choice of a whole answer."""
 
     @abstractmethod
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]: ...
 
     @abstractmethod
     def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
-        """The JSON of :meth:`_logprobs_of` for all records, in pieces."""
+        """Yields the JSON of :meth:`_logprobs_of` for all records, in pieces."""
 
     @property
     def heavy(self) -> bool:
@@ -112,17 +112,17 @@ class Format(ABC):
         return self._logprobs or self._token_ids
 
     def chunk(self, choice: Choice, text: str, start: int, end: int, *, final: bool) -> bytes:
-        """One event: ``text`` and the records ``start..end`` of ``choice``; ``final`` closes the choice."""
+        """Returns one event: ``text`` and the records ``start..end`` of ``choice``; ``final`` closes the choice."""
         extras = self._extras(choice, start, end) if self._logprobs or self._token_ids else b',"logprobs":null'
         reason = b',"finish_reason":' + (_encode(choice.finish) if final else b"null")
         return b"%b%d,%b%b%b%b" % (self._before, choice.index, self._content(text), extras, reason, self._close)
 
     def usage_event(self) -> bytes:
-        """The last chunk before [DONE] where the client asked for usage."""
+        """Returns the last chunk before [DONE] where the client asked for usage."""
         return self._envelope + b',"choices":[],"usage":' + _encode(usage_body(self._job)) + b"}\n\n"
 
     def whole(self) -> Iterator[bytes]:
-        """The answer of a client that does not stream, in pieces."""
+        """Yields the answer of a client that does not stream, in pieces."""
         yield _encode({"object": self.whole_object, **self._head})[:-1] + b',"choices":['
         for choice in self._job.choices:
             yield b"," if choice.index else b""
@@ -149,7 +149,7 @@ class Format(ABC):
         return extras + (b',"token_ids":' + _encode(ids) if self._token_ids else b"")
 
     def _listed(self, choice: Choice, first: int, member: Callable[[Record], Any]) -> Iterator[bytes]:
-        """The JSON list of ``member`` of each record from ``first`` on, in pieces."""
+        """Yields the JSON list of ``member`` of each record from ``first`` on, in pieces."""
         yield b"["
         for start in range(first, choice.records, self.piece_records):
             end = min(start + self.piece_records, choice.records)
@@ -159,7 +159,7 @@ class Format(ABC):
 
 
 def _cut(text: bytes | bytearray, start: int) -> int:
-    """The end of the piece of ``text`` (UTF-8) that begins at ``start``."""
+    """Returns the end of the piece of ``text`` (UTF-8) that begins at ``start``."""
     end = min(len(text), start + PIECE_BYTES)
     while end < len(text) and text[end] & 0xC0 == 0x80:  # inside a character
         end -= 1
@@ -167,7 +167,7 @@ def _cut(text: bytes | bytearray, start: int) -> int:
 
 
 def _characters(text: bytes | bytearray) -> Iterator[bytes]:
-    """The characters of ``text`` in a JSON string, in pieces."""
+    """Yields the characters of ``text`` in a JSON string, in pieces."""
     start = 0
     while start < len(text):
         end = _cut(text, start)
@@ -205,7 +205,7 @@ class CompletionFormat(Format):
         )
 
     def _alternatives(self, record: Record) -> dict[str, float] | None:
-        """The alternatives, best first, always with the drawn token. Tokens of equal text keep the better value."""
+        """Returns the alternatives, best first, always with the drawn token. Equal texts keep the better value."""
         if record.logprob is None:
             return None
         found: dict[str, float] = {}
@@ -271,8 +271,8 @@ class Cursor:
         self._turn = 0  # the choice to begin with, so that each gets its share
 
     def take(self) -> bytes:
-        """Events for the news since the last call, TAKE_BYTES or little more; empty where nothing is left. Tokens that
-        came together share an event."""
+        """Returns events for the news since the last call, TAKE_BYTES or little more; empty where nothing is left.
+        Tokens that came together share an event."""
         parts: list[bytes] = []
         size, count = 0, len(self._places)
         for number in chain(range(self._turn, count), range(self._turn)):
@@ -297,7 +297,7 @@ class Cursor:
         return behind > self._format.piece_records
 
     def _advance(self, choice: Choice, place: _Place) -> bytes:
-        """The next event of ``choice``; empty where there is none yet or no more."""
+        """Returns the next event of ``choice``; empty where there is none yet or no more."""
         if place.closed or choice.error is not None or not choice.readable:
             return b""
         text = self._text(choice, place)

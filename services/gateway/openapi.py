@@ -35,7 +35,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def refusals(*statuses: int) -> Responses:
-    """Documentation of error answers; those of :data:`_ANY` may come from any path."""
+    """Documents error answers; those of :data:`_ANY` may come from any path."""
     return {
         status: {"model": ErrorResponse, "description": _MEANINGS[status]}
         | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
@@ -44,7 +44,7 @@ def refusals(*statuses: int) -> Responses:
 
 
 def post(body: type[Body], answer: type[BaseModel], *statuses: int, events: bool = False) -> dict[str, Any]:
-    """Arguments of a route that parses ``body`` itself and answers with ``answer``, or with ``events``, too.
+    """Returns the arguments of a route that parses ``body`` itself and answers with ``answer``, or with ``events`` too.
 
     Readers of the document differ in whether a schema of events describes the whole stream or each event, so the schema
     names no type.
@@ -58,7 +58,7 @@ def post(body: type[Body], answer: type[BaseModel], *statuses: int, events: bool
 
 
 def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
-    """The document of ``app``; ``protected`` says that the API needs a key, ``model`` is the only model served."""
+    """Returns ``app``'s document; ``protected`` says that the API needs a key, ``model`` is the only model served."""
     found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, bodies = msgspec.json.schema_components(_BODIES, ref_template=_REFERENCE)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})

@@ -60,7 +60,7 @@ _CONTENT = _Name("content")
 
 
 def _counting(limit: int) -> Callable[[type, Any], Any]:
-    """A hook that makes up to ``limit`` names, so that an object with half a million costs as little as a small one."""
+    """Returns a hook that makes up to ``limit`` names, so that half a million names cost as little as a few."""
     left = limit
 
     def make(kind: type, value: Any) -> Any:
@@ -98,7 +98,7 @@ class Parser(Generic[B]):
         self._required = [field.name for field in msgspec.structs.fields(body_type) if field.required]
 
     def parse(self, raw: bytes | bytearray) -> B:
-        """The typed body in ``raw``.
+        """Returns the typed body in ``raw``.
 
         Raises:
             InvalidRequest: not JSON, or a field of the wrong type or range; ``param`` names the field.
@@ -153,7 +153,7 @@ def _read(read: Read, raw: Raw, path: str) -> Any:
 
 
 def _fault(path: str, error: msgspec.ValidationError) -> InvalidRequest:
-    """``error`` with its place inside ``path``: ``$[1].text`` of ``content`` is ``content.1.text``."""
+    """Returns ``error`` with its place inside ``path``: ``$[1].text`` of ``content`` is ``content.1.text``."""
     found = _FAULT.fullmatch(str(error))
     assert found is not None, "the pattern takes any text"
     inside = (found["path"] or "").removeprefix("$").replace("[...]", "").replace("[", ".").replace("]", "")
@@ -173,7 +173,7 @@ def _is_null(raw: Raw) -> bool:
 
 
 def _small(raw: Raw, path: str) -> Raw:
-    """``raw``, if it is short: a map of thousands of entries would be built before they are counted."""
+    """Returns ``raw``, if it is short: a map of thousands of entries would be built before they are counted."""
     if memoryview(raw).nbytes > _LARGEST_MAP:
         raise InvalidRequest(f"{path} exceeds {_LARGEST_MAP} bytes.", hint="Send fewer entries.", param=path)
     return raw
@@ -187,7 +187,7 @@ def _prompt(raw: Raw, path: str) -> Any:
 
 
 def _packed(prompt: str | list[str] | list[int] | list[list[int]]) -> Any:
-    """``prompt`` with token ids in arrays: 4 bytes each, where a list takes 36, while the body waits."""
+    """Returns ``prompt`` with token ids in arrays: 4 bytes each, where a list takes 36, while the body waits."""
     if isinstance(prompt, str) or isinstance(prompt[0], str):
         return prompt
     if isinstance(prompt[0], int):
@@ -196,7 +196,7 @@ def _packed(prompt: str | list[str] | list[int] | list[list[int]]) -> Any:
 
 
 def _prompt_decoder(raw: Raw, path: str) -> Decoder[Any]:
-    """The decoder that fits the first element, so that a wrong prompt is not read in each form in turn."""
+    """Returns the decoder that fits the first element, so that a wrong prompt is not read in each form in turn."""
     found = _FIRST_TWO.match(raw)
     first, second = found.groups() if found is not None else (b"", b"")
     if first != b"[":

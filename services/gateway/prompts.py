@@ -85,12 +85,12 @@ class PromptReader:
             )
 
     def room_after(self, prompts: Sequence[Prompt]) -> int:
-        """How many tokens fit after the longest prompt; 1 where none does, so that the length check refuses it."""
+        """Returns how many tokens fit after the longest prompt; 1 if none does, so that the length check refuses it."""
         return max(1, self.max_model_len - max(len(prompt.token_ids) for prompt in prompts))
 
     async def of_completion(self, body: CompletionBody, tenant: str, max_tokens: int) -> list[Prompt]:
-        """The prompts of ``body`` in their order. Raises InvalidRequest as soon as they have over ``max_tokens``, times
-        the ``n`` choices, all together."""
+        """Returns the prompts of ``body`` in their order. Raises InvalidRequest as soon as they have over
+        ``max_tokens``, times the ``n`` choices, all together."""
         prompts: list[Prompt] = []
         tokens = 0
         for piece in _together(body.prompts):
@@ -113,7 +113,7 @@ class PromptReader:
         parse_special_tokens: bool | None,
         tenant: str,
     ) -> Prompt:
-        """The prompt of ``messages``, by the checkpoint's chat template. Raises InvalidRequest where it has none.
+        """Returns the prompt of ``messages``, by the checkpoint's chat template. Raises InvalidRequest if it has none.
 
         Control tokens in messages and ``options`` stay text, unless ``parse_special_tokens`` is true.
         """
@@ -137,8 +137,8 @@ class PromptReader:
         return Prompt(token_ids=await self._run(encode, chars, tenant))
 
     async def encode(self, text: str, tenant: str, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of ``text``, also where they exceed the context. Raises ContextLengthExceeded where that would take
-        long."""
+        """Returns token ids of ``text``, also where they exceed the context. Raises ContextLengthExceeded where that
+        would take long."""
 
         def encode() -> array[int]:
             if not self._fits.short(text):
@@ -173,7 +173,7 @@ def _chars(item: str | array[int]) -> int:
 
 
 def _together(items: Sequence[str | array[int]]) -> Iterator[Sequence[str | array[int]]]:
-    """``items`` in their order: short texts in groups that take a thread some milliseconds, each long text alone."""
+    """Yields ``items`` in order: short texts in groups that take a thread some milliseconds, each long text alone."""
     start, chars = 0, 0
     for at, item in enumerate(items):
         if at > start and chars + _chars(item) > _TOGETHER_CHARS:
@@ -216,7 +216,7 @@ class Fits:
         self._knows_all = codec.byte_level or bool(getattr(codec.tokenizer.model, "byte_fallback", False))
 
     def short(self, text: str) -> bool:
-        """Whether ``text`` may be tokenized without :meth:`check`."""
+        """Says whether ``text`` may be tokenized without :meth:`check`."""
         return len(text) <= _PIECE_CHARS
 
     def check(self, text: str, param: str) -> None:
@@ -268,7 +268,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, start: int, end: int) -> int:
-    """A place before ``end`` where a space follows another character, if there is one near; else ``end``."""
+    """Returns a place before ``end`` where a space follows another character, if there is one near; else ``end``."""
     if end >= len(text):
         return len(text)
     found = _BEFORE_SPACE.match(text, max(start + 1, end - _SEARCHED), end)

@@ -16,7 +16,7 @@ Fields = Iterable[tuple[bytes, bytes]]
 
 
 def declared_length(headers: Fields) -> int | None:
-    """Length of the body; None for a body in chunks."""
+    """Returns the length of the body; None for a body in chunks."""
     for name, value in headers:
         if name == b"transfer-encoding":
             return None
@@ -26,14 +26,14 @@ def declared_length(headers: Fields) -> int | None:
 
 
 def raw_answer(error: RequestError, headers: Fields) -> bytes:
-    """``error`` in OpenAI's shape, as the last answer of its connection."""
+    """Returns ``error`` in OpenAI's shape, as the last answer of its connection."""
     answer = error_response(error, {"connection": "close"})
     fields = b"".join(b"%b: %b\r\n" % field for field in [*headers, *answer.raw_headers])
     return b"%b%b\r\n%b" % (STATUS_LINE[error.status], fields, bytes(answer.body))
 
 
 def unread(transport: asyncio.Transport) -> bool:
-    """Whether bytes of the peer wait in the socket."""
+    """Says whether bytes of the peer wait in the socket."""
     socket = transport.get_extra_info("socket")
     if socket is None:
         return False

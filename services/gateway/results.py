@@ -145,7 +145,7 @@ class ResultFollower:
         self._last_id = last_id
 
     async def _beat(self) -> None:
-        """Every quarter of a lease: a heartbeat, a look at the workers, expiries and keep-alives."""
+        """Sends a heartbeat, looks at the workers, expires jobs and keeps streams alive, every quarter of a lease."""
         while True:
             try:
                 await self._heartbeat()

@@ -64,7 +64,7 @@ long, and the loop waits each time that it has polled for events."""
 
 
 def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
-    """The model of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
+    """Returns the model of the checkpoint. Raises CheckpointError where its tokenizer or template is unusable."""
     assert settings.model is not None, "load_settings requires it of this role"
     config = read_tokenizer_config(settings.model)
     codec = load_codec(settings.model, config)
@@ -79,7 +79,7 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
 
 
 def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
-    """The store of API keys; None where clients need none."""
+    """Returns the store of API keys; None where clients need none."""
     metrics.keys_usable.set(1)
     if not keys_required(settings.auth, settings.host):
         return None
@@ -103,7 +103,7 @@ class Gateway:
 
 
 async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
-    """A session of :class:`HeartbeatThread`: heartbeats of the gateway ``name``, over a connection of their own."""
+    """Runs a session of :class:`HeartbeatThread`: heartbeats of gateway ``name``, over a connection of their own."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     redis = connect(settings.redis_url, max_connections=1)
     try:

@@ -66,7 +66,7 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of all request bodies. Types are strict; JSON has finite numbers only."""
 
     def canonical(self) -> bytes:
-        """The body as bytes, equal for bodies that differ in the order of their fields or in explicit nulls."""
+        """Returns the body as bytes, equal for bodies that differ in the order of their fields or in explicit nulls."""
         return msgspec.json.encode(self, enc_hook=array.tolist, order="deterministic")  # ids are in arrays
 
 
@@ -151,7 +151,7 @@ class ChatMessage(Body, frozen=True, kw_only=True, gc=False):
     name: Annotated[str, Meta(max_length=256)] | None = None
 
     def as_template_input(self) -> dict[str, str]:
-        """The message for a chat template: with its content as text, and with ``system`` for the role ``developer``."""
+        """Returns the message for a chat template: its content as text, and ``system`` for the role ``developer``."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         role = "system" if self.role == "developer" else self.role

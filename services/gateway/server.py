@@ -36,7 +36,7 @@ _BUFFER_BYTES = 256 * 1024
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises PortInUse where the address is taken or not this machine's."""
+    """Opens a listening socket. Raises PortInUse where the address is taken or not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -188,8 +188,8 @@ class Drain:
             log.warning("shutting down with %d requests unfinished", len(left))
 
     async def _until_idle(self, latest: float) -> None:
-        """Phases 2 and 3: returns when no kept connection is left, or when none has had a request for a while. Without
-        a delay it does not wait."""
+        """Runs phases 2 and 3: returns when no kept connection is left, or when none has had a request for a while.
+        Without a delay it does not wait."""
         least_s = min(_LATE_S, self._delay_s)
         kept, busy_at = self._close_idle(least_s), time.monotonic()
         while kept and self._delay_s and (now := time.monotonic()) < min(latest, busy_at + _LAST_WORDS_S):
@@ -200,7 +200,7 @@ class Drain:
         await asyncio.sleep(least_s)  # for requests that have come and are not read yet
 
     async def _until_quiet(self) -> None:
-        """Phase 1: returns after the delay, and after half of it without a request."""
+        """Runs phase 1: returns after the delay, and after half of it without a request."""
         began = time.monotonic()
         latest, ends = began + _MAX_DELAYS * self._delay_s, began + self._delay_s
         while (left := min(ends, latest) - time.monotonic()) > 0:

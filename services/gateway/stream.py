@@ -121,7 +121,7 @@ class _JobResponse(Response):
         self._holdings = holdings
 
     async def _encoded(self, encode: Callable[[], bytes]) -> bytes:
-        """The result of ``encode``, run in a thread; empty where the job has dropped its answer meanwhile."""
+        """Returns the result of ``encode``, run in a thread; empty where the job has dropped its answer meanwhile."""
         try:
             return await self._offload.run(self._job.tenant, encode, owed=True)
         except Exception:
@@ -199,7 +199,7 @@ class EventResponse(_JobResponse):
 
 
 def _joined(pieces: Iterator[bytes]) -> bytes:
-    """The next pieces together, TAKE_BYTES or little more; empty at the end."""
+    """Returns the next pieces together, TAKE_BYTES or little more; empty at the end."""
     found: list[bytes] = []
     size = 0
     for piece in pieces:

@@ -75,11 +75,11 @@ class JobTable:
         self._count()
 
     def jobs(self) -> list[Job]:
-        """Jobs in flight, each once."""
+        """Returns the jobs in flight, each once."""
         return list({id(job): job for job, _ in self._owners.values()}.values())
 
     def waiting(self) -> Iterator[tuple[Job, Choice]]:
-        """Admitted sequences that have not ended."""
+        """Yields admitted sequences that have not ended."""
         for job, choice in list(self._owners.values()):
             if job.admitted and choice.finish is None:
                 yield job, choice
@@ -225,6 +225,6 @@ def _answer_unknown(event: Result, todo: Followups) -> None:
 
 
 def _lost_reason(reason: str) -> str:
-    """The first word of ``reason``, as a bounded label."""
+    """Returns the first word of ``reason``, as a bounded label."""
     word = reason.split(maxsplit=1)[0] if reason.strip() else "unknown"
     return word[:32] if word.replace("_", "").replace("-", "").isalnum() else "other"

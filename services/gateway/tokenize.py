@@ -26,7 +26,7 @@ class TokenizerRoutes:
         self._offload = offload
 
     async def tokenize(self, body: TokenizeBody, tenant: str) -> bytes:
-        """The token ids. Raises ContextLengthExceeded for a text that takes long to tokenize and cannot fit."""
+        """Returns the token ids. Raises ContextLengthExceeded for a text that takes long to tokenize and cannot fit."""
         self._prompts.check_model(body.model)
         token_ids = await self._token_ids(body, tenant)
         codec, named = self._prompts.model.codec, body.return_token_strs
@@ -42,7 +42,7 @@ class TokenizerRoutes:
         )
 
     async def detokenize(self, body: DetokenizeBody, tenant: str) -> bytes:
-        """The text. Raises ContextLengthExceeded for more tokens than the model's context holds."""
+        """Returns the text. Raises ContextLengthExceeded for more tokens than the model's context holds."""
         model = self._prompts.model
         self._prompts.check_model(body.model)
         if len(body.tokens) > model.max_len:

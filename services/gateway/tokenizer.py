@@ -18,7 +18,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte behind every character of a byte-level vocabulary (GPT-2's table).
+    """Returns the byte behind every character of a byte-level vocabulary (GPT-2's table).
 
     Printable Latin-1 characters stand for themselves; the other bytes, in order, are shifted to U+0100 and up.
 
@@ -53,7 +53,7 @@ class TextCodec:
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. Other threads can run meanwhile, so encode long texts in a thread."""
+        """Returns token ids of ``text``. Other threads can run meanwhile, so encode long texts in a thread."""
         # Only the library's calls for batches release the interpreter's lock; "fast" leaves offsets out.
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
@@ -61,14 +61,14 @@ class TextCodec:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that ``token_id`` adds to a text, maybe a part of a character. Unknown ids add none."""
+        """Returns the UTF-8 bytes that ``token_id`` adds to a text, maybe part of a character. Unknown ids add none."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._render(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The name of ``token_id`` in log-probabilities: its text, or ``bytes:\\x..`` where that is not whole UTF-8.
+        """Returns ``token_id``'s name in log-probabilities: its text, or ``bytes:\\x..`` where that is not whole UTF-8.
 
         Ids that the model has and the tokenizer has not (padding of the vocabulary) are ``token_id:N``.
         """
@@ -81,12 +81,12 @@ class TextCodec:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def special_at(self, token_id: int, text: bytes, at: int) -> str:
-        """The string of the special token ``token_id`` if ``text``, in UTF-8, spells it at ``at``, else ''."""
+        """Returns the string of the special token ``token_id`` if ``text``, in UTF-8, spells it at ``at``, else ''."""
         spelled = self.tokenizer.id_to_token(token_id) if token_id in self.special_ids else None
         return spelled if spelled and text.startswith(spelled.encode(), at) else ""
 
     def in_alphabet(self, text: str) -> str:
-        """``text`` as the model's vocabulary spells it."""
+        """Returns ``text`` as the model's vocabulary spells it."""
         return "".join(self._chars[byte] for byte in text.encode()) if self.byte_level else text
 
     def _render(self, token_id: int) -> bytes:
@@ -109,13 +109,13 @@ class TextCodec:
 
 
 def _token_string(value: object) -> str | None:
-    """A token in ``tokenizer_config.json``: a string, or an object with ``content``."""
+    """Returns a token in ``tokenizer_config.json``: a string, or an object with ``content``."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 def read_tokenizer_config(model_dir: Path) -> dict[str, object]:
-    """``tokenizer_config.json`` of the checkpoint; empty where there is none.
+    """Returns ``tokenizer_config.json`` of the checkpoint; empty where there is none.
 
     Raises:
         CheckpointError: the file cannot be read, or is not a JSON object.
@@ -132,7 +132,7 @@ def read_tokenizer_config(model_dir: Path) -> dict[str, object]:
 
 
 def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
-    """The checkpoint's tokenizer, with the named special tokens of ``config`` (see :func:`read_tokenizer_config`).
+    """Loads the checkpoint's tokenizer with the named special tokens of ``config`` (see :func:`read_tokenizer_config`).
 
     Raises:
         CheckpointError: ``tokenizer.json`` is missing or damaged.

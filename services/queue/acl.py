@@ -41,7 +41,7 @@ class Rule:
     reads: frozenset[str] = frozenset()
 
     def __or__(self, other: Rule) -> Rule:
-        """A rule that permits what either rule permits."""
+        """Returns a rule that permits what either rule permits."""
         owns = self.owns | other.owns
         return Rule(
             scripts=self.scripts | other.scripts,
@@ -51,7 +51,7 @@ class Rule:
         )
 
     def allowed(self) -> frozenset[str]:
-        """All commands, as ACL rules name them."""
+        """Returns all commands, as ACL rules name them."""
         texts = load_scripts()
         called = {_command(*found) for name in self.scripts for found in _CALL.findall(texts[name].text)}
         return self.commands | called | (_ALWAYS if self.scripts else frozenset())
@@ -145,7 +145,7 @@ that it answers and hand it renewed certificates."""
 
 
 def permissions(role: str, keys: Keys, version: tuple[int, int] = READ_ONLY_SINCE) -> str:
-    """The rule of ``role`` in a namespace, as ``ACL SETUSER`` takes it, for servers from ``version`` on."""
+    """Returns the rule of ``role`` in a namespace, as ``ACL SETUSER`` takes it, for servers from ``version`` on."""
     rule = RULES[role]
     reading = "%R~" if version >= READ_ONLY_SINCE else "~"
     patterns = [f"~{keys.prefix}"] if rule.scripts else []  # the one key that every script gets
@@ -162,10 +162,10 @@ def _patterns(keys: Keys, names: Iterable[str]) -> Iterator[str]:
 
 
 def user_line(name: str, rule: str, password: str | None = None) -> str:
-    """A line of an ACL file. Without a password nobody can log in as the user yet."""
+    """Returns a line of an ACL file. Without a password nobody can log in as the user yet."""
     return " ".join(["user", name, "on", *([f"#{hashed(password)}"] if password else []), rule])
 
 
 def hashed(password: str) -> str:
-    """The hash that Redis keeps of ``password``. Passwords are long random strings, so one plain round is enough."""
+    """Returns the hash that Redis keeps of ``password``, a long random string, so one plain round is enough."""
     return hashlib.sha256(password.encode()).hexdigest()

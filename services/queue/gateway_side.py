@@ -218,7 +218,7 @@ class GatewayQueue:
         return sum(await self._scripts.run_chunks("cancel", (self._incarnation,), each))
 
     async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[RequestState, int]]:
-        """State and attempt of requests that this gateway waits for; repairs index entries that Redis lost.
+        """Returns the state and attempt of requests that this gateway waits for; repairs index entries that Redis lost.
 
         Call it when Redis comes back and every few lease periods. A gateway that waits for attempt ``mine`` answers:
 
@@ -238,7 +238,7 @@ class GatewayQueue:
         }
 
     async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
-        """Events after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
+        """Returns events after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
 
         Passing an id back says that everything up to it is handled; now and then this is reported to workers, and the
         stream is trimmed. Events of one request come in order; answer an event of an unknown request with
@@ -261,8 +261,9 @@ class GatewayQueue:
         return Unreadable(request_id, error.message)
 
     async def look(self) -> list[WorkerInfo]:
-        """Workers whose lease is live; call it with each heartbeat. Requests are then written in a form that these
-        workers and the leading scheduler can read. A worker with an unreadable record counts as of the oldest version.
+        """Returns the workers whose lease is live; call it with each heartbeat. Requests are then written in a form
+        that these workers and the leading scheduler can read. A worker with an unreadable record counts as of the
+        oldest version.
         """
         wire, flat = await self._scripts.run("audience")
         workers, versions = [], [wire]

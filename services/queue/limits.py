@@ -70,7 +70,7 @@ class QueueLimits:
 
     @classmethod
     def of(cls, settings: QueueSettings) -> QueueLimits:
-        """The limits that ``settings`` ask for."""
+        """Returns the limits that ``settings`` ask for."""
         return cls(
             max_requests=settings.max_queued_requests,
             max_tokens=settings.max_queued_tokens,

@@ -72,7 +72,7 @@ class LoadReader:
         self._quarantine = quarantine or Quarantine()
 
     async def loads(self) -> Loads:
-        """The reported loads; a load that cannot be read counts as not reported."""
+        """Returns the reported loads; a load that cannot be read counts as not reported."""
         workers, gateways = await self._scripts.run("loads")
         return Loads(
             workers=await self._read(workers, decode_worker_load),
@@ -91,7 +91,7 @@ class LoadReader:
         return found
 
     async def targets(self) -> bytes | None:
-        """The targets that a leader kept last; None: none, or Redis lost them."""
+        """Returns the targets that a leader kept last; None: none, or Redis lost them."""
         kept: bytes | None = await command(self._redis, "GET", self._keys.targets)
         return kept
 

@@ -27,13 +27,13 @@ _NAME_BYTES = 16
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
-    """Token ids in the form that Redis keeps."""
+    """Returns token ids in the form that Redis keeps."""
     ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
     return ids.tobytes() if sys.byteorder == "little" else _swapped(ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> array[int]:
-    """Inverse of :func:`pack_ids`; bytes beyond whole ids are left out."""
+    """Inverts :func:`pack_ids`; bytes beyond whole ids are left out."""
     ids = array("i", data[: len(data) // ID_BYTES * ID_BYTES])
     return ids if sys.byteorder == "little" else _swapped(ids)
 
@@ -63,9 +63,9 @@ class PromptStore:
         self._packed: dict[str, bytes] = {}
 
     def stored(self, request: GenerateRequest, *, by_name: bool) -> Stored:
-        """``request`` for its record. With ``by_name`` the record names the prompt, unless the delivered tokens are as
-        many: an earlier release takes the first ``prompt_len`` of ``token_ids`` for the prompt, and refuses a request
-        that has fewer, so no reader of any release mistakes delivered tokens for the prompt.
+        """Returns ``request`` for its record. With ``by_name`` the record names the prompt, unless the delivered tokens
+        are as many: an earlier release takes the first ``prompt_len`` of ``token_ids`` for the prompt, and refuses a
+        request that has fewer, so no reader of any release mistakes delivered tokens for the prompt.
         """
         if not by_name or request.delivered >= request.prompt_len:
             joined = whole(request, self._prompts[request.prompt]) if request.prompt else request
@@ -84,13 +84,13 @@ class PromptStore:
 
 
 def prompt_name(tenant: str, ids: bytes) -> str:
-    """Name of the prompt ``ids`` of ``tenant``. Requests of other tenants never share it."""
+    """Returns the name of the prompt ``ids`` of ``tenant``. Requests of other tenants never share it."""
     digest = hashlib.blake2b(ids, digest_size=_NAME_BYTES, person=b"prompt", key=tenant.encode()[:64])
     return digest.hexdigest()
 
 
 def whole(request: GenerateRequest, prompt: Sequence[int]) -> GenerateRequest:
-    """``request`` with ``prompt`` in front of its delivered tokens."""
+    """Returns ``request`` with ``prompt`` in front of its delivered tokens."""
     return structs.replace(request, token_ids=[*prompt, *request.token_ids], prompt="")
 
 
@@ -103,7 +103,7 @@ class PromptReader:
         self._read: dict[str, array[int]] = {}
 
     async def whole(self, request: GenerateRequest) -> GenerateRequest:
-        """``request`` with its prompt, which its record may hold by now. Raises UnreadableMessage where it is nowhere.
+        """Returns ``request`` with the prompt, maybe in its record by now. Raises UnreadableMessage if it is nowhere.
 
         The record may be of a later attempt; then the results of ``request`` will be refused anyway.
         """

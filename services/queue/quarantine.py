@@ -57,7 +57,7 @@ class Quarantine:
 
     @classmethod
     def of(cls, redis: Redis, settings: Settings, reader: str, unreadable: Counter) -> Quarantine:
-        """The quarantine of a role; ``unreadable`` counts what it takes."""
+        """Returns the quarantine of a role; ``unreadable`` counts what it takes."""
         scripts = Scripts(redis, Keys(settings.namespace), QueueLimits.of(settings))
         return cls(scripts, reader, lambda kind: unreadable.labels(kind).inc())
 
@@ -87,7 +87,7 @@ class Quarantine:
 
 
 async def quarantined(redis: Redis, keys: Keys) -> list[Kept]:
-    """What is kept, the newest first, without entries that are damaged themselves. Raises QueueUnavailable."""
+    """Returns what is kept, the newest first, without entries that are damaged themselves. Raises QueueUnavailable."""
     entries = [_kept(entry) for entry in await command(redis, "LRANGE", keys.unreadable, 0, -1)]
     return [entry for entry in entries if entry is not None]
 

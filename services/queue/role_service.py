@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 class RoleService(Protocol):
     def missing(self) -> list[str]:
-        """What keeps the role from serving, for /ready."""
+        """Returns what keeps the role from serving, for /ready."""
         ...
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:

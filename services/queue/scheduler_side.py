@@ -42,7 +42,7 @@ class WorkerState:
     """Whether one of those is a suspect, which runs alone."""
 
     def has_credit(self, cost: int) -> bool:
-        """Whether :meth:`SchedulerQueue.assign` would accept a request of ``cost`` tokens."""
+        """Says whether :meth:`SchedulerQueue.assign` would accept a request of ``cost`` tokens."""
         idle = self.outstanding_requests == 0
         return self.outstanding_requests < self.credit_requests and (
             idle or self.outstanding_tokens + cost <= self.credit_tokens
@@ -199,7 +199,7 @@ class SchedulerQueue:
     async def _assign_row(
         self, request: GenerateRequest, worker_id: str, prompts: PromptReader
     ) -> tuple[Argument, ...]:
-        """Arguments for one pair. A worker refuses a request whose prompt is nowhere; its gateway sends it again."""
+        """Returns one pair's arguments. A worker refuses a request whose prompt is nowhere; its gateway resends it."""
         if self._reads.get(worker_id, NAMED_PROMPTS) < NAMED_PROMPTS:
             with suppress(UnreadableMessage):
                 request = await prompts.whole(request)
@@ -215,7 +215,7 @@ class SchedulerQueue:
         return bool(await self._scripts.run("release", epoch, msgspec.msgpack.encode(error), request.id))
 
     async def workers(self) -> list[WorkerState]:
-        """Workers whose lease is live and whose record can be read; other workers get nothing to do."""
+        """Returns the workers whose lease is live and whose record can be read; other workers get nothing to do."""
         states: list[WorkerState] = []
         self._reads.clear()
         rows = await self._scripts.run("workers")
@@ -268,7 +268,7 @@ class SchedulerQueue:
         await self._scripts.run("hold", milliseconds(for_s))
 
     async def depth(self) -> QueueDepth:
-        """How much waits, for metrics."""
+        """Returns how much waits, for metrics."""
         stats = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")
         dead = await command(self._redis, "ZCARD", self._keys.dead)
         return QueueDepth(requests=int(stats[0] or 0), tokens=int(stats[1] or 0), dead_letters=int(dead))

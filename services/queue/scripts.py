@@ -49,7 +49,7 @@ class Script:
 
 
 def load_scripts() -> dict[str, Script]:
-    """All scripts by name, libraries resolved."""
+    """Loads all scripts by name, libraries resolved."""
     folder = resources.files("services.queue") / "lua"
     files = [file for file in folder.iterdir() if file.name.endswith(".lua")]
     sources = {file.name.removesuffix(".lua"): file.read_text(encoding="utf-8") for file in files}
@@ -72,7 +72,7 @@ class Scripts:
         self._limits = pack_limits(limits)
 
     async def run(self, name: str, *arguments: Argument) -> Any:
-        """The script's reply. Raises QueueUnavailable, or the error that the script names: see :func:`_typed`."""
+        """Returns the script's reply. Raises QueueUnavailable, or the error that the script names (:func:`_typed`)."""
         with queue_errors():
             try:
                 return await self._evaluate(self._scripts[name], (1, self._prefix, self._limits, *arguments))
@@ -97,18 +97,18 @@ class Scripts:
             ) from error
 
     async def run_chunks(self, name: str, head: tuple[Argument, ...], items: list[tuple[Argument, ...]]) -> list[Any]:
-        """The replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them in a call."""
+        """Returns replies of calls that share the arguments ``head`` and carry all ``items``, CHUNK of them each."""
         parts = (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
         return [await self.run(name, *head, *(value for item in part for value in item)) for part in parts]
 
 
 def milliseconds(seconds: float) -> int:
-    """``seconds`` in ms, at least 1: Redis refuses a lifetime of 0."""
+    """Returns ``seconds`` in ms, at least 1: Redis refuses a lifetime of 0."""
     return max(1, round(seconds * 1000))
 
 
 def pack_limits(limits: QueueLimits) -> bytes:
-    """``limits`` for the scripts (``C``): times in ms, and the errors that scripts send by themselves."""
+    """Packs ``limits`` for the scripts (``C``): times in ms, and the errors that scripts send by themselves."""
     errors = {
         "expired": DeadlineExceeded("The request waited in the queue until its deadline passed.", retry_after_s=10),
         "exhausted": AttemptsExhausted(
@@ -151,12 +151,12 @@ def pack_limits(limits: QueueLimits) -> bytes:
 
 
 def _text(data: bytes) -> msgspec.Raw:
-    """``data`` as a msgpack string of 16-bit length, because Redis's cmsgpack does not read byte strings."""
+    """Returns ``data`` as a msgpack string of 16-bit length, because Redis's cmsgpack does not read byte strings."""
     return msgspec.Raw(b"\xda" + len(data).to_bytes(2, "big") + data)
 
 
 def _typed(text: str) -> ExpertMeshError | None:
-    """The error that the first keyword in ``text`` stands for; clients may have written what follows it."""
+    """Returns the error that the first keyword in ``text`` stands for; clients may have written what follows it."""
     found = re.search("STALELEADER|STALETABLE|WIRE|FINGERPRINT", text)
     kind = found[0] if found else ""
     if kind == "STALELEADER":
@@ -188,7 +188,7 @@ PIECE_BYTES = 1 << 20
 
 
 def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
-    """``requests`` in their order, cut into lists that one call may carry, of one request at least."""
+    """Yields ``requests`` in their order, cut into lists that one call may carry, of one request at least."""
     piece: list[Stored] = []
     size, named = 0, set[str]()
     for stored in requests:
@@ -203,8 +203,8 @@ def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
 
 
 def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """``rows`` of arguments, cut likewise; a request (the first two arguments) comes once in a call. ``rows`` may be a
-    generator: the rows of one call are kept at a time."""
+    """Yields ``rows`` of arguments, cut likewise; a request (the first two arguments) comes once in a call. ``rows``
+    may be a generator: the rows of one call are kept at a time."""
     part: list[tuple[Argument, ...]] = []
     size = 0
     for row in rows:
@@ -219,7 +219,7 @@ def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument,
 
 
 def items(piece: Sequence[Stored]) -> Iterator[Argument]:
-    """The arguments of ``admit.lua`` for ``piece``; a prompt's ids come with the first request that names it."""
+    """Yields the arguments of ``admit.lua`` for ``piece``; a prompt's ids come with the first request that names it."""
     sent = {""}
     for stored in piece:
         request = stored.request

@@ -57,15 +57,15 @@ class SeatState:
         return self.status != "leaving" and not self.dismissed
 
     def serves(self, group: ShardGroup) -> bool:
-        """Whether a table with ``group`` may send rows for the group to this seat."""
+        """Says whether a table with ``group`` may send rows for the group to this seat."""
         return self.status == "ready" and self.report.digest == group.digest
 
     def has_room(self, group: ShardGroup) -> bool:
-        """Whether the worker can hold ``group``, by its own report."""
+        """Says whether the worker can hold ``group``, by its own report."""
         return self.info.max_experts is None or group.size <= self.info.max_experts
 
     def seat(self, group: int) -> Seat:
-        """The entry of this seat in a table."""
+        """Returns the entry of this seat in a table."""
         info = self.info
         return Seat(
             number=self.number,
@@ -128,8 +128,8 @@ class SeatRegistry:
         self._seats: dict[int, tuple[list[Any], SeatState]] = {}
 
     async def seats(self) -> list[SeatState]:
-        """All seats that neither left nor were reaped, by number. A seat that did not change is the same object as
-        before; a seat whose record or report cannot be read is left out.
+        """Returns all seats that neither left nor were reaped, by number. A seat that did not change is the same object
+        as before; a seat whose record or report cannot be read is left out.
 
         Only changes travel, except that all seats are read every :data:`WHOLE_S`; until then the rows in flight and the
         load of a report may be out of date.
@@ -160,7 +160,7 @@ class SeatRegistry:
             await self._quarantine.put("seat", f"seat {number}", error, row[1])
 
     async def rows(self) -> dict[int, SeatRows]:
-        """Rows that the seats counted, by seat number; reports that cannot be read are left out."""
+        """Returns the rows that the seats counted, by seat number; reports that cannot be read are left out."""
         reply = await self._scripts.run("seat_rows")
         rows, unreadable = await asyncio.to_thread(_rows, reply)
         for number, error, data in unreadable:
@@ -168,7 +168,7 @@ class SeatRegistry:
         return rows
 
     async def groups(self) -> list[ShardGroup]:
-        """Groups that seats were assigned, one for each seat, by seat number; unreadable ones are left out."""
+        """Returns the groups that seats were assigned, one for each seat, by seat number, without unreadable ones."""
         groups: list[ShardGroup] = []
         for group in await self._scripts.run("seat_groups"):
             try:
@@ -226,7 +226,7 @@ def _state(row: list[Any]) -> SeatState:
 
 
 def _rows(reply: list[Any]) -> tuple[dict[int, SeatRows], list[tuple[int, UnreadableMessage, bytes]]]:
-    """Rows by seat number, and what cannot be read. Call it in a thread: thousands of seats report megabytes."""
+    """Returns rows by seat number, and what is unreadable. Call it in a thread: thousands of seats report megabytes."""
     found: dict[int, SeatRows] = {}
     unreadable: list[tuple[int, UnreadableMessage, bytes]] = []
     for number, rows in zip(reply[::2], reply[1::2], strict=True):

@@ -55,7 +55,7 @@ class StreamReader:
         self._trimming: asyncio.Task[None] | None = None
 
     async def read(self, last_id: str, block_ms: int) -> tuple[str, list[Mapping[bytes, bytes]]]:
-        """Entries after ``last_id``, waiting up to ``block_ms`` for the first; the caller has handled those before."""
+        """Returns entries after ``last_id``, up to which all are handled; waits up to ``block_ms`` for the first."""
         self._handled = self._read._replace(last_id=last_id)
         if self._due:
             self._trim()

@@ -30,7 +30,7 @@ class TableReader:
         self._quarantine = quarantine or Quarantine()
 
     async def read_table(self, known_epoch: int = 0, block_ms: int = 0) -> RoutingTable | None:
-        """The published table if its epoch is above ``known_epoch``, waiting up to ``block_ms`` for one; else None.
+        """Waits up to ``block_ms`` for a published table with an epoch above ``known_epoch``; returns it, else None.
 
         The reader brings only the known epoch, so it misses nothing between calls and connections. Without a newer
         table the call moves some hundred bytes. A table that cannot be read counts as none until the next one is there.
@@ -60,7 +60,7 @@ class TableReader:
         return int(await self._scripts.run("note_epoch", worker_id, milliseconds(lease_s), epoch))
 
     async def enter(self, worker_id: str, lease_s: float) -> RoutingTable | None:
-        """The worker's first table, noted before any of the table's seats could go; None if none is published."""
+        """Returns the worker's first table, noted before any of its seats could go; None if none is published."""
         table = await self.read_table()
         while table is not None and await self.note_epoch(worker_id, table.epoch, lease_s) > table.epoch:
             table = await self.read_table()
@@ -72,7 +72,7 @@ class TableReader:
 
 
 def unused(table: RoutingTable | None, worker_id: str, oldest_epoch: int | None) -> bool:
-    """Whether an expert worker that leaves may end: no reader uses a table that lists it.
+    """Says whether an expert worker that leaves may end: no reader uses a table that lists it.
 
     Read ``table`` first (None: there is none, or Redis lost it), then ``oldest_epoch`` (None: there are no readers).
     """

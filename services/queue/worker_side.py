@@ -116,7 +116,7 @@ class WorkerQueue:
             await inbox.close()
 
     async def read_inbox(self, worker_id: str, last_id: str, block_ms: int) -> tuple[str, list[InboxMessage]]:
-        """Messages after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
+        """Returns messages after ``last_id`` (:data:`FIRST_ID` at the start), waiting up to ``block_ms`` for the first.
         Requests come with their prompts.
 
         Passing an id back says that everything up to it is handled; it may then be trimmed. A message that cannot be
@@ -147,7 +147,7 @@ class WorkerQueue:
             return None
 
     async def _runs(self, worker_id: str, request: GenerateRequest) -> bool:
-        """Whether the worker still has to run this attempt."""
+        """Says whether the worker still has to run this attempt."""
         record = await command(self._redis, "HMGET", self._keys.request(request.id), "state", "holder", "attempt")
         return list(record) == [b"running", worker_id.encode(), str(request.attempt).encode()]
 
@@ -180,14 +180,14 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
 
 
 def _rows(groups: Mapping[tuple[str, int], Sequence[TokenEvent]]) -> Iterator[tuple[Argument, ...]]:
-    """The arguments of ``publish.lua`` for each request; several rows where its events are too long for one call."""
+    """Yields arguments of ``publish.lua`` for each request; several rows if its events are too long for one call."""
     for (request_id, attempt), group in groups.items():
         for events, data in _cut(group):
             yield request_id, attempt, _generated(events), data
 
 
 def _cut(events: Sequence[TokenEvent]) -> Iterator[tuple[Sequence[TokenEvent], bytes]]:
-    """One request's events and their encoding, in as many runs as it takes: scores of a backlog have tens of MiB."""
+    """Yields a request's events and their encoding in as many runs as it takes: a backlog's scores have tens of MiB."""
     data = encode(events)
     if len(data) <= PIECE_BYTES or len(events) == 1:
         yield events, data
@@ -198,7 +198,7 @@ def _cut(events: Sequence[TokenEvent]) -> Iterator[tuple[Sequence[TokenEvent], b
 
 
 def _generated(events: Sequence[TokenEvent]) -> int:
-    """How many tokens a request has generated if ``events`` end it; else -1, or -2 if they have no token."""
+    """Returns how many tokens a request has generated if ``events`` end it; else -1, or -2 if they have no token."""
     last = events[-1]
     if last.finish is None:
         return -1 if any(event.token_id is not None for event in events) else -2

@@ -21,8 +21,9 @@ def assignments(
     load: Load | None,
     gain: float,
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """A group for each seat without one. If there is none, at most one seat changes its group: to a group that no seat
-    holds or, where ``load`` is known, where that evens the load by ``gain``. The next turn sees what that brought."""
+    """Choose a group for each seat without one. If there is none, at most one seat changes its group: to a group that
+    no seat holds or, where ``load`` is known, where that evens the load by ``gain``. The next turn sees what that
+    brought."""
     seats = [seat for seat in seats if seat.number in holds or can_hold_some(seat, layout)]
     if len(holds) < len(seats):
         return _groups_for_new(seats, holds, layout, load)
@@ -37,7 +38,7 @@ def assignments(
 def _groups_for_new(
     seats: Sequence[SeatState], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup], load: Load | None
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """Groups for the seats that hold none: the ones that they ask for, or where they lower the load most."""
+    """Choose groups for the seats that hold none: the ones that they ask for, or where they lower the load most."""
     index: dict[int | None, int] = {group.number: position for position, group in enumerate(layout)}
     places = [index.get(holds[seat.number].number if seat.number in holds else seat.info.group) for seat in seats]
     loads_LG = group_loads(load or _even(layout), layout)
@@ -54,7 +55,7 @@ def _groups_for_new(
 
 
 def _in_turn(places: Sequence[int | None], groups: int) -> list[int]:
-    """Groups of all seats where these are fewer than the groups: each new seat gets one that no seat holds."""
+    """Return groups of all seats where these are fewer than the groups: each new seat gets one that no seat holds."""
     bare = iter(group for group in range(groups) if group not in places)
     return [next(bare) if place is None else place for place in places]
 
@@ -66,7 +67,7 @@ def _evened(
     load: Load,
     gain: float,
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """The one move that lowers the highest load per capacity most, if it lowers it by ``gain`` and is allowed."""
+    """Return the move that lowers the highest load per capacity most, if it lowers it by ``gain`` and is allowed."""
     index = {group.number: position for position, group in enumerate(layout)}
     group_S = [index[holds[seat.number].number] for seat in seats]
     capacity_S, loads_LG = [seat.info.capacity for seat in seats], group_loads(load, layout)
@@ -84,12 +85,12 @@ def _evened(
 
 
 def _spared(seat: SeatState, seats: Sequence[SeatState], holds: Mapping[int, ShardGroup]) -> bool:
-    """Whether the group of ``seat`` is served without it."""
+    """Say whether the group of ``seat`` is served without it."""
     group = holds[seat.number]
     return any(other is not seat and holds.get(other.number) == group and other.serves(group) for other in seats)
 
 
 def _even(layout: Sequence[ShardGroup]) -> Load:
-    """The load to assume where none is known: every expert takes as many rows."""
+    """Return the load to assume where none is known: every expert takes as many rows."""
     layers = layout[0].experts
     return {layer: [1.0] * sum(len(group.experts[layer]) for group in layout) for layer in layers}

@@ -123,7 +123,7 @@ class ExpertPlacement:
             self._on_table(found)
 
     def _stands(self, seats: Sequence[SeatState], epochs: TableEpochs, load: Load | None) -> bool:
-        """Whether the last turn found the same, wanted nothing, and nothing else asks for another look."""
+        """Say whether the last turn found the same, wanted nothing, and nothing else asks for another look."""
         placed = [(seat.number, seat.status, seat.dismissed, seat.assigned, seat.report.digest) for seat in seats]
         seen, self._seen = self._seen, (placed, self._table, epochs.published)
         return load is None and self._repartitioner.target is None and self._seen == seen
@@ -160,7 +160,7 @@ class ExpertPlacement:
         return intentions(seats, self._table, layout, following=following, load=load, gain=gain)
 
     async def _first_layout(self, seats: Sequence[SeatState]) -> tuple[ShardGroup, ...]:
-        """The groups that were assigned before the table was lost, if they are whole; else even groups."""
+        """Return the groups that were assigned before the table was lost, if they are whole; else even groups."""
         if not seats:
             return ()
         info = seats[0].info
@@ -170,7 +170,7 @@ class ExpertPlacement:
         return even_groups(list(info.layers), info.num_experts, min(self._groups, info.num_experts))
 
     async def _measured(self, seats: Sequence[SeatState]) -> Load | None:
-        """The load, if seats may move for it: the table has stood for a while, and all are where they should be."""
+        """Return the load if seats may move for it: the table has stood for a while, and all seats are in place."""
         now = self._clock()
         if self._table is None or now < self._next_reading:
             return None
@@ -211,7 +211,7 @@ def intentions(
     gain: float = HYSTERESIS.gain,
     step: Step | None = None,
 ) -> Intentions:
-    """What to publish and to assign.
+    """Return what to publish and to assign.
 
     The first table waits until each group has a seat: an older one, which Redis lost, may be in use.
 
@@ -245,12 +245,12 @@ def intentions(
 
 
 def _held(seat: SeatState, digests: Mapping[str, ShardGroup]) -> ShardGroup | None:
-    """The group that was assigned to the seat or, where Redis forgot that, the one that it reports."""
+    """Return the group that was assigned to the seat or, where Redis forgot that, the one that it reports."""
     return digests.get(seat.assigned or "") or digests.get(seat.report.digest)
 
 
 def are_whole(groups: Mapping[int, ShardGroup], info: ExpertInfo) -> bool:
-    """Whether ``groups`` hold every expert once."""
+    """Say whether ``groups`` hold every expert once."""
     table = RoutingTable(epoch=0, fingerprint="", num_experts=info.num_experts, groups=tuple(groups.values()))
     try:
         return set(table.group_of) == set(info.layers)

@@ -118,7 +118,7 @@ class Scheduler:
         self._campaigned = False
 
     def missing(self) -> list[str]:
-        """What keeps this process from leading and from waiting for the lock; for /ready."""
+        """Return what keeps this process from leading and from waiting for the lock; for /ready."""
         return [] if self._campaigned and not self._redis.failing else ["Redis"]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -285,7 +285,7 @@ class _Term:
 
 
 def free_credit(workers: Sequence[WorkerState]) -> tuple[int, int]:
-    """Requests and tokens that ``workers`` can still be given. Tokens may be 0 where an idle worker has a place."""
+    """Return requests and tokens that ``workers`` can be given. Tokens may be 0 where an idle worker has a place."""
     open_ = [worker for worker in workers if worker.has_credit(1)]
     places = sum(worker.credit_requests - worker.outstanding_requests for worker in open_)
     tokens = sum(max(0, worker.credit_tokens - worker.outstanding_tokens) for worker in open_)

@@ -45,7 +45,7 @@ class Observer:
         self._observed = Observed()
 
     def _scaling_series(self) -> tuple[Gauge, ...]:
-        """Series that have no values while nobody decides: whoever scales by them then keeps the replicas."""
+        """Return series that have no values while nobody decides: whoever scales by them then keeps the replicas."""
         metrics = self._metrics
         return (
             *(metrics.spec_replicas, metrics.ready_replicas),

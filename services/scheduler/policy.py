@@ -72,12 +72,12 @@ class PrefixMemory:
         return len(self._holders)
 
     def chain(self, claim: Claim) -> list[bytes]:
-        """Names of the prefixes of ``claim``'s prompt, shortest first."""
+        """Return the names of the prefixes of ``claim``'s prompt, shortest first."""
         root = prefix_root(self._scope, claim.request.tenant, claim.request.cache_salt)
         return list(prefix_chain(claim.head[: MAX_CHUNKS * self._chunk_tokens], self._chunk_tokens, root))
 
     def held(self, chain: Sequence[bytes]) -> dict[str, int]:
-        """Tokens of the prefix that each worker holds, for the workers that hold any; a gap ends a prefix."""
+        """Return the tokens of the prefix that each worker holds, for workers that hold any; a gap ends a prefix."""
         tokens: dict[str, int] = {}
         for depth, name in enumerate(chain):
             before = depth * self._chunk_tokens
@@ -88,7 +88,7 @@ class PrefixMemory:
         return tokens
 
     def remember(self, chain: Sequence[bytes], worker_id: str) -> None:
-        """``worker_id`` computes this prefix. Long prefixes are forgotten before the short ones they continue."""
+        """Note that ``worker_id`` computes this prefix. Long prefixes are forgotten before short ones they continue."""
         for name in reversed(chain):
             others = (worker for worker in self._holders.get(name, ()) if worker != worker_id)
             self._holders[name] = (worker_id, *islice(others, HOLDERS - 1))
@@ -104,7 +104,7 @@ class DispatchPolicy:
         self._memory = memory or PrefixMemory()
 
     def plan(self, claims: Sequence[Claim], workers: Iterable[WorkerState]) -> Plan:
-        """Choices for the longest head of ``claims`` that fits the workers' credit, in order.
+        """Return choices for the longest head of ``claims`` that fits the workers' credit, in order.
 
         The first request that has to wait for credit ends the head: if smaller requests behind it passed, it might wait
         forever, and the fair order in which they were claimed would be lost. Suspects are passed: each waits for a
@@ -149,24 +149,24 @@ class DispatchPolicy:
 
 
 def _able(worker: WorkerState, request: GenerateRequest) -> bool:
-    """Whether ``worker`` has credit and room for ``request``, and is not kept for a suspect."""
+    """Say whether ``worker`` has credit and room for ``request``, and is not kept for a suspect."""
     fits = request.max_len <= worker.info.max_model_len and worker.has_credit(request.cost)
     return fits and not worker.guarded
 
 
 def _kept_for(request: GenerateRequest, workers: Iterable[WorkerState]) -> WorkerState | None:
-    """The worker that will be the first to run the suspect ``request`` alone."""
+    """Return the worker that will be the first to run the suspect ``request`` alone."""
     able = [worker for worker in workers if _able(worker, request)]
     return min(able, key=lambda worker: (worker.unproven, worker.info.id), default=None)
 
 
 def score(worker: WorkerState, cost: int, held_tokens: int) -> float:
-    """Load of ``worker`` after taking the request, as a share of its credit; see the module's docstring."""
+    """Return the load of ``worker`` after taking the request, as a share of its credit; see the module's docstring."""
     return (worker.outstanding_tokens + cost - held_tokens) / worker.credit_tokens
 
 
 def _with(worker: WorkerState, claim: Claim) -> WorkerState:
-    """``worker`` with one more request."""
+    """Return ``worker`` with one more request."""
     return replace(
         worker,
         outstanding_tokens=worker.outstanding_tokens + claim.request.cost,

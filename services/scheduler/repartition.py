@@ -39,8 +39,8 @@ class Step:
 
 
 def next_step(seats: Sequence[SeatState], layout: Sequence[ShardGroup], target: Sequence[ShardGroup]) -> Step | None:
-    """How ``layout`` becomes ``target``. None: it cannot, as too few seats are left, or a seat that serves a group has
-    no room for what the group becomes.
+    """Say how ``layout`` becomes ``target``. None: it cannot, as too few seats are left, or a seat that serves a group
+    has no room for what the group becomes.
 
     Args:
         seats: the seats that stay.
@@ -68,8 +68,8 @@ def next_step(seats: Sequence[SeatState], layout: Sequence[ShardGroup], target: 
 def _sent_ahead(
     groups: Sequence[ShardGroup], serving: dict[int, list[SeatState]]
 ) -> list[tuple[SeatState, ShardGroup]] | None:
-    """Seats for ``groups``: half of a group's own, or one of the largest group's where a group has only one. None: no
-    seat can be spared. The seats are taken out of ``serving``."""
+    """Return seats for ``groups``: half of a group's own, or one of the largest group's where a group has only one.
+    None: no seat can be spared. The seats are taken out of ``serving``."""
     assign: list[tuple[SeatState, ShardGroup]] = []
     for group in groups:
         own = serving[group.number]
@@ -83,7 +83,7 @@ def _sent_ahead(
 
 
 def _members(seats: Sequence[SeatState], coming: ShardGroup, now: Mapping[int, ShardGroup]) -> list[SeatState]:
-    """Seats of the group that is to become ``coming``."""
+    """Return the seats of the group that is to become ``coming``."""
     digests = {now[coming.number].digest} if coming.number in now else set()
     return [seat for seat in seats if {seat.assigned, seat.report.digest} & digests]
 

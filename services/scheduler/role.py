@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def _watched(settings: Settings) -> KubeReplicas | None:
-    """Replica counts by Kubernetes, where --kubernetes-selector asks for them."""
+    """Take replica counts from Kubernetes, where --kubernetes-selector asks for them."""
     if settings.kubernetes_selector is None:
         return None
     in_groups = settings.workers > 1 and settings.layout == "lockstep"
@@ -115,6 +115,6 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the role."""
+    """Run the role and return its exit code."""
     sys.setswitchinterval(SWITCH_S)
     return run_role(SCHEDULER, schedule, argv)

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def rooms_of(seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> dict[int, int]:
-    """Group number -> experts of a layer that each of its seats has room for, where that is limited."""
+    """Return group number -> experts of a layer that each of its seats has room for, where that is limited."""
     number_of = {group.digest: group.number for group in layout}
     rooms: dict[int, int] = {}
     for seat in seats:
@@ -23,15 +23,15 @@ def rooms_of(seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> dict[i
 
 
 def can_hold_some(seat: SeatState, layout: Sequence[ShardGroup]) -> bool:
-    """Whether ``seat`` has room for the group that it asks for, or for any if it asks for none."""
+    """Say whether ``seat`` has room for the group that it asks for, or for any if it asks for none."""
     return any(seat.has_room(group) for group in layout if seat.info.group in (None, group.number))
 
 
 def with_room(
     wanted: Sequence[tuple[SeatState, ShardGroup]], holds: Mapping[int, ShardGroup], layout: Sequence[ShardGroup]
 ) -> list[tuple[SeatState, ShardGroup]]:
-    """``wanted``, with other groups for seats that have no room for theirs: of those that fit, the one that has the
-    least seats."""
+    """Return ``wanted``, with other groups for seats that have no room for theirs: of those that fit, the one that has
+    the least seats."""
     taken = [group.number for group in holds.values()] + [
         group.number for seat, group in wanted if seat.has_room(group)
     ]

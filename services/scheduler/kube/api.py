@@ -30,7 +30,7 @@ _GONE = 410
 
 
 def connecting(selector: str, account: Path = ACCOUNT) -> Callable[[], Api]:
-    """Makes connections with this pod's service account, for workloads that ``selector`` finds.
+    """Make connections with this pod's service account, for workloads that ``selector`` finds.
 
     Raises:
         ConfigError: this is no pod, or one without a token.
@@ -57,7 +57,7 @@ class Api:
         self._client.close()
 
     def list(self, kind: Kind) -> tuple[list[Json], str]:
-        """The workloads of ``kind`` that the selector finds, and the version from which to watch.
+        """Return the workloads of ``kind`` that the selector finds, and the version from which to watch.
 
         Raises:
             KubernetesUnavailable: there is no answer, or another one than asked for.
@@ -67,7 +67,7 @@ class Api:
             return list(found["items"]), str(found["metadata"]["resourceVersion"])
 
     def watch(self, kind: Kind, version: str) -> Iterator[Json]:
-        """Events since ``version``, until the API server ends the watch.
+        """Yield the events since ``version``, until the API server ends the watch.
 
         Raises:
             WatchExpired: the API server does not know ``version`` any more: list again.

@@ -30,7 +30,7 @@ class KubeReplicas:
             each.close()
 
     def counts(self) -> Mapping[Target, Replicas] | None:
-        """Replicas that are set and that are ready, by target. None: they are not known."""
+        """Return the replicas that are set and that are ready, by target. None: they are not known."""
         found: list[Workload] = []
         for each in self._all:
             if (workloads := each.workloads) is None:
@@ -39,13 +39,13 @@ class KubeReplicas:
         return summed(found)
 
     def staying(self, seats: Sequence[SeatState]) -> list[SeatState]:
-        """``seats``, with those that leave marked as dismissed; see :func:`without_leaving`."""
+        """Return ``seats``, with those that leave marked as dismissed; see :func:`without_leaving`."""
         sets = self._sets.workloads
         return list(seats) if sets is None else without_leaving(seats, sets)
 
 
 def summed(workloads: Sequence[Workload]) -> dict[Target, Replicas]:
-    """Replicas by target, of which there may be several sets."""
+    """Sum replicas by target, of which there may be several sets."""
     found: dict[Target, Replicas] = {}
     for each in workloads:
         before = found.get(each.target, Replicas(wanted=0, ready=0))
@@ -56,8 +56,8 @@ def summed(workloads: Sequence[Workload]) -> dict[Target, Replicas]:
 
 
 def without_leaving(seats: Sequence[SeatState], sets: Mapping[str, Workload]) -> list[SeatState]:
-    """``seats``, with those in pods beyond their set's replicas marked as dismissed: the next table does without them,
-    before SIGTERM reaches them. Seats of unknown sets stay.
+    """Return ``seats``, with those in pods beyond their set's replicas marked as dismissed: the next table does without
+    them, before SIGTERM reaches them. Seats of unknown sets stay.
 
     Nothing of this is stored: once the count is higher again, the seat counts again. No group loses its last ready seat
     by it: that one leaves when its worker asks to.

@@ -21,12 +21,12 @@ class Workload:
     first: int = 0
 
     def holds(self, ordinal: int) -> bool:
-        """Whether the pod with ``ordinal`` is among those that are wanted."""
+        """Say whether the pod with ``ordinal`` is among those that are wanted."""
         return ordinal < self.first + self.replicas.wanted
 
 
 def workload(found: Json) -> Workload | None:
-    """``found``, an object of the API. None: it is not scaled, such as Redis, or was made from a LeaderWorkerSet."""
+    """Read ``found``, an object of the API. None: it is not scaled, like Redis, or was made from a LeaderWorkerSet."""
     labels = found["metadata"].get("labels") or {}
     role, shard = labels.get(ROLE), labels.get(SHARD)
     if role not in get_args(ScaledRole) or GROUP_OF in labels or (shard is not None and not shard.isdecimal()):
@@ -42,6 +42,6 @@ def workload(found: Json) -> Workload | None:
 
 
 def ordinal_of(pod: str) -> tuple[str, int] | None:
-    """The StatefulSet and the number in the name of one of its pods. None: ``pod`` is no such name."""
+    """Return the StatefulSet and the number in the name of one of its pods. None: ``pod`` is no such name."""
     parts = re.fullmatch(r"(.+)-(0|[1-9][0-9]*)", pod)
     return (parts[1], int(parts[2])) if parts else None

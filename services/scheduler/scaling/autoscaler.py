@@ -89,8 +89,8 @@ class Autoscaler:
         )
 
     async def _inherited(self, reading: Reading) -> State:
-        """The state to start from: what the last leader wanted or what is set, whichever is more, as either may be old.
-        Where neither is known, it is what is registered. All is within the bounds, but for what sleeps."""
+        """Return the state to start from: what the last leader wanted or what is set, whichever is more, as either may
+        be old. Where neither is known, it is what is registered. All is within the bounds, but for what sleeps."""
         kept = unpack_targets(await self._sources.loads.targets(), self._options.ranks)
         asked = {target: replicas.wanted for target, replicas in (reading.counts or {}).items()}
         known = {target: max(kept.get(target, 0), asked.get(target, 0)) for target in kept.keys() | asked.keys()}
@@ -109,7 +109,7 @@ class Autoscaler:
 
 
 def _registered(reading: Reading, ranks: int) -> dict[Target, int]:
-    """Registered replicas by target, without targets that have none: these may sleep, or start."""
+    """Return registered replicas by target, without targets that have none: these may sleep, or start."""
     groups = [seat.report.group for seat in reading.seats if seat.report.group is not None]
     found = {Target("experts", group): groups.count(group) for group in set(groups)}
     found[Target("attention")] = -(-len(reading.workers) // ranks)

@@ -94,7 +94,7 @@ class Meter:
         )
 
     def _note_gateways(self, reading: Reading, passed_s: float) -> bool:
-        """Returns whether a request came since the last reading."""
+        """Return whether a request came since the last reading."""
         reported, first = reading.loads.gateways, not self._reported
         news = [] if first else [_since(load, self._reported.get(name)) for name, load in reported.items()]
         self._reported |= reported
@@ -133,7 +133,7 @@ class Meter:
         }
 
     def _of_group(self, group: int, seats: Sequence[SeatState], reading: Reading, callers: float, useful: int) -> Load:
-        """``callers``, ``useful``: exchanges that attention workers have under way at a time, mean and maximum."""
+        """Measure a group; attention workers have ``callers`` exchanges under way on average, ``useful`` at most."""
         names = [seat.info.id for seat in seats]
         busy, waiting = self._seats.total("busy", names), self._seats.total("waited", names)
         stall = self._stall(group, reading)
@@ -154,11 +154,11 @@ class Meter:
         )
 
     def _callers(self, reading: Reading) -> float:
-        """Exchanges that attention workers would have under way at a time if their steps were nothing else."""
+        """Return exchanges that attention workers would have under way at a time if their steps were nothing else."""
         return sum(self._workers.of(name, "busy") * _lanes(load) for name, load in reading.loads.workers.items())
 
     def _stall(self, group: int, reading: Reading) -> float:
-        """Share of the attention workers' time in steps that they spend waiting for ``group``."""
+        """Return the share of the attention workers' time in steps that they spend waiting for ``group``."""
         busy = self._workers.total("busy", reading.loads.workers)
         return min(1.0, self._workers.total(f"stalled {group}", reading.loads.workers) / busy) if busy > 0 else 0.0
 
@@ -186,7 +186,7 @@ class Meter:
 
 
 def held_back(callers: float, waiting: float) -> float:
-    """How many times as fast calls would come if none of ``callers``, of which ``waiting`` wait, waited for another.
+    """Say by what factor calls would come faster if none of ``callers``, of which ``waiting`` wait, waited for another.
 
     >>> held_back(2, 0.5)
     1.3333333333333333
@@ -201,13 +201,13 @@ def _lanes(load: WorkerLoad | None) -> int:
 
 
 def _ready(reading: Reading, target: Target) -> int:
-    """Ready replicas by the counts; 0: they are not known."""
+    """Return the ready replicas by the counts; 0: they are not known."""
     replicas = reading.counts.get(target) if reading.counts else None
     return replicas.ready if replicas else 0
 
 
 def _since(load: GatewayLoad, earlier: GatewayLoad | None) -> GatewayLoad:
-    """The load since ``earlier``; all of it, where that is None or of an earlier process."""
+    """Return the load since ``earlier``; all of it, where that is None or of an earlier process."""
     if earlier is None or earlier.up_s > load.up_s:
         return load
     return GatewayLoad(

@@ -72,7 +72,7 @@ class State:
 
     @classmethod
     def starting(cls, at: float, targets: Mapping[Target, int]) -> State:
-        """The state of a new leader: ``targets`` stay until fewer have sufficed for long enough."""
+        """Return the state of a new leader: ``targets`` stay until fewer have sufficed for long enough."""
         courses = {target: Course(highest=((at, wanted),)) for target, wanted in targets.items()}
         model = [course.wanted for target, course in courses.items() if target.sleeps]
         return cls(at=at, active_at=at, courses=courses, asleep=bool(model) and not any(model))
@@ -86,7 +86,7 @@ class State:
 
 
 def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
-    """The next state; its :attr:`State.targets` are wanted from ``signals.at`` on.
+    """Return the next state; its :attr:`State.targets` are wanted from ``signals.at`` on.
 
     A target without a load in ``signals`` keeps what it had.
     """
@@ -110,7 +110,7 @@ def decide(signals: Signals, state: State, options: ScalingOptions) -> State:
 
 
 def _next(course: Course, load: Load, target: Target, at: float, options: ScalingOptions, coming: float) -> Course:
-    """``course`` with the need of this moment; ``coming`` is the factor by which the work will grow."""
+    """Return ``course`` with the need of this moment; ``coming`` is the factor by which the work will grow."""
     need = load.work / UTILISATION[target.role] * course.boost * coming
     if load.useful is not None:
         need = min(need, math.ceil(load.useful * coming))
@@ -128,8 +128,8 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
 
 
 def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at: float, fading_s: float) -> Course:
-    """``course`` with the boost that latencies ask for. ``ratio``: the worst latency that ``target`` causes, over its
-    target. None: it causes none, and its boost fades for ``fading_s``."""
+    """Return ``course`` with the boost that latencies ask for. ``ratio``: the worst latency that ``target`` causes,
+    over its target. None: it causes none, and its boost fades for ``fading_s``."""
     boost, came_at = course.boost, course.came_at
     base = load.work / UTILISATION[target.role]
     if ratio is not None:
@@ -144,8 +144,8 @@ def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at
 
 
 def _comfortable(signals: Signals) -> bool:
-    """Whether latencies are well below their targets, or few requests come and they end. It is not known where many are
-    stuck, or gateways do not report."""
+    """Say whether latencies are well below their targets, or few requests come and they end. It is not known where many
+    are stuck, or gateways do not report."""
     ratios = [ratio for ratio in (signals.ttft, signals.tpot) if ratio is not None]
     if ratios:
         return max(ratios) < COMFORTABLE
@@ -154,8 +154,8 @@ def _comfortable(signals: Signals) -> bool:
 
 
 def _causes(signals: Signals, state: State, options: ScalingOptions) -> tuple[dict[Target, float], bool]:
-    """What causes latencies above their targets, and these latencies in targets; and whether there is one that only
-    groups which have their maximum could cure."""
+    """Return what causes latencies above their targets, and these latencies in targets; and whether there is one that
+    only groups which have their maximum could cure."""
     attention = Target("attention")
     if attention not in signals.loads:
         return {}, False
@@ -179,9 +179,9 @@ def _causes(signals: Signals, state: State, options: ScalingOptions) -> tuple[di
 def _cure(
     waited_for: Sequence[Target], full: float, signals: Signals, state: State, options: ScalingOptions
 ) -> Target | None:
-    """The target of which more replicas help: the first of ``waited_for`` (the longest wait first) that may have more
-    with something to do, or else attention. None: groups that have their maximum take most of a step (``full`` is their
-    share), so that more attention workers would wait for the same seats."""
+    """Return the target of which more replicas help: the first of ``waited_for`` (the longest wait first) that may have
+    more with something to do, or else attention. None: groups that have their maximum take most of a step (``full`` is
+    their share), so that more attention workers would wait for the same seats."""
     for group in waited_for:
         wanted, useful = _wanted(group, state), signals.loads[group].useful
         if wanted < options.bounds_of(group).maximum and (useful is None or wanted < useful):

@@ -39,15 +39,15 @@ class Rates:
         self._rates[member] = {name: kept * before.get(name, 0.0) + (1 - kept) * new for name, new in rates.items()}
 
     def total(self, name: str, members: Collection[str]) -> float:
-        """Sum of the rates of those ``members`` whose rates are known."""
+        """Return the sum of the rates of those ``members`` whose rates are known."""
         return sum(self._rates[member].get(name, 0.0) for member in members if member in self._rates)
 
     def of(self, member: str, name: str) -> float:
-        """The rate of one member; 0: it is not known yet."""
+        """Return the rate of one member; 0: it is not known yet."""
         return self._rates.get(member, {}).get(name, 0.0)
 
     def fresh(self, member: str, at: float, within_s: float) -> bool:
-        """Whether the rates of ``member`` are known and it reported lately."""
+        """Say whether the rates of ``member`` are known and it reported lately."""
         return member in self._rates and at - self._reported_at[member] <= within_s
 
     def keep(self, members: Collection[str]) -> None:
@@ -79,7 +79,7 @@ class Share:
         return sum(self._counts) >= _RECENT
 
     def ratio(self) -> float | None:
-        """The percentile in targets. None: there are too few latencies."""
+        """Return the percentile in targets. None: there are too few latencies."""
         total = sum(self._counts)
         if total < MIN_LATENCIES:
             return None
@@ -106,7 +106,7 @@ class Places:
         self._stay_s = line_s
 
     def asked(self, running: float, waiting: float, ended: float, passed_s: float) -> float:
-        """The places, where ``ended`` sequences ended in the last ``passed_s``."""
+        """Return the places asked for, where ``ended`` sequences ended in the last ``passed_s``."""
         if passed_s > 0 and running > 0:
             there, ends_per_s = self._running.add(running, passed_s), self._ended.add(ended / passed_s, passed_s)
             if ends_per_s > 0:

@@ -47,7 +47,7 @@ class ReplicaCounts(Protocol):
     """A source that knows which replicas are set, not only which are registered."""
 
     def counts(self) -> Mapping[Target, Replicas] | None:
-        """Replicas by target, without blocking. None: they are not known; what is registered in Redis counts then."""
+        """Return replicas by target without blocking. None: they are unknown; what is registered in Redis counts."""
         ...
 
 
@@ -100,11 +100,11 @@ class ScalingOptions:
         )
 
     def decides(self, target: Target) -> bool:
-        """Whether ``target`` has a number of its own."""
+        """Say whether ``target`` has a number of its own."""
         return self.groups is None or target.role != "experts"
 
     def seats_of(self, group: int) -> float:
-        """Seats of ``group`` in each replica of attention; the mean, where a replica does not have all groups."""
+        """Return the seats of ``group`` per replica of attention; the mean if a replica does not have all groups."""
         assert self.groups is not None, "only replicas with seats have them"
         if self.ranks < self.groups:
             return self.ranks / self.groups
@@ -116,13 +116,13 @@ _RANKS = "ranks"
 
 
 def pack_targets(targets: Mapping[Target, int], ranks: int) -> bytes:
-    """``targets`` as JSON, for the next leader and for operators."""
+    """Return ``targets`` as JSON, for the next leader and for operators."""
     unit = {} if ranks == 1 else {_RANKS: ranks}
     return msgspec.json.encode({target.name: wanted for target, wanted in targets.items()} | unit)
 
 
 def unpack_targets(kept: bytes | None, ranks: int) -> dict[Target, int]:
-    """The targets in ``kept``: none if its format is unknown, none of attention if it counts other replicas."""
+    """Return the targets in ``kept``: none if its format is unknown, none of attention if it counts other replicas."""
     try:
         read = msgspec.json.decode(kept or b"{}", type=dict[str, int])
         unit = read.pop(_RANKS, 1)

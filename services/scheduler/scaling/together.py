@@ -11,7 +11,7 @@ from services.scheduler.scaling.targets import Target
 
 
 def together(signals: Signals, seats_of: Callable[[int], float]) -> Signals:
-    """``signals`` with one target for attention and experts, whose work is that of whichever needs more replicas.
+    """Return ``signals`` with one target for attention and experts; its work is that of whichever needs more replicas.
 
     Args:
         seats_of: seats of the shard group with this number in each replica.
